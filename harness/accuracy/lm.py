@@ -1,0 +1,157 @@
+"""lm-eval's view of a method: an `LM` whose log-likelihoods are computed in replay.
+
+lm-eval makes prompts and choices, and turns log-likelihoods into accuracy; here its texts become token requests with the rows
+that attend densely chosen by `prefill`, and a scorer computes them. Tokens are those of lm-eval's own `HFLM` with default
+settings, so that the full cache gives its numbers.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import has_bos_prefix
+
+from harness.accuracy.scoring import Request, Score
+from harness.errors import UserError
+from harness.models import LoadedModel
+
+FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
+
+
+class Prefill(NamedTuple):
+    """Which rows of a request attend densely; the rest are decode rows, which a method acts on.
+
+    mode: `dense`: all but the context's last row, as when serving. `question`: the prompt ends before the token that holds the
+        first character of `marker`, so the cache is reduced before the question is known. `artifact`: the prompt is decoded
+        too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
+    marker: text that starts the question; its last occurrence in the context counts.
+    budget: share of T that the method keeps.
+    """
+
+    mode: str
+    marker: str = FEWSHOT_SEPARATOR
+    budget: float = 1.0
+
+
+class ReplayLM(TemplateLM):
+    """Scores lm-eval's log-likelihood requests; generation is not offered.
+
+    Args:
+        loaded: its tokenizer and length limit are used.
+        prefill: which rows are dense.
+        scorer: token requests to scores, in order; called once for all requests of an evaluation.
+        mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
+
+    After a run `requests` holds the token requests in the order in which lm-eval asked.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prefill: Prefill,
+        scorer: Callable[[Sequence[Request]], Sequence[Score]],
+        *,
+        mean: bool = False,
+    ) -> None:
+        super().__init__()
+        if loaded.tokenizer is None:
+            raise UserError(f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one")
+        self.tokenizer = loaded.tokenizer
+        self.requests: list[Request] = []
+        self._max_length = loaded.max_length
+        self._prefill = prefill
+        self._scorer = scorer
+        self._mean = mean
+        self._documents: list[Any] = []
+
+    @property
+    def eot_token_id(self) -> int:
+        """As `HFLM`: the end-of-sequence token."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """As `HFLM`: what an empty context consists of."""
+        bos = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """As `HFLM`: special tokens as the tokenizer adds them, unless the text already begins with the prefix token."""
+        return self.tokenizer(string, **self._special(string, add_special_tokens), verbose=False)["input_ids"]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """As lm-eval's, noting which requests are choices of one document."""
+        self._documents = [(request.task_name, request.doc_id) for request in requests]
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        self.requests = self._plan(requests)
+        answers = []
+        for (texts, *_), request, scored in zip(requests, self.requests, self._scorer(self.requests), strict=True):
+            length = len(request.ids) - request.context_len
+            answer = (scored.log_likelihood / length if self._mean else scored.log_likelihood, scored.is_greedy)
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+            answers.append(answer)
+        return answers
+
+    def _plan(self, requests: list[tuple[tuple[str, str], list[int], list[int]]]) -> list[Request]:
+        longest: dict[Any, int] = defaultdict(int)
+        for document, (_, context, continuation) in zip(self._documents, requests, strict=True):
+            longest[document] = max(longest[document], len(context) + len(continuation))
+        planned = []
+        for document, ((text, _), context, continuation) in zip(self._documents, requests, strict=True):
+            where = f"task {document[0]}, question {document[1]}"
+            num_rows = len(context) + len(continuation) - 1
+            if num_rows > self._max_length:
+                raise UserError(
+                    f"{where}: context and answer are {num_rows} tokens, but the model takes {self._max_length}; "
+                    "lower num_fewshot or choose a model with a longer context"
+                )
+            prefill_len = min(self._prompt_end(text, longest[document], where, len(context)), max(1, len(context) - 1))
+            if num_rows <= prefill_len:
+                raise UserError(f"{where}: its {num_rows + 1} tokens leave no decode row, so no method could act on it")
+            ids = (*context, *continuation)
+            planned.append(Request(ids, len(context), prefill_len, longest[document], document))
+        return planned
+
+    def _prompt_end(self, context: str, final_length: int, where: str, context_len: int) -> int:
+        """Tokens of the prompt as `prefill` says, at least 1; the caller keeps the context's last token out of it."""
+        if self._prefill.mode == "dense":
+            return context_len
+        if self._prefill.mode == "artifact":
+            return max(1, int(final_length * self._prefill.budget))
+        end = self._token_of(self._prefill.marker, context.rstrip())
+        if end < 1:
+            raise UserError(
+                f"{where}: prefill=question needs {self._prefill.marker!r} inside the context, where the question starts; "
+                "use prefill=dense or artifact, or num_fewshot above 0"
+            )
+        return end
+
+    def _token_of(self, marker: str, context: str) -> int:
+        """Index of the token that holds the first character of the last `marker`; -1 where there is none."""
+        at = context.rfind(marker)
+        if at < 0:
+            return -1
+        if not self.tokenizer.is_fast:
+            raise UserError("prefill=question needs a fast tokenizer, which knows its tokens' places in the text")
+        encoded = self.tokenizer(context, **self._special(context), return_offsets_mapping=True, verbose=False)
+        return next(i for i, (start, stop) in enumerate(encoded["offset_mapping"]) if start <= at < stop)
+
+    def _special(self, text: str, add_special_tokens: bool | None = None) -> dict[str, bool]:
+        if add_special_tokens is not None:
+            return {"add_special_tokens": add_special_tokens}
+        starts = has_bos_prefix(text, self.tokenizer.decode(self.prefix_token_id))
+        return {"add_special_tokens": False} if starts else {}
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Not offered: `experiment=perplexity` measures whole texts."""
+        raise UserError("tasks that score whole texts are not offered: use experiment=perplexity corpus.path=FILE")
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Not offered: replay scores given text."""
+        raise UserError("tasks that generate text are not offered: choose multiple-choice tasks")

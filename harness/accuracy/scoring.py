@@ -1,0 +1,259 @@
+"""Log-likelihoods of continuations through replay, each piece of work done once.
+
+Requests with the same prompt share its prefill, and those of one document share the decode rows in which they do not
+yet differ: the end of the context, and the tokens with which several choices begin.
+
+    prompt   ids[:prefill_len]       dense, once per distinct prompt
+      branch   equal rows that follow  decoded once per document, counted as often as requests share them
+        leaf     the rest                decoded per request
+
+Prompts of similar length are padded left into one batch, later rows are padded right. The output head runs only on
+the rows that predict a token of a continuation.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import groupby, takewhile
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from harness.attach import Attached
+from harness.reads import ReadStats
+from harness.replay import ReplaySession
+
+MAX_BATCH_TOKENS = 4096
+"""Sequences times columns of a batch: 0.2 GB of cache in fp32 on the default model, 2 GB in fp16 on Llama-2-7B; a CPU
+gains nothing from more."""
+
+HEAD_ROWS = 256
+"""Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at 128k."""
+
+Item = TypeVar("Item")
+OpenSession = Callable[[Tensor, int], ReplaySession]
+"""Makes a fresh session from final lengths, int [batch], and a number of columns."""
+
+
+class Request(NamedTuple):
+    """One continuation to score: `ids[context_len:]`, given `ids[:context_len]`.
+
+    prefill_len: rows that attend densely, at least 1. final_length: T, context and longest choice of the document.
+    document: requests of one document are the choices of one question.
+    """
+
+    ids: tuple[int, ...]
+    context_len: int
+    prefill_len: int
+    final_length: int
+    document: Hashable
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens of the dense rows."""
+        return self.ids[: self.prefill_len]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Tokens of the decode rows; the last token of the continuation has none, as nothing it predicts is scored."""
+        return self.ids[self.prefill_len : -1]
+
+
+class Score(NamedTuple):
+    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would produce it."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+class Branch(NamedTuple):
+    """Requests of one document after one prompt, by index, and the decode rows that are equal in all of them."""
+
+    requests: list[int]
+    shared: tuple[int, ...]
+
+
+class Prompt(NamedTuple):
+    """A prompt and the branches that follow it, all of one final length."""
+
+    ids: tuple[int, ...]
+    final_length: int
+    branches: list[Branch]
+
+
+def share(requests: Sequence[Request]) -> list[Prompt]:
+    """The tree of prompts, branches and requests; longest prompts first, so that batches are even.
+
+    Prompts count as equal where T is equal too: a method may evict by T at the end of the prompt.
+    """
+    tree: dict[tuple, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, request in enumerate(requests):
+        tree[request.prompt, request.final_length][request.document].append(index)
+    prompts = []
+    for (ids, final_length), documents in tree.items():
+        branches = [Branch(group, _common([requests[index].rows for index in group])) for group in documents.values()]
+        prompts.append(Prompt(ids, final_length, branches))
+    return sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.final_length), reverse=True)
+
+
+def score(
+    requests: Sequence[Request], attached: Attached, open_session: OpenSession, on_scored: Callable[[int], object]
+) -> tuple[list[Score], ReadStats]:
+    """Scores in the order of `requests`, and what was read for them, every request counted as a sequence of its own.
+
+    Args:
+        open_session: makes the session of a batch of prompts.
+        on_scored: told how many more requests have been scored.
+
+    Raises:
+        UserError: the method did not run on every decode row.
+    """
+    scores: dict[int, Score] = {}
+    reads = ReadStats()
+    for prompts in _batches(share(requests), lambda prompt: (1, len(prompt.ids))):
+        batch = PromptBatch(prompts, requests, attached, open_session)
+        reads += batch.root.reads
+        for branches in batch.slices():
+            hidden, decoded = batch.decode(branches)
+            decoded.check_fired()
+            reads += decoded
+            scores |= read_off(hidden, requests, attached)
+            on_scored(len(hidden.addresses))
+    return [scores[index] for index in range(len(requests))], reads
+
+
+class HiddenRows:
+    """Final hidden states of several forwards, end to end.
+
+    addresses: for each request, by index, where the last row of its prompt and then its decode rows lie.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []
+        self.addresses: dict[int, list[int]] = defaultdict(list)
+        self._size = 0
+
+    def add(self, hidden: Tensor, owners: Iterable[tuple[Sequence[int], int]]) -> None:
+        """Append hidden [batch, rows, hidden_size]; `owners`: for each sequence its requests and number of real rows."""
+        batch, width, _ = hidden.shape
+        for at, (requests, count) in enumerate(owners):
+            start = self._size + at * width
+            for index in requests:
+                self.addresses[index] += range(start, start + count)
+        self.blocks.append(hidden.flatten(0, 1))
+        self._size += batch * width
+
+
+class PromptBatch:
+    """A batch of prompts after their prefill, whose branches are decoded slice by slice."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], attached: Attached, open_session: OpenSession
+    ) -> None:
+        self.requests = requests
+        self.device = attached.device
+        self.branches = [(parent, branch) for parent, prompt in enumerate(prompts) for branch in prompt.branches]
+        self.final_lengths = self._tensor([prompt.final_length for prompt in prompts])
+        ids, valid = _pad([prompt.ids for prompt in prompts], self.device, left=True)
+        self.num_columns = ids.shape[1]
+        self.root = open_session(self.final_lengths, self.num_columns)
+        counts = self._tensor([sum(len(branch.requests) for branch in prompt.branches) for prompt in prompts])
+        self.last_hidden = self.root.prefill(ids, valid, counts)[:, -1:]  # [prompts, 1, hidden_size]
+
+    def slices(self) -> Iterator[list[tuple[int, Branch]]]:
+        """The branches, each with its prompt's place in the batch, in slices of bounded memory. Those without shared
+        rows come apart: among others they would be sequences of nothing but padding."""
+
+        def size(item: tuple[int, Branch]) -> tuple[int, int]:
+            longest = max(len(self.requests[index].rows) for index in item[1].requests)
+            return len(item[1].requests), self.num_columns + longest
+
+        for _, alike in groupby(self.branches, key=lambda item: bool(item[1].shared)):
+            yield from _batches(alike, size)
+
+    def decode(self, branches: Sequence[tuple[int, Branch]]) -> tuple[HiddenRows, ReadStats]:
+        """Decode the shared rows of `branches`, then each request's own; what was read for both."""
+        parents = self._tensor([parent for parent, _ in branches])
+        final_lengths = self.final_lengths[parents]
+        rows = HiddenRows()
+        rows.add(self.last_hidden[parents], [(branch.requests, 1) for _, branch in branches])
+
+        shared, valid = _pad([branch.shared for _, branch in branches], self.device)
+        trunk = self.root.fork(parents, final_lengths, self.num_columns + shared.shape[1])
+        if shared.shape[1]:
+            hidden = trunk.decode(shared, valid, self._tensor([len(branch.requests) for _, branch in branches]))
+            rows.add(hidden, [(branch.requests, len(branch.shared)) for _, branch in branches])
+
+        rest = {
+            index: (at, self.requests[index].rows[len(branch.shared) :])
+            for at, (_, branch) in enumerate(branches)
+            for index in branch.requests
+        }
+        rest = {index: leaf for index, leaf in rest.items() if leaf[1]}
+        if not rest:
+            return rows, trunk.reads
+        own, valid = _pad([tokens for _, tokens in rest.values()], self.device)
+        stems = self._tensor([at for at, _ in rest.values()])
+        tips = trunk.fork(stems, final_lengths[stems], self.num_columns + shared.shape[1] + own.shape[1])
+        rows.add(tips.decode(own, valid), [([index], len(tokens)) for index, (_, tokens) in rest.items()])
+        return rows, trunk.reads + tips.reads
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+
+def read_off(rows: HiddenRows, requests: Sequence[Request], attached: Attached) -> dict[int, Score]:
+    """Scores of the requests whose rows are given, by index. A row shared by several passes the head once."""
+    targets = {index: requests[index].ids[requests[index].context_len :] for index in rows.addresses}
+    # The continuation's first token is predicted by the row of the context's last: one row before its own.
+    addresses = [rows.addresses[index][-len(tokens) :] for index, tokens in targets.items()]
+    device = attached.device
+    wanted = torch.tensor([token for tokens in targets.values() for token in tokens], device=device)
+    unique, where = torch.unique(torch.tensor([at for each in addresses for at in each], device=device), return_inverse=True)
+    hidden = torch.cat(rows.blocks)[unique]
+    log_probs = torch.empty(len(wanted), device=device)
+    greedy = torch.empty(len(wanted), dtype=torch.bool, device=device)
+    for start in range(0, len(unique), HEAD_ROWS):
+        logits = attached.logits(hidden[start : start + HEAD_ROWS])  # [rows, vocab]
+        here = ((where >= start) & (where < start + HEAD_ROWS)).nonzero().squeeze(-1)
+        row, token = where[here] - start, wanted[here]
+        log_probs[here] = logits[row, token] - logits.logsumexp(-1)[row]
+        greedy[here] = logits.argmax(-1)[row] == token
+    lengths = [len(tokens) for tokens in targets.values()]
+    sums, all_greedy = log_probs.double().split(lengths), greedy.split(lengths)
+    return {
+        index: Score(float(total.sum()), bool(same.all()))
+        for index, total, same in zip(targets, sums, all_greedy, strict=True)
+    }
+
+
+def _common(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The longest common beginning."""
+    columns = zip(*sequences, strict=False)
+    return tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]]) -> Iterator[list[Item]]:
+    """Runs of items of at most `MAX_BATCH_TOKENS` in all, at least one item each; size: (sequences, columns)."""
+    batch: list[Item] = []
+    count = width = 0
+    for item in items:
+        sequences, columns = size(item)
+        if batch and (count + sequences) * max(width, columns) > MAX_BATCH_TOKENS:
+            yield batch
+            batch, count, width = [], 0, 0
+        batch.append(item)
+        count, width = count + sequences, max(width, columns)
+    if batch:
+        yield batch
+
+
+def _pad(sequences: Sequence[Sequence[int]], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Ids int [batch, longest], 0 where padded, and where they are real, bool alike."""
+    width = max(map(len, sequences))
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    column = torch.arange(width)
+    valid = column >= width - lengths[:, None] if left else column < lengths[:, None]
+    ids = torch.zeros(valid.shape, dtype=torch.long)
+    ids[valid] = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long)
+    return ids.to(device), valid.to(device)

@@ -1,0 +1,166 @@
+"""Accuracy on tasks, by lm-eval: `experiment=tasks`, Fig 11 and Fig 13.
+
+lm-eval makes the prompts, asks for log-likelihoods and decides what is right; replay computes them under the method. Tasks
+come from `task_yaml/` (the paper's five and four more, from JSON lines or the hub, with lm-eval's own prompts) or are
+generated. Each task is sized, run and reported on its own.
+
+    python run.py method=h2o experiment=tasks data=local data.root=DIR tasks=[copa] num_samples=50
+"""
+
+import io
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from typing import Any, TextIO
+
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
+from tqdm import tqdm
+
+from harness.accuracy.generated import CONTEXTS, MARKER
+from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
+from harness.accuracy.loading import load_task
+from harness.accuracy.scoring import Request, Score, score
+from harness.accuracy.setup import prepare
+from harness.attach import attach
+from harness.config import RunConfig
+from harness.errors import UserError
+from harness.models import LoadedModel
+from harness.reads import ReadStats
+from harness.records import Outcome
+from harness.replay import ReplaySession
+from harness.sizing import DecodeRow
+
+METRICS = ("acc", "acc_norm")
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about defaults that are chosen on purpose
+
+
+def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
+    """All tasks of `config` under its method.
+
+    Returns:
+        metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`, kv_frac, kv_frac_artifact, num_samples,
+        num_fewshot, prefill. samples by task: one entry a question.
+
+    Raises:
+        UserError: missing or malformed data, a context longer than the model's limit, settings under which a task cannot be
+            scored, or a method that never ran.
+    """
+    metrics, samples = {}, {}
+    for name in config.tasks:
+        metrics[name], samples[name] = _run_task(name, config, loaded)
+    return Outcome(metrics, samples)
+
+
+def decode_rows(requests: Sequence[Request]) -> list[DecodeRow]:
+    """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone."""
+    return [
+        DecodeRow(cached, request.final_length)
+        for request in requests
+        for cached in range(request.prefill_len, len(request.ids) - 1)
+    ]
+
+
+def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float | None:
+    """Standard error of the mean of `values` whose errors are independent between clusters only; None with one cluster.
+
+    With every value a cluster of its own it is lm-eval's: sample standard deviation / sqrt(n). Questions on one context are a
+    cluster: they succeed and fail together (Liang and Zeger 1986, with the G / (G - 1) correction).
+    """
+    mean = sum(values) / len(values)
+    residuals: dict[Any, float] = defaultdict(float)
+    for value, cluster in zip(values, clusters, strict=True):
+        residuals[cluster] += value - mean
+    groups = len(residuals)
+    if groups < 2:
+        return None
+    return (sum(r * r for r in residuals.values()) * groups / (groups - 1)) ** 0.5 / len(values)
+
+
+class ReplayScorer:
+    """Scores the requests of one task; `reads` is what the method read for them."""
+
+    def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
+        self.config = config
+        self.loaded = loaded
+        self.task = task
+        self.bar_file = bar_file
+        self.reads = ReadStats()
+
+    def __call__(self, requests: Sequence[Request]) -> list[Score]:
+        with (
+            attach(self.loaded.model) as attached,
+            tqdm(total=len(requests), desc=self.task, unit="answer", leave=False, disable=None, file=self.bar_file) as bar,
+        ):
+            setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
+
+            def open_session(final_lengths: Any, num_columns: int) -> ReplaySession:
+                return ReplaySession(
+                    attached,
+                    setup.method,
+                    codec=setup.codec,
+                    calibration=setup.calibration,
+                    final_lengths=final_lengths,
+                    num_columns=num_columns,
+                )
+
+            scores, self.reads = score(requests, attached, open_session, bar.update)
+        return scores
+
+
+def _run_task(name: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    prefill = _prefill(name, config)
+    scorer = ReplayScorer(config, loaded, name, sys.stderr)
+    lm = ReplayLM(loaded, prefill, scorer, mean=config.scoring == "mean")
+    with redirect_stderr(io.StringIO()):  # lm-eval's own progress bars, one a step
+        task = load_task(name, config)
+        # No bootstrap: the metrics are means, whose standard errors are computed below.
+        limit = config.num_samples_of(name)
+        results = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0, log_samples=True)
+    logged = results["samples"][name]
+    metrics: dict[str, Any] = {}
+    clusters = [sample["doc"].get("context_id", sample["doc_id"]) for sample in logged]
+    for metric in METRICS:
+        if metric in logged[0]:
+            values = [float(sample[metric]) for sample in logged]
+            metrics[metric] = sum(values) / len(values)
+            metrics[f"{metric}_stderr"] = clustered_stderr(values, clusters)
+    metrics |= {"num_samples": len(logged), "num_fewshot": task.config.num_fewshot, "prefill": prefill.mode}
+    metrics |= {"kv_frac": scorer.reads.kv_frac, "kv_frac_artifact": scorer.reads.kv_frac_artifact}
+    first = {request.document[1]: request for request in reversed(lm.requests)}
+    return metrics, [_raw(task, sample, first[sample["doc_id"]]) for sample in logged]
+
+
+def _prefill(name: str, config: RunConfig) -> Prefill:
+    mode = config.prefill_of(name)
+    if mode == "artifact" and config.target_kv_frac is not None:
+        raise UserError(
+            f"target_kv_frac={config.target_kv_frac}: not with prefill=artifact (task {name}), whose decode rows depend on "
+            "the size itself; set the method's own size, or use prefill=dense or question"
+        )
+    return Prefill(mode, MARKER if name in CONTEXTS else FEWSHOT_SEPARATOR, config.method.artifact_budget())
+
+
+def _raw(task: ConfigurableTask, sample: dict[str, Any], request: Request) -> dict[str, Any]:
+    """What is kept of one question: enough to recompute the metrics and to look at what went wrong."""
+    log_likelihoods = [answer[0] for answer in sample["filtered_resps"]]
+    return {
+        "question": sample["doc_id"],
+        "log_likelihoods": log_likelihoods,
+        "predicted": max(range(len(log_likelihoods)), key=log_likelihoods.__getitem__),
+        "gold": _gold(task, sample["doc"]),
+        **{metric: sample[metric] for metric in METRICS if metric in sample},
+        "context_tokens": request.context_len,
+        "prefill_len": request.prefill_len,
+    }
+
+
+def _gold(task: ConfigurableTask, doc: dict[str, Any]) -> int:
+    """Index of the right choice. A task of one continuation (LAMBADA) asks whether it is the likeliest: its choice 0."""
+    gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    if isinstance(gold, str):
+        return task.doc_to_choice(doc).index(gold) if task.config.doc_to_choice else 0
+    return gold

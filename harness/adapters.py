@@ -1,0 +1,88 @@
+"""What differs between model families: where the attention input is turned into a query, and how queries are scaled.
+
+A family is one small class here. It needs the attention modules (`self_attn` with `layer_idx`), a rehearsed query
+from another layer's attention input, and whether the attention function receives queries that are scaled already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.errors import UserError
+from methods.base import Geometry
+
+
+class Adapter:
+    """Llama-like families: separate q_proj, optional q_norm, rotary positions given to every layer."""
+
+    prescaled = False
+    """The model multiplies the query by the softmax scale before the attention function sees it."""
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(model.get_decoder().layers)
+
+    def attention(self, layer: nn.Module) -> nn.Module:
+        """A decoder layer's attention module, whose first argument is the attention input (after the norm)."""
+        return layer.self_attn
+
+    def query(self, attention: nn.Module, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
+        """The query that `attention` would make of `hidden` [batch, rows, hidden_size].
+
+        call: keyword arguments of the attention call that `hidden` was made for, positions among them.
+        Returns [batch, heads, rows, head_dim], post-position and before the softmax scale.
+        """
+        query = attention.q_proj(hidden).view(*hidden.shape[:-1], -1, attention.head_dim)
+        if hasattr(attention, "q_norm"):
+            query = attention.q_norm(query)
+        cos, sin = call["position_embeddings"]
+        rotate = import_module(type(attention).__module__).apply_rotary_pos_emb
+        query = query.transpose(1, 2)
+        return rotate(query, query[:, :1], cos, sin)[0]
+
+    def geometry(self, model: Any) -> Geometry:
+        """The shape a method sees; `scale` is the softmax scale of the first attention module."""
+        config = model.config
+        attention = self.attention(self.layers(model)[0])
+        heads = config.num_attention_heads
+        return Geometry(
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+            family=config.model_type,
+        )
+
+
+class OPTAdapter(Adapter):
+    """OPT: learned positions, biases, and a query that is scaled before the attention function."""
+
+    prescaled = True
+
+    def query(self, attention: nn.Module, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
+        """Positions are in `hidden` already."""
+        query = attention.q_proj(hidden).view(*hidden.shape[:-1], -1, attention.head_dim)
+        return query.transpose(1, 2)
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "llama": Adapter(),
+    "mistral": Adapter(),
+    "qwen2": Adapter(),
+    "qwen3": Adapter(),
+    "opt": OPTAdapter(),
+}
+SUPPORTED_FAMILIES = tuple(ADAPTERS)
+
+
+def adapter_for(model: Any) -> Adapter:
+    """The adapter of a loaded model; UserError for a family without one."""
+    family = model.config.model_type
+    if family not in ADAPTERS:
+        raise UserError(f"model family {family!r} is not supported; supported: {', '.join(SUPPORTED_FAMILIES)}")
+    return ADAPTERS[family]

@@ -1,0 +1,39 @@
+"""Attention kernels shared by replay, calibration and live decoding. Grouped-query heads throughout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None = None) -> Tensor:
+    """torch's fused attention.
+
+    query: [batch, heads, rows, head_dim]; key, value: [batch, num_kv_heads, slots, head_dim];
+    visible: bool, broadcastable to [batch, heads, rows, slots]; None is causal over equal rows and slots.
+    Returns [batch, rows, heads, head_dim].
+    """
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale
+    )
+    return output.transpose(1, 2)
+
+
+def weigh(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of `scores` [batch, num_kv_heads, group, rows, slots] over `value` [batch, num_kv_heads, slots, head_dim].
+
+    Overwrites `scores`. Returns the output [batch, num_kv_heads, group, rows, head_dim] and the probabilities.
+    """
+    batch, num_kv_heads, group, rows, slots = scores.shape
+    probs = torch.softmax(scores, -1, out=scores)
+    stacked = probs.view(batch, num_kv_heads, group * rows, slots).to(value.dtype)
+    return (stacked @ value).view(batch, num_kv_heads, group, rows, -1), probs
+
+
+def heads_last(output: Tensor) -> Tensor:
+    """[batch, num_kv_heads, group, rows, head_dim] as [batch, rows, heads, head_dim]."""
+    return output.flatten(1, 2).transpose(1, 2)

@@ -1,0 +1,76 @@
+"""Offline calibration of InfiniGen: one rotation per layer and KV head, measured once and kept on disk.
+
+One dense forward over the calibration text. Per layer and KV head, A = V of the SVD of the group's stacked
+post-position queries, not centred, in fp32 (paper, section 4.1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from harness.attach import Attached
+from harness.attention import dense_attention
+
+FORMAT = 1
+"""Part of the cache key: raise it when the computation changes."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """rotation: fp32 [num_layers, num_kv_heads, head_dim, head_dim], orthogonal; columns by falling singular value."""
+
+    rotation: Tensor
+
+
+def calibrate(attached: Attached, ids: Sequence[int]) -> Calibration:
+    """Measure the rotations on one sequence of token ids."""
+    attached.require_window(len(ids))
+    tokens = torch.tensor([ids], device=attached.device)
+    collector = _Collector(attached)
+    attached.forward(tokens, torch.arange(len(ids), device=attached.device)[None], collector)
+    return Calibration(torch.stack(collector.rotations))
+
+
+def cached_calibration(attached: Attached, ids: Sequence[int], fingerprint: str, cache_dir: Path) -> Calibration:
+    """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype and ids from `cache_dir`."""
+    key = hashlib.sha256(repr((FORMAT, fingerprint, str(attached.dtype), list(ids))).encode()).hexdigest()[:32]
+    path = cache_dir / f"{key}.safetensors"
+    try:
+        return Calibration(load_file(path)["rotation"].to(attached.device))
+    except (OSError, SafetensorError, KeyError):
+        pass  # not there yet, or damaged: measured anew
+    calibration = calibrate(attached, ids)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    os.close(handle)
+    save_file({"rotation": calibration.rotation.cpu()}, temporary)
+    os.replace(temporary, path)
+    return calibration
+
+
+class _Collector:
+    """A dense pass that keeps each layer's rotation, and no queries."""
+
+    rehearsing = False
+
+    def __init__(self, attached: Attached) -> None:
+        self.geometry = attached.geometry
+        self.rotations: list[Tensor] = []
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        stacked = query[0].reshape(self.geometry.num_kv_heads, -1, self.geometry.head_dim).float()
+        self.rotations.append(torch.linalg.svd(stacked, full_matrices=False).Vh.transpose(-1, -2).contiguous())
+        return dense_attention(query, key, value, self.geometry.scale)
+
+    def rehearse(self, layer: int, query: Tensor) -> None:
+        raise AssertionError("a dense pass rehearses nothing")

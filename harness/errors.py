@@ -1,0 +1,33 @@
+"""What a user got wrong, said in one line.
+
+Every refusal of the project is a `UserError` whose message names the setting, its value and what is allowed;
+`harness.cli` prints it without a traceback and exits with code 2.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+MAX_LISTED = 16
+
+
+class UserError(ValueError):
+    """Something the user can put right: a setting, a file, the machine's memory. One line, no traceback."""
+
+
+def nearest(name: object, allowed: Iterable[str]) -> str:
+    """Point from an unknown name to the known ones.
+
+    Args:
+        name: what the user wrote.
+        allowed: the known names, at least one, in the order in which they are shown.
+
+    Returns:
+        "did you mean 'h2o'? allowed: full, h2o, ..."; without the question where nothing is close, and the
+        list cut after `MAX_LISTED` names.
+    """
+    names = list(allowed)
+    folded = {candidate.lower(): candidate for candidate in names}
+    close = [folded[match] for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=0.5)]
+    question = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    more = ", ..." if len(names) > MAX_LISTED else ""
+    return f"{question}allowed: {', '.join(names[:MAX_LISTED])}{more}"

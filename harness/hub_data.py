@@ -1,0 +1,69 @@
+"""Data sets of the Hugging Face hub: the local cache first, the hub where it must be, one line where neither will do.
+
+What is cached is used without asking the hub, so that a repeated run is the same and needs no network.
+"""
+
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from harness.errors import UserError
+
+TIMEOUT_S = 5.0
+"""An unreachable hub is given up after this; `datasets` itself would retry for half a minute."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def no_network() -> Iterator[None]:
+    """Inside, `datasets` and the hub's client use what is on this machine and ask nobody."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+
+
+def from_hub(name: str, load: Callable[[], T]) -> T:
+    """What `load` makes of the hub's data set `name`, from the cache if it is there.
+
+    Raises:
+        UserError: it is not cached and the hub is unreachable or refuses; says what remains.
+    """
+    try:
+        with no_network():
+            return load()
+    except (OSError, ValueError):  # how `datasets` says that it is not cached
+        pass
+    _require_hub(name)
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        raise _unavailable(name, str(error) or type(error).__name__) from error
+
+
+def _require_hub(name: str) -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise _unavailable(name, "not cached, and HF_HUB_OFFLINE is set")
+    try:
+        urllib.request.urlopen(constants.ENDPOINT, timeout=TIMEOUT_S).close()
+    except urllib.error.HTTPError:
+        pass  # it answered
+    except OSError as error:
+        raise _unavailable(name, f"not cached, and {constants.ENDPOINT} is unreachable") from error
+
+
+def _unavailable(name: str, reason: str) -> UserError:
+    return UserError(
+        f"data=hub: {name} cannot be loaded ({reason.splitlines()[0]}); "
+        "what remains: data=local data.root=DIR, or data=offline (no download)"
+    )

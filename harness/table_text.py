@@ -1,0 +1,205 @@
+"""Tables for people: rounded, with units and standard errors, a line per method and setting.
+
+Accuracy is wide over tasks, so runs of the same method and settings join in one line; what the runs of a
+table share stands above it, what tells them apart in the column `settings`. Seconds become ms and bytes GiB
+here, and only here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from harness.records import ONLY_OF_KIND
+
+Record = Mapping[str, Any]
+Row = dict[str, Any]
+Pairs = Sequence[tuple[Record, list[Row]]]
+
+MISSING = "-"
+NOTE = (
+    "± is one standard error. KV read is the share of the full cache that a decode row reads; two numbers "
+    "are its range over a line's columns."
+)
+GIB = 2**30
+NOT_SETTINGS = ("experiment", "kind", "label", "method_name", "results_dir", "tasks", "model")
+
+
+class Quantity(NamedTuple):
+    """How a column reads: its heading with the unit, the factor to that unit, digits after the point."""
+
+    heading: str
+    factor: float
+    digits: int
+
+    def show(self, value: float | None, stderr: float | None = None) -> str:
+        """The number in this unit, with its standard error where there is one."""
+        if value is None:
+            return MISSING
+        spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
+        return f"{self.factor * value:.{self.digits}f}{spread}"
+
+
+METRICS = {
+    "acc": Quantity("acc (%)", 100, 1),
+    "acc_norm": Quantity("acc_norm (%)", 100, 1),
+    "perplexity": Quantity("perplexity", 1, 3),
+    "perplexity_full": Quantity("full cache's perplexity", 1, 3),
+    "kl_nats": Quantity("KL (nats)", 1, 4),
+    "top1_agreement": Quantity("top-1 agreement (%)", 100, 1),
+    "attention_recall": Quantity("attention recall (%)", 100, 1),
+}
+LATENCY = {
+    "batch_size": Quantity("batch", 1, 0),
+    "prompt_len": Quantity("prompt", 1, 0),
+    "gen_len": Quantity("generated", 1, 0),
+    "prefill_s": Quantity("prefill (ms)", 1e3, 1),
+    "decode_s": Quantity("decode (ms)", 1e3, 1),
+    "total_s": Quantity("total (ms)", 1e3, 1),
+    "tokens_per_s": Quantity("tokens/s", 1, 2),
+    "step_p50_s": Quantity("step p50 (ms)", 1e3, 2),
+    "step_p95_s": Quantity("step p95 (ms)", 1e3, 2),
+    "exposed_transfer_s": Quantity("exposed transfer (ms)", 1e3, 1),
+    "h2d_bytes": Quantity("to device (GiB)", 1 / GIB, 3),
+    "d2h_bytes": Quantity("to host (GiB)", 1 / GIB, 3),
+    "link_bytes_per_s": Quantity("link (GiB/s)", 1 / GIB, 2),
+    "peak_device_bytes": Quantity("device peak (GiB)", 1 / GIB, 3),
+    "attention_s": Quantity("attention (ms)", 1e3, 3),
+    "ffn_s": Quantity("FFN (ms)", 1e3, 3),
+    "prediction_s": Quantity("prediction (ms)", 1e3, 3),
+    "transfer_s": Quantity("transfer (ms)", 1e3, 3),
+    "other_s": Quantity("other (ms)", 1e3, 3),
+}
+KV_READ = Quantity("KV read (%)", 100, 1)
+
+
+class Sheet(NamedTuple):
+    """One table: what holds for all of it, the column headings, and the cells as text."""
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+
+
+def render_markdown(experiment: str, pairs: Pairs) -> str:
+    """The whole `.md` file: a table per model, accuracy and latency apart, chunks of perplexity below."""
+    parts = [f"# {experiment}", NOTE]
+    for sheet in _sheets(pairs):
+        table = [sheet.header, ["---"] * len(sheet.header), *sheet.lines]
+        parts += [f"## {sheet.title}", "\n".join(f"| {' | '.join(cells)} |" for cells in table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def render_terminal(pairs: Pairs) -> str:
+    """The same tables without the chunks, in columns aligned by blanks."""
+    return "\n\n".join(_aligned(sheet) for sheet in _sheets(pairs, with_chunks=False))
+
+
+def _aligned(sheet: Sheet) -> str:
+    widths = [max(map(len, column)) for column in zip(sheet.header, *sheet.lines, strict=True)]
+    lines = [
+        "  ".join(
+            [
+                first.ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)),
+            ]
+        )
+        for first, *rest in (sheet.header, *sheet.lines)
+    ]
+    return "\n".join([sheet.title, "-" * len(lines[0]), *lines])
+
+
+def _sheets(pairs: Pairs, with_chunks: bool = True) -> Iterator[Sheet]:
+    sources = dict.fromkeys((rows[0]["model"], rows[0]["source"]) for _, rows in pairs)
+    for model, source in sources:
+        own = [pair for pair in pairs if (pair[1][0]["model"], pair[1][0]["source"]) == (model, source)]
+        accuracy = [pair for pair in own if "metric" in pair[1][0]]
+        latency = [pair for pair in own if "metric" not in pair[1][0]]
+        title = f"{model}, {source}"
+        if latency:
+            yield _latency_sheet(title, latency)
+        if accuracy:
+            yield _accuracy_sheet(title, accuracy, lambda row: not _is_chunk(row))
+        if with_chunks and any(_is_chunk(row) for _, rows in accuracy for row in rows):
+            yield _accuracy_sheet(f"{title}, by tokens in the cache", accuracy, _is_chunk)
+
+
+def _is_chunk(row: Row) -> bool:
+    return row["task"].endswith("]")
+
+
+def _latency_sheet(title: str, pairs: Pairs) -> Sheet:
+    rows = [row for _, (row,) in pairs]
+    shown = {
+        name: quantity for name, quantity in LATENCY.items() if any(row.get(name) is not None for row in rows)
+    }
+    cells = [
+        [row["label"], KV_READ.show(row.get("kv_frac")), *(shown[name].show(row.get(name)) for name in shown)]
+        for row in rows
+    ]
+    return Sheet(title, ["label", KV_READ.heading, *(quantity.heading for quantity in shown.values())], cells)
+
+
+class _Line(NamedTuple):
+    label: str
+    settings: str
+    cells: dict[tuple[str, str], Row]
+
+
+def _accuracy_sheet(title: str, pairs: Pairs, wanted: Callable[[Row], bool]) -> Sheet:
+    """One line per label and settings; a run whose cells are taken starts another, so none is hidden."""
+    lines: list[_Line] = []
+    for settings, (_, rows) in zip(_settings([record for record, _ in pairs]), pairs, strict=True):
+        cells = {(row["task"], row["metric"]): row for row in rows if wanted(row)}
+        name = (rows[0]["label"], settings)
+        alike = (line for line in lines if (line.label, line.settings) == name)
+        line = next((line for line in alike if line.cells.keys().isdisjoint(cells)), None)
+        if line is None:
+            lines.append(line := _Line(*name, {}))
+        line.cells.update(cells)
+    columns = list(dict.fromkeys(key for line in lines for key in line.cells))
+    headings = [f"{task} {_quantity(metric).heading}" for task, metric in columns]
+    body = [
+        [line.label, line.settings or MISSING, _kv_read(line), *(_cell(line, key) for key in columns)]
+        for line in lines
+    ]
+    return Sheet(title, ["label", "settings", KV_READ.heading, *headings], body)
+
+
+def _quantity(metric: str) -> Quantity:
+    return METRICS.get(metric, Quantity(metric, 1, 3))
+
+
+def _cell(line: _Line, key: tuple[str, str]) -> str:
+    row = line.cells.get(key)
+    return MISSING if row is None else _quantity(key[1]).show(row["value"], row["stderr"])
+
+
+def _kv_read(line: _Line) -> str:
+    sizes = [row["kv_frac"] for row in line.cells.values() if row["kv_frac"] is not None]
+    if not sizes:
+        return MISSING
+    ends = dict.fromkeys(KV_READ.show(size) for size in (min(sizes), max(sizes)))
+    return "-".join(ends)
+
+
+def _settings(records: Sequence[Record]) -> list[str]:
+    """For each record the settings that differ within its method, such as `alpha=4, max_fetch_frac=0.2`."""
+    flat = [_flatten(_relevant(record["config"])) for record in records]
+    methods = [record["config"]["method_name"] for record in records]
+    texts = []
+    for own, method in zip(flat, methods, strict=True):
+        peers = [other for other, name in zip(flat, methods, strict=True) if name == method]
+        varying = [key for key in own if len({str(peer[key]) for peer in peers if key in peer}) > 1]
+        texts.append(", ".join(f"{key.removeprefix('method.')}={own[key]}" for key in varying))
+    return texts
+
+
+def _relevant(config: Mapping[str, Any]) -> dict[str, Any]:
+    foreign = [name for kind, names in ONLY_OF_KIND.items() if kind != config["kind"] for name in names]
+    return {key: value for key, value in config.items() if key not in (*NOT_SETTINGS, *foreign)}
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

@@ -1,0 +1,207 @@
+"""Records of an experiment as one tidy table: `results/tables/<experiment>.csv`, and a `.md` for people.
+
+The CSV is what figures and users read: fixed columns, one row per (run, task, metric) for accuracy and one
+per run for latency, seconds and bytes, fractions in [0, 1], an empty cell where nothing was measured. The
+order depends on the rows alone, so the same records give the same bytes. Imports no torch.
+
+    python -c "from harness.tables import update; update('results', 'fig11')"
+"""
+
+import csv
+import io
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.records import read_records, write_atomic
+from harness.table_text import METRICS, render_markdown, render_terminal
+
+log = logging.getLogger(__name__)
+
+Record = Mapping[str, Any]
+Row = dict[str, Any]
+
+ACCURACY_COLUMNS = (
+    "experiment", "model", "method", "label", "task", "metric", "value", "stderr", "num_samples",
+    "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "source", "run_id",
+)  # fmt: skip
+LATENCY_COLUMNS = (
+    "experiment", "platform", "source", "model", "method", "label", "batch_size", "prompt_len", "gen_len",
+    "prefill_s", "decode_s", "total_s", "tokens_per_s", "step_p50_s", "step_p95_s", "h2d_bytes", "d2h_bytes",
+    "exposed_transfer_s", "link_bytes_per_s", "peak_device_bytes", "kv_frac", "run_id",
+)  # fmt: skip
+BLOCK_SEGMENTS = ("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s")
+BLOCK_COLUMNS = (*LATENCY_COLUMNS, *BLOCK_SEGMENTS)
+"""Latency of one block in one decode step by segment (Fig 18); transfer is the wait that no compute hides."""
+BLOCK_EXPERIMENT = "fig18"
+
+CHUNK_TOKENS = 256
+NOT_METRICS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
+LABELS = {
+    "full": "Full cache",
+    "oracle": "Oracle",
+    "infinigen": "InfiniGen",
+    "h2o": "H2O",
+    "streaming": "Streaming",
+    "int8": "INT8",
+    "int4": "INT4",
+    "int2": "INT2",
+    "int1": "INT1",
+}
+
+
+def update(results_dir: str | Path, experiment: str) -> Path:
+    """Write `tables/<experiment>.csv` and `.md` anew from the experiment's finished records.
+
+    A damaged record is skipped with a warning that names it, a failed or interrupted one silently: it has no
+    numbers.
+
+    Returns:
+        The path of the CSV.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    pairs = _with_rows(read_records(results_dir, experiment))
+    path = Path(results_dir) / "tables" / f"{experiment}.csv"
+    write_atomic(path, _csv(experiment, pairs))
+    write_atomic(path.with_suffix(".md"), render_markdown(experiment, pairs))
+    return path
+
+
+def summary(records: Iterable[Record]) -> str:
+    """The records as a small table for a terminal: a line per method and setting, a column per metric.
+
+    Returns:
+        Aligned text, without a final newline; "" where no record is finished.
+    """
+    return render_terminal(_with_rows(records))
+
+
+def _csv(experiment: str, pairs: Sequence[tuple[Record, list[Row]]]) -> str:
+    if experiment == BLOCK_EXPERIMENT:
+        columns: Sequence[str] = BLOCK_COLUMNS
+    else:
+        columns = LATENCY_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
+    rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def rows_of(record: Record) -> list[Row]:
+    """The rows of one finished record: one for latency, else one per task and metric, and one per chunk.
+
+    A chunk's row has the metric `perplexity` and its range of tokens in the task, such as `offline[256:512]`.
+    A metric that was not measured (None) has no row.
+    """
+    config = record["config"]
+    common = {
+        "experiment": record["experiment"],
+        "model": config["model"]["name"],
+        "method": config["method_name"],
+        "label": label_of(config),
+        "run_id": record["run_id"],
+    }
+    if _is_latency(record):
+        return [common | dict(record["metrics"])]
+    return [*_task_rows(record, common), *_chunk_rows(record, common)]
+
+
+def label_of(config: Mapping[str, Any]) -> str:
+    """A run's name in legends: its `label`, else what it is. Runs on one line of a figure share it."""
+    if config.get("label"):
+        return str(config["label"])
+    name = LABELS.get(config["method_name"], config["method_name"])
+    if not config["method"].get("skew", True):
+        name += " without skewing"
+    codec = config.get("codec")
+    return name if codec in (None, config["method_name"]) else f"{name} + {codec}"
+
+
+def _is_latency(record: Record) -> bool:
+    return record.get("kind") == "latency"
+
+
+def _task_rows(record: Record, common: Row) -> Iterator[Row]:
+    for task, metrics in _metrics_by_task(record).items():
+        context = _context(record, metrics)
+        for metric in sorted(filter(_is_metric, metrics), key=_metric_rank):
+            if metrics[metric] is not None:
+                values = {"value": metrics[metric], "stderr": metrics.get(f"{metric}_stderr")}
+                yield common | {"task": task, "metric": metric} | values | context
+
+
+def _chunk_rows(record: Record, common: Row) -> Iterator[Row]:
+    if not record.get("chunks"):
+        return
+    ((corpus, metrics),) = _metrics_by_task(record).items()
+    context = _context(record, metrics)
+    for chunk in record["chunks"]:
+        start = CHUNK_TOKENS * chunk["chunk"]
+        task = f"{corpus}[{start}:{start + CHUNK_TOKENS}]"
+        values = {"value": chunk["perplexity"], "stderr": chunk.get("perplexity_stderr")}
+        yield common | {"task": task, "metric": "perplexity"} | values | context
+
+
+def _metrics_by_task(record: Record) -> Mapping[str, Mapping[str, Any]]:
+    """Tasks nest their metrics by name; a text has its metrics at the top, under the corpus's name here."""
+    metrics = record["metrics"]
+    if any(isinstance(value, Mapping) for value in metrics.values()):
+        return metrics
+    corpus = record["config"]["corpus"]
+    return {Path(corpus["path"]).stem if corpus.get("path") else corpus["name"]: metrics}
+
+
+def _context(record: Record, metrics: Mapping[str, Any]) -> Row:
+    """The columns that say under which conditions a value holds."""
+    config = record["config"]
+    of_text = config["kind"] == "perplexity"
+    return {
+        "num_samples": metrics.get("num_samples", config["num_windows"] if of_text else None),
+        "num_fewshot": None if of_text else metrics.get("num_fewshot", config["num_fewshot"]),
+        "seq_len": config["seq_len"] if of_text else None,
+        "kv_frac": metrics.get("kv_frac"),
+        "kv_frac_artifact": metrics.get("kv_frac_artifact"),
+        "source": "measured",
+    }
+
+
+def _is_metric(name: str) -> bool:
+    return name not in NOT_METRICS and not name.endswith("_stderr")
+
+
+def _metric_rank(metric: str) -> tuple[int, str]:
+    known = list(METRICS)
+    return (known.index(metric) if metric in known else len(known), metric)
+
+
+def _sort_key(row: Row) -> tuple[Any, ...]:
+    """By what a reader looks for; chunks by their position, a missing number first, the run's id last."""
+    task, _, chunk = str(row.get("task", "")).partition("[")
+    position = int(chunk.split(":")[0]) if chunk else -1
+    words = (row["model"], row["label"], task)
+    sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "kv_frac")
+    shape = tuple(row.get(name) or 0 for name in sizes)
+    return (*words, *shape, position, _metric_rank(str(row.get("metric", ""))), row["run_id"])
+
+
+def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[Row]]]:
+    """Finished records that have rows, with their rows, in the order in which people read methods."""
+    pairs = []
+    for record in records:
+        if record["status"] != "finished":
+            continue
+        try:
+            rows = rows_of(record)
+        except (KeyError, TypeError, AttributeError) as error:
+            path = f"{record.get('experiment')}/{record.get('run_id')}/record.json"
+            log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
+            continue
+        if rows:
+            pairs.append((record, rows))
+    rank = {method: index for index, method in enumerate(LABELS)}
+    return sorted(pairs, key=lambda pair: (rank.get(pair[1][0]["method"], len(rank)), *_sort_key(pair[1][0])))

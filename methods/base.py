@@ -1,0 +1,206 @@
+"""What a KV-cache method is, and how its selections are asked for.
+
+A **method** is a frozen dataclass of hyper-parameters. It holds no tensors: what changes while a batch of
+sequences runs lives in a **sequence state** that the method makes per batch (`Method.new_state`). The state has
+one selection function, `select`, over any number of query rows. Live decoding calls it with one row and gathers
+what it names; replay calls it with many rows and masks the rest. Both therefore read the same tokens.
+
+Cached tokens lie in **slots**. In replay a slot is a column of the padded batch; in live decoding it is a row of
+the KV store, where a freed slot is used again. `Rows.slot_positions` says which token a slot holds, so a state
+needs not know which of the two it serves.
+
+Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, rows, slots, head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = torch.iinfo(torch.int32).max
+"""`slot_positions` of a slot without a token: later than every query, hence never visible."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The part of a model's shape that a method needs; `scale` is the model's softmax scale."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    family: str
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class Selection(NamedTuple):
+    """What a block of query rows may read besides each row's own token.
+
+    mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot.
+    count: tokens read, mean over the KV heads, float [batch, rows].
+    """
+
+    mask: Tensor | None
+    count: Tensor
+
+
+@dataclass
+class Rows:
+    """A block of query rows of one layer and the slots they look at.
+
+    query: [batch, heads, rows, head_dim], after positions, before the softmax scale; rehearsed or true.
+    positions: int [batch, rows], t = the row's position = its number of cached tokens.
+    real: bool [batch, rows], False for padding.
+    slot_positions: int [batch, 1 or num_kv_heads, slots], `EMPTY` where there is no token.
+    own_slots: int [batch, 1 or num_kv_heads, rows], where each row's own token lies.
+    true_scores: makes the scaled scores of the true query over the visible slots and the own one, -inf elsewhere,
+        fp32 [batch, num_kv_heads, group, rows, slots]; valid until the block's attention is computed. Not to be
+        written to.
+    """
+
+    query: Tensor
+    positions: Tensor
+    real: Tensor
+    slot_positions: Tensor
+    own_slots: Tensor
+    true_scores: Callable[[], Tensor]
+
+    def visible(self) -> Tensor:
+        """Cached tokens each row could read (its own is not among them): bool [batch, 1 or kv, rows, slots]."""
+        return self.slot_positions.unsqueeze(2) < self.positions[:, None, :, None]
+
+
+class State:
+    """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
+
+    final_lengths: int [batch], T of each sequence, its own final number of real tokens.
+    """
+
+    def __init__(self, geometry: Geometry, final_lengths: Tensor) -> None:
+        self.geometry = geometry
+        self.final_lengths = final_lengths
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> None:
+        """Take in a layer's prompt after its dense pass.
+
+        query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim], both post-position.
+        """
+
+    def append(self, layer: int, key: Tensor, slots: slice) -> None:
+        """Take in the exact keys [batch, num_kv_heads, n, head_dim] of decode rows that enter `slots`."""
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """What each of `rows` reads in `layer`; carries the state past these rows. The only selection function."""
+        raise NotImplementedError
+
+    def fork(self, index: Tensor, final_lengths: Tensor) -> State:
+        """A copy for sequences `index` [new_batch] of this batch, with their own final lengths."""
+        return fork_state(self, index, final_lengths)
+
+
+class PromptRows(NamedTuple):
+    """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will ever use."""
+
+    real: Tensor
+    num_slots: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real prompt tokens of each sequence, int [batch]."""
+        return self.real.sum(-1)
+
+
+def fork_state(state: State, index: Tensor, final_lengths: Tensor) -> State:
+    """Copy a state along its batch axis: every tensor attribute, and tensors in lists or dicts, has batch first."""
+    child = object.__new__(type(state))
+    for name, value in vars(state).items():
+        setattr(child, name, _take(value, index))
+    child.final_lengths = final_lengths
+    return child
+
+
+def _take(value: Any, index: Tensor) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(0, index)
+    if isinstance(value, dict):
+        return {key: _take(item, index) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Method:
+    """A KV-cache method's hyper-parameters.
+
+    num_exempt_layers: the first layers, which read the full cache and count as such in every size.
+    """
+
+    num_exempt_layers: int = 2
+
+    rehearses: ClassVar[bool] = False
+    """Selects for layer l from the attention input of layer l - 1."""
+    needs_calibration: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
+    """Every cached token is read: there is nothing to select."""
+
+    def __post_init__(self) -> None:
+        require(self.num_exempt_layers >= 0, "num_exempt_layers", self.num_exempt_layers, "an integer >= 0")
+
+    @property
+    def name(self) -> str:
+        """What `method=` calls it."""
+        return type(self).__name__.lower()
+
+    def new_state(self, geometry: Geometry, final_lengths: Tensor, calibration: Any = None) -> State:
+        """A fresh sequence state for a batch whose sequences end with `final_lengths` [batch] tokens."""
+        raise NotImplementedError
+
+    def tokens_read(self, cached: int, final_length: int) -> float | None:
+        """Cached tokens a decode row reads in a non-exempt layer; None where that depends on the data."""
+        raise NotImplementedError
+
+    def with_size(self, frac: float) -> Method:
+        """This method with the one number in (0, 1] that sizes it set; ValueError where it has none."""
+        raise ValueError(f"method {type(self).__name__} has no size to set: it reads the same share always")
+
+    def artifact_budget(self) -> float:
+        """Share of a sequence that `prefill=artifact` takes as its dense prompt (the artifact's `budget`)."""
+        raise NotImplementedError
+
+
+def require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raise ValueError naming the setting, its value and what is allowed, unless `condition`."""
+    if not condition:
+        raise ValueError(f"method.{field}={value}: must be {allowed}")
+
+
+def require_fraction(field: str, value: float, *, zero: bool = False) -> None:
+    """Raise ValueError unless 0 < value <= 1 (0 too where `zero`)."""
+    low = "[0, 1]" if zero else "(0, 1]"
+    require(math.isfinite(value) and (0 <= value <= 1 if zero else 0 < value <= 1), field, value, f"in {low}")
+
+
+def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Scaled scores of grouped queries in fp32.
+
+    query: [batch, heads, rows, head_dim]; key: [batch, num_kv_heads, slots, head_dim];
+    returns [batch, num_kv_heads, group, rows, slots].
+    """
+    batch, num_kv_heads, slots, head_dim = key.shape
+    rows = query.shape[2]
+    stacked = (query * scale).reshape(batch, num_kv_heads, -1, head_dim)
+    return (stacked @ key.transpose(-1, -2)).view(batch, num_kv_heads, -1, rows, slots).float()
+
+
+def floor_frac(frac: float, count: Tensor) -> Tensor:
+    """floor(frac * count) in double precision, as Python's `int(frac * count)` gives it."""
+    return (count.double() * frac).floor().long()

@@ -1,0 +1,141 @@
+"""InfiniGen (Lee et al., OSDI 2024): rehearse the next layer's attention on few columns, fetch only what matters.
+
+Steps as in section 4 of the paper. Offline, per KV head, A = V of the SVD of the queries concentrates the scores in
+few columns ("skewing"). After the prompt, the columns of largest magnitude are kept of every key ("partial keys").
+While layer l - 1 computes, its attention input stands in for layer l's: the rehearsed scores of those columns decide
+what layer l fetches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from methods.base import Geometry, PromptRows, Rows, Selection, State, require, require_fraction
+from methods.selection import ScoreSelecting
+
+COLUMN_RULES = ("sum", "query", "union")
+
+
+class Rotations(Protocol):
+    """What calibration gives: `rotation` [num_layers, num_kv_heads, head_dim, head_dim], A of each KV head."""
+
+    rotation: Tensor
+
+
+@dataclass(frozen=True)
+class InfiniGen(ScoreSelecting):
+    """InfiniGen's settings; defaults are the paper's (section 5.1).
+
+    partial_weight_ratio: share of the columns that rehearse.
+    columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query` alone (the artifact's speed code),
+        or the `union` of the best by either (its accuracy code).
+    skew: rotate by A first; False uses the identity.
+    """
+
+    partial_weight_ratio: float = 0.3
+    columns: str = "sum"
+    skew: bool = True
+
+    rehearses: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.num_exempt_layers >= 1,
+            "num_exempt_layers",
+            self.num_exempt_layers,
+            "an integer >= 1: layer 0 has no layer before it to rehearse in",
+        )
+        require_fraction("partial_weight_ratio", self.partial_weight_ratio)
+        require(self.columns in COLUMN_RULES, "columns", self.columns, f"one of {', '.join(COLUMN_RULES)}")
+
+    @property
+    def needs_calibration(self) -> bool:  # type: ignore[override]
+        """The rotation is measured; the identity is not."""
+        return self.skew
+
+    def new_state(self, geometry: Geometry, final_lengths: Tensor, calibration: Rotations | None = None) -> State:
+        """`calibration` is required when `skew` is on."""
+        if self.skew and calibration is None:
+            raise ValueError("method.skew=true: needs a calibration; run calibrate() first or set skew=false")
+        return InfiniGenState(geometry, final_lengths, self, calibration.rotation if calibration and self.skew else None)
+
+
+class InfiniGenState(State):
+    """Partial keys and the projection onto their columns.
+
+    projection[layer]: [batch, num_kv_heads, head_dim, columns], A restricted to the sequence's columns.
+    partial_keys[layer]: [batch, num_kv_heads, slots, columns].
+    """
+
+    def __init__(self, geometry: Geometry, final_lengths: Tensor, method: InfiniGen, rotation: Tensor | None) -> None:
+        super().__init__(geometry, final_lengths)
+        self.method = method
+        self.rotation = Shared(rotation)
+        self.projection: dict[int, Tensor] = {}
+        self.partial_keys: dict[int, Tensor] = {}
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> None:
+        """Steps 2: choose the columns from the sequence's own prompt, and store its partial keys."""
+        basis = self._basis(layer, key)
+        self.projection[layer] = choose_columns(query, key, rows.real, basis, self.method)
+        batch, num_kv_heads, _, columns = self.projection[layer].shape
+        self.partial_keys[layer] = key.new_empty(batch, num_kv_heads, rows.num_slots, columns)
+        self.append(layer, key, slice(0, key.shape[2]))
+
+    def append(self, layer: int, key: Tensor, slots: slice) -> None:
+        """Keep the chosen columns of the keys that enter `slots`."""
+        torch.matmul(key, self.projection[layer], out=self.partial_keys[layer][:, :, slots])
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """Steps 3 and 4; `rows.query` is the rehearsed query."""
+        batch, num_kv_heads, head_dim, columns = self.projection[layer].shape
+        slots = rows.slot_positions.shape[-1]
+        stacked = rows.query.reshape(batch, num_kv_heads, -1, head_dim) @ (self.projection[layer] * self.geometry.scale)
+        scores = stacked @ self.partial_keys[layer][:, :, :slots].transpose(-1, -2)
+        scores = scores.view(batch, num_kv_heads, self.geometry.group, -1, slots).float()
+        scores.masked_fill_(~rows.visible().unsqueeze(2), float("-inf"))
+        return self.method.select(scores, rows.positions, self.geometry)
+
+    def _basis(self, layer: int, key: Tensor) -> Tensor:
+        if self.rotation.value is None:
+            eye = torch.eye(self.geometry.head_dim, dtype=key.dtype, device=key.device)
+            return eye.expand(self.geometry.num_kv_heads, -1, -1)
+        return self.rotation.value[layer].to(key)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tensor without a batch axis: a fork shares it."""
+
+    value: Tensor | None
+
+
+def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, method: InfiniGen) -> Tensor:
+    """Step 2: the columns of A with the largest importance over the prompt.
+
+    query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
+    basis: [num_kv_heads, head_dim, head_dim]. Returns [batch, num_kv_heads, head_dim, columns].
+    """
+    batch, num_kv_heads, prompt, head_dim = key.shape
+    weight = real[:, None, :, None].to(key.dtype)
+    grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
+    group = grouped.shape[2] // prompt
+    by_query = ((grouped @ basis).abs().view(batch, num_kv_heads, group, prompt, head_dim) * weight.unsqueeze(2)).sum(3)
+    by_query = by_query.float().mean(2)  # [batch, kv, head_dim]
+    by_key = ((key @ basis).abs() * weight).float().sum(2)
+    wanted = math.ceil(method.partial_weight_ratio * head_dim)
+    if method.columns == "union":
+        chosen = torch.zeros_like(by_key).scatter_(-1, by_query.topk(wanted).indices, 1.0)
+        chosen.scatter_(-1, by_key.topk(wanted).indices, 1.0)
+        kept = chosen.topk(min(2 * wanted, head_dim))  # equal width; the surplus columns are zeroed
+    else:
+        kept = (by_query if method.columns == "query" else by_query + by_key).topk(wanted)
+    index = kept.indices[:, :, None].expand(-1, -1, head_dim, -1)
+    projection = basis.expand(batch, -1, -1, -1).gather(-1, index)
+    return projection * kept.values[:, :, None].ne(0) if method.columns == "union" else projection

@@ -1,0 +1,82 @@
+"""Groups of bars, one bar per label, told apart by colour and hatch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from plots import style
+from plots.data import Point
+
+FILLED = 0.84
+"""Share of a group's width that its bars cover."""
+PREFILL_COLOR = "#F2F2F2"
+
+
+class Slots(NamedTuple):
+    """Where the bars of one label stand, and how wide they are."""
+
+    x: np.ndarray
+    width: float
+
+
+Places = Mapping[str, Slots]
+
+
+def slots(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> Places:
+    """Place a bar per label into every group, and name the groups below the axis."""
+    width = FILLED / len(labels)
+    centres = np.arange(len(groups))
+    axes.set_xticks(centres, groups)
+    axes.grid(visible=False, axis="x")
+    shift = {label: (index - (len(labels) - 1) / 2) * width for index, label in enumerate(labels)}
+    return {label: Slots(centres + shift[label], width) for label in labels}
+
+
+def grouped(
+    axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
+) -> Places:
+    """One bar per cell of `values` (a row per group, a column per label); NaN is a gap."""
+    places = slots(axes, style.ordered(values.columns), groups)
+    for label, (x, width) in places.items():
+        look = style.look(label)
+        stderr = None if errors is None else errors[label]
+        axes.bar(
+            x, values[label], width, yerr=stderr, capsize=2, label=label, color=look.color, hatch=look.hatch,
+            edgecolor="white", error_kw={"elinewidth": 0.8},
+        )  # fmt: skip
+    return places
+
+
+def stacked_times(
+    axes: Axes, prefill: pd.DataFrame, decode: pd.DataFrame, *, groups: Sequence[str]
+) -> Places:
+    """Prefill seconds, light, below decode seconds; a row per group, a column per label."""
+    places = slots(axes, style.ordered(prefill.columns), groups)
+    for label, (x, width) in places.items():
+        look = style.look(label)
+        axes.bar(x, prefill[label], width, color=PREFILL_COLOR, edgecolor=look.color, linewidth=0.7)
+        axes.bar(
+            x, decode[label], width, bottom=prefill[label], label=label, color=look.color, hatch=look.hatch,
+            edgecolor="white", linewidth=0,
+        )  # fmt: skip
+    axes.bar([], [], color=PREFILL_COLOR, edgecolor=style.GREY, linewidth=0.7, label="prefill (light)")
+    axes.set_ylabel("prefill + decode (s)")
+    return places
+
+
+def published(axes: Axes, places: Places, groups: Sequence[float], points: Iterable[Point]) -> None:
+    """The paper's numbers as hollow markers on the bars of the same label and group (`Point.x`), if there are any."""
+    for point in points:
+        if point.label in places and point.x in groups:
+            x = places[point.label].x[groups.index(point.x)]
+            axes.plot(
+                x,
+                point.value,
+                "o",
+                markerfacecolor="none",
+                markeredgecolor=style.BLACK,
+                label=style.PUBLISHED,
+            )

@@ -1,0 +1,54 @@
+"""Figure 11: accuracy against the share of the cache that is read, one line per method.
+
+A panel per model, task and number of questions, from `fig11.csv`; then KL to the full cache and top-1
+agreement on texts, from the same table and from `perplexity.csv`. Error bars are one standard error. Nothing
+published is known.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from plots import data, style
+
+SETUP = ("model", "task", "metric", "num_samples", "num_fewshot", "seq_len", "source")
+AXES = {
+    "acc": ("accuracy (%)", 100, "linear"),
+    "kl_nats": ("KL(full || method) (nats)", 1, "log"),
+    "top1_agreement": ("top-1 agreement (%)", 100, "linear"),
+}
+"""Metric: words with the unit, factor to that unit, scale."""
+CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25} | dict.fromkeys(
+    ("copa", "winogrande", "piqa", "rte", "boolq"), 0.5
+)
+KV_AXIS = "KV cache read (% of full cache)"
+
+
+def draw(tables: data.Tables) -> Figure | None:
+    """The figure; None without `fig11.csv`."""
+    own, texts = tables.accuracy("fig11"), tables.accuracy("perplexity")
+    if own.empty:
+        return None
+    candidates = pd.concat([own, texts[texts.metric.isin(["kl_nats", "top1_agreement"])]])
+    rows = pd.concat([candidates[candidates.metric == metric] for metric in AXES], ignore_index=True)
+    if rows.empty:
+        return None
+    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="bars: one standard error")
+
+
+def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
+    words, factor, scale = AXES[panel.metric.iloc[0]]
+    axes.set(xlabel=KV_AXIS, ylabel=words, yscale=scale)
+    is_full = panel.label == style.FULL
+    if scale == "linear":  # a divergence from itself is 0, which no logarithm shows
+        for value, stderr in panel.loc[is_full, ["value", "stderr"]].to_numpy():
+            style.full_line(axes, factor * value, factor * stderr)
+        chance = CHANCE.get(panel.task.iloc[0])
+        if chance is not None:
+            axes.axhline(factor * chance, color=style.GREY, linestyle=":", linewidth=1, label=style.CHANCE)
+    names = panel.label[~is_full].map(style.line_of)
+    for name in style.ordered(names):
+        line = panel.loc[names.index[names == name]].sort_values("kv_frac")
+        x, y, stderr = 100 * line.kv_frac, factor * line.value, factor * line.stderr
+        style.error_line(axes, x, y, stderr, name=name, like=name)
+    axes.set_xlim(left=0)

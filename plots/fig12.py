@@ -1,0 +1,43 @@
+"""Figure 12: perplexity by chunk of 256 tokens, one line per method and size, from `fig12.csv`.
+
+The x of a chunk is its middle; a chunk the table lacks breaks the line. Error bars are one standard error
+over windows.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from plots import data, style
+
+SETUP = ("model", "corpus", "seq_len", "num_samples", "source")
+LOG_ABOVE = 10
+"""Ratio of the largest to the smallest perplexity from which the axis is logarithmic."""
+
+
+def draw(tables: data.Tables) -> Figure | None:
+    """The figure; None without `fig12.csv`, or where it has no chunks."""
+    table = tables.accuracy("fig12")
+    chunks = table.task.str.extract(r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$")
+    rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
+    rows = rows[rows.start.notna() & (rows.metric == "perplexity")]
+    if rows.empty:
+        return None
+    return style.draw_panels(
+        data.split(rows, SETUP), _draw_panel, note="%: KV cache read; bars: one standard error"
+    )
+
+
+def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
+    edges = sorted({*panel.start, *panel.end})
+    middles = pd.Index(sorted({*((panel.start + panel.end) / 2)}))
+    for label in style.ordered(panel.label):
+        own = panel[panel.label == label]
+        for size in sorted(own.kv_frac.unique()):
+            line = own[own.kv_frac == size]
+            chunks = line.set_index((line.start + line.end) / 2).reindex(middles)
+            name = label if label == style.FULL else f"{label}, {100 * size:.0f} %"
+            style.error_line(axes, middles.to_series(), chunks.value, chunks.stderr, name=name, like=label)
+    axes.set(xlabel="tokens in the cache, in chunks of 256", ylabel="perplexity", xticks=edges)
+    if panel.value.max() > LOG_ABOVE * panel.value.min():
+        axes.set_yscale("log")

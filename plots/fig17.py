@@ -1,0 +1,60 @@
+"""Figure 17: accuracy and latency on two axes, against alpha and against the partial weight ratio.
+
+Accuracy comes from `fig17-accuracy.csv`, seconds of prefill and decode from `fig17-latency.csv`; either may
+be absent. A run's label says which setting it varies: `alpha=4` or `partial_weight_ratio=0.3`. No published
+point is known.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from plots import data, style
+
+SETTINGS = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
+ACCURACY_SETUP = ("model", "task", "num_samples", "num_fewshot", "source")
+LATENCY_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
+PANEL_INCHES = (4.2, 2.5)  # room for the second axis
+
+
+def draw(tables: data.Tables) -> Figure | None:
+    """The figure; None without both tables, or where no label names a setting."""
+    accuracy = _with_setting(tables.accuracy("fig17-accuracy"))
+    latency = _with_setting(tables.latency("fig17-latency"))
+    accuracy = accuracy[accuracy.metric == "acc"]
+    named = [name for name in SETTINGS if name in {*accuracy.setting, *latency.setting}]
+    if not named:
+        return None
+    figure, all_axes = style.new(len(named), panel_inches=PANEL_INCHES)
+    for axes, name in zip(all_axes, named, strict=True):
+        axes.set(xlabel=SETTINGS[name], ylabel="accuracy (%)")
+        right = axes.twinx()
+        right.set_ylabel("latency, prefill + decode (s)")
+        right.spines["right"].set_visible(True)
+        right.grid(visible=False)
+        _draw_lines(axes, accuracy[accuracy.setting == name], ACCURACY_SETUP, "accuracy")
+        _draw_lines(right, latency[latency.setting == name], LATENCY_SETUP, "latency")
+    kinds = (("accuracy", accuracy, ACCURACY_SETUP), ("latency", latency, LATENCY_SETUP))
+    setups = [f"{word}: {data.split(table, setup).shared}" for word, table, setup in kinds if len(table)]
+    return style.finish(figure, "\n".join(setups) + "; bars: one standard error")
+
+
+def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose label names a setting and a finite number, those in `setting` and `x`."""
+    parts = table.label.str.extract(r"^(?P<setting>\w+)=(?P<x>[\d.]+)$")
+    return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
+
+
+def _draw_lines(axes: Axes, rows: pd.DataFrame, setup: tuple[str, ...], word: str) -> None:
+    """A line per setup: of accuracy in percent with its standard error, of latency in seconds."""
+    if rows.empty:
+        return
+    panels = data.split(rows, setup)
+    for title, group in zip(panels.titles, panels.frames, strict=True):
+        line = group.sort_values("x")
+        name = f"{word}, {title}" if title else word
+        if word == "accuracy":
+            y, stderr = 100 * line.value, 100 * line.stderr
+        else:
+            y, stderr = line.total_s, None
+        style.error_line(axes, line.x, y, stderr, name=name, like=name)

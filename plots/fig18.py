@@ -1,0 +1,55 @@
+"""Figure 18: milliseconds of one transformer block in one decode step, by segment, from `fig18.csv`.
+
+Transfer is the wait for the link that no compute hides, so the segments sum to the block. Published sums
+(OPT-13B, batch 8, 2,048 tokens, RTX A6000) are hollow markers on measured panels of that shape.
+"""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from plots import bars, data, style
+
+SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
+BATCH_SIZE = 8
+PAPER = {"model": "opt-13b", "batch_size": BATCH_SIZE}
+PAPER_LEN = 2048
+WIDTH = 0.7
+SEGMENTS = {
+    "attention_s": ("attention", style.BLUE, ""),
+    "ffn_s": ("FFN", style.GREEN, "xx"),
+    "prediction_s": ("prediction", style.ORANGE, "///"),
+    "transfer_s": ("transfer", style.VERMILION, "\\\\\\"),
+    "other_s": ("other", style.LIGHT_GREY, ".."),
+}
+
+
+def draw(tables: data.Tables) -> Figure | None:
+    """The figure; None without `fig18.csv`."""
+    table = tables.latency("fig18", segments=True)
+    if table.empty:
+        return None
+    return style.draw_panels(
+        data.split(table, SETUP), _draw_panel, note="transfer: the wait that compute does not hide"
+    )
+
+
+def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
+    data.refuse_repeats(panel, ["label"])
+    rows = panel.set_index("label").loc[style.ordered(panel.label)]
+    places = np.arange(len(rows))
+    bottom = pd.Series(0.0, rows.index)
+    for column, (name, color, hatch) in SEGMENTS.items():
+        height = 1e3 * rows[column].fillna(0)  # a segment that a method lacks
+        axes.bar(
+            places, height, WIDTH, bottom=bottom, label=name, color=color, hatch=hatch, edgecolor="white"
+        )
+        bottom += height
+    axes.set_xticks(places, rows.index, rotation=35, ha="right")
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel("time per block and step (ms)")
+    if (panel.prompt_len + panel.gen_len == PAPER_LEN).all():
+        slots = {label: bars.Slots(places[[index]], WIDTH) for index, label in enumerate(rows.index)}
+        points = data.published("fig18", "block_latency", panel, PAPER)
+        bars.published(axes, slots, [BATCH_SIZE], points)

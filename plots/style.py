@@ -1,0 +1,183 @@
+"""How all figures look: one fixed colour, marker, line and hatch per label, so that black-and-white print
+still tells them apart; and files whose bytes depend on the drawing alone.
+
+Colours: Okabe and Ito's palette, safe for the common kinds of colour blindness.
+"""
+
+import io
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.errors import UserError
+from plots.data import Panels
+
+PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
+DPI = 160
+FORMATS: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+}
+
+RC: Any = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.5,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4.5,
+    "hatch.linewidth": 0.5,
+    "pdf.fonttype": 42,
+}
+
+
+class Look(NamedTuple):
+    """A label's fixed appearance."""
+
+    color: str
+    marker: str
+    line: str
+    hatch: str
+
+
+BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
+VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
+GREY, LIGHT_GREY = "#777777", "#BBBBBB"
+
+FULL, QUANTIZED, CHANCE, PUBLISHED = "Full cache", "INT8/4/2/1", "chance", "published"
+LOOKS = {
+    FULL: Look(BLACK, "", "--", ""),
+    "Oracle": Look(GREEN, "D", "-.", "xx"),
+    "InfiniGen": Look(BLUE, "o", "-", ""),
+    "InfiniGen without skewing": Look(SKY, "p", ":", "///"),
+    "H2O": Look(VERMILION, "s", "--", "\\\\\\"),
+    "Streaming": Look(PURPLE, "^", ":", ".."),
+    QUANTIZED: Look(ORANGE, "v", "-", "--"),
+    "INT8": Look(ORANGE, "v", "-", "--"),
+    "INT4": Look(ORANGE, "<", "-.", "||"),
+    "INT2": Look(ORANGE, ">", ":", "++"),
+    "INT1": Look(ORANGE, "d", "--", "oo"),
+    "ideal": Look(GREEN, "*", "-.", "xx"),
+    "offload": Look(GREY, "X", "--", ".."),
+    "offload-pageable": Look(LIGHT_GREY, "P", ":", "oo"),
+    "offload+int4": Look(ORANGE, "v", "-", "--"),
+    "offload+h2o": Look(VERMILION, "s", "--", "\\\\\\"),
+    "infinigen": Look(BLUE, "o", "-", ""),
+    "infinigen+reuse": Look(SKY, "p", ":", "///"),
+    "infinigen+int4": Look(YELLOW, "h", "-.", "++"),
+    "accuracy": Look(BLUE, "o", "-", ""),
+    "latency": Look(VERMILION, "s", "--", "\\\\\\"),
+}
+OTHERS = [
+    Look(color, marker, line, hatch)
+    for marker, line, hatch in (("1", "-", "*"), ("2", ":", "O"), ("3", "--", "|||"))
+    for color in (PURPLE, GREEN, VERMILION, SKY)
+]
+
+
+def look(label: str) -> Look:
+    """The label's appearance; one that is not listed has one by its spelling, the same in every figure."""
+    return LOOKS.get(label) or OTHERS[zlib.crc32(label.encode()) % len(OTHERS)]
+
+
+def ordered(labels: Iterable[str]) -> list[str]:
+    """Distinct labels in the order of legends: listed ones first, the others by name."""
+    rank = {label: index for index, label in enumerate(LOOKS)}
+    return sorted(set(labels), key=lambda label: (rank.get(label, len(rank)), label))
+
+
+def line_of(label: str) -> str:
+    """The line a label belongs to where size is an axis: the bit widths form one, any other label its own."""
+    return QUANTIZED if re.fullmatch(r"INT[1248]", label) else label
+
+
+def applied() -> AbstractContextManager[None]:
+    """The settings above, for the time of drawing and saving."""
+    return mpl.rc_context(RC)
+
+
+def new(num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES) -> tuple[Figure, list[Axes]]:
+    """A figure of at least one panel, at most three a row, with room above for the legend."""
+    columns = 2 if num_panels == 4 else min(num_panels, 3)
+    rows = -(-num_panels // columns)
+    width, height = panel_inches
+    figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
+    return figure, axes
+
+
+def draw_panels(panels: Panels, draw: Callable[[Axes, pd.DataFrame], None], *, note: str = "") -> Figure:
+    """A figure with each panel drawn and titled; below it what the panels share, then `note`."""
+    figure, all_axes = new(len(panels.frames))
+    for axes, title, frame in zip(all_axes, panels.titles, panels.frames, strict=True):
+        draw(axes, frame)
+        axes.set_title(title)
+    return finish(figure, "; ".join(filter(None, [panels.shared, note])))
+
+
+def error_line(
+    axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str
+) -> None:
+    """A line with markers and error bars of one standard error, broken where `y` is NaN."""
+    color, marker, line, _ = look(like)
+    axes.errorbar(
+        x, y, yerr=stderr, label=name, color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8
+    )
+
+
+def full_line(axes: Axes, value: float, stderr: float) -> None:
+    """The full cache: a dashed line over the whole width in a band of one standard error."""
+    color, _, line, _ = look(FULL)
+    axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
+    if not pd.isna(stderr):
+        axes.axhspan(value - stderr, value + stderr, color=color, alpha=0.08, linewidth=0)
+
+
+def finish(figure: Figure, note: str) -> Figure:
+    """Put one legend of all panels above them, and the note below: what holds for every panel."""
+    handles: dict[str, Artist] = {}
+    for axes in figure.axes:
+        artists, texts = axes.get_legend_handles_labels()
+        handles |= dict(zip(texts, artists, strict=True))
+    names = ordered(handles)
+    if names:
+        fitting = max(1, round(figure.get_figwidth() / 1.7))
+        shown = [handles[name] for name in names]
+        figure.legend(shown, names, loc="outside upper center", ncols=fitting)
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=6, color="#444444")
+    return figure
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write `stem`.png and `stem`.pdf without dates, so that a rerun gives the same bytes.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    paths = []
+    for kind, metadata in FORMATS.items():
+        data = io.BytesIO()
+        figure.savefig(data, format=kind, dpi=DPI, metadata=metadata)
+        path = stem.with_name(f"{stem.name}.{kind}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data.getvalue())
+        except OSError as error:
+            raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error
+        paths.append(path)
+    return paths

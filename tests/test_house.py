@@ -1,0 +1,202 @@
+"""The house around the code: make's targets, the environment it builds, the lock, the layers."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from harness.config import ModelConfig, load
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Imports of these cost seconds or a device; the modules that check settings and keep records do without.
+HEAVY = {"torch", "transformers", "lm_eval", "datasets"}
+LIGHT_MODULES = ("harness.config", "harness.errors", "harness.records", "harness.tables", "plots")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")))
+def test_every_model_composes(name):
+    model = load([f"model={name}"]).model
+    assert isinstance(model, ModelConfig) and model.name == name
+    assert model.shape is not None and model.shape["model_type"]
+
+
+# make
+
+
+def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = ["make", "--no-print-directory", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_help_lists_every_target():
+    targets = (
+        re.search(r"^\.PHONY: (help .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
+    )
+    lines = make(ROOT).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == targets
+    assert all(len(line.split()) > 1 for line in lines)
+
+
+FAKE_PYTHON = """#!/bin/bash
+# An interpreter whose environments hold itself; pip and the import check succeed unless a file says no.
+case "$1 $2" in
+  "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo made >> log ;;
+  "-m pip") echo pip >> log; [ ! -e pip-fails ] ;;
+  "-c import hydra"*) [ ! -e import-fails ] ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A folder with the Makefile, the locks and an interpreter that installs nothing."""
+    for name in ("Makefile", "requirements.lock", "requirements-model.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    return tmp_path
+
+
+def environments_made(checkout: Path) -> int:
+    log = checkout / "log"
+    return log.read_text().split().count("made") if log.exists() else 0
+
+
+def test_setup_installs_once_and_again_when_the_lock_changes(checkout):
+    setup = ("setup", f"PYTHON={checkout}/python")
+    for expected in (1, 1):
+        assert make(checkout, *setup).returncode == 0
+        assert environments_made(checkout) == expected
+    lock = checkout / "requirements-model.lock"
+    newer = (checkout / ".venv" / "installed").stat().st_mtime + 10
+    os.utime(lock, (newer, newer))
+    assert make(checkout, *setup).returncode == 0
+    assert environments_made(checkout) == 2
+
+
+def test_a_copied_environment_is_made_anew(checkout):
+    setup = ("setup", f"PYTHON={checkout}/python")
+    make(checkout, *setup)
+    assert (checkout / ".venv" / ".gitignore").read_text() == "*\n"
+    (checkout / ".venv" / "installed").write_text("/elsewhere\n")
+    assert make(checkout, *setup).returncode == 0
+    assert environments_made(checkout) == 2
+
+
+@pytest.mark.parametrize("failure", ["pip-fails", "import-fails"])
+def test_half_an_installation_is_none(checkout, failure):
+    setup = ("setup", f"PYTHON={checkout}/python")
+    (checkout / failure).touch()
+    assert make(checkout, *setup).returncode != 0
+    assert not (checkout / ".venv" / "installed").exists()
+    (checkout / failure).unlink()
+    assert make(checkout, *setup).returncode == 0
+    assert environments_made(checkout) == 2
+
+
+@pytest.mark.parametrize("python, message", [("false", "PYTHON=false is not"), ("", "name one with PYTHON=")])
+def test_setup_refuses_an_unsupported_interpreter(checkout, python, message):
+    result = make(checkout, "setup", f"PYTHON={python}")
+    assert result.returncode != 0 and message in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("data, grid", [("offline", "accuracy"), ("local", "paper"), ("hub", "paper")])
+def test_accuracy_chooses_the_grid_by_the_data(checkout, data, grid):
+    make(checkout, "setup", f"PYTHON={checkout}/python")
+    commands = make(checkout, "-n", "accuracy", f"DATA={data}", "MODEL=opt-13b", "ARGS=seed=3").stdout
+    assert f"run.py grid={grid} model=opt-13b data={data} seed=3" in commands
+
+
+def test_clean_keeps_results_and_the_environment(checkout):
+    make(checkout, "setup", f"PYTHON={checkout}/python")
+    for name in ("results/runs/a", "harness/__pycache__", ".mypy_cache", ".venv/lib/__pycache__"):
+        (checkout / name).mkdir(parents=True)
+    assert make(checkout, "clean").returncode == 0
+    left = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_dir()}
+    assert {"results/runs/a", "harness", ".venv/lib/__pycache__"} <= left
+    assert not {"harness/__pycache__", ".mypy_cache"} & left
+
+
+# dependencies
+
+
+def locked() -> dict[str, str]:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin) for pin in pins), pins
+    return dict(pin.split("==") for pin in pins)
+
+
+def test_the_lock_pins_every_dependency_within_its_range():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = locked()
+    for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+# layers
+
+
+def imports(module: str) -> set[str]:
+    """What a module of ours imports when it is imported: its top-level statements, TYPE_CHECKING aside."""
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in submodules if is_ours(name)} or {node.module}
+    return found
+
+
+def is_ours(module: str) -> bool:
+    path = ROOT.joinpath(*module.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def modules_of(package: str) -> list[str]:
+    files = (ROOT / package).rglob("*.py")
+    return sorted(
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files
+    )
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_light_modules_import_nothing_heavy(module):
+    todo, seen = [module], set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if is_ours(name):
+            todo += imports(name)
+    assert not {name.split(".")[0] for name in seen} & HEAVY
+
+
+@pytest.mark.parametrize(
+    "package, allowed",
+    [
+        ("methods", ("methods",)),
+        ("plots", ("plots", "harness.errors")),
+        ("harness", ("harness", "methods")),
+    ],
+)
+def test_a_layer_imports_only_those_below(package, allowed):
+    for module in modules_of(package):
+        ours = {name for name in imports(module) if is_ours(name) or name in ("harness", "methods", "plots")}
+        above = {name for name in ours if not any(f"{name}.".startswith(f"{below}.") for below in allowed)}
+        assert not above, f"{module} imports {above}"

@@ -1,0 +1,443 @@
+"""Loading models: every source, the converted copy, and one clear line for each thing that can be wrong."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import VOCAB_SIZE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness import gguf_cache, hub, models
+from harness.config import ModelConfig
+from harness.errors import UserError
+from harness.models import load_model, model_config
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL_FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))
+
+# What the authors' checkpoints hold, counted by transformers; tied weights count once.
+PARAMETER_COUNTS = {
+    "smollm2-135m": 134_515_008,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
+    "opt-13b": 12_853_473_280,
+    "opt-30b": 29_974_540_288,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-7b-32k": 6_738_415_616,
+    "llama3-8b-1048k": 8_030_261_248,
+    "qwen2.5-0.5b": 494_032_768,
+}
+MAX_LENGTHS = {"llama2-7b": 4096, "llama2-7b-32k": 32768, "llama3-8b-1048k": 1048576, "opt-13b": 2048}
+
+TINY_SHAPE = {
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+IDS = torch.arange(3, 35)[None]
+
+
+def configured(**settings) -> ModelConfig:
+    return ModelConfig(**{"name": "tiny", "device": "cpu", **settings})
+
+
+def from_yaml(path: Path) -> ModelConfig:
+    return ModelConfig(**yaml.safe_load(path.read_text()))
+
+
+@pytest.fixture(autouse=True)
+def own_caches(request, tmp_path, monkeypatch):
+    """Tiny models are cached in folders of their own; the default model's copy stays where users have it."""
+    if "default_model" not in request.fixturenames:
+        monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(
+        "huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"
+    )  # discard: nothing listens
+
+
+@pytest.fixture
+def model_dir(tmp_path, tiny_gqa) -> Path:
+    tiny_gqa.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path) -> Path:
+    """A two-layer Llama in float16 with a byte-level tokenizer, as llama.cpp's converter would write it."""
+    path, shape = tmp_path / "tiny.gguf", TINY_SHAPE
+    hidden, ffn, head_dim = shape["hidden_size"], shape["intermediate_size"], 16
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(shape["num_attention_heads"])
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_tokenizer_model("gpt2")
+    alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+    alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
+    alphabet[-1] = "ab"
+    writer.add_token_list(alphabet)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    draw = np.random.default_rng(0)
+
+    def add(name: str, *size: int) -> None:
+        writer.add_tensor(name, draw.normal(0, 0.1, size).astype(np.float16))
+
+    add("token_embd.weight", VOCAB_SIZE, hidden)
+    add("output.weight", VOCAB_SIZE, hidden)
+    add("output_norm.weight", hidden)
+    for layer in range(shape["num_hidden_layers"]):
+        block = f"blk.{layer}"
+        for name, size in {
+            "attn_q": (hidden, hidden),
+            "attn_k": (head_dim, hidden),
+            "attn_v": (head_dim, hidden),
+            "attn_output": (hidden, hidden),
+            "ffn_gate": (ffn, hidden),
+            "ffn_up": (ffn, hidden),
+            "ffn_down": (hidden, ffn),
+            "attn_norm": (hidden,),
+            "ffn_norm": (hidden,),
+        }.items():
+            add(f"{block}.{name}.weight", *size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def hub_cache(directory: Path, tmp_path: Path, revision: str = "0123abcd") -> Path:
+    """Put a copy of a model directory where the hub's cache would keep it as org/tiny."""
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / revision
+    snapshot.parent.mkdir(parents=True)
+    directory.rename(snapshot)
+    return snapshot
+
+
+# shapes
+
+
+@pytest.mark.parametrize("path", MODEL_FILES, ids=lambda path: path.stem)
+def test_shipped_shape_has_the_published_number_of_parameters(path):
+    config = from_yaml(path)
+    assert config.name == path.stem
+    shape = model_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    assert model.num_parameters() == PARAMETER_COUNTS[path.stem]
+    assert shape.max_position_embeddings == MAX_LENGTHS.get(path.stem, shape.max_position_embeddings)
+
+
+def test_long_context_shapes_keep_their_rotary_settings():
+    linear = model_config(from_yaml(ROOT / "conf/model/llama2-7b-32k.yaml")).rope_parameters
+    assert (linear["rope_type"], linear["factor"]) == ("linear", 8.0)
+    million = model_config(from_yaml(ROOT / "conf/model/llama3-8b-1048k.yaml")).rope_parameters
+    assert million["rope_theta"] == 3580165449.0
+
+
+def test_shape_is_known_without_reading_weights(model_dir):
+    (model_dir / "model.safetensors").write_bytes(b"not weights")
+    assert model_config(configured(path=str(model_dir))).num_key_value_heads == 2
+
+
+# random weights
+
+
+def test_random_weights_follow_the_seed_and_leave_torchs_generator_alone():
+    state = torch.get_rng_state()
+    first, again = (load_model(configured(weights="random", shape=TINY_SHAPE)) for _ in range(2))
+    other = load_model(configured(weights="random", shape=TINY_SHAPE, seed=1))
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(first.model(IDS).logits, again.model(IDS).logits)
+    assert not torch.equal(first.model(IDS).logits, other.model(IDS).logits)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert (first.tokenizer, first.max_length) == (None, 128)
+
+
+def test_a_cpu_computes_in_float32_whatever_is_asked():
+    loaded = load_model(configured(weights="random", shape=TINY_SHAPE, dtype="float16"))
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
+    assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
+    assert loaded.model.config._attn_implementation == "sdpa"
+
+
+# directories
+
+
+def test_a_directory_loads_what_was_saved(model_dir, tiny_gqa):
+    loaded = load_model(configured(path=str(model_dir), name="mine"))
+    assert torch.equal(loaded.model(IDS).logits, tiny_gqa(IDS).logits)
+    assert (loaded.name, loaded.tokenizer, loaded.max_length) == ("mine", None, 512)
+
+
+def test_the_fingerprint_follows_the_weights(model_dir, tiny_gqa):
+    before = load_model(configured(path=str(model_dir))).fingerprint
+    assert load_model(configured(path=str(model_dir), name="renamed")).fingerprint == before
+    tiny_gqa.model.norm.weight.mul_(2)
+    try:
+        tiny_gqa.save_pretrained(model_dir)
+    finally:
+        tiny_gqa.model.norm.weight.div_(2)
+    assert load_model(configured(path=str(model_dir))).fingerprint != before
+
+
+def refused(match: str, config: ModelConfig) -> str:
+    with pytest.raises(UserError, match=match) as caught:
+        load_model(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_refuses_a_path_that_is_no_model(tmp_path, tiny_gguf):
+    (tmp_path / "empty").mkdir()
+    refused("neither a config.json nor a GGUF", configured(path=str(tmp_path / "empty")))
+    (tmp_path / "second.gguf").write_bytes(tiny_gguf.read_bytes())
+    refused("2 GGUF files, name one", configured(path=str(tmp_path)))
+
+
+def test_refuses_pickled_weights_and_missing_shards(model_dir):
+    weights = model_dir / "model.safetensors"
+    (model_dir / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+    )
+    refused("not all", configured(path=str(model_dir)))
+    (model_dir / "model.safetensors.index.json").unlink()
+    weights.rename(model_dir / "pytorch_model.bin")
+    refused("pickled weights are not loaded", configured(path=str(model_dir)))
+
+
+def test_refuses_truncated_safetensors(model_dir):
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused("cannot be loaded", configured(path=str(model_dir)))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 5}, {"intermediate_size": 96}], ids=["missing", "mismatched"]
+)
+def test_refuses_weights_that_do_not_fill_the_shape(model_dir, change):
+    file = model_dir / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    refused(r"lacks \d+ weights", configured(path=str(model_dir)))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"model_type": "llama", "num_attention_heads": "many"}'])
+def test_refuses_a_config_that_describes_no_model(model_dir, text):
+    (model_dir / "config.json").write_text(text)
+    refused("cannot be read|is not supported|is not valid", configured(path=str(model_dir)))
+
+
+def test_refuses_an_unsupported_family_and_lists_the_supported():
+    message = refused("gpt2", configured(weights="random", shape={"model_type": "gpt2"}))
+    assert all(family in message for family in ("llama", "mistral", "qwen2", "qwen3", "opt"))
+
+
+def test_refuses_a_model_without_any_source():
+    refused("neither model.path nor model.hub_id", configured(shape=TINY_SHAPE))
+
+
+def test_refuses_a_damaged_tokenizer(model_dir):
+    (model_dir / "tokenizer.json").write_text('{"version": "1.0"}')
+    refused("tokenizer in .* cannot be loaded", configured(path=str(model_dir)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_refuses_a_device_that_is_not_there():
+    refused("model.device=cuda", configured(weights="random", shape=TINY_SHAPE, device="cuda"))
+
+
+# GGUF
+
+
+def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, capsys):
+    origin = AutoModelForCausalLM.from_pretrained(
+        tiny_gguf.parent, gguf_file=tiny_gguf.name, dtype=torch.float32
+    )
+    first = load_model(configured(path=str(tiny_gguf)))
+    assert torch.equal(first.model(IDS).logits, origin.eval()(IDS).logits)
+    assert str(gguf_cache.cache_dir()) in capsys.readouterr().err
+    monkeypatch.setattr(gguf_cache, "_convert", None)  # a second conversion would fail
+    again = load_model(configured(path=str(tiny_gguf.parent)))
+    assert torch.equal(again.model(IDS).logits, first.model(IDS).logits)
+    assert again.fingerprint == first.fingerprint == gguf_cache.file_sha256(tiny_gguf)
+    assert again.tokenizer.decode(again.tokenizer("abc").input_ids) == "abc"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "manifest", "missing"])
+def test_a_damaged_copy_is_made_again(tiny_gguf, damage):
+    expected = load_model(configured(path=str(tiny_gguf))).model(IDS).logits
+    weights = gguf_cache.converted(tiny_gguf) / "model.safetensors"
+    content = weights.read_bytes()
+    if damage == "truncated":
+        weights.write_bytes(content[:1000])
+    elif damage == "flipped":
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
+    elif damage == "manifest":
+        (weights.parent / gguf_cache.MANIFEST).write_text("{")
+    else:
+        weights.unlink()
+    assert torch.equal(load_model(configured(path=str(tiny_gguf))).model(IDS).logits, expected)
+    assert weights.read_bytes() == content
+
+
+@pytest.mark.parametrize("keep", [0, 3, 40, 1000, 0.5, 0.999])
+def test_refuses_a_truncated_gguf_and_leaves_no_copy(tiny_gguf, keep):
+    content = tiny_gguf.read_bytes()
+    tiny_gguf.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    refused("damaged or truncated GGUF", configured(path=str(tiny_gguf)))
+    assert not list((gguf_cache.cache_dir() / "gguf").iterdir())
+
+
+def test_refuses_an_unwritable_cache(tiny_gguf, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "file"))
+    refused("KV_HARNESS_CACHE", configured(path=str(tiny_gguf)))
+
+
+def test_a_digest_follows_the_content(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"one")
+    first = gguf_cache.file_sha256(file)
+    assert first == gguf_cache.file_sha256(file)
+    file.write_bytes(b"other")
+    assert gguf_cache.file_sha256(file) != first
+
+
+# the default model
+
+
+def test_the_default_model_equals_its_gguf_bit_for_bit(default_model):
+    path = models._packaged_gguf()
+    origin = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    text = (ROOT / "LICENSE").read_text()[:4000] + "\n\n  Naïve café: 12,345 × 7 ≠ 8\t\r\n<|im_end|> end"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert default_model.tokenizer(text, add_special_tokens=False).input_ids == ids
+    chunk = torch.tensor([ids[:128]])
+    with torch.inference_mode():
+        assert torch.equal(default_model.model(chunk).logits, origin(chunk).logits)
+
+
+def test_the_default_model_has_its_shipped_shape(default_model):
+    shape = model_config(from_yaml(ROOT / "conf/model/smollm2-135m.yaml")).to_dict()
+    loaded = default_model.model.config.to_dict()
+    for key in yaml.safe_load((ROOT / "conf/model/smollm2-135m.yaml").read_text())["shape"]:
+        if key == "rms_norm_eps":  # a float32 in the GGUF
+            assert loaded[key] == pytest.approx(shape[key], rel=1e-6)
+        else:
+            assert loaded[key] == shape[key], key
+    assert (default_model.name, default_model.max_length) == ("smollm2-135m", 8192)
+    assert default_model.fingerprint == models.PACKAGED_SHA256
+
+
+def test_refuses_to_go_without_the_package(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = refused("weights is missing", configured(name="smollm2-135m"))
+    assert models.PACKAGE_PIN in message and "model.path=DIR" in message
+
+
+def test_the_pinned_package_is_the_locked_one():
+    assert models.PACKAGE_PIN in (ROOT / "requirements-model.lock").read_text().splitlines()
+
+
+def test_refuses_a_damaged_package(tmp_path, monkeypatch):
+    (tmp_path / models.PACKAGED_FILE).write_bytes(b"GGUF")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    refused("damaged or of another version", configured(name="smollm2-135m"))
+
+
+def test_importing_the_module_loads_no_torch():
+    code = "import sys, harness.models; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# the hub
+
+
+def test_an_unreachable_hub_is_said_at_once_with_what_remains():
+    start = time.perf_counter()
+    message = refused("unreachable", configured(hub_id="org/tiny"))
+    assert time.perf_counter() - start < 10
+    assert all(option in message for option in ("model.path=DIR", "model=smollm2-135m", "data=local"))
+
+
+def test_a_cached_model_needs_no_hub(model_dir, tmp_path, tiny_gqa):
+    hub_cache(model_dir, tmp_path)
+    loaded = load_model(configured(hub_id="org/tiny"))
+    assert torch.equal(loaded.model(IDS).logits, tiny_gqa(IDS).logits)
+    assert model_config(configured(hub_id="org/tiny")).num_key_value_heads == 2
+
+
+def test_a_half_downloaded_model_is_not_taken_for_cached(model_dir, tmp_path):
+    (hub_cache(model_dir, tmp_path) / "model.safetensors").unlink()
+    refused("unreachable", configured(hub_id="org/tiny"))
+
+
+def test_refuses_a_malformed_hub_id():
+    refused("expected organisation/name", configured(hub_id="a/b/c"))
+
+
+class FakeHub:
+    """A hub whose main branch holds `files`, with one pull request."""
+
+    def __init__(self, files, author="SFconvertbot"):
+        self.files, self.author = files, author
+
+    def model_info(self, hub_id, timeout):
+        return SimpleNamespace(
+            sha="main-sha", siblings=[SimpleNamespace(rfilename=name) for name in self.files]
+        )
+
+    def get_repo_discussions(self, hub_id, author, discussion_type):
+        request = SimpleNamespace(title=hub.CONVERTED_TITLE, num=7)
+        return [request] if author == self.author else []
+
+
+def test_weights_are_fetched_as_safetensors_or_not_at_all():
+    assert hub._safetensors_revision(FakeHub(["model.safetensors"]), "org/tiny") == "main-sha"
+    assert hub._safetensors_revision(FakeHub(["pytorch_model.bin"]), "org/tiny") == "refs/pr/7"
+    with pytest.raises(UserError, match="no safetensors"):
+        hub._safetensors_revision(FakeHub(["pytorch_model.bin"], author="somebody"), "org/tiny")
+
+
+@pytest.mark.parametrize("with_code", [False, True])
+def test_a_download_fetches_code_only_when_asked(model_dir, tmp_path, monkeypatch, with_code):
+    asked = {}
+
+    def fetch(hub_id, revision, allow_patterns):
+        asked.update(revision=revision, patterns=allow_patterns)
+        return str(model_dir)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(["model.safetensors"]))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    loaded = load_model(configured(hub_id="org/tiny", trust_remote_code=with_code))
+    assert asked["revision"] == "main-sha" and loaded.max_length == 512
+    assert ("*.py" in asked["patterns"]) == with_code
+    assert not any("bin" in pattern for pattern in asked["patterns"])
