@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,11 @@ from methods.base import Geometry
 _names = (f"kv_harness_{number}" for number in count())
 
 
-class Handler(Protocol):
-    """Who computes attention during a forward pass."""
+class Handler:
+    """Who computes attention during a forward pass. Only `attention` must be given."""
 
-    rehearsing: bool
+    rehearsing = False
+    """Whether the query of each following layer is wanted early."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a layer's fresh rows.
@@ -35,11 +36,16 @@ class Handler(Protocol):
         query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value: [batch,
         num_kv_heads, rows, head_dim]. Returns [batch, rows, heads, head_dim].
         """
-        ...
+        raise NotImplementedError
 
     def rehearse(self, layer: int, query: Tensor) -> None:
         """The query `layer` would have, made from the attention input of the layer before; called there."""
-        ...
+
+    def layer_begins(self, layer: int) -> None:
+        """A layer's attention module has its input."""
+
+    def layer_ends(self, layer: int) -> None:
+        """A layer's attention module is done."""
 
 
 class Attached:
@@ -84,11 +90,18 @@ class Attached:
         return self._handler.attention(module.layer_idx, query, key, value), None
 
     def _before(self, module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:
+        if self._handler is None:
+            return
+        self._handler.layer_begins(module.layer_idx)
         following = module.layer_idx + 1
-        if self._handler is not None and self._handler.rehearsing and following < len(self.attentions):
+        if self._handler.rehearsing and following < len(self.attentions):
             hidden = args[0] if args else call["hidden_states"]
             query = self.adapter.query(self.attentions[following], hidden, call)
             self._handler.rehearse(following, query)
+
+    def _after(self, module: Any, *_: Any) -> None:
+        if self._handler is not None:
+            self._handler.layer_ends(module.layer_idx)
 
 
 @contextmanager
@@ -104,7 +117,9 @@ def attach(model: Any) -> Iterator[Attached]:
     try:
         AttentionInterface.register(name, attached._attend)
         AttentionMaskInterface.register(name, _no_mask)
-        hooks = [module.register_forward_pre_hook(attached._before, with_kwargs=True) for module in attached.attentions]
+        for module in attached.attentions:
+            hooks.append(module.register_forward_pre_hook(attached._before, with_kwargs=True))
+            hooks.append(module.register_forward_hook(attached._after))
         model.set_attn_implementation(name)
         yield attached
     finally:

@@ -23,6 +23,18 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, vis
     return output.transpose(1, 2)
 
 
+def visible_to_prompt(real: Tensor) -> Tensor | None:
+    """What each row of a left-padded prompt sees: bool [batch, 1, prompt, prompt]; None is plain causal.
+
+    Padding sees itself, so that no softmax is empty.
+    """
+    if bool(real.all()):
+        return None
+    own = torch.eye(real.shape[1], dtype=torch.bool, device=real.device)
+    causal = torch.ones_like(own).tril()
+    return causal & real[:, None, None, :] | own
+
+
 def weigh(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of `scores` [batch, num_kv_heads, group, rows, slots] over `value` [batch, num_kv_heads, slots, head_dim].
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.attach import Attached
+from harness.attach import Attached, Handler
 from harness.attention import dense_attention
 
 FORMAT = 1
@@ -58,10 +58,8 @@ def cached_calibration(attached: Attached, ids: Sequence[int], fingerprint: str,
     return calibration
 
 
-class _Collector:
+class _Collector(Handler):
     """A dense pass that keeps each layer's rotation, and no queries."""
-
-    rehearsing = False
 
     def __init__(self, attached: Attached) -> None:
         self.geometry = attached.geometry
@@ -71,6 +69,3 @@ class _Collector:
         stacked = query[0].reshape(self.geometry.num_kv_heads, -1, self.geometry.head_dim).float()
         self.rotations.append(torch.linalg.svd(stacked, full_matrices=False).Vh.transpose(-1, -2).contiguous())
         return dense_attention(query, key, value, self.geometry.scale)
-
-    def rehearse(self, layer: int, query: Tensor) -> None:
-        raise AssertionError("a dense pass rehearses nothing")

@@ -107,7 +107,7 @@ def one_line(error: BaseException) -> str:
         return f"{group}={choice}: {nearest(choice, error.options)}"
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
-        known = [str(key) for key in cause.parent_node if key != "hydra"]
+        known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
         if known and str(cause.key) not in known:
             return f"unknown setting {cause.full_key}: {nearest(cause.key, known)}"
     if isinstance(error, OSError) and error.filename:

@@ -186,14 +186,14 @@ class RunConfig:
             raise UserError(f"prefill_len={self.prefill_len}: must be below seq_len={self.seq_len}")
         if self.method.rehearses and self.prefill_len < 1:
             raise UserError(
-                f"prefill_len=0: must be at least 1, {self.method_name} learns its columns from the prompt"
+                f"prefill_len=0: must be at least 1, {self.method_name} learns columns from the prompt"
             )
 
     def prefill_of(self, task: str) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.
 
-        `auto`: a generated task ends its prompt before the question, where methods differ; any other is scored
-        as the artifact does.
+        `auto`: a generated task ends its prompt before the question, where methods differ; any other is
+        scored as the artifact does.
         """
         if self.prefill != "auto":
             return self.prefill

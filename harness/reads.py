@@ -11,7 +11,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from harness.errors import UserError
+
+
+def share_of_cache(cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int) -> Tensor:
+    """Elements read / elements of the full cache, per row.
+
+    cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV heads), both of
+    one shape; width: bits of a stored element / 16.
+    """
+    return (num_exempt * cached.double() + width * read) / (num_layers * cached.double())
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,11 @@ def read_record(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is none.
         UserError: it is damaged or of another schema; the message names the file.
     """
+    if not path.is_file():
+        raise FileNotFoundError(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: damaged record ({error})") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("status") not in STATUSES:
         raise UserError(f"{path}: damaged record (not of schema {SCHEMA})")

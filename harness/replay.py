@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.attach import Attached
-from harness.attention import dense_attention, heads_last, weigh
+from harness.attach import Attached, Handler
+from harness.attention import dense_attention, heads_last, visible_to_prompt, weigh
 from harness.memory.codec import Codec
-from harness.reads import ReadStats
+from harness.reads import ReadStats, share_of_cache
 from methods.base import EMPTY, Method, PromptRows, Rows, Selection, attention_scores, require
 from methods.infinigen import Rotations
 
@@ -47,7 +47,7 @@ class ReplaySession:
         self.dense = method.reads_all and codec is None
         exempt = method.num_exempt_layers
         require(self.dense or exempt < geometry.num_layers, "num_exempt_layers", exempt, f"< {geometry.num_layers} layers")
-        attached.require_window(num_columns)
+        attached.require_window(int(final_lengths.max()))
         self.attached = attached
         self.method = method
         self.codec = codec
@@ -100,7 +100,7 @@ class ReplaySession:
         child = object.__new__(ReplaySession)
         child.__dict__.update(self.__dict__)
         child.reads = self._no_reads()
-        child.state = None if self.state is None else self.state.fork(index, final_lengths)
+        child.state = None if self.state is None else self.state.fork(index, final_lengths, num_columns)
         child.tokens = self._widen(self.tokens, index, 1, num_columns, EMPTY)
         child.history = [tuple(self._widen(part, index, 2, num_columns, 0) for part in kv) for kv in self.history]
         return child
@@ -132,18 +132,13 @@ class ReplaySession:
         return ReadStats(code_bits=self.codec.bits if self.codec and not self.codec.is_float else 16)
 
 
-class _PromptPass:
+class _PromptPass(Handler):
     """Prompt rows attend densely and exactly, in every layer."""
-
-    rehearsing = False
 
     def __init__(self, session: ReplaySession, valid: Tensor) -> None:
         self.session = session
         self.rows = PromptRows(valid, session.tokens.shape[1])
-        self.visible: Tensor | None = None
-        if not bool(valid.all()):
-            own = torch.eye(valid.shape[1], dtype=torch.bool, device=valid.device)
-            self.visible = own.tril() & valid[:, None, None, :] | own  # padding sees itself: no empty softmax
+        self.visible = visible_to_prompt(valid)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         session = self.session
@@ -152,11 +147,8 @@ class _PromptPass:
             session.state.prompt(layer, query, key, self.rows)
         return dense_attention(query, key, value, session.attached.geometry.scale, self.visible)
 
-    def rehearse(self, layer: int, query: Tensor) -> None:
-        raise AssertionError("prompt rows are dense: nothing to rehearse")
 
-
-class _DecodePass:
+class _DecodePass(Handler):
     """Decode rows: in the non-exempt layers each reads its selection plus itself."""
 
     def __init__(self, session: ReplaySession, positions: Tensor, valid: Tensor) -> None:
@@ -203,7 +195,7 @@ class _DecodePass:
         exempt = session.method.num_exempt_layers
         selecting = geometry.num_layers - exempt
         width = session.codec.bits_per_element(geometry.head_dim) / 16 if session.codec else 1.0
-        share = (exempt * cached + width * self.read) / (geometry.num_layers * cached)
+        share = share_of_cache(cached.clamp(min=1), self.read, width, exempt, geometry.num_layers)  # 0: padding only
         return ReadStats(
             rows=rows,
             fired_rows=rows if self.layers_fired == selecting else 0.0,
@@ -291,7 +283,9 @@ class _Block:
     def _hidden(self, first: int) -> Tensor:
         """Columns from `first` that are no real token at or before the row: bool [batch, rows, columns]."""
         positions = self.rows_pass.positions[:, self.rows, None]
-        return self.session.tokens[:, None, first : self.stop] > positions
+        hidden = self.session.tokens[:, None, first : self.stop] > positions
+        hidden.diagonal(self.first_own - first, -2, -1).fill_(False)  # padding sees itself: no empty softmax
+        return hidden
 
     def _own(self, over_columns: Tensor) -> Tensor:
         """The view of each row's own column, last axis rows."""

@@ -5,6 +5,7 @@ table share stands above it, what tells them apart in the column `settings`. Sec
 here, and only here.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,13 @@ NOTE = (
     "are its range over a line's columns."
 )
 GIB = 2**30
-NOT_SETTINGS = ("experiment", "kind", "label", "method_name", "results_dir", "tasks", "model")
+NOT_OF_RUNS = (
+    "experiment", "kind", "label", "method", "method_name", "codec", "target_kv_frac", "model", "tasks",
+    "results_dir",
+)  # fmt: skip
+"""Settings that a table says elsewhere than among those of a run."""
+BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
+"""Metrics shown in a terminal."""
 
 
 class Quantity(NamedTuple):
@@ -89,8 +96,9 @@ def render_markdown(experiment: str, pairs: Pairs) -> str:
 
 
 def render_terminal(pairs: Pairs) -> str:
-    """The same tables without the chunks, in columns aligned by blanks."""
-    return "\n\n".join(_aligned(sheet) for sheet in _sheets(pairs, with_chunks=False))
+    """The same tables, the `BRIEF` metrics alone and no chunks, in columns aligned by blanks."""
+    brief = [(record, [row for row in rows if _is_brief(row)]) for record, rows in pairs]
+    return "\n\n".join(_aligned(sheet) for sheet in _sheets([pair for pair in brief if pair[1]]))
 
 
 def _aligned(sheet: Sheet) -> str:
@@ -107,7 +115,11 @@ def _aligned(sheet: Sheet) -> str:
     return "\n".join([sheet.title, "-" * len(lines[0]), *lines])
 
 
-def _sheets(pairs: Pairs, with_chunks: bool = True) -> Iterator[Sheet]:
+def _is_brief(row: Row) -> bool:
+    return "metric" not in row or (row["metric"] in BRIEF and not _is_chunk(row))
+
+
+def _sheets(pairs: Pairs) -> Iterator[Sheet]:
     sources = dict.fromkeys((rows[0]["model"], rows[0]["source"]) for _, rows in pairs)
     for model, source in sources:
         own = [pair for pair in pairs if (pair[1][0]["model"], pair[1][0]["source"]) == (model, source)]
@@ -118,7 +130,7 @@ def _sheets(pairs: Pairs, with_chunks: bool = True) -> Iterator[Sheet]:
             yield _latency_sheet(title, latency)
         if accuracy:
             yield _accuracy_sheet(title, accuracy, lambda row: not _is_chunk(row))
-        if with_chunks and any(_is_chunk(row) for _, rows in accuracy for row in rows):
+        if any(_is_chunk(row) for _, rows in accuracy for row in rows):
             yield _accuracy_sheet(f"{title}, by tokens in the cache", accuracy, _is_chunk)
 
 
@@ -139,63 +151,92 @@ def _latency_sheet(title: str, pairs: Pairs) -> Sheet:
 
 
 class _Line(NamedTuple):
+    """A line in the making. `runs` says, by kind of run, under which conditions the cells were measured."""
+
     label: str
     settings: str
+    runs: dict[str, str]
     cells: dict[tuple[str, str], Row]
+
+    def takes(
+        self, label: str, settings: str, kind: str, run: str, cells: Mapping[tuple[str, str], Row]
+    ) -> bool:
+        """Whether a run belongs here: the same method, no contradiction, and no cell taken: none is hidden."""
+        same = (self.label, self.settings, self.runs.get(kind, run)) == (label, settings, run)
+        return same and self.cells.keys().isdisjoint(cells)
 
 
 def _accuracy_sheet(title: str, pairs: Pairs, wanted: Callable[[Row], bool]) -> Sheet:
-    """One line per label and settings; a run whose cells are taken starts another, so none is hidden."""
     lines: list[_Line] = []
-    for settings, (_, rows) in zip(_settings([record for record, _ in pairs]), pairs, strict=True):
+    of_methods = _varying(pairs, _method_settings, by=lambda config: config["method_name"])
+    of_runs = _varying(pairs, _run_settings, by=lambda config: config["kind"])
+    for (record, rows), settings, run in zip(pairs, of_methods, of_runs, strict=True):
         cells = {(row["task"], row["metric"]): row for row in rows if wanted(row)}
-        name = (rows[0]["label"], settings)
-        alike = (line for line in lines if (line.label, line.settings) == name)
-        line = next((line for line in alike if line.cells.keys().isdisjoint(cells)), None)
+        label, kind = rows[0]["label"], record["config"]["kind"]
+        line = next((line for line in lines if line.takes(label, settings, kind, run, cells)), None)
         if line is None:
-            lines.append(line := _Line(*name, {}))
+            lines.append(line := _Line(label, settings, {}, {}))
+        line.runs[kind] = run
         line.cells.update(cells)
-    columns = list(dict.fromkeys(key for line in lines for key in line.cells))
+    filled = [line for line in lines if line.cells]
+    columns = sorted(
+        dict.fromkeys(key for line in filled for key in line.cells), key=lambda key: rank(key[1])
+    )
     headings = [f"{task} {_quantity(metric).heading}" for task, metric in columns]
-    body = [
-        [line.label, line.settings or MISSING, _kv_read(line), *(_cell(line, key) for key in columns)]
-        for line in lines
-    ]
+    body = [_texts(line, columns) for line in filled]
     return Sheet(title, ["label", "settings", KV_READ.heading, *headings], body)
+
+
+def _texts(line: _Line, columns: Sequence[tuple[str, str]]) -> list[str]:
+    settings = ", ".join(filter(None, [line.settings, *line.runs.values()]))
+    rows = [line.cells.get(key) for key in columns]
+    sizes = [row["kv_frac"] for row in rows if row is not None and row["kv_frac"] is not None]
+    ends = dict.fromkeys(KV_READ.show(size) for size in (min(sizes), max(sizes))) if sizes else [MISSING]
+    cells = [
+        MISSING if row is None else _quantity(row["metric"]).show(row["value"], row["stderr"]) for row in rows
+    ]
+    return [line.label, settings or MISSING, "-".join(ends), *cells]
+
+
+def rank(metric: str) -> tuple[int, str]:
+    """The order of metrics: as `METRICS` lists them, then the others by name."""
+    known = list(METRICS)
+    return (known.index(metric) if metric in known else len(known), metric)
 
 
 def _quantity(metric: str) -> Quantity:
     return METRICS.get(metric, Quantity(metric, 1, 3))
 
 
-def _cell(line: _Line, key: tuple[str, str]) -> str:
-    row = line.cells.get(key)
-    return MISSING if row is None else _quantity(key[1]).show(row["value"], row["stderr"])
+def _varying(
+    pairs: Pairs,
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]],
+    *,
+    by: Callable[[Mapping[str, Any]], str],
+) -> list[str]:
+    """For each run its settings that differ among the runs alike in `by`, such as `alpha=4, columns=sum`."""
+    configs = [record["config"] for record, _ in pairs]
+    values: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for config in configs:
+        for key, value in settings(config).items():
+            values[by(config), key].add(str(value))
+    return [
+        ", ".join(
+            f"{key}={value}"
+            for key, value in settings(config).items()
+            if value is not None and len(values[by(config), key]) > 1
+        )
+        for config in configs
+    ]
 
 
-def _kv_read(line: _Line) -> str:
-    sizes = [row["kv_frac"] for row in line.cells.values() if row["kv_frac"] is not None]
-    if not sizes:
-        return MISSING
-    ends = dict.fromkeys(KV_READ.show(size) for size in (min(sizes), max(sizes)))
-    return "-".join(ends)
+def _method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**config["method"], "codec": config["codec"], "target_kv_frac": config["target_kv_frac"]}
 
 
-def _settings(records: Sequence[Record]) -> list[str]:
-    """For each record the settings that differ within its method, such as `alpha=4, max_fetch_frac=0.2`."""
-    flat = [_flatten(_relevant(record["config"])) for record in records]
-    methods = [record["config"]["method_name"] for record in records]
-    texts = []
-    for own, method in zip(flat, methods, strict=True):
-        peers = [other for other, name in zip(flat, methods, strict=True) if name == method]
-        varying = [key for key in own if len({str(peer[key]) for peer in peers if key in peer}) > 1]
-        texts.append(", ".join(f"{key.removeprefix('method.')}={own[key]}" for key in varying))
-    return texts
-
-
-def _relevant(config: Mapping[str, Any]) -> dict[str, Any]:
+def _run_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     foreign = [name for kind, names in ONLY_OF_KIND.items() if kind != config["kind"] for name in names]
-    return {key: value for key, value in config.items() if key not in (*NOT_SETTINGS, *foreign)}
+    return _flatten({key: value for key, value in config.items() if key not in (*NOT_OF_RUNS, *foreign)})
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.records import read_records, write_atomic
-from harness.table_text import METRICS, render_markdown, render_terminal
+from harness.table_text import rank, render_markdown, render_terminal
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ BLOCK_COLUMNS = (*LATENCY_COLUMNS, *BLOCK_SEGMENTS)
 BLOCK_EXPERIMENT = "fig18"
 
 CHUNK_TOKENS = 256
-NOT_METRICS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
+CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
+"""What a record keeps beside the metrics of a task and the table has columns for."""
 LABELS = {
     "full": "Full cache",
     "oracle": "Oracle",
@@ -127,56 +128,35 @@ def _is_latency(record: Record) -> bool:
 
 
 def _task_rows(record: Record, common: Row) -> Iterator[Row]:
-    for task, metrics in _metrics_by_task(record).items():
-        context = _context(record, metrics)
-        for metric in sorted(filter(_is_metric, metrics), key=_metric_rank):
-            if metrics[metric] is not None:
-                values = {"value": metrics[metric], "stderr": metrics.get(f"{metric}_stderr")}
-                yield common | {"task": task, "metric": metric} | values | context
+    for name, entries in record["metrics"].items():
+        context = _context(record, name, entries)
+        for metric, value in entries.items():
+            if _is_metric(metric) and isinstance(value, int | float):
+                values = {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
+                yield common | context | values
 
 
 def _chunk_rows(record: Record, common: Row) -> Iterator[Row]:
     if not record.get("chunks"):
         return
-    ((corpus, metrics),) = _metrics_by_task(record).items()
-    context = _context(record, metrics)
+    ((name, entries),) = record["metrics"].items()
+    context = _context(record, name, entries)
     for chunk in record["chunks"]:
         start = CHUNK_TOKENS * chunk["chunk"]
-        task = f"{corpus}[{start}:{start + CHUNK_TOKENS}]"
-        values = {"value": chunk["perplexity"], "stderr": chunk.get("perplexity_stderr")}
-        yield common | {"task": task, "metric": "perplexity"} | values | context
+        task = f"{context['task']}[{start}:{start + CHUNK_TOKENS}]"
+        values = {"value": chunk["perplexity"], "stderr": chunk["perplexity_stderr"]}
+        yield common | context | {"task": task, "metric": "perplexity"} | values
 
 
-def _metrics_by_task(record: Record) -> Mapping[str, Mapping[str, Any]]:
-    """Tasks nest their metrics by name; a text has its metrics at the top, under the corpus's name here."""
-    metrics = record["metrics"]
-    if any(isinstance(value, Mapping) for value in metrics.values()):
-        return metrics
-    corpus = record["config"]["corpus"]
-    return {Path(corpus["path"]).stem if corpus.get("path") else corpus["name"]: metrics}
-
-
-def _context(record: Record, metrics: Mapping[str, Any]) -> Row:
-    """The columns that say under which conditions a value holds."""
+def _context(record: Record, name: str, entries: Mapping[str, Any]) -> Row:
+    """Task, or file name of a text, and the conditions under which its values hold."""
     config = record["config"]
-    of_text = config["kind"] == "perplexity"
-    return {
-        "num_samples": metrics.get("num_samples", config["num_windows"] if of_text else None),
-        "num_fewshot": None if of_text else metrics.get("num_fewshot", config["num_fewshot"]),
-        "seq_len": config["seq_len"] if of_text else None,
-        "kv_frac": metrics.get("kv_frac"),
-        "kv_frac_artifact": metrics.get("kv_frac_artifact"),
-        "source": "measured",
-    }
+    shared = {"seq_len": config["seq_len"] if config["kind"] == "perplexity" else None, "source": "measured"}
+    return shared | {"task": Path(name).name} | {key: entries.get(key) for key in CONDITIONS}
 
 
 def _is_metric(name: str) -> bool:
-    return name not in NOT_METRICS and not name.endswith("_stderr")
-
-
-def _metric_rank(metric: str) -> tuple[int, str]:
-    known = list(METRICS)
-    return (known.index(metric) if metric in known else len(known), metric)
+    return name not in CONDITIONS and not name.endswith("_stderr")
 
 
 def _sort_key(row: Row) -> tuple[Any, ...]:
@@ -186,7 +166,7 @@ def _sort_key(row: Row) -> tuple[Any, ...]:
     words = (row["model"], row["label"], task)
     sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "kv_frac")
     shape = tuple(row.get(name) or 0 for name in sizes)
-    return (*words, *shape, position, _metric_rank(str(row.get("metric", ""))), row["run_id"])
+    return (*words, *shape, position, rank(str(row.get("metric", ""))), row["run_id"])
 
 
 def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[Row]]]:
@@ -203,5 +183,7 @@ def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[Row]]]:
             continue
         if rows:
             pairs.append((record, rows))
-    rank = {method: index for index, method in enumerate(LABELS)}
-    return sorted(pairs, key=lambda pair: (rank.get(pair[1][0]["method"], len(rank)), *_sort_key(pair[1][0])))
+    methods = {method: index for index, method in enumerate(LABELS)}
+    return sorted(
+        pairs, key=lambda pair: (methods.get(pair[1][0]["method"], len(methods)), *_sort_key(pair[1][0]))
+    )

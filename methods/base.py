@@ -103,9 +103,102 @@ class State:
         """What each of `rows` reads in `layer`; carries the state past these rows. The only selection function."""
         raise NotImplementedError
 
-    def fork(self, index: Tensor, final_lengths: Tensor) -> State:
-        """A copy for sequences `index` [new_batch] of this batch, with their own final lengths."""
-        return fork_state(self, index, final_lengths)
+    def fork(self, index: Tensor, final_lengths: Tensor, num_slots: int) -> State:
+        """A copy for sequences `index` [new_batch] of this batch, with their own final lengths and room for `num_slots`.
+
+        Every tensor attribute, and every tensor in a dict, has the batch first.
+        """
+        child = object.__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(child, name, _take(value, index))
+        child.final_lengths = final_lengths
+        child.grow(num_slots)
+        return child
+
+    def grow(self, num_slots: int) -> None:
+        """Make room for slots up to `num_slots`."""
+
+
+class EvictingState(State):
+    """A state whose tokens leave the cache for good, so that live decoding uses their slots again.
+
+    tokens[layer]: int32 [batch, num_kv_heads, slots], the token in each slot, `EMPTY` where there is none; as many
+    slots as the prompt was given, and one more at the end, a dump for what is not to be written.
+    In live decoding the last slot but the dump is the own token's, for the length of one step.
+    """
+
+    def __init__(self, geometry: Geometry, final_lengths: Tensor) -> None:
+        super().__init__(geometry, final_lengths)
+        self.tokens: dict[int, Tensor] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that are kept at most, over the batch: the slots a live store needs."""
+        raise NotImplementedError
+
+    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
+        """What is kept per slot: (by layer [batch, num_kv_heads, slots, ...], the value of an empty slot)."""
+        return [(self.tokens, EMPTY)]
+
+    def grow(self, num_slots: int) -> None:
+        """The dump, itself always empty, becomes a slot like the new ones; the last of those is the new dump."""
+        for by_layer, empty in self.slot_data():
+            for layer, old in by_layer.items():
+                new = old.new_full((*old.shape[:2], num_slots + 1, *old.shape[3:]), empty)
+                new[:, :, : old.shape[2]] = old
+                by_layer[layer] = new
+
+    def enter_prompt(self, layer: int, rows: PromptRows, num_kv_heads: int) -> None:
+        """Give the prompt's columns their tokens."""
+        real = rows.real
+        positions = (real.cumsum(-1) - 1).masked_fill(~real, EMPTY).int()
+        tokens = positions.new_full((len(real), num_kv_heads, rows.num_slots + 1), EMPTY)
+        tokens[:, :, : real.shape[1]] = positions[:, None]
+        self.tokens[layer] = tokens
+
+    def enter(self, layer: int, rows: Rows) -> None:
+        """Put each row's own token into its slot."""
+        tokens = self.tokens[layer]
+        own = rows.own_slots.expand(-1, tokens.shape[1], -1)
+        tokens.scatter_(-1, own, torch.where(rows.real, rows.positions, EMPTY).int()[:, None].expand_as(own))
+
+    def compact(self, layer: int) -> Tensor:
+        """Live, after the prompt: move what is kept to the first `capacity` slots, oldest first.
+
+        Returns the prompt column of each slot, int64 [batch, num_kv_heads, capacity], -1 where there is none.
+        """
+        tokens = self.tokens[layer][..., :-1]
+        kept = tokens.argsort(dim=-1, stable=True)[..., : self.capacity]
+        columns = kept.masked_fill(tokens.gather(-1, kept) == EMPTY, -1)
+        for by_layer, empty in self.slot_data():
+            old = by_layer[layer]
+            shape = (*old.shape[:2], self.capacity + 2, *old.shape[3:])
+            new = old.new_full(shape, empty)
+            new[:, :, : kept.shape[-1]] = old.gather(2, _like(kept, old))
+            by_layer[layer] = new
+        return torch.nn.functional.pad(columns, (0, self.capacity - columns.shape[-1]), value=-1)
+
+    def place_own(self, layer: int) -> Tensor:
+        """Live, after a step's selection: move the own token from the last slot to a free one.
+
+        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
+        """
+        tokens = self.tokens[layer]
+        own = self.capacity
+        gone = tokens[..., own : own + 1] == EMPTY
+        free = (tokens[..., :own] == EMPTY).int().argmax(-1, keepdim=True)
+        target = free.masked_fill(gone, own + 1)  # the dump
+        for by_layer, empty in self.slot_data():
+            data = by_layer[layer]
+            data.scatter_(2, _like(target, data), data[:, :, own : own + 1].clone())
+            data[:, :, own:] = empty
+        return free.masked_fill(gone, -1)
+
+
+def _like(index: Tensor, data: Tensor) -> Tensor:
+    """`index` [batch, kv, n] shaped to gather or scatter along the slots of `data` [batch, kv, slots, ...]."""
+    extra = data.dim() - 3
+    return index.view(*index.shape, *([1] * extra)).expand(*index.shape, *data.shape[3:])
 
 
 class PromptRows(NamedTuple):
@@ -118,15 +211,6 @@ class PromptRows(NamedTuple):
     def lengths(self) -> Tensor:
         """Real prompt tokens of each sequence, int [batch]."""
         return self.real.sum(-1)
-
-
-def fork_state(state: State, index: Tensor, final_lengths: Tensor) -> State:
-    """Copy a state along its batch axis: every tensor attribute, and tensors in lists or dicts, has batch first."""
-    child = object.__new__(type(state))
-    for name, value in vars(state).items():
-        setattr(child, name, _take(value, index))
-    child.final_lengths = final_lengths
-    return child
 
 
 def _take(value: Any, index: Tensor) -> Any:
@@ -151,6 +235,8 @@ class Method:
     needs_calibration: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     """Every cached token is read: there is nothing to select."""
+    needs_all_keys: ClassVar[bool] = False
+    """Selects by true scores of keys that it does not read: they cannot lie behind a link."""
 
     def __post_init__(self) -> None:
         require(self.num_exempt_layers >= 0, "num_exempt_layers", self.num_exempt_layers, "an integer >= 0")
@@ -167,6 +253,10 @@ class Method:
     def tokens_read(self, cached: int, final_length: int) -> float | None:
         """Cached tokens a decode row reads in a non-exempt layer; None where that depends on the data."""
         raise NotImplementedError
+
+    def max_tokens_read(self, cached: int, final_length: int) -> int:
+        """Upper bound of `tokens_read`, known without looking at the data: the size of a fetch buffer."""
+        return cached
 
     def with_size(self, frac: float) -> Method:
         """This method with the one number in (0, 1] that sizes it set; ValueError where it has none."""

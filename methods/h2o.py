@@ -10,12 +10,12 @@ from torch import Tensor
 
 from methods.base import (
     EMPTY,
+    EvictingState,
     Geometry,
     Method,
     PromptRows,
     Rows,
     Selection,
-    State,
     attention_scores,
     floor_frac,
     require,
@@ -58,19 +58,16 @@ class H2O(Method):
         return self.heavy_frac + self.recent_frac
 
 
-class H2OState(State):
+class H2OState(EvictingState):
     """Accumulated attention of the kept tokens.
 
-    mass[layer]: fp32 [batch, num_kv_heads, slots + 1], inf in slots that hold no token; the last slot is a dump for
-        sequences that evict nothing in a step.
-    tokens[layer]: int32 of the same shape, the token in each slot, `EMPTY` where there is none.
+    mass[layer]: fp32, shaped like tokens[layer], inf in slots that hold no token.
     """
 
     def __init__(self, geometry: Geometry, final_lengths: Tensor, method: H2O) -> None:
         super().__init__(geometry, final_lengths)
         self.method = method
         self.mass: dict[int, Tensor] = {}
-        self.tokens: dict[int, Tensor] = {}
 
     @property
     def recent(self) -> Tensor:
@@ -82,13 +79,21 @@ class H2OState(State):
         """Tokens kept, int [batch]."""
         return (floor_frac(self.method.heavy_frac, self.final_lengths) + self.recent).clamp(min=1)
 
+    @property
+    def capacity(self) -> int:
+        """The largest budget."""
+        return int(self.budget.max())
+
+    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
+        """Tokens and their mass."""
+        return [*super().slot_data(), (self.mass, float("inf"))]
+
     def prompt(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> None:
         """Sum the prompt's attention and evict down to the budget."""
-        batch, num_kv_heads, prompt, _ = key.shape
-        mass = torch.full((batch, num_kv_heads, rows.num_slots + 1), float("inf"), device=key.device)
-        tokens = torch.full_like(mass, EMPTY, dtype=torch.int32)
-        positions = (rows.real.cumsum(-1) - 1).masked_fill(~rows.real, EMPTY).int()  # [batch, prompt]
-        tokens[:, :, :prompt] = positions[:, None]
+        _, num_kv_heads, prompt, _ = key.shape
+        self.enter_prompt(layer, rows, num_kv_heads)
+        tokens = self.tokens[layer]
+        mass = torch.full_like(tokens, float("inf"), dtype=torch.float32)
         mass[:, :, :prompt] = prompt_mass(query, key, rows.real, self.geometry.scale)
         surplus = rows.lengths - self.budget
         old = tokens[:, :, :prompt] < (rows.lengths - self.recent)[:, None, None]
@@ -98,16 +103,15 @@ class H2OState(State):
         gone |= ~rows.real[:, None]
         mass[:, :, :prompt].masked_fill_(gone, float("inf"))
         tokens[:, :, :prompt].masked_fill_(gone, EMPTY)
-        self.mass[layer], self.tokens[layer] = mass, tokens
+        self.mass[layer] = mass
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Scan the rows: each reads what is kept, adds its attention to the sums, and evicts one token if over budget."""
         mass, tokens = self.mass[layer], self.tokens[layer]
         slots = rows.slot_positions.shape[-1]
         own = rows.own_slots.expand(-1, mass.shape[1], -1)
-        enters = torch.where(rows.real, rows.positions, EMPTY).int()[:, None].expand_as(own)
+        self.enter(layer, rows)
         mass.scatter_(-1, own, torch.where(rows.real, 0.0, float("inf"))[:, None].expand_as(own))
-        tokens.scatter_(-1, own, enters)
         readable = tokens[:, :, :slots].clone()
         evicts = rows.real & (rows.positions >= self.budget[:, None])
         scan = Scan(mass, tokens, slots, readable)
@@ -135,14 +139,14 @@ class Scan:
         num_rows = scores.shape[3]
         bias = torch.where(self.readable == EMPTY, float("-inf"), 0.0).unsqueeze(2)  # [batch, kv, 1, slots]
         died = torch.full_like(self.mass, num_rows, dtype=torch.int32)
-        weight = rows.real[:, None, :, None].float()
+        padding = ~rows.real[:, None, :, None]
         bound = newest_old.int()[:, None, :, None]
         dump = torch.where(evicts, 0, self.mass.shape[-1] - 1)[:, None, :, None]
         mass, tokens = self.mass[..., : self.slots], self.tokens[..., : self.slots]
         bias = torch.nn.functional.pad(bias, (0, self.mass.shape[-1] - self.slots))
         for row in range(num_rows):
             received = (scores[:, :, :, row] + bias[..., : self.slots]).softmax(-1).sum(2)
-            mass.addcmul_(received, weight[:, :, row])
+            mass += received.masked_fill_(padding[:, :, row], 0.0)
             old = mass.masked_fill(tokens > bound[:, :, row], float("inf"))
             victim = torch.maximum(old.argmin(-1, keepdim=True), dump[:, :, row])
             self.mass.scatter_(-1, victim, float("inf"))

@@ -14,11 +14,14 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from methods.base import Geometry, PromptRows, Rows, Selection, State, require, require_fraction
 from methods.selection import ScoreSelecting
 
 COLUMN_RULES = ("sum", "query", "union")
+POLICIES = ("fifo", "lru", "counter")
+EVICTIONS = ("corrected", "artifact")
 
 
 class Rotations(Protocol):
@@ -35,11 +38,18 @@ class InfiniGen(ScoreSelecting):
     columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query` alone (the artifact's speed code),
         or the `union` of the best by either (its accuracy code).
     skew: rotate by A first; False uses the identity.
+    pool_tokens, pool_frac: limit of the pool in tokens, or as a share of T; at most one of them; None is no limit.
+    pool_policy, protect_recent, eviction: which token leaves a full pool, see `methods.pool`.
     """
 
     partial_weight_ratio: float = 0.3
     columns: str = "sum"
     skew: bool = True
+    pool_tokens: int | None = None
+    pool_frac: float | None = None
+    pool_policy: str = "counter"
+    protect_recent: float = 0.5
+    eviction: str = "corrected"
 
     rehearses: ClassVar[bool] = True
 
@@ -53,6 +63,13 @@ class InfiniGen(ScoreSelecting):
         )
         require_fraction("partial_weight_ratio", self.partial_weight_ratio)
         require(self.columns in COLUMN_RULES, "columns", self.columns, f"one of {', '.join(COLUMN_RULES)}")
+        require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
+        require(self.pool_tokens is None or self.pool_frac is None, "pool_frac", self.pool_frac, "null with pool_tokens")
+        if self.pool_frac is not None:
+            require_fraction("pool_frac", self.pool_frac)
+        require_fraction("protect_recent", self.protect_recent, zero=True)
+        require(self.pool_policy in POLICIES, "pool_policy", self.pool_policy, f"one of {', '.join(POLICIES)}")
+        require(self.eviction in EVICTIONS, "eviction", self.eviction, f"one of {', '.join(EVICTIONS)}")
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
@@ -63,7 +80,26 @@ class InfiniGen(ScoreSelecting):
         """`calibration` is required when `skew` is on."""
         if self.skew and calibration is None:
             raise ValueError("method.skew=true: needs a calibration; run calibrate() first or set skew=false")
-        return InfiniGenState(geometry, final_lengths, self, calibration.rotation if calibration and self.skew else None)
+        rotation = calibration.rotation if calibration and self.skew else None
+        if self.limited:
+            from methods.pool import PooledState
+
+            return PooledState(geometry, final_lengths, self, rotation)
+        return InfiniGenState(geometry, final_lengths, self, rotation)
+
+    @property
+    def limited(self) -> bool:
+        """Whether the pool has a limit."""
+        return self.pool_tokens is not None or self.pool_frac is not None
+
+    def tokens_read(self, cached: int, final_length: int) -> float | None:
+        """As many as the pool has, at most."""
+        pool = final_length if self.pool_tokens is None else self.pool_tokens
+        if self.pool_frac is not None:
+            pool = int(self.pool_frac * final_length)
+        if self.limited and self.eviction == "corrected":
+            cached = min(cached, pool)
+        return super().tokens_read(cached, final_length)
 
 
 class InfiniGenState(State):
@@ -72,6 +108,9 @@ class InfiniGenState(State):
     projection[layer]: [batch, num_kv_heads, head_dim, columns], A restricted to the sequence's columns.
     partial_keys[layer]: [batch, num_kv_heads, slots, columns].
     """
+
+    spare_slots = 0
+    """Slots beyond those of the tokens."""
 
     def __init__(self, geometry: Geometry, final_lengths: Tensor, method: InfiniGen, rotation: Tensor | None) -> None:
         super().__init__(geometry, final_lengths)
@@ -85,22 +124,31 @@ class InfiniGenState(State):
         basis = self._basis(layer, key)
         self.projection[layer] = choose_columns(query, key, rows.real, basis, self.method)
         batch, num_kv_heads, _, columns = self.projection[layer].shape
-        self.partial_keys[layer] = key.new_empty(batch, num_kv_heads, rows.num_slots, columns)
+        self.partial_keys[layer] = key.new_empty(batch, num_kv_heads, rows.num_slots + self.spare_slots, columns)
         self.append(layer, key, slice(0, key.shape[2]))
 
     def append(self, layer: int, key: Tensor, slots: slice) -> None:
         """Keep the chosen columns of the keys that enter `slots`."""
         torch.matmul(key, self.projection[layer], out=self.partial_keys[layer][:, :, slots])
 
+    def grow(self, num_slots: int) -> None:
+        """Room for more partial keys."""
+        for layer, keys in self.partial_keys.items():
+            self.partial_keys[layer] = pad(keys, (0, 0, 0, num_slots - keys.shape[2]))
+
     def select(self, layer: int, rows: Rows) -> Selection:
-        """Steps 3 and 4; `rows.query` is the rehearsed query."""
+        """Step 4 over the rehearsed scores."""
+        scores = self.rehearsed_scores(layer, rows)
+        scores.masked_fill_(~rows.visible().unsqueeze(2), float("-inf"))
+        return self.method.select(scores, rows.positions, self.geometry)
+
+    def rehearsed_scores(self, layer: int, rows: Rows) -> Tensor:
+        """Step 3: scaled scores of the rehearsed `rows.query`, fp32 [batch, num_kv_heads, group, rows, slots]."""
         batch, num_kv_heads, head_dim, columns = self.projection[layer].shape
         slots = rows.slot_positions.shape[-1]
         stacked = rows.query.reshape(batch, num_kv_heads, -1, head_dim) @ (self.projection[layer] * self.geometry.scale)
         scores = stacked @ self.partial_keys[layer][:, :, :slots].transpose(-1, -2)
-        scores = scores.view(batch, num_kv_heads, self.geometry.group, -1, slots).float()
-        scores.masked_fill_(~rows.visible().unsqueeze(2), float("-inf"))
-        return self.method.select(scores, rows.positions, self.geometry)
+        return scores.view(batch, num_kv_heads, self.geometry.group, -1, slots).float()
 
     def _basis(self, layer: int, key: Tensor) -> Tensor:
         if self.rotation.value is None:

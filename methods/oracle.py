@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from methods.selection import ScoreSelecting
 @dataclass(frozen=True)
 class Oracle(ScoreSelecting):
     """Selects by the true scores. They need every key on the device, so this is no offloading method."""
+
+    needs_all_keys: ClassVar[bool] = True
 
     def new_state(self, geometry: Geometry, final_lengths: Tensor, calibration: Any = None) -> OracleState:
         """No calibration, nothing carried."""

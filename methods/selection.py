@@ -43,6 +43,12 @@ class ScoreSelecting(Method):
             return max(1, int(self.max_fetch_frac * cached))
         return None
 
+    def max_tokens_read(self, cached: int, final_length: int) -> int:
+        """The cap; with `fixed_fetch` that number."""
+        if self.fixed_fetch is not None:
+            return min(self.fixed_fetch, cached)
+        return max(1, int(self.max_fetch_frac * cached))
+
     def with_size(self, frac: float) -> Self:
         """Sized by the cap alone: alpha becomes inf."""
         return replace(self, alpha=math.inf, max_fetch_frac=frac, fixed_fetch=None)

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Method, Rows, Selection, State, floor_frac, require, require_fraction
+from methods.base import (
+    EMPTY,
+    EvictingState,
+    Geometry,
+    Method,
+    PromptRows,
+    Rows,
+    Selection,
+    floor_frac,
+    require,
+    require_fraction,
+)
 
 
 @dataclass(frozen=True)
@@ -47,19 +58,42 @@ class Streaming(Method):
         return self.kv_frac
 
 
-class StreamingState(State):
-    """Stateless but for the window's size, which follows from T."""
+class StreamingState(EvictingState):
+    """What a row reads follows from T and the positions; the tokens behind the window leave their slots."""
 
     def __init__(self, geometry: Geometry, final_lengths: Tensor, method: Streaming) -> None:
         super().__init__(geometry, final_lengths)
         self.method = method
 
+    @property
+    def window(self) -> Tensor:
+        """Tokens kept, int [batch]."""
+        return floor_frac(self.method.kv_frac, self.final_lengths)
+
+    @property
+    def capacity(self) -> int:
+        """The largest window."""
+        return int(self.window.max())
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> None:
+        """Only the window of the prompt stays."""
+        self.enter_prompt(layer, rows, key.shape[1])
+        self._leave(layer, rows.lengths)
+
     def select(self, layer: int, rows: Rows) -> Selection:
         """The sinks and the last `window - num_sinks` cached tokens."""
-        sinks = self.method.num_sinks
-        window = floor_frac(self.method.kv_frac, self.final_lengths)
-        cached = rows.positions
-        oldest_recent = (cached - (window - sinks)[:, None])[:, None, :, None]
         token = rows.slot_positions.unsqueeze(2)
-        mask = rows.visible() & ((token < sinks) | (token >= oldest_recent))
-        return Selection(mask, torch.minimum(cached, window[:, None]).double())
+        mask = rows.visible() & self._stays(token, rows.positions[:, None, :, None])
+        self.enter(layer, rows)
+        self._leave(layer, torch.where(rows.real, rows.positions + 1, 0).amax(-1))
+        return Selection(mask, torch.minimum(rows.positions, self.window[:, None]).double())
+
+    def _stays(self, token: Tensor, cached: Tensor) -> Tensor:
+        """Whether `token` is in the window when `cached` tokens are cached."""
+        sinks = self.method.num_sinks
+        recent = (self.window - sinks).view(-1, *([1] * (cached.dim() - 1)))
+        return (token < sinks) | (token >= cached - recent)
+
+    def _leave(self, layer: int, cached: Tensor) -> None:
+        tokens = self.tokens[layer]
+        tokens.masked_fill_(~self._stays(tokens, cached[:, None, None]), EMPTY)

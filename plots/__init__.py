@@ -29,7 +29,7 @@ FIGURES: dict[str, Callable[[Tables], Figure | None]] = {
 
 
 def main(results_dir: str | Path = "results") -> list[Path]:
-    """Draw every figure whose table exists.
+    """Draw every figure whose table exists. A damaged table keeps no other figure from being drawn.
 
     Returns:
         The files written: a PNG and a PDF per figure, in the order of the figures' numbers.
@@ -39,13 +39,20 @@ def main(results_dir: str | Path = "results") -> list[Path]:
     """
     tables = Tables(Path(results_dir) / "tables")
     paths: list[Path] = []
+    refusals: list[str] = []
     with style.applied():
         for name, draw in FIGURES.items():
-            figure = draw(tables)
+            try:
+                figure = draw(tables)
+            except UserError as refusal:
+                refusals.append(str(refusal))
+                continue
             if figure is not None:
                 paths += style.save(figure, Path(results_dir) / "figures" / name)
+    if refusals:
+        raise UserError("; ".join(refusals))
     if not paths:
         raise UserError(
-            f"{tables.folder}: no table for a figure; `make accuracy` or `python run.py experiment=fig11` makes one"
+            f"{tables.folder}: no table yet; `make accuracy` or `python run.py experiment=fig11` makes one"
         )
     return paths

@@ -1,7 +1,7 @@
 """Groups of bars, one bar per label, told apart by colour and hatch."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,8 @@ from plots.data import Point
 
 FILLED = 0.84
 """Share of a group's width that its bars cover."""
-PREFILL_COLOR = "#F2F2F2"
+PREFILL: Any = {"color": "#F2F2F2", "edgecolor": style.GREY, "linewidth": 0.5, "label": style.PREFILL}
+HOLLOW: Any = {"marker": "o", "linestyle": "", "markerfacecolor": "none", "markeredgecolor": style.BLACK}
 
 
 class Slots(NamedTuple):
@@ -45,38 +46,30 @@ def grouped(
         stderr = None if errors is None else errors[label]
         axes.bar(
             x, values[label], width, yerr=stderr, capsize=2, label=label, color=look.color, hatch=look.hatch,
-            edgecolor="white", error_kw={"elinewidth": 0.8},
+            edgecolor="white", linewidth=0.4, error_kw={"elinewidth": 0.8},
         )  # fmt: skip
     return places
 
 
 def stacked_times(
-    axes: Axes, prefill: pd.DataFrame, decode: pd.DataFrame, *, groups: Sequence[str]
+    axes: Axes, prefill: pd.DataFrame, decode: pd.DataFrame, *, groups: Sequence[str], in_legend: bool = True
 ) -> Places:
     """Prefill seconds, light, below decode seconds; a row per group, a column per label."""
     places = slots(axes, style.ordered(prefill.columns), groups)
     for label, (x, width) in places.items():
         look = style.look(label)
-        axes.bar(x, prefill[label], width, color=PREFILL_COLOR, edgecolor=look.color, linewidth=0.7)
+        axes.bar(x, prefill[label], width, **PREFILL)
         axes.bar(
-            x, decode[label], width, bottom=prefill[label], label=label, color=look.color, hatch=look.hatch,
-            edgecolor="white", linewidth=0,
+            x, decode[label], width, bottom=prefill[label], label=label if in_legend else f"_{label}",
+            color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0,
         )  # fmt: skip
-    axes.bar([], [], color=PREFILL_COLOR, edgecolor=style.GREY, linewidth=0.7, label="prefill (light)")
     axes.set_ylabel("prefill + decode (s)")
     return places
 
 
 def published(axes: Axes, places: Places, groups: Sequence[float], points: Iterable[Point]) -> None:
-    """The paper's numbers as hollow markers on the bars of the same label and group (`Point.x`), if there are any."""
+    """The paper's numbers as hollow markers on the bars of the same label and group (`Point.x`)."""
     for point in points:
         if point.label in places and point.x in groups:
             x = places[point.label].x[groups.index(point.x)]
-            axes.plot(
-                x,
-                point.value,
-                "o",
-                markerfacecolor="none",
-                markeredgecolor=style.BLACK,
-                label=style.PUBLISHED,
-            )
+            axes.plot(x, point.value, label=style.PUBLISHED, **HOLLOW)

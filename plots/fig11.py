@@ -13,11 +13,11 @@ from plots import data, style
 
 SETUP = ("model", "task", "metric", "num_samples", "num_fewshot", "seq_len", "source")
 AXES = {
-    "acc": ("accuracy (%)", 100, "linear"),
-    "kl_nats": ("KL(full || method) (nats)", 1, "log"),
-    "top1_agreement": ("top-1 agreement (%)", 100, "linear"),
+    "acc": ("accuracy (%)", 100),
+    "kl_nats": ("KL(full || method) (nats)", 1),
+    "top1_agreement": ("top-1 agreement (%)", 100),
 }
-"""Metric: words with the unit, factor to that unit, scale."""
+"""Metric: words with the unit, factor to that unit."""
 CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25} | dict.fromkeys(
     ("copa", "winogrande", "piqa", "rte", "boolq"), 0.5
 )
@@ -37,15 +37,18 @@ def draw(tables: data.Tables) -> Figure | None:
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
-    words, factor, scale = AXES[panel.metric.iloc[0]]
-    axes.set(xlabel=KV_AXIS, ylabel=words, yscale=scale)
+    metric = panel.metric.iloc[0]
+    words, factor = AXES[metric]
+    axes.set(xlabel=KV_AXIS, ylabel=words)
     is_full = panel.label == style.FULL
-    if scale == "linear":  # a divergence from itself is 0, which no logarithm shows
+    if metric == "kl_nats":
+        style.log_y(axes)  # without the full cache, whose divergence from itself is 0
+    else:
         for value, stderr in panel.loc[is_full, ["value", "stderr"]].to_numpy():
             style.full_line(axes, factor * value, factor * stderr)
-        chance = CHANCE.get(panel.task.iloc[0])
-        if chance is not None:
-            axes.axhline(factor * chance, color=style.GREY, linestyle=":", linewidth=1, label=style.CHANCE)
+    chance = CHANCE.get(panel.task.iloc[0])
+    if chance is not None:
+        axes.axhline(factor * chance, color=style.GREY, linestyle=":", linewidth=1, label=style.CHANCE)
     names = panel.label[~is_full].map(style.line_of)
     for name in style.ordered(names):
         line = panel.loc[names.index[names == name]].sort_values("kv_frac")

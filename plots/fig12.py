@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from plots import data, style
 
 SETUP = ("model", "corpus", "seq_len", "num_samples", "source")
+MAX_TICKS = 6
 LOG_ABOVE = 10
 """Ratio of the largest to the smallest perplexity from which the axis is logarithmic."""
 
@@ -31,13 +32,13 @@ def draw(tables: data.Tables) -> Figure | None:
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     edges = sorted({*panel.start, *panel.end})
     middles = pd.Index(sorted({*((panel.start + panel.end) / 2)}))
+    data.refuse_repeats(panel, ["label", "kv_frac", "start"])
     for label in style.ordered(panel.label):
-        own = panel[panel.label == label]
-        for size in sorted(own.kv_frac.unique()):
-            line = own[own.kv_frac == size]
+        for _, line in panel[panel.label == label].groupby("kv_frac", dropna=False):
             chunks = line.set_index((line.start + line.end) / 2).reindex(middles)
-            name = label if label == style.FULL else f"{label}, {100 * size:.0f} %"
+            name = label if label == style.FULL else f"{label}, {100 * line.kv_frac.iloc[0]:.0f} %"
             style.error_line(axes, middles.to_series(), chunks.value, chunks.stderr, name=name, like=label)
-    axes.set(xlabel="tokens in the cache, in chunks of 256", ylabel="perplexity", xticks=edges)
+    every = 1 if len(edges) <= MAX_TICKS else 2
+    axes.set(xlabel="tokens in the cache, in chunks of 256", ylabel="perplexity", xticks=edges[::every])
     if panel.value.max() > LOG_ABOVE * panel.value.min():
-        axes.set_yscale("log")
+        style.log_y(axes)

@@ -1,9 +1,9 @@
 """Figure 13: a method with and without skewing, as pairs of bars, from `fig13.csv`.
 
-Accuracy by task, then KL to the full cache on texts where `fig13.csv` or `perplexity.csv` has such pairs. A
-pair is a run whose label ends in "without skewing" and the skewed run of the same model and task nearest in
-size; the sizes stand below the bars, as two sizes where they differ. The full cache is a dashed line over its
-group.
+Accuracy by task, then KL to the full cache on texts. A pair is a run whose label ends in "without skewing"
+and the skewed run of the same model and task nearest in size; the sizes stand below the bars, as two sizes
+where they differ. The full cache, a dashed line over its group, comes from the same table or from
+`fig11.csv`.
 """
 
 import pandas as pd
@@ -20,10 +20,8 @@ AXES = {"acc": ("accuracy (%)", 100), "kl_nats": ("KL(full || method) (nats)", 1
 
 def draw(tables: data.Tables) -> Figure | None:
     """The figure; None without `fig13.csv`, or where it has no run without skewing."""
-    own, texts = tables.accuracy("fig13"), tables.accuracy("perplexity")
-    if own.empty:
-        return None
-    candidates = pd.concat([own, texts[texts.metric == "kl_nats"]])
+    own, full = tables.accuracy("fig13"), tables.accuracy("fig11")
+    candidates = pd.concat([own, full[full.label == style.FULL]])
     rows = pd.concat([candidates[candidates.metric == metric] for metric in AXES], ignore_index=True)
     rows = rows[rows.groupby([*SETUP])["label"].transform(lambda labels: labels.str.endswith(UNSKEWED).any())]
     if rows.empty:
@@ -38,7 +36,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     bars.grouped(axes, values, errors=errors, groups=_names(pairs))
     for index, (_, pair) in enumerate(pairs.groupby("pair")):
         full = _alike(panel[panel.label == style.FULL], pair.iloc[0])
-        for value in full.value[full.metric == "acc"]:  # its divergence from itself is 0
+        for value in full.value[full.metric == "acc"].unique():  # its divergence from itself is 0
             ends = [index - 0.45, index + 0.45]
             axes.plot(ends, 2 * [factor * value], "--", color=style.BLACK, linewidth=1, label=style.FULL)
     axes.set(ylabel=words)

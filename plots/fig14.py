@@ -22,7 +22,7 @@ def draw(tables: data.Tables) -> Figure | None:
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     prefill, decode = (data.pivot(panel, "batch_size", part) for part in ("prefill_s", "decode_s"))
-    places = bars.stacked_times(axes, prefill, decode, groups=[""])
+    places = bars.stacked_times(axes, prefill, decode, groups=[""], in_legend=False)
     points = data.published("fig14", "total_latency", panel, PAPER)
     bars.published(axes, places, list(prefill.index), points)
     axes.set_xticks([slot.x[0] for slot in places.values()], list(places), rotation=35, ha="right")

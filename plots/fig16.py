@@ -9,7 +9,6 @@ which no run here has.
 from collections.abc import Callable
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from plots import bars, data, style
@@ -25,7 +24,7 @@ PAPER = {"model": "opt-13b", "batch_size": 8, "gen_len": 128}
 def draw_length(tables: data.Tables) -> Figure | None:
     """Figure 16a; None without `fig16a.csv`."""
     table = tables.latency("fig16a")
-    table = table.assign(total_len=table.prompt_len + table.gen_len)
+    table = table.assign(total_len=table.prompt_len + table.gen_len).sort_values("total_len", kind="stable")
     setup = ("model", "platform", "source", "batch_size", "gen_len")
     return _draw(table, setup, index="total_len", words="prompt + generated tokens", name="{:,.0f}".format)
 
@@ -33,6 +32,8 @@ def draw_length(tables: data.Tables) -> Figure | None:
 def draw_model(tables: data.Tables) -> Figure | None:
     """Figure 16b; None without `fig16b.csv`."""
     table = tables.latency("fig16b")
+    billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
+    table = table.iloc[billions.argsort(kind="stable")]
     setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
     return _draw(table, setup, index="model", words="model", name=str)
 
@@ -46,7 +47,7 @@ def _draw(
     cells = [(time, *panel) for panel in zip(panels.titles, panels.frames, strict=True) for time in TIMES]
     figure, all_axes = style.new(len(cells))
     for axes, (time, title, panel) in zip(all_axes, cells, strict=True):
-        seconds = data.pivot(panel, index, time)
+        seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
         offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
         speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
         places = bars.grouped(axes, speedup, groups=[name(value) for value in speedup.index])

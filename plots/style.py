@@ -6,6 +6,7 @@ Colours: Okabe and Ito's palette, safe for the common kinds of colour blindness.
 
 import io
 import re
+import textwrap
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -17,11 +18,14 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from harness.errors import UserError
 from plots.data import Panels
 
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
+LEGEND_INCHES = 1.7
+NOTE_LETTERS_PER_INCH = 22
 DPI = 160
 FORMATS: dict[str, dict[str, None]] = {
     "png": {"Software": None},
@@ -59,7 +63,8 @@ BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
 GREY, LIGHT_GREY = "#777777", "#BBBBBB"
 
-FULL, QUANTIZED, CHANCE, PUBLISHED = "Full cache", "INT8/4/2/1", "chance", "published"
+FULL, QUANTIZED, CHANCE, PREFILL = "Full cache", "INT8/4/2/1", "chance", "prefill (light)"
+PUBLISHED = "published (RTX A6000)"
 LOOKS = {
     FULL: Look(BLACK, "", "--", ""),
     "Oracle": Look(GREEN, "D", "-.", "xx"),
@@ -96,9 +101,13 @@ def look(label: str) -> Look:
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
-    """Distinct labels in the order of legends: listed ones first, the others by name."""
-    rank = {label: index for index, label in enumerate(LOOKS)}
-    return sorted(set(labels), key=lambda label: (rank.get(label, len(rank)), label))
+    """Distinct labels in the order of legends: listed ones first, then the others as they come, markers last.
+
+    What follows a comma, a size for example, plays no part.
+    """
+    known = [*LOOKS, "", PREFILL, CHANCE, PUBLISHED]
+    rank = {label: index for index, label in enumerate(known)}
+    return sorted(dict.fromkeys(labels), key=lambda label: rank.get(label.partition(",")[0], rank[""]))
 
 
 def line_of(label: str) -> str:
@@ -140,6 +149,14 @@ def error_line(
     )
 
 
+def log_y(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def full_line(axes: Axes, value: float, stderr: float) -> None:
     """The full cache: a dashed line over the whole width in a band of one standard error."""
     color, _, line, _ = look(FULL)
@@ -156,10 +173,13 @@ def finish(figure: Figure, note: str) -> Figure:
         handles |= dict(zip(texts, artists, strict=True))
     names = ordered(handles)
     if names:
-        fitting = max(1, round(figure.get_figwidth() / 1.7))
+        fitting = max(1, round(figure.get_figwidth() / LEGEND_INCHES))
+        rows = -(-len(names) // fitting)
         shown = [handles[name] for name in names]
-        figure.legend(shown, names, loc="outside upper center", ncols=fitting)
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=6, color="#444444")
+        figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
+    width = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
+    wrapped = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, width))
+    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=6, color="#444444")
     return figure
 
 

@@ -23,9 +23,11 @@ from harness.attach import Attached
 from harness.reads import ReadStats
 from harness.replay import ReplaySession
 
-MAX_BATCH_TOKENS = 4096
-"""Sequences times columns of a batch: 0.2 GB of cache in fp32 on the default model, 2 GB in fp16 on Llama-2-7B; a CPU
-gains nothing from more."""
+PROMPT_TOKENS = 1024
+"""Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad more."""
+
+CACHE_TOKENS = 8192
+"""Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in fp16 on Llama-2-7B."""
 
 HEAD_ROWS = 256
 """Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at 128k."""
@@ -73,6 +75,14 @@ class Branch(NamedTuple):
     shared: tuple[int, ...]
 
 
+class Leaf(NamedTuple):
+    """A request's own decode rows, after those of its branch (its place in a slice)."""
+
+    branch: int
+    request: int
+    rows: tuple[int, ...]
+
+
 class Prompt(NamedTuple):
     """A prompt and the branches that follow it, all of one final length."""
 
@@ -110,7 +120,7 @@ def score(
     """
     scores: dict[int, Score] = {}
     reads = ReadStats()
-    for prompts in _batches(share(requests), lambda prompt: (1, len(prompt.ids))):
+    for prompts in _batches(share(requests), lambda prompt: (1, len(prompt.ids)), PROMPT_TOKENS):
         batch = PromptBatch(prompts, requests, attached, open_session)
         reads += batch.root.reads
         for branches in batch.slices():
@@ -169,7 +179,7 @@ class PromptBatch:
             return len(item[1].requests), self.num_columns + longest
 
         for _, alike in groupby(self.branches, key=lambda item: bool(item[1].shared)):
-            yield from _batches(alike, size)
+            yield from _batches(alike, size, CACHE_TOKENS)
 
     def decode(self, branches: Sequence[tuple[int, Branch]]) -> tuple[HiddenRows, ReadStats]:
         """Decode the shared rows of `branches`, then each request's own; what was read for both."""
@@ -184,19 +194,19 @@ class PromptBatch:
             hidden = trunk.decode(shared, valid, self._tensor([len(branch.requests) for _, branch in branches]))
             rows.add(hidden, [(branch.requests, len(branch.shared)) for _, branch in branches])
 
-        rest = {
-            index: (at, self.requests[index].rows[len(branch.shared) :])
+        reads = trunk.reads
+        leaves = [
+            Leaf(at, index, self.requests[index].rows[len(branch.shared) :])
             for at, (_, branch) in enumerate(branches)
             for index in branch.requests
-        }
-        rest = {index: leaf for index, leaf in rest.items() if leaf[1]}
-        if not rest:
-            return rows, trunk.reads
-        own, valid = _pad([tokens for _, tokens in rest.values()], self.device)
-        stems = self._tensor([at for at, _ in rest.values()])
-        tips = trunk.fork(stems, final_lengths[stems], self.num_columns + shared.shape[1] + own.shape[1])
-        rows.add(tips.decode(own, valid), [([index], len(tokens)) for index, (_, tokens) in rest.items()])
-        return rows, trunk.reads + tips.reads
+        ]
+        for group in _alike([leaf for leaf in leaves if leaf.rows]):
+            own, valid = _pad([leaf.rows for leaf in group], self.device)
+            stems = self._tensor([leaf.branch for leaf in group])
+            tips = trunk.fork(stems, final_lengths[stems], self.num_columns + shared.shape[1] + own.shape[1])
+            rows.add(tips.decode(own, valid), [([leaf.request], len(leaf.rows)) for leaf in group])
+            reads += tips.reads
+        return rows, reads
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.device)
@@ -233,13 +243,21 @@ def _common(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-def _batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]]) -> Iterator[list[Item]]:
-    """Runs of items of at most `MAX_BATCH_TOKENS` in all, at least one item each; size: (sequences, columns)."""
+def _alike(leaves: Iterable[Leaf]) -> Iterator[list[Leaf]]:
+    """Groups in which no leaf has twice the rows of another: less padding than one group, few forwards."""
+    groups: dict[int, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        groups[len(leaf.rows).bit_length()].append(leaf)
+    yield from groups.values()
+
+
+def _batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int) -> Iterator[list[Item]]:
+    """Runs of items whose sequences times columns stay within `most`, of at least one item; size: (sequences, columns)."""
     batch: list[Item] = []
     count = width = 0
     for item in items:
         sequences, columns = size(item)
-        if batch and (count + sequences) * max(width, columns) > MAX_BATCH_TOKENS:
+        if batch and (count + sequences) * max(width, columns) > most:
             yield batch
             batch, count, width = [], 0, 0
         batch.append(item)

@@ -30,8 +30,7 @@ from harness.memory.gather import gather_rows, scatter_rows
 
 Placement = Literal["device", "host"]
 Request = int | Tensor
-# Copies queued one by one, a head each, pay only above some 28 KiB a piece; smaller writes go through one
-# kernel.
+# Copies queued one by one, a head each, pay only above some 28 KiB a piece; one kernel does smaller writes.
 _MIN_COPY_BYTES = 28 * 1024
 
 
@@ -105,7 +104,7 @@ class KVStore:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def rows_in(self, buffer: Tensor, request: Request) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes] that `request` fills, at the start of a flat buffer."""
+        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills, at the start of a flat buffer."""
         shape = (*self.slots.shape[:2], num_requested(request), self.slot_bytes)
         return buffer[: torch.Size(shape).numel()].view(shape)
 

@@ -22,7 +22,7 @@ NUM_PROGRAMS_OVER_LINK = 32  # a few per cent of a data-centre GPU's multiproces
 
 
 @triton.jit
-def _move_rows(
+def _move_rows(  # type: ignore[no-untyped-def]
     slots,
     rows,
     index,

@@ -1,0 +1,157 @@
+"""Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
+
+Under host placement a request starts a transfer into one of two buffers that take turns, since at most two layers'
+rows are under way: the one computing and the next. Under device placement it is remembered and read in place.
+With `reuse` each layer keeps a buffer of its own, and only rows that are not in it yet cross the link.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.memory.link import Link, Ticket
+from harness.memory.store import KVStore, Request
+
+
+class Fetched(NamedTuple):
+    """Rows of a layer on the device.
+
+    keys, values: [batch, num_kv_heads, n, head_dim], valid until the layer's attention is done. present: bool
+    [batch, num_kv_heads, n], False for rows of no meaning (their values are 0); None where all are present.
+    """
+
+    keys: Tensor
+    values: Tensor
+    present: Tensor | None
+
+
+class _Pending(NamedTuple):
+    store: KVStore
+    request: Request
+    present: Tensor | None
+    ticket: Ticket | None
+    buffer: Tensor | None
+
+
+class Fetcher:
+    """Requests and write-backs of one session. link: None under device placement."""
+
+    def __init__(self, link: Link | None, reuse: bool) -> None:
+        self.link = link
+        self.reuse = reuse
+        self.tickets: list[Ticket] = []
+        self._pending: dict[int, _Pending] = {}
+        self._buffers: list[Tensor] = []
+        self._resident: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
+
+    def open(self, stores: list[KVStore], selected: int) -> None:
+        """Make the buffers: for every slot of any store, and with reuse for `selected` rows of each layer."""
+        self.selected = selected
+        largest = max(stores, key=lambda store: store.nbytes)
+        if self.link is not None:
+            self._buffers = [largest.new_buffer(largest.capacity) for _ in range(2)]
+
+    def pending(self, layer: int) -> bool:
+        """Whether the layer's rows have been asked for."""
+        return layer in self._pending
+
+    def request_all(self, layer: int, store: KVStore, count: int) -> None:
+        """Ask for the first `count` slots."""
+        self._submit(layer, store, count, None, self._turn())
+
+    def request_selected(self, layer: int, store: KVStore, mask: Tensor, cap: int) -> None:
+        """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head."""
+        mask = mask.expand(-1, store.slots.shape[1], -1)
+        if not self.reuse:
+            index = indices(mask, cap)
+            self._submit(layer, store, index, index >= 0, self._turn())
+            return
+        if layer not in self._resident:
+            self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
+            self._kept[layer] = store.new_buffer(self.selected)
+        index, resident = place(mask, self._resident[layer])
+        self._resident[layer] = resident
+        self._submit(layer, store, index, resident >= 0, self._kept[layer])
+
+    def take(self, layer: int) -> Fetched:
+        """The layer's rows, waiting for them if need be."""
+        store, request, present, ticket, buffer = self._pending.pop(layer)
+        if ticket is None:
+            keys, values = store.fetch(request, buffer)
+        else:
+            keys, values = store.unpack(ticket.wait())
+        if present is not None:
+            values = values.masked_fill_(~present.unsqueeze(-1), 0)  # what lay there before may be no number
+        return Fetched(keys, values, present)
+
+    def write_back(self, layer: int, store: KVStore, rows: Tensor, at: Request) -> None:
+        """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
+        if layer in self._resident and not isinstance(at, int):
+            self._resident[layer].masked_fill_(self._resident[layer] == at, -1)
+        if self.link is None:
+            store.write(rows, at)
+        else:
+            self.tickets.append(self.link.write_back(store, rows, at))
+
+    def take_exposed(self) -> float:
+        """Seconds the computation waited for the link since the last call. Under CUDA this synchronises."""
+        tickets, self.tickets = self.tickets, []
+        return sum(ticket.exposed_s for ticket in tickets)
+
+    def drain(self) -> None:
+        """Wait until nothing is under way."""
+        self._pending.clear()
+        if self.link is not None:
+            self.link.drain()
+
+    def _turn(self) -> Tensor | None:
+        if not self._buffers:
+            return None
+        self._buffers.reverse()
+        return self._buffers[0]
+
+    def _submit(
+        self, layer: int, store: KVStore, request: Request, present: Tensor | None, buffer: Tensor | None
+    ) -> None:
+        ticket = None
+        if self.link is not None and buffer is not None:
+            ticket = self.link.prefetch(store, request, buffer)
+            self.tickets.append(ticket)
+        self._pending[layer] = _Pending(store, request, present, ticket, buffer)
+
+
+def indices(mask: Tensor, cap: int) -> Tensor:
+    """Slots where `mask` [batch, heads, slots] holds, in order: int64 [batch, heads, cap], -1 behind the last.
+
+    At most `cap` may hold in a head. No device sync.
+    """
+    order = torch.where(mask, mask.cumsum(-1) - 1, cap)
+    slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
+    found = order.new_full((*mask.shape[:-1], cap + 1), -1)
+    return found.scatter_(-1, order, slots)[..., :cap]
+
+
+def place(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the selected slots go in a kept buffer, those that are there already staying.
+
+    mask: bool [batch, heads, slots]; resident: int64 [batch, heads, places], the slot in each place, -1 for none.
+    Returns the slots to fetch by place (-1 for none) and the new `resident`, which holds exactly the selection.
+    """
+    stays = (resident >= 0) & mask.gather(-1, resident.clamp(min=0))
+    places = resident.shape[-1]
+    missing, free = indices(mask & ~_held(mask, resident, stays), places), indices(~stays, places)
+    fetch = resident.new_full((*resident.shape[:-1], places + 1), -1)
+    fetch.scatter_(-1, torch.where(free >= 0, free, places), missing)
+    fetch = fetch[..., :places]
+    return fetch, torch.where(stays, resident, fetch)
+
+
+def _held(mask: Tensor, resident: Tensor, stays: Tensor) -> Tensor:
+    """Slots that stay in the buffer, bool shaped like `mask`."""
+    slots = mask.shape[-1]
+    padded = mask.new_zeros((*mask.shape[:-1], slots + 1))
+    return padded.scatter_(-1, torch.where(stays, resident, slots), True)[..., :slots]

@@ -1,0 +1,58 @@
+"""What tests of runs share: a model that costs nothing and experiments that return at once."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from harness import models, runner
+from harness.config import RunConfig
+from harness.records import Outcome
+
+
+def outcome(config: RunConfig) -> Outcome:
+    """A plausible measurement."""
+    if config.kind == "tasks":
+        metrics = {"acc": 0.75, "acc_stderr": 0.05, "kv_frac": 0.2, "num_samples": 4, "num_fewshot": 0}
+        return Outcome(dict.fromkeys(config.tasks, metrics), {task: [{"acc": 1.0}] for task in config.tasks})
+    metrics = {
+        "perplexity": 12.5,
+        "perplexity_stderr": None,
+        "kl_nats": 0.25,
+        "kv_frac": 0.2,
+        "num_samples": 2,
+    }
+    chunk = {"chunk": 1, "perplexity": 12.5, "perplexity_stderr": None, "num_tokens": 10}
+    return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, [chunk])
+
+
+@dataclass
+class Runs:
+    """What ran. `measure` may be replaced, to fail for one."""
+
+    configs: list[RunConfig] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    measure: Callable[[RunConfig], Outcome] = outcome
+
+    def __call__(self, config: RunConfig, loaded: object) -> Outcome:
+        self.configs.append(config)
+        return self.measure(config)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Put `Runs` in place of the model loader and of both experiments."""
+    runs = Runs()
+
+    def load_model(config):
+        runs.loads.append(config.name)
+        return SimpleNamespace(model=SimpleNamespace(device="cpu"))
+
+    monkeypatch.setattr(models, "load_model", load_model)
+    monkeypatch.setattr(runner, "_loaded", None)
+    for name, function in (("tasks", "run_tasks"), ("perplexity", "run_perplexity")):
+        module = ModuleType(f"harness.accuracy.{name}")
+        setattr(module, function, runs)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return runs

@@ -1,0 +1,190 @@
+"""The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.errors import UserError
+from tests.runs import outcome, stand_in
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """Stand-ins for model and experiments, in an empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return stand_in(monkeypatch)
+
+
+def only_error(capsys) -> str:
+    """The one line on stderr."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "method=infinigen model=llama2-7b",
+        "method=h2o method.heavy_frac=0.1 model=smollm2-135m data=local data.root=data experiment=tasks "
+        "tasks=[copa]",
+        "",
+        "method=full experiment=fig12 corpus=offline num_windows=2",
+    ],
+)
+def test_usage(command, runs, capsys):
+    Path("data/copa").mkdir(parents=True)
+    Path("data/copa/validation.jsonl").write_text("{}\n")
+    assert main(command.split()) == 0
+    assert len(runs.configs) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "" and printed.out.strip()
+    assert {path.name for path in Path().iterdir()} == {"data", "results"}
+    assert {path.name for path in Path("results").iterdir()} == {"runs", "tables"}
+
+
+def test_sweep(runs, capsys):
+    assert main(["-m", "method=full,h2o,int4,infinigen"]) == 0
+    assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4", "infinigen"]
+    assert runs.loads == ["smollm2-135m"]
+    printed = capsys.readouterr()
+    assert printed.out.count("KV read") == 1, "one table in the end"
+    assert {path.name for path in Path().iterdir()} == {"results"}
+
+
+def test_a_failing_job_does_not_stop_a_sweep(runs, capsys):
+    def fail_h2o(config):
+        if config.method_name == "h2o":
+            raise UserError("h2o is not well")
+        return outcome(config)
+
+    runs.measure = fail_h2o
+    assert main(["-m", "method=full,h2o,int4"]) == 2
+    assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
+    printed = capsys.readouterr()
+    assert printed.err == "error: h2o is not well\n"
+    assert "INT4" in printed.out and "H2O" not in printed.out
+
+
+def test_a_sweep_over_an_unknown_method_runs_nothing(runs, capsys):
+    assert main(["-m", "method=full,h2"]) == 2
+    assert only_error(capsys).startswith("error: method=h2: did you mean 'h2o'")
+    assert runs.configs == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--help"], "method: full, h2o, infinigen"),
+        (["--cfg", "job", "method=h2o"], "heavy_frac: 0.1"),
+        (["--cfg", "job", "--resolve"], "seq_len: 1024"),
+        (["--version"], "1.3"),
+    ],
+)
+def test_hydra_flags(flags, expected, runs, capsys):
+    assert main(flags) == 0
+    assert expected in capsys.readouterr().out
+    assert runs.configs == [] and list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["method", "method=[", "--cfg job method=h2", "--cfg all nonsense=1"])
+def test_what_hydra_refuses_is_one_line(command, runs, capsys):
+    assert main(command.split()) == 2
+    assert only_error(capsys).startswith("error: ")
+
+
+def test_an_unknown_flag(runs, capsys):
+    assert main(["--typo"]) == 2
+    assert "unrecognized arguments: --typo" in capsys.readouterr().err
+
+
+def test_an_unwritable_results_folder(runs, capsys):
+    Path("file").touch()
+    assert main(["results_dir=file"]) == 2
+    assert only_error(capsys).startswith("error: results_dir: file/runs/")
+    assert main(["-m", "results_dir=file", "method=full,h2o"]) == 2
+    assert only_error(capsys).startswith("error: file/runs")
+    assert runs.configs == []
+
+
+def test_a_damaged_record_does_not_stop_a_run(runs, capsys, caplog):
+    assert main(["method=full"]) == 0
+    (path,) = Path("results/runs").rglob("record.json")
+    path.write_text("{")
+    assert main(["method=h2o"]) == 0
+    printed = capsys.readouterr()
+    assert path.read_text() == "{"
+    assert f"{path}: damaged record" in caplog.text, "Hydra must leave our loggers alone"
+    assert "H2O" in printed.out.splitlines()[-1]
+
+
+def test_out_of_memory(runs, capsys):
+    def exhaust(config):
+        raise MemoryError
+
+    runs.measure = exhaust
+    assert main(["seq_len=512"]) == 2
+    assert only_error(capsys).startswith("error: out of memory: lower seq_len=512")
+
+
+def test_interrupted(runs, capsys):
+    def interrupt(config):
+        if config.method_name == "h2o":
+            raise KeyboardInterrupt
+        return outcome(config)
+
+    runs.measure = interrupt
+    assert main(["-m", "method=full,h2o,int4"]) == 130
+    printed = capsys.readouterr()
+    assert printed.err.startswith("interrupted") and printed.err.count("\n") == 1
+    assert "Full cache" in printed.out, "what was finished is shown and in the tables"
+
+
+def break_down(config):
+    raise AttributeError("a defect")
+
+
+def test_a_defect_is_one_line_and_exit_code_1(runs, capsys):
+    runs.measure = break_down
+    assert main([]) == 1
+    assert only_error(capsys) == "error: a defect (AttributeError, a defect; HYDRA_FULL_ERROR=1 shows where)"
+
+
+def test_tracebacks_on_demand(runs, capsys, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    runs.measure = break_down
+    assert main([]) == 1
+    assert "in break_down" in capsys.readouterr().err
+    assert main(["method=h2"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_leaves_the_process_as_it_was(runs):
+    before = sys.argv, os.getcwd(), dict(os.environ)
+    main(["method=h2"])
+    main(["method=full"])
+    assert (sys.argv, os.getcwd(), dict(os.environ)) == before
+
+
+def entry_point(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, ROOT / "run.py", *arguments], capture_output=True, text=True, cwd=cwd
+    )
+
+
+def test_entry_point(tmp_path):
+    done = entry_point("method=h2", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: method=h2: did you mean 'h2o'") and done.stderr.count("\n") == 1
+
+
+def test_hydra_info(tmp_path):
+    """In a process of its own: it turns on logging for good."""
+    done = entry_point("--info", "defaults", cwd=tmp_path)
+    assert done.returncode == 0 and "experiment/perplexity" in done.stdout

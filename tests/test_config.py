@@ -1,0 +1,255 @@
+"""Every file under conf/ composes; every wrong setting is refused in one line that names it."""
+
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness.config import CONF_DIR, PAPER_TASKS, compose, load, options, parse
+from harness.errors import UserError, nearest
+
+QUANTIZED = ("int8", "int4", "int2", "int1")
+
+
+def given(group: str, choice: str, folder) -> list[str]:
+    """The overrides that choose one file of conf/, with what it cannot do without."""
+    return [f"{group}={choice}", *([f"data.root={folder}"] if choice == "local" else [])]
+
+
+@pytest.mark.parametrize(
+    ("group", "choice"),
+    [
+        (path.parent.name, path.stem)
+        for path in sorted(CONF_DIR.glob("*/*.yaml"))
+        if path.parent.name != "grid"
+    ],
+)
+def test_every_choice_composes(group, choice, tmp_path):
+    config = load(given(group, choice, tmp_path))
+    chosen = {"method": config.method_name, "experiment": config.experiment}
+    assert chosen.get(group) or getattr(config, group).name == choice
+    assert chosen.get(group, choice) == choice
+
+
+@pytest.mark.parametrize("choice", options("method"))
+def test_method_file_lists_every_setting_with_its_default(choice):
+    """Each default is written twice, for Hydra and for Python; they must agree."""
+    node = OmegaConf.load(CONF_DIR / "method" / f"{choice}.yaml")
+    settings = {key: value for key, value in node.items() if key not in ("_target_", "name")}
+    defaults = dataclasses.asdict(type(load([f"method={choice}"]).method)())
+    if choice in QUANTIZED:
+        assert settings.pop("num_bits") == int(defaults.pop("num_bits") and choice.removeprefix("int"))
+    assert settings == defaults
+
+
+def test_yaml_defaults_are_the_dataclass_defaults():
+    config = load()
+    for node in (config, config.model, config.data, config.corpus, config.calibration):
+        for field in dataclasses.fields(node):
+            if field.default is not dataclasses.MISSING and field.name != "shape":
+                assert getattr(node, field.name) == field.default, f"{type(node).__name__}.{field.name}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["method=infinigen", "model=llama2-7b"],
+        ["method=infinigen", "method.alpha=inf", "method.skew=false", "method.columns=union"],
+        ["method=oracle", "target_kv_frac=0.16"],
+        ["method=h2o", "method.heavy_frac=0", "method.recent_frac=1"],
+        ["codec=int4", "method=infinigen"],
+        ["method=full", "prefill_len=0"],
+        ["experiment=fig11", "kind=perplexity"],
+    ],
+)
+def test_accepts(overrides):
+    load(overrides)
+
+
+def test_number_of_infinite_alpha():
+    assert load(["method.alpha=inf"]).method.alpha == math.inf
+
+
+@pytest.mark.parametrize("spelled", ["tasks=[passkey,kv_recall]", "tasks='passkey, kv_recall'"])
+def test_task_lists(spelled):
+    assert load([spelled]).tasks == ("passkey", "kv_recall")
+
+
+def test_one_task_needs_no_brackets(tmp_path):
+    assert load(["tasks=passkey"]).tasks == ("passkey",)
+
+
+def test_default_tasks_follow_the_data(tmp_path):
+    assert load().tasks == ("kv_recall", "passkey")
+    assert load(["data=hub"]).tasks == load(["data=local", f"data.root={tmp_path}"]).tasks == PAPER_TASKS
+
+
+def test_automatic_settings_of_a_task():
+    config = load(["experiment=tasks", "data=hub", "tasks=[passkey,rte]"])
+    assert [config.prefill_of(task) for task in config.tasks] == ["question", "artifact"]
+    assert [config.num_samples_of(task) for task in config.tasks] == [128, None]
+    config = load(["experiment=tasks", "data=hub", "tasks=[passkey,rte]", "prefill=dense", "num_samples=3"])
+    assert [config.prefill_of(task) for task in config.tasks] == ["dense", "dense"]
+    assert [config.num_samples_of(task) for task in config.tasks] == [3, 3]
+
+
+def test_codec_names_are_those_of_the_codec():
+    from harness.memory.codec import CODEC_NAMES
+
+    with pytest.raises(UserError) as refused:
+        load(["codec=int3"])
+    assert str(refused.value).endswith("allowed: " + ", ".join(CODEC_NAMES))
+
+
+def test_a_given_path_replaces_source_name_and_shape(tmp_path):
+    folder = tmp_path / "My-Model.v2"
+    folder.mkdir()
+    model = load(["model=opt-6.7b", f"model.path={folder}"]).model
+    assert (model.name, model.path, model.hub_id, model.shape) == ("My-Model.v2", str(folder), None, None)
+    gguf = tmp_path / "m.Q4.gguf"
+    gguf.touch()
+    assert load([f"model.path={gguf}"]).model.name == "m.Q4"
+
+
+def test_a_given_hub_id_replaces_source_name_and_shape():
+    model = load(["model=llama2-7b", "model.hub_id=org/other"]).model
+    assert (model.name, model.hub_id, model.shape) == ("other", "org/other", None)
+    assert load(["model.hub_id=org/other", "model.name=mine"]).model.name == "mine"
+    kept = load(["model=llama2-7b", "model.hub_id=null", "model.weights=random"]).model
+    assert kept.name == "llama2-7b" and kept.shape is not None
+
+
+REFUSED = {
+    "method=infingen": "method=infingen: did you mean 'infinigen'?",
+    "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
+    "experiment=fig1": "experiment=fig1: did you mean 'fig1",
+    "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'?",
+    "tasks=[piqua]": "tasks=piqua: did you mean 'piqa'?",
+    "experiment=tasks tasks=[piqa]": "tasks=piqa: needs data=local data.root=DIR or data=hub",
+    "experiment=tasks tasks=[]": "tasks=[]: must name at least one",
+    "tasks=[passkey,passkey]": "tasks=[passkey,passkey]: must name at least one task, and none twice",
+    "data=locl": "data=locl: did you mean 'local'?",
+    "data=local": "data=local needs data.root=DIR",
+    "data=local data.root=/nowhere": "data.root=/nowhere: no such folder",
+    "data.root=/tmp": "data.root=/tmp is read by data=local only",
+    "corpus=wikitext": "corpus=wikitext: did you mean 'wikitext2'?",
+    "corpus.path=/nowhere.txt": "corpus.path=/nowhere.txt: no such file",
+    "corpus.offset_tokens=-1": "corpus.offset_tokens=-1: must be at least 0",
+    "calibration.path=/nowhere.txt": "calibration.path=/nowhere.txt: no such file",
+    "calibration.num_tokens=0": "calibration.num_tokens=0: must be at least 1",
+    "method.hevy_frac=1 method=h2o": "unknown setting method.hevy_frac: did you mean 'heavy_frac'",
+    "+method.hevy_frac=1 method=h2o": "unknown setting method.hevy_frac: did you mean 'heavy_frac'",
+    "seq_length=8": "unknown setting seq_length: did you mean 'seq_len'?",
+    "+seq_length=8": "unknown setting seq_length: did you mean 'seq_len'?",
+    "model.dtpe=float32": "unknown setting model.dtpe: did you mean 'dtype'?",
+    "model.dtype=float8": "model.dtype=float8: did you mean 'float",
+    "model.path=/nowhere": "model.path=/nowhere: no such file or folder",
+    "model.path=/tmp model.hub_id=a/b": "model.path=/tmp and model.hub_id=a/b: give one of them",
+    "method=h2o method.heavy_frac=2": "method.heavy_frac=2.0: must be in [0, 1]",
+    "method=h2o method.heavy_frac=nan": "method.heavy_frac=nan: must be a number",
+    "method=h2o method.heavy_frac=lots": "method.heavy_frac=lots: must be a number",
+    "method=streaming method.kv_frac=0": "method.kv_frac=0.0: must be in (0, 1]",
+    "method=streaming method.kv_frac=1.1": "method.kv_frac=1.1: must be in (0, 1]",
+    "method.max_fetch_frac=0": "method.max_fetch_frac=0.0: must be in (0, 1]",
+    "method.partial_weight_ratio=0": "method.partial_weight_ratio=0.0: must be in (0, 1]",
+    "method.columns=sums": "method.columns=sums",
+    "method.alpha=-1": "method.alpha=-1.0: must be a number >= 0, inf or null",
+    "method.num_exempt_layers=0": "method.num_exempt_layers=0: must be an integer >= 1",
+    "method=full method.num_exempt_layers=-1": "method.num_exempt_layers=-1: must be",
+    "method=h2o": None,
+    "method=int4 method.num_bits=3": "method.num_bits=3: must be one of 8, 4, 2, 1",
+    "method=int4 method.num_bits=8": "method.num_bits=8 contradicts method=int4: choose method=int8",
+    "method=int4 codec=int8": "codec=int8 contradicts method=int4",
+    "method=int4 codec=int4": None,
+    "target_kv_frac=0": "target_kv_frac=0.0: must be above 0 and at most 1",
+    "target_kv_frac=1.01": "target_kv_frac=1.01: must be above 0 and at most 1",
+    "method=full target_kv_frac=0.5": "target_kv_frac=0.5: ",
+    "seq_len=1": "seq_len=1: must be at least 2",
+    "seq_len=1.5": "seq_len=1.5: must be a whole number",
+    "prefill_len=1024": "prefill_len=1024: must be below seq_len=1024",
+    "prefill_len=-1": "prefill_len=-1: must be at least 0",
+    "prefill_len=0": "prefill_len=0: must be at least 1, infinigen",
+    "num_windows=0": "num_windows=0: must be at least 1",
+    "num_samples=0": "num_samples=0: must be at least 1",
+    "num_fewshot=-1": "num_fewshot=-1: must be at least 0",
+    "seed=-1": "seed=-1: must be at least 0",
+    "prefill=sparse": "prefill=sparse: allowed: auto, dense, question, artifact",
+    "scoring=average": "scoring=average: allowed: sum, mean",
+    "kind=taks": "kind=taks: did you mean 'tasks'?",
+    "label=true": "label=True: must be text",
+    "~seed": None,
+    "~experiment": "setting experiment is missing",
+    "~method": "method=None: allowed: full",
+    "data.name=x": "data.name=x: allowed: offline, local, hub",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), [pair for pair in REFUSED.items() if pair[1]])
+def test_refuses(command, message, capsys):
+    from harness.cli import main
+
+    assert main(command.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [command for command, message in REFUSED.items() if message is None])
+def test_does_not_refuse_its_neighbour(command):
+    load(command.split())
+
+
+def leaves(node, where=""):
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}"
+
+
+METHOD_SETTINGS = {
+    f"method={choice} {key}": None
+    for choice in options("method")
+    for key in leaves(OmegaConf.to_container(compose([f"method={choice}"]).method), "method.")
+}
+SETTINGS = [
+    *(
+        key
+        for key in leaves(OmegaConf.to_container(compose()))
+        if not key.startswith(("method.", "model.shape."))
+    ),
+    "model.shape",
+    *METHOD_SETTINGS,
+]
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if not s.endswith(("_target_", "method.name"))])
+def test_every_setting_refuses_a_wrong_type(setting):
+    *choice, key = setting.split()
+    config = compose(choice)
+    OmegaConf.set_struct(config, False)
+    wrong = [["a"], {"b": 1}] if key != "model.shape" else "square"
+    OmegaConf.update(config, key, wrong, merge=False)
+    with pytest.raises(UserError, match=f"^{re.escape(key)}"):
+        parse(config)
+
+
+def test_parse_loads_no_model_library():
+    """A wrong setting costs no import of transformers or lm-eval, and composing not even torch."""
+    code = (
+        "import sys; from harness.config import load; light = 'torch' not in sys.modules;"
+        "load(['method=infinigen']);"
+        "heavy = [name for name in ('transformers', 'lm_eval', 'datasets') if name in sys.modules];"
+        "sys.exit(not light or bool(heavy))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONF_DIR.parent).returncode == 0
+
+
+def test_nearest():
+    assert nearest("H20", ["full", "h2o"]) == "did you mean 'h2o'? allowed: full, h2o"
+    assert nearest("x", ["full", "h2o"]) == "allowed: full, h2o"
+    assert nearest("n29", [f"n{i}" for i in range(30)]).endswith("n14, n15, ...")

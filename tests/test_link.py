@@ -1,0 +1,319 @@
+"""The emulated link: rows and order, pace, overlap and its absence, faults, no leak; the real one under CUDA.
+
+Times are bounded from below exactly and from above loosely, since other processes share the cores.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import UserError
+from harness.memory.codec import Codec
+from harness.memory.emulated_link import EmulatedLink, default_bytes_per_s, measure_copy_rate
+from harness.memory.link import open_link
+from harness.memory.store import KVStore
+
+BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
+CPU = torch.device("cpu")
+FAST = 1e12  # bytes/s: the copy's own time decides
+ROW_BYTES = 2 * HEAD_DIM * 4
+ALL_BYTES = BATCH * HEADS * CAPACITY * ROW_BYTES  # 49,152
+
+
+def make_store(codec="fp32", device=CPU, **overrides):
+    shape = {"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY, "head_dim": HEAD_DIM}
+    return KVStore(
+        **shape, dtype=torch.float32, codec=Codec(codec), placement="host", device=device, **overrides
+    )
+
+
+def filled_store(codec="fp32"):
+    store = make_store(codec)
+    keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
+    store.write(store.pack(keys, values), at=0)
+    return store, keys, values
+
+
+def link_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "kv-link"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not link_threads()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_rows_arrive_and_reads_see_earlier_writes(codec, overlap):
+    store, keys, values = filled_store(codec)
+    new_keys, new_values = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM).unbind()
+    index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
+    with EmulatedLink(FAST, overlap=overlap) as link:
+        link.write_back(store, store.pack(new_keys, new_values), at=5)
+        chosen = link.prefetch(store, index, store.new_buffer(4))
+        first = link.prefetch(store, 7, store.new_buffer(CAPACITY))
+        chosen, first = store.unpack(chosen.wait()), store.unpack(first.wait())
+    keys[:, :, 5:6], values[:, :, 5:6] = new_keys, new_values
+    keys, values = store.codec.roundtrip(keys), store.codec.roundtrip(values)
+    assert torch.equal(first.keys, keys[:, :, :7]) and torch.equal(first.values, values[:, :, :7])
+    assert torch.equal(chosen.keys[:, :, [0, 1, 3]], keys[:, :, [5, 63, 0]])
+    assert not chosen.keys[:, :, 2].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["read", "gather", "write"]), st.integers(1, 20)), max_size=15),
+    overlap=st.booleans(),
+)
+def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap):
+    rate = 2e9
+    store, _, _ = filled_store()
+    already = store.d2h_bytes
+    with EmulatedLink(rate, overlap=overlap) as link:
+        for kind, num_rows in moves:
+            if kind == "write":
+                link.write_back(store, store.rows_in(store.new_buffer(num_rows), num_rows), at=3)
+                continue
+            index = torch.arange(num_rows).expand(BATCH, HEADS, -1)
+            link.prefetch(store, num_rows if kind == "read" else index, store.new_buffer(num_rows)).wait()
+        transfers = link.take_transfers()
+        assert link.take_transfers() == []
+    sizes = [BATCH * HEADS * num_rows * ROW_BYTES for _, num_rows in moves]
+    assert [transfer.num_bytes for transfer in transfers] == sizes
+    assert [transfer.direction for transfer in transfers] == [
+        "d2h" if kind == "write" else "h2d" for kind, _ in moves
+    ]
+    assert store.h2d_bytes == sum(transfer.num_bytes for transfer in transfers if transfer.direction == "h2d")
+    assert store.d2h_bytes - already == sum(t.num_bytes for t in transfers if t.direction == "d2h")
+    for earlier, later in zip(transfers, transfers[1:], strict=False):
+        assert later.start_s >= earlier.end_s
+    for transfer in transfers:
+        assert transfer.end_s - transfer.start_s >= transfer.num_bytes / rate - 1e-9
+
+
+def test_a_transfer_takes_its_bytes_over_the_rate():
+    store, _, _ = filled_store()
+    with EmulatedLink(ALL_BYTES / 0.05) as link:  # 50 ms a transfer
+        began = time.perf_counter()
+        tickets = [link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)) for _ in range(3)]
+        assert time.perf_counter() - began < 0.1  # starting waits for nothing
+        for ticket in tickets:
+            ticket.wait()
+        elapsed = time.perf_counter() - began
+    assert 0.15 <= elapsed < 0.4
+    assert sum(ticket.exposed_s for ticket in tickets) == pytest.approx(elapsed, abs=0.1)
+
+
+def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
+    store, _, _ = filled_store()
+    exposed = {}
+    for overlap in (True, False):
+        with EmulatedLink(ALL_BYTES / 0.05, overlap=overlap) as link:
+            ticket = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY))
+            time.sleep(0.08)  # stands for the layer that computes meanwhile
+            ticket.wait()
+            exposed[overlap] = ticket.exposed_s
+            ticket.wait()  # waiting again costs and counts nothing
+            assert ticket.exposed_s == exposed[overlap]
+    assert exposed[True] < 0.04
+    assert exposed[False] >= 0.05
+
+
+def test_a_waiting_thread_leaves_its_core_alone():
+    store, _, _ = filled_store()
+    with EmulatedLink(ALL_BYTES / 0.3) as link:
+        began = time.process_time()
+        link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)).wait()
+        assert time.process_time() - began < 0.1
+
+
+def test_a_write_back_is_awaited_at_once_without_overlap():
+    store, keys, values = filled_store()
+    rows = store.pack(keys, values)
+    with EmulatedLink(ALL_BYTES / 0.02, overlap=False) as link:
+        assert link.write_back(store, rows, at=0).exposed_s >= 0.02
+    with EmulatedLink(ALL_BYTES / 0.02) as link:
+        assert link.write_back(store, rows, at=0).exposed_s == 0
+        began = time.perf_counter()
+        link.drain()
+        assert time.perf_counter() - began > 0.01
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failing_copy_ends_in_its_error_everywhere(overlap):
+    store, _, _ = filled_store()
+    beyond = torch.full((BATCH, HEADS, 1), CAPACITY)
+    began = time.perf_counter()
+    with EmulatedLink(FAST, overlap=overlap) as link:
+        failing = link.prefetch(store, beyond, store.new_buffer(1))
+        with pytest.raises(IndexError, match="slot index 64"):
+            failing.wait()
+        with pytest.raises(IndexError, match="slot index 64"):
+            link.prefetch(store, 1, store.new_buffer(1)).wait()
+        with pytest.raises(IndexError, match="slot index 64"):
+            link.write_back(store, store.rows_in(store.new_buffer(1), 1), at=0)
+        with pytest.raises(IndexError, match="slot index 64"):
+            link.drain()
+    assert time.perf_counter() - began < 5
+
+
+def test_transfers_behind_a_failed_one_end_in_its_error_too():
+    store, _, _ = filled_store()
+    gate = threading.Event()
+    with EmulatedLink(FAST) as link:
+        link.submit("h2d", lambda: gate.wait() and 0)
+        link.prefetch(store, torch.full((BATCH, HEADS, 1), CAPACITY), store.new_buffer(1))
+        behind = link.prefetch(store, 1, store.new_buffer(1))
+        gate.set()
+        began = time.perf_counter()
+        with pytest.raises(IndexError, match="slot index 64"):
+            behind.wait()
+    assert time.perf_counter() - began < 5
+
+
+def test_a_worker_that_dies_raises_instead_of_hanging():
+    store, _, _ = filled_store()
+
+    def die():
+        raise SystemExit("killed")
+
+    with EmulatedLink(FAST) as link:
+        link.submit("h2d", die)
+        with pytest.raises(SystemExit, match="killed"):
+            link.drain()
+        with pytest.raises(SystemExit, match="killed"):
+            link.prefetch(store, 1, store.new_buffer(1))
+
+
+def test_a_closed_link_takes_no_more():
+    store, _, _ = filled_store()
+    link = EmulatedLink(FAST)
+    link.close()
+    link.close()
+    with pytest.raises(RuntimeError, match="the link is closed"):
+        link.prefetch(store, 1, store.new_buffer(1))
+
+
+def test_an_error_while_transferring_leaves_no_thread():
+    store, _, _ = filled_store()
+    began = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), EmulatedLink(ALL_BYTES / 20) as link:  # 20 s a transfer
+        link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY))
+        raise KeyboardInterrupt
+    assert time.perf_counter() - began < 5
+
+
+def test_interrupting_a_wait_ends_the_process():
+    script = """
+import torch
+from tests.test_link import *
+store, _, _ = filled_store()
+with EmulatedLink(ALL_BYTES / 600) as link:
+    ticket = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY))
+    print("waiting", flush=True)
+    ticket.wait()
+"""
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=5)
+    assert process.returncode != 0 and "KeyboardInterrupt" in errors
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_sequences_one_after_another_leave_memory_and_threads_where_they_were():
+    def sequence():
+        store = KVStore(
+            batch=4, num_kv_heads=4, capacity=256, head_dim=64, dtype=torch.float32, codec=Codec("fp32"),
+            placement="host", device=CPU,
+        )  # fmt: skip
+        rows = store.rows_in(store.new_buffer(256), 256)  # 2 MiB, as much as the store
+        with EmulatedLink(FAST) as link:
+            link.write_back(store, rows, at=0)
+            link.prefetch(store, 256, store.new_buffer(256)).wait()
+
+    for _ in range(20):
+        sequence()
+    gc.collect()
+    before, threads = resident_bytes(), threading.active_count()
+    for _ in range(200):
+        sequence()
+    gc.collect()
+    assert threading.active_count() == threads
+    assert resident_bytes() < before * 1.02
+
+
+def test_the_worker_takes_no_compute_threads():
+    before = torch.get_num_threads()
+    with EmulatedLink(FAST) as link:
+        inside = []
+        link.submit("h2d", lambda: inside.append(torch.get_num_threads()) or 0)
+        link.drain()
+    assert inside == [1] and torch.get_num_threads() == before
+
+
+def test_the_default_rate_is_the_copy_rate_over_the_papers_ratio():
+    rate = measure_copy_rate(num_bytes=2**22, repeats=3)
+    assert rate > 1e8
+    assert default_bytes_per_s(768e9) == pytest.approx(12.4e9, rel=0.01)
+    with open_link(CPU, bytes_per_s=5e9) as link:
+        assert link.bytes_per_s == 5e9
+
+
+@pytest.mark.parametrize("rate", [0.0, -1e9, float("nan")])
+def test_a_rate_that_is_not_positive_is_refused(rate):
+    with pytest.raises(UserError, match=r"link_gbps=.* must be positive"):
+        open_link(CPU, bytes_per_s=rate)
+
+
+def test_a_rate_under_cuda_is_refused():
+    with pytest.raises(UserError, match=r"link_gbps=12\.4 sets the emulated link of a CPU"):
+        open_link(torch.device("cuda"), bytes_per_s=12.4e9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+@pytest.mark.parametrize(("overlap", "pinned"), [(True, True), (False, True), (False, False)])
+def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
+    device = torch.device("cuda")
+    store, reference = make_store(codec, device, pinned=pinned), make_store(codec)
+    keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
+    index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
+    reference.write(reference.pack(keys, values), at=0)
+    on_device = [tensor.to(device) for tensor in (keys, values, index)]
+    with open_link(device, overlap=overlap) as link:
+        if pinned:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            link.write_back(store, store.pack(*on_device[:2]), at=0)
+            link.write_back(store, store.pack(on_device[0][:, :, :1], on_device[1][:, :, :1]), at=0)
+            chosen = link.prefetch(store, on_device[2], store.new_buffer(4))
+            first = link.prefetch(store, 7, store.new_buffer(CAPACITY))
+            got = [store.unpack(chosen.wait()), store.unpack(first.wait())]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        transfers = link.take_transfers()
+    for got_pair, want_pair in zip(got, [reference.fetch(index), reference.fetch(7)], strict=True):
+        torch.testing.assert_close(got_pair.keys.cpu(), want_pair.keys)
+        torch.testing.assert_close(got_pair.values.cpu(), want_pair.values)
+    rows = BATCH * HEADS * store.slot_bytes
+    assert [transfer.num_bytes for transfer in transfers] == [rows * count for count in (CAPACITY, 1, 3, 7)]
+    assert (store.h2d_bytes, store.d2h_bytes) == (rows * 10, rows * (CAPACITY + 1))

@@ -1,0 +1,418 @@
+"""Methods without a model: refusals, budget arithmetic, selection primitives, calibration, sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import reference as plain
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from harness.attach import attach
+from harness.calibration import cached_calibration, calibrate
+from harness.errors import UserError
+from harness.sizing import TOLERANCE, DecodeRow, kv_frac, sized
+from methods.base import EMPTY, Geometry, PromptRows, Rows
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import COLUMN_RULES, InfiniGen, choose_columns
+from methods.oracle import Oracle
+from methods.quantization import Quantized
+from methods.selection import largest
+from methods.streaming import Streaming
+
+KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
+GEOMETRY = Geometry(
+    num_layers=1, num_heads=KV_HEADS * GROUP, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=0.5, family="llama"
+)
+fractions = st.floats(0.0, 1.0)
+positive_fractions = st.floats(0.01, 1.0)
+seeds = st.integers(0, 2**31)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "method, settings, message",
+    [
+        (Full, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
+        (Quantized, {"num_bits": 3}, r"method\.num_bits=3: .*8, 4, 2, 1"),
+        (Quantized, {"group_size": 0}, r"method\.group_size=0: .*>= 1"),
+        (Quantized, {"num_exempt_layers": -2}, r"method\.num_exempt_layers=-2: .*>= 0"),
+        (H2O, {"heavy_frac": -0.1}, r"method\.heavy_frac=-0\.1: .*\[0, 1\]"),
+        (H2O, {"heavy_frac": math.nan}, r"method\.heavy_frac=nan: .*\[0, 1\]"),
+        (H2O, {"recent_frac": 1.5}, r"method\.recent_frac=1\.5: .*\[0, 1\]"),
+        (H2O, {"heavy_frac": 0.7, "recent_frac": 0.6}, r"method\.heavy_frac \+ method\.recent_frac=1\.2.*\(0, 1\]"),
+        (H2O, {"heavy_frac": 0.0, "recent_frac": 0.0}, r"heavy_frac \+ method\.recent_frac=0\.0: .*\(0, 1\]"),
+        (H2O, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
+        (Streaming, {"kv_frac": 0.0}, r"method\.kv_frac=0\.0: .*\(0, 1\]"),
+        (Streaming, {"kv_frac": 1.01}, r"method\.kv_frac=1\.01: .*\(0, 1\]"),
+        (Streaming, {"num_sinks": -1}, r"method\.num_sinks=-1: .*>= 0"),
+        (Streaming, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
+        (Oracle, {"alpha": -1.0}, r"method\.alpha=-1\.0: .*>= 0, inf or null"),
+        (Oracle, {"max_fetch_frac": 0.0}, r"method\.max_fetch_frac=0\.0: .*\(0, 1\]"),
+        (Oracle, {"fixed_fetch": 0}, r"method\.fixed_fetch=0: .*>= 1 or null"),
+        (Oracle, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
+        (InfiniGen, {"alpha": math.nan}, r"method\.alpha=nan: .*>= 0, inf or null"),
+        (InfiniGen, {"max_fetch_frac": 1.2}, r"method\.max_fetch_frac=1\.2: .*\(0, 1\]"),
+        (InfiniGen, {"max_fetch_frac": math.inf}, r"method\.max_fetch_frac=inf: .*\(0, 1\]"),
+        (InfiniGen, {"partial_weight_ratio": 0.0}, r"method\.partial_weight_ratio=0\.0: .*\(0, 1\]"),
+        (InfiniGen, {"partial_weight_ratio": 1.1}, r"method\.partial_weight_ratio=1\.1: .*\(0, 1\]"),
+        (InfiniGen, {"columns": "key"}, r"method\.columns=key: .*sum, query, union"),
+        (InfiniGen, {"fixed_fetch": -3}, r"method\.fixed_fetch=-3: .*>= 1 or null"),
+        (InfiniGen, {"num_exempt_layers": 0}, r"method\.num_exempt_layers=0: .*>= 1"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        method(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_only_shows_at_a_batch_is_refused_there():
+    with pytest.raises(ValueError, match=r"method\.kv_frac=0\.1: keeps 4 of 40.*exceed.*num_sinks=4"):
+        Streaming(kv_frac=0.1, num_sinks=4).new_state(GEOMETRY, torch.tensor([100, 40]))
+    with pytest.raises(ValueError, match=r"method\.skew=true: needs a calibration"):
+        InfiniGen().new_state(GEOMETRY, torch.tensor([40]))
+
+
+@pytest.mark.parametrize("method", [Full(), Quantized(num_bits=2)], ids=lambda method: method.name)
+def test_a_method_without_a_size_says_so(method):
+    with pytest.raises(ValueError, match="no size"):
+        method.with_size(0.5)
+
+
+def test_names_are_those_of_the_settings():
+    methods = [Full(), H2O(), Streaming(), Oracle(), InfiniGen(), Quantized(num_bits=1)]
+    assert [method.name for method in methods] == ["full", "h2o", "streaming", "oracle", "infinigen", "int1"]
+
+
+def test_budgets_of_the_artifacts_prefill():
+    assert H2O(heavy_frac=0.25, recent_frac=0.125).artifact_budget() == 0.375
+    assert Streaming(kv_frac=0.3).artifact_budget() == 0.3
+    assert InfiniGen(max_fetch_frac=0.4).artifact_budget() == Oracle(max_fetch_frac=0.4).artifact_budget() == 0.4
+    assert Quantized().artifact_budget() == 0
+
+
+@pytest.mark.parametrize("family, threshold", [("opt", 4), ("llama", 5), ("qwen3", 5)])
+def test_alpha_null_is_the_papers(family, threshold):
+    """Scores a unit apart, the cap out of the way: the count is the number of units within alpha."""
+    scores = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
+    geometry = replace(GEOMETRY, family=family)
+    selection = Oracle(max_fetch_frac=1.0).select(scores, torch.tensor([[20]]), geometry)
+    assert selection.count.item() == threshold + 1  # r = -alpha counts
+    assert selection.mask.sum(-1).unique().tolist() == [threshold + 1]
+
+
+# Selection primitives
+
+tied_values = st.sampled_from([-math.inf, -2.0, -1.0, -0.5, 0.0])
+
+
+@given(st.data(), st.integers(1, 12), st.integers(1, 4))
+def test_largest_is_a_sort_with_ties_to_the_lowest_slot(data, slots, rows):
+    values = torch.tensor(data.draw(st.lists(tied_values, min_size=2 * rows * slots, max_size=2 * rows * slots)))
+    values = values.view(1, 2, rows, slots)
+    count = torch.tensor([data.draw(st.lists(st.integers(1, slots + 2), min_size=rows, max_size=rows))])
+    mask = largest(values, values.sort(-1).values, count)
+    for head in range(2):
+        for row in range(rows):
+            row_values = values[0, head, row].tolist()
+            finite = [slot for slot in range(slots) if row_values[slot] > -math.inf]
+            ranked = sorted(finite, key=lambda slot: (-row_values[slot], slot))
+            wanted = set(ranked[: int(count[0, row])])
+            assert set(mask[0, head, row].nonzero().flatten().tolist()) == wanted
+
+
+def random_scores(seed: int, rows: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of `rows` rows that see the first 1.. slots, and the number that each sees."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = 3 * torch.randn(1, KV_HEADS, GROUP, rows, slots, generator=generator)
+    cached = torch.randint(1, slots + 1, (1, rows), generator=generator)
+    hidden = torch.arange(slots) >= cached[..., None]
+    return scores.masked_fill(hidden[:, None, None], -math.inf), cached
+
+
+alphas = st.one_of(st.just(math.inf), st.floats(0, 20))
+
+
+@given(seeds, st.integers(1, 30), alphas, positive_fractions)
+def test_the_count_lies_between_one_and_the_cap(seed, slots, alpha, frac):
+    scores, cached = random_scores(seed, 5, slots)
+    selection = Oracle(alpha=alpha, max_fetch_frac=frac).select(scores.clone(), cached, GEOMETRY)
+    cap = [max(1, math.floor(frac * t)) for t in cached[0].tolist()]
+    counts = selection.count[0].tolist()
+    assert all(1 <= count <= limit for count, limit in zip(counts, cap, strict=True))
+    if alpha == math.inf:
+        assert counts == cap
+    assert (selection.mask.sum(-1) == selection.count[:, None]).all()
+    visible = torch.arange(slots) < cached[..., None]
+    assert (selection.mask <= visible[:, None]).all()
+
+
+@given(seeds, st.integers(1, 30), st.lists(st.floats(0, 20), min_size=2, max_size=2), st.tuples(fractions, fractions))
+def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
+    small_alpha, large_alpha = sorted(alphas)
+    small_frac, large_frac = sorted(max(frac, 0.01) for frac in fracs)
+    scores, cached = random_scores(seed, 4, slots)
+
+    def mask(alpha, frac):
+        return Oracle(alpha=alpha, max_fetch_frac=frac).select(scores.clone(), cached, GEOMETRY).mask
+
+    assert (mask(small_alpha, small_frac) <= mask(large_alpha, small_frac)).all()
+    assert (mask(small_alpha, small_frac) <= mask(small_alpha, large_frac)).all()
+
+
+@given(seeds, st.integers(1, 30), st.integers(1, 40))
+def test_fixed_fetch_is_that_many_or_all(seed, slots, fixed):
+    scores, cached = random_scores(seed, 4, slots)
+    selection = Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01).select(scores, cached, GEOMETRY)
+    assert selection.count[0].tolist() == [min(fixed, t) for t in cached[0].tolist()]
+
+
+# Selections of a state, over random tensors
+
+
+def decode(method, length: int, prompt: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one layer's state over a sequence: mask [num_kv_heads, rows, slots] and count [rows] of its decode rows."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, KV_HEADS * GROUP, length, HEAD_DIM, generator=generator)
+    key = torch.randn(1, KV_HEADS, length, HEAD_DIM, generator=generator)
+    calibration = SimpleNamespace(rotation=torch.eye(HEAD_DIM).expand(1, KV_HEADS, -1, -1))
+    state = method.new_state(GEOMETRY, torch.tensor([length]), calibration)
+    real = torch.ones(1, prompt, dtype=torch.bool)
+    state.prompt(0, query[:, :, :prompt], key[:, :, :prompt], PromptRows(real, length))
+    state.append(0, key[:, :, prompt:], slice(prompt, length))
+    positions = torch.arange(prompt, length)[None]
+    grouped = query[:, :, prompt:].reshape(1, KV_HEADS, GROUP, -1, HEAD_DIM)
+    scores = GEOMETRY.scale * grouped @ key.unsqueeze(2).transpose(-1, -2)
+    hidden = torch.arange(length) > positions[..., None]
+    rows = Rows(
+        query=query[:, :, prompt:],
+        positions=positions,
+        real=torch.ones_like(positions, dtype=torch.bool),
+        slot_positions=torch.arange(length, dtype=torch.int32)[None, None],
+        own_slots=positions[:, None],
+        true_scores=lambda: scores.masked_fill(hidden, -math.inf),
+    )
+    selection = state.select(0, rows)
+    return selection.mask[0].expand(KV_HEADS, -1, -1), selection.count[0]
+
+
+lengths = st.integers(2, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length - 1)))
+methods = st.one_of(
+    st.builds(
+        lambda total, share: H2O(heavy_frac=total * share, recent_frac=total * (1 - share)), positive_fractions, fractions
+    ),
+    st.builds(lambda frac: Streaming(kv_frac=frac, num_sinks=0), positive_fractions),
+    st.builds(lambda frac: Oracle(alpha=math.inf, max_fetch_frac=frac), positive_fractions),
+    st.builds(lambda fixed: InfiniGen(fixed_fetch=fixed), st.integers(1, 50)),
+    st.builds(lambda frac: InfiniGen(alpha=math.inf, max_fetch_frac=frac, skew=False), positive_fractions),
+)
+
+
+@given(methods, lengths, seeds)
+def test_the_closed_form_is_what_is_read(method, shape, seed):
+    length, prompt = shape
+    assume(not isinstance(method, Streaming) or int(method.kv_frac * length) > 0)
+    mask, count = decode(method, length, prompt, seed)
+    expected = [method.tokens_read(cached, length) for cached in range(prompt, length)]
+    assert count.tolist() == expected
+    assert mask.sum(-1).tolist() == [expected] * KV_HEADS
+
+
+def test_the_closed_form_of_alpha_is_none():
+    assert InfiniGen().tokens_read(100, 200) is None
+    assert Oracle(alpha=4.0).tokens_read(100, 200) is None
+    assert Full().tokens_read(100, 200) == Quantized().tokens_read(100, 200) == 100
+
+
+@given(positive_fractions, fractions, lengths, seeds)
+def test_h2o_keeps_its_budget_and_the_recent(total, share, shape, seed):
+    length, prompt = shape
+    method = H2O(heavy_frac=total * share, recent_frac=total * (1 - share))
+    mask, _ = decode(method, length, prompt, seed)
+    recent = int(method.recent_frac * length)
+    budget = max(1, int(method.heavy_frac * length) + recent)
+    gone = torch.zeros(KV_HEADS, length, dtype=torch.bool)
+    for row, cached in enumerate(range(prompt, length)):
+        read = mask[:, row]
+        assert (read.sum(-1) == min(cached, budget)).all()
+        assert not read[:, cached:].any()
+        assert read[:, max(0, cached - recent) : cached].all(), "a recent token is missing"
+        assert not (read & gone).any(), "an evicted token came back"
+        gone[:, :cached] |= ~read[:, :cached]
+
+
+@given(positive_fractions, st.integers(0, 6), lengths)
+def test_streaming_reads_sinks_and_a_window(frac, num_sinks, shape):
+    length, prompt = shape
+    window = int(frac * length)
+    assume(window > num_sinks)
+    mask, _ = decode(Streaming(kv_frac=frac, num_sinks=num_sinks), length, prompt, 0)
+    for row, cached in enumerate(range(prompt, length)):
+        sinks = set(range(min(num_sinks, cached)))
+        recent = set(range(max(0, cached - (window - num_sinks)), cached))
+        assert set(mask[0, row].nonzero().flatten().tolist()) == sinks | recent
+        assert len(sinks | recent) == min(window, cached)
+
+
+# Columns and skewing
+
+
+def plain_columns(query, key, real, basis, method) -> set[int]:
+    """Step 2 for one sequence and KV head. query [group, prompt, d]; key [prompt, d]; returns column indices."""
+    by_query, by_key = [0.0] * HEAD_DIM, [0.0] * HEAD_DIM
+    for t in range(len(real)):
+        for column in range(HEAD_DIM if real[t] else 0):
+            by_key[column] += abs(float(key[t] @ basis[:, column]))
+            for head in query:
+                by_query[column] += abs(float(head[t] @ basis[:, column])) / len(query)
+    wanted = math.ceil(method.partial_weight_ratio * HEAD_DIM)
+
+    def top(values):
+        return set(sorted(range(HEAD_DIM), key=lambda column: -values[column])[:wanted])
+
+    if method.columns == "union":
+        return top(by_query) | top(by_key)
+    return top(by_query if method.columns == "query" else [q + k for q, k in zip(by_query, by_key, strict=True)])
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(COLUMN_RULES), positive_fractions, st.integers(1, 9), seeds)
+def test_columns_are_the_plain_ones(rule, ratio, prompt, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(2, KV_HEADS * GROUP, prompt, HEAD_DIM, generator=generator)
+    key = 2 * torch.randn(2, KV_HEADS, prompt, HEAD_DIM, generator=generator)
+    basis = torch.linalg.qr(torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q
+    real = torch.ones(2, prompt, dtype=torch.bool)
+    real[1, : prompt // 2] = False
+    method = InfiniGen(columns=rule, partial_weight_ratio=ratio)
+    chosen = choose_columns(query, key, real, basis, method)
+    for sequence in range(2):
+        for head in range(KV_HEADS):
+            group = query[sequence, head * GROUP : (head + 1) * GROUP]
+            wanted = plain_columns(group, key[sequence, head], real[sequence], basis[head], method)
+            got = [column for column in chosen[sequence, head].T.tolist() if any(column)]
+            assert sorted(got) == sorted(basis[head][:, sorted(wanted)].T.tolist())
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, 256, (100,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_gqa", "tiny_opt", "tiny_qwen3"])
+def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
+    model = request.getfixturevalue(fixture)
+    with attach(model) as attached:
+        rotation = calibrate(attached, text[:-1]).rotation.double().numpy()
+        geometry = attached.geometry
+    reference = plain.Reference(model, Full(), final_length=len(text), prefill_len=len(text) - 1)
+    with torch.inference_mode():
+        reference.run(text)
+    d = geometry.head_dim
+    assert rotation.shape == (geometry.num_layers, geometry.num_kv_heads, d, d)
+    for layer, heads in enumerate(reference.heads):
+        for basis, head in zip(rotation[layer], heads, strict=True):
+            queries = np.array([query for row in head.prompt_queries for query in row])
+            assert len(queries) == geometry.group * (len(text) - 1)
+            assert np.allclose(basis.T @ basis, np.eye(d), atol=1e-5)
+            _, singular, vectors = np.linalg.svd(queries, full_matrices=False)
+            assert (singular[:-1] - singular[1:]).min() > 1e-4 * singular[0], "too close to compare their vectors"
+            overlap = np.abs((vectors.T * basis).sum(0))  # equal up to sign, in the same order
+            assert np.allclose(overlap, 1, atol=1e-3), f"layer {layer}: {overlap.min()}"
+            keys = np.array(head.keys)
+            skewed = (queries @ basis) @ (keys @ basis).T
+            assert np.abs(skewed - queries @ keys.T).max() < 1e-4, "skewing changes the full scores"
+
+
+def test_a_text_shorter_than_head_dim_still_gives_a_rotation(tiny_llama, text):
+    with attach(tiny_llama) as attached:
+        rotation = calibrate(attached, text[:5]).rotation  # 5 queries of 16 elements
+    identity = torch.eye(16).expand_as(rotation)
+    assert torch.allclose(rotation.transpose(-1, -2) @ rotation, identity, atol=1e-5)
+
+
+def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "harness.calibration.calibrate", lambda *arguments: (calls.append(arguments), calibrate(*arguments))[1]
+    )
+
+    def rotation(ids=text, fingerprint="a" * 64):
+        return cached_calibration(attached, ids, fingerprint, tmp_path / "new" / "calibration").rotation
+
+    with attach(tiny_gqa) as attached:
+        first = rotation()
+        assert torch.equal(rotation(), first) and len(calls) == 1
+        (file,) = (tmp_path / "new" / "calibration").iterdir()
+        for damage in (b"", b"not a tensor", file.read_bytes()[:-20]):
+            file.write_bytes(damage)
+            calls.clear()
+            assert torch.equal(rotation(), first) and len(calls) == 1
+            assert torch.equal(rotation(), first) and len(calls) == 1
+        calls.clear()
+        assert not torch.equal(rotation(ids=text[:50]), first)
+        rotation(fingerprint="b" * 64)
+        assert len(calls) == 2, "another text or other weights need another calibration"
+        assert len(list((tmp_path / "new" / "calibration").iterdir())) == 3, "something is left lying about"
+
+
+# Sizes
+
+decode_rows = st.builds(
+    lambda contexts: [
+        DecodeRow(cached, prompt + rows + 1, times) for prompt, rows, times in contexts for cached in range(prompt, prompt + rows)
+    ],
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=4),
+)
+sizeable = st.sampled_from([H2O(), Streaming(), Oracle(), InfiniGen(num_exempt_layers=1), H2O(num_exempt_layers=0)])
+
+
+@given(sizeable, decode_rows, st.integers(4, 32), positive_fractions)
+def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target):
+    try:
+        found = sized(method, rows, num_layers, target)
+    except UserError as error:
+        assert f"target_kv_frac={target}" in str(error)
+        reached = [kv_frac(method.with_size(step / 500), rows, num_layers) for step in range(1, 501)]
+        assert min(abs(each - target) for each in reached) > TOLERANCE / 2, "there was a size"
+    else:
+        assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
+        total = weight = 0.0
+        for row in rows:
+            read = found.tokens_read(row.cached, row.final_length)
+            layers = [1.0] * method.num_exempt_layers + [read / row.cached] * (num_layers - method.num_exempt_layers)
+            total += row.multiplicity * sum(layers) / num_layers
+            weight += row.multiplicity
+        assert abs(total / weight - target) <= TOLERANCE + 1e-9
+
+
+def test_rows_without_cached_tokens_count_nothing():
+    rows = [DecodeRow(0, 10), DecodeRow(5, 10)]
+    assert kv_frac(Streaming(kv_frac=0.5, num_sinks=1), rows, 4) == kv_frac(Streaming(kv_frac=0.5, num_sinks=1), rows[1:], 4)
+
+
+def test_a_size_that_depends_on_the_data_is_refused():
+    with pytest.raises(ValueError, match="depends on the data"):
+        kv_frac(InfiniGen(), [DecodeRow(5, 10)], 4)
+
+
+def test_slots_without_a_token_are_never_visible():
+    rows = Rows(
+        query=torch.empty(0),
+        positions=torch.tensor([[0, 3]]),
+        real=torch.ones(1, 2, dtype=torch.bool),
+        slot_positions=torch.tensor([[[0, EMPTY, 2, 3]]]),
+        own_slots=torch.tensor([[[0, 3]]]),
+        true_scores=lambda: torch.empty(0),
+    )
+    assert rows.visible().tolist() == [[[[False] * 4, [True, False, True, False]]]]

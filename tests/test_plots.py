@@ -1,0 +1,509 @@
+"""Every figure from a small table made up here: what is drawn, what is left out, equal bytes on a rerun."""
+
+import ast
+import csv
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer, ErrorbarContainer
+from matplotlib.figure import Figure
+
+import plots
+from harness import tables as harness_tables
+from harness.errors import UserError
+from plots import data, fig11, fig13, style
+
+ROOT = Path(__file__).resolve().parent.parent
+Rows = Iterable[Mapping[str, Any]]
+
+SIZES = {
+    "InfiniGen": (0.10, 0.16, 0.25),
+    "H2O": (0.10, 0.16, 0.25),
+    "INT8": (0.53,),
+    "INT4": (0.28,),
+    "INT2": (0.16,),
+}
+TIMES = {  # prefill and decode seconds at batch 1
+    "ideal": (1.0, 1.0),
+    "offload": (1.2, 9.0),
+    "offload-pageable": (1.2, 12.0),
+    "offload+int4": (1.3, 3.4),
+    "offload+h2o": (1.2, 3.0),
+    "infinigen": (1.3, 1.9),
+    "infinigen+reuse": (1.3, 1.7),
+    "infinigen+int4": (1.4, 1.6),
+}
+
+
+def write(results: Path, name: str, columns: Iterable[str], rows: Rows) -> None:
+    path = results / "tables" / f"{name}.csv"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(columns), restval="")
+        writer.writeheader()
+        writer.writerows({"experiment": name, **row} for row in rows)
+
+
+def write_accuracy(results: Path, name: str, rows: Rows) -> None:
+    common = {"model": "tiny", "source": "measured", "num_samples": 48, "num_fewshot": 0, "stderr": 0.03}
+    write(results, name, harness_tables.ACCURACY_COLUMNS, (common | dict(row) for row in rows))
+
+
+def write_latency(results: Path, name: str, rows: Rows) -> None:
+    columns = harness_tables.BLOCK_COLUMNS if name == "fig18" else harness_tables.LATENCY_COLUMNS
+    shape = {"batch_size": 4, "prompt_len": 1024, "gen_len": 8}
+    common = {"model": "tiny", "platform": "cpu", "source": "emulated"} | shape
+    write(results, name, columns, (common | dict(row) for row in rows))
+
+
+def task_rows(task: str) -> list[dict[str, Any]]:
+    rows = [
+        {"method": "full", "label": "Full cache", "task": task, "metric": "acc", "value": 0.85, "kv_frac": 1}
+    ]
+    for label, sizes in SIZES.items():
+        for size in sizes:
+            value = 0.8 - 0.02 / size if label == "InfiniGen" else 0.5 - 0.01 / size
+            rows.append({"label": label, "task": task, "metric": "acc", "value": value, "kv_frac": size})
+    return rows
+
+
+def fidelity_rows() -> list[dict[str, Any]]:
+    common = {"task": "offline", "seq_len": 1024, "num_samples": 3, "num_fewshot": None}
+    full = {"label": "Full cache", "method": "full", "kv_frac": 1, "stderr": 0}
+    rows = [full | {"metric": "kl_nats", "value": 0}, full | {"metric": "top1_agreement", "value": 1}]
+    for label, sizes in SIZES.items():
+        for size in sizes:
+            kl = (0.01 if label == "InfiniGen" else 0.05) / size
+            rows.append({"label": label, "kv_frac": size, "metric": "kl_nats", "value": kl, "stderr": kl / 5})
+            rows.append(
+                {"label": label, "kv_frac": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01}
+            )
+    return [common | row for row in rows]
+
+
+def chunk_rows(label: str, kv_frac: float, values: Mapping[int, float]) -> list[dict[str, Any]]:
+    common = {
+        "label": label,
+        "kv_frac": kv_frac,
+        "metric": "perplexity",
+        "seq_len": 1024,
+        "num_samples": 3,
+        "stderr": 1,
+    }
+    return [
+        common | {"task": f"offline[{256 * i}:{256 * i + 256}]", "value": value}
+        for i, value in values.items()
+    ]
+
+
+def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[dict[str, Any]]:
+    rows = []
+    for label in labels:
+        prefill, decode = (scale * seconds for seconds in TIMES[label])
+        times = {"prefill_s": prefill, "decode_s": decode, "total_s": prefill + decode}
+        rows.append({"label": label, "method": label.split("+")[0]} | times | shape)
+    return rows
+
+
+def write_fig11(results: Path) -> None:
+    write_accuracy(results, "fig11", [*task_rows("kv_recall"), *task_rows("passkey")])
+    write_accuracy(results, "perplexity", fidelity_rows())
+
+
+def write_fig12(results: Path) -> None:
+    rows = chunk_rows("Full cache", 1, {1: 15.0, 2: 12.0, 3: 11.0})
+    rows += chunk_rows("InfiniGen", 0.16, {1: 15.5, 2: 12.5, 3: 11.7})
+    rows += chunk_rows("H2O", 0.163, {1: 21.0, 3: 22.0})  # a chunk is missing
+    write_accuracy(results, "fig12", rows)
+
+
+def write_fig13(results: Path) -> None:
+    rows = []
+    for task in ("kv_recall", "passkey"):
+        common = {"task": task, "metric": "acc"}
+        rows.append(common | {"label": "Full cache", "method": "full", "kv_frac": 1, "value": 0.85})
+        rows.append(common | {"label": "InfiniGen", "kv_frac": 0.2, "value": 0.8})
+        rows.append(common | {"label": "InfiniGen", "kv_frac": 0.4, "value": 0.83})
+        rows.append(common | {"label": "InfiniGen without skewing", "kv_frac": 0.21, "value": 0.6})
+    full = [row for row in rows if row["label"] == "Full cache"]
+    text = {"task": "offline", "seq_len": 1024, "num_samples": 3, "num_fewshot": None, "metric": "kl_nats"}
+    rows.append(text | {"label": "InfiniGen", "kv_frac": 0.16, "value": 0.1, "stderr": 0.02})
+    rows.append(text | {"label": "InfiniGen without skewing", "kv_frac": 0.16, "value": 0.3, "stderr": 0.02})
+    write_accuracy(results, "fig13", [row for row in rows if row not in full])
+    write_accuracy(results, "fig11", full)
+
+
+def write_fig15(results: Path) -> None:
+    write_latency(
+        results, "fig15", (row for batch in (1, 4, 8) for row in time_rows(scale=batch, batch_size=batch))
+    )
+
+
+def write_fig16a(results: Path) -> None:
+    lengths = (512, 1024, 2048)
+    write_latency(results, "fig16a", (row for n in lengths for row in time_rows(scale=n / 512, prompt_len=n)))
+
+
+def write_fig16b(results: Path) -> None:
+    models = ("opt-13b", "opt-30b", "opt-6.7b")
+    write_latency(results, "fig16b", (row for model in models for row in time_rows(model=model)))
+
+
+def write_fig17(results: Path) -> None:
+    accuracy, latency = [], []
+    for name, numbers in (("alpha", (1, 3, 5, 7, 9)), ("partial_weight_ratio", (0.1, 0.3, 0.6, 1.0))):
+        for index, number in enumerate(numbers):
+            row = {"label": f"{name}={number}"}
+            accuracy.append(
+                row | {"task": "winogrande", "metric": "acc", "value": 0.5 + 0.03 * index, "kv_frac": 0.1}
+            )
+            latency.append(row | {"prefill_s": 1, "decode_s": 2 + 0.1 * index, "total_s": 3 + 0.1 * index})
+    accuracy.append(
+        {"label": "alpha=inf", "task": "winogrande", "metric": "acc", "value": 0.7, "kv_frac": 0.2}
+    )
+    write_accuracy(results, "fig17-accuracy", accuracy)
+    write_latency(results, "fig17-latency", latency)
+
+
+def write_fig18(results: Path) -> None:
+    rows = []
+    for row in time_rows():
+        waited = 0.0 if row["label"] == "ideal" else row["decode_s"] / 1000
+        rows.append(row | {"attention_s": 0.001, "ffn_s": 0.0008, "transfer_s": waited, "other_s": 0.0001})
+    rows[-1]["prediction_s"] = 0.0003
+    write_latency(results, "fig18", rows)
+
+
+WRITERS = {
+    "fig11": write_fig11,
+    "fig12": write_fig12,
+    "fig13": write_fig13,
+    "fig14": lambda results: write_latency(results, "fig14", time_rows()),
+    "fig15": write_fig15,
+    "fig16a": write_fig16a,
+    "fig16b": write_fig16b,
+    "fig17": write_fig17,
+    "fig18": write_fig18,
+}
+
+
+def draw(name: str, results: Path) -> Figure:
+    with style.applied():
+        figure = plots.FIGURES[name](data.Tables(results / "tables"))
+        assert figure is not None
+        figure.draw_without_rendering()  # lays it out; ticks take their style when drawn
+    return figure
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def bar_heights(axes: Axes) -> dict[str, list[float]]:
+    """Heights by label; a legend entry without bars is left out."""
+    bars = [
+        container
+        for container in axes.containers
+        if isinstance(container, BarContainer) and container.patches
+    ]
+    return {str(bar.get_label()): [patch.get_height() for patch in bar.patches] for bar in bars}
+
+
+def lines(axes: Axes) -> dict[str, ErrorbarContainer]:
+    containers = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
+    return {str(container.get_label()): container for container in containers}
+
+
+def hollow_points(axes: Axes) -> list[tuple[float, float]]:
+    marks = [line for line in axes.lines if line.get_label() == style.PUBLISHED]
+    return [(float(mark.get_xdata()[0]), float(mark.get_ydata()[0])) for mark in marks]
+
+
+def test_every_figure_has_a_made_up_table() -> None:
+    assert set(WRITERS) == set(plots.FIGURES)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_axes_say_quantity_and_unit_and_nothing_overlaps(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path)
+    figure = draw(name, tmp_path)
+    units = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity")
+    for axes in figure.axes:
+        assert any(unit in axes.get_ylabel() for unit in units), axes.get_ylabel()
+    assert len(set(legend(figure))) == len(legend(figure)) > 0
+    note = figure._supxlabel  # only its text has a public getter
+    with style.applied():  # a tick takes its font when it is made
+        boxes = [part.get_tightbbox() for part in (*figure.axes, note, figure.legends[0])]
+    for box in boxes:  # nothing is cut off at the paper's edge
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert all(figure.legends[0].get_window_extent().y0 >= axes.bbox.y1 for axes in figure.axes)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_reruns_give_equal_files(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path)
+    paths = plots.main(tmp_path)
+    assert {path.name for path in paths} >= {f"{name}.png", f"{name}.pdf"}
+    before = [path.read_bytes() for path in paths]
+    assert all(path.read_bytes() == old for path, old in zip(plots.main(tmp_path), before, strict=True))
+    assert b"CreationDate" not in (tmp_path / "figures" / f"{name}.pdf").read_bytes()
+
+
+def test_fig11_draws_lines_full_cache_chance_and_errors(tmp_path: Path) -> None:
+    write_fig11(tmp_path)
+    figure = draw("fig11", tmp_path)
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "accuracy (%)", "accuracy (%)", "KL(full || method) (nats)", "top-1 agreement (%)",
+    ]  # fmt: skip
+    assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT8/4/2/1", "chance"]
+    recall, kl = figure.axes[0], figure.axes[2]
+    full = next(line for line in recall.lines if line.get_label() == "Full cache")
+    assert full.get_linestyle() == "--" and list(full.get_ydata()) == [85, 85]
+    chance = next(line for line in recall.lines if line.get_label() == "chance")
+    assert chance.get_linestyle() == ":" and list(chance.get_ydata()) == [25, 25]
+    line, _, (error,) = lines(recall)["InfiniGen"]
+    np.testing.assert_allclose(line.get_xdata(orig=False), [10, 16, 25])
+    np.testing.assert_allclose(line.get_ydata(orig=False), [60, 67.5, 72])
+    np.testing.assert_allclose(error.get_segments()[0], [[10, 57], [10, 63]])
+    np.testing.assert_allclose(lines(recall)["INT8/4/2/1"][0].get_xdata(orig=False), [16, 28, 53])
+    assert kl.get_yscale() == "log" and not any(text.get_label() == "Full cache" for text in kl.lines)
+
+
+def test_fig11_parts_models_and_sample_numbers(tmp_path: Path) -> None:
+    small = [row | {"model": "other"} for row in task_rows("copa")]
+    few = [row | {"num_samples": 8} for row in task_rows("copa")]
+    write_accuracy(tmp_path, "fig11", [*task_rows("copa"), *small, *few])
+    titles = [axes.get_title() for axes in draw("fig11", tmp_path).axes]
+    assert titles == ["tiny, n = 48", "other, n = 48", "tiny, n = 8"]
+
+
+def test_fig12_breaks_the_line_at_a_missing_chunk(tmp_path: Path) -> None:
+    write_fig12(tmp_path)
+    figure = draw("fig12", tmp_path)
+    assert legend(figure) == ["Full cache", "InfiniGen, 16 %", "H2O, 16 %"]
+    (axes,) = figure.axes
+    line, _, _ = lines(axes)["H2O, 16 %"]
+    np.testing.assert_allclose(line.get_xdata(orig=False), [384, 640, 896])
+    np.testing.assert_allclose(line.get_ydata(orig=False), [21, np.nan, 22])
+    assert list(axes.get_xticks()) == [256, 512, 768, 1024]
+    assert lines(axes)["Full cache"][0].get_linestyle() == "--"
+
+
+def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(tmp_path: Path) -> None:
+    write_fig13(tmp_path)
+    accuracy, kl = draw("fig13", tmp_path).axes
+    assert bar_heights(accuracy) == {"InfiniGen": [80, 80], "InfiniGen without skewing": [60, 60]}
+    names = [text.get_text() for text in accuracy.get_xticklabels()]
+    assert names == ["kv_recall\nKV 20 / 21 %\nn = 48", "passkey\nKV 20 / 21 %\nn = 48"]
+    dashed = [line for line in accuracy.lines if line.get_label() == "Full cache"]
+    assert [list(line.get_ydata()) for line in dashed] == [[85, 85], [85, 85]]
+    assert bar_heights(kl) == {"InfiniGen": [0.1], "InfiniGen without skewing": [0.3]}
+    assert len(accuracy.containers) == 4  # bars and their errors, two labels
+
+
+def test_fig13_without_a_partner_leaves_a_gap(tmp_path: Path) -> None:
+    row = {"task": "passkey", "metric": "acc", "kv_frac": 0.2, "value": 0.6}
+    rows = [row | {"label": "InfiniGen without skewing"}, row | {"label": "InfiniGen", "num_samples": 8}]
+    write_accuracy(tmp_path, "fig13", rows)
+    assert list(bar_heights(draw("fig13", tmp_path).axes[0])) == ["InfiniGen without skewing"]
+
+
+def test_fig14_stacks_decode_on_prefill(tmp_path: Path) -> None:
+    write_latency(tmp_path, "fig14", time_rows())
+    figure = draw("fig14", tmp_path)
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == list(TIMES)
+    (decode,) = [bar for bar in axes.containers if bar.get_label() == "_offload"]
+    assert decode.patches[0].get_y() == 1.2 and decode.patches[0].get_height() == 9.0
+    note = figure.get_supxlabel()
+    assert note.replace("\n", " ") == "tiny, cpu, source: emulated, batch 4, prompt 1,024, 8 generated"
+
+
+def test_sources_never_share_a_panel(tmp_path: Path) -> None:
+    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(source="modelled")])
+    titles = [axes.get_title() for axes in draw("fig14", tmp_path).axes]
+    assert titles == ["source: emulated", "source: modelled"]
+
+
+def test_fig15_groups_by_batch_and_leaves_gaps(tmp_path: Path) -> None:
+    rows = [*time_rows(batch_size=1), *time_rows(["ideal", "offload"], batch_size=8)]
+    write_latency(tmp_path, "fig15", rows)
+    (axes,) = draw("fig15", tmp_path).axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "8"]
+    np.testing.assert_allclose(bar_heights(axes)["infinigen"], [1.9, np.nan])
+
+
+def test_fig16_divides_offload_by_the_label(tmp_path: Path) -> None:
+    rows = [*time_rows(), *time_rows(["infinigen"], prompt_len=512)]  # no offload at 512
+    write_latency(tmp_path, "fig16a", rows)
+    total, decode = draw("fig16a", tmp_path).axes
+    np.testing.assert_allclose(bar_heights(total)["infinigen"], [np.nan, 10.2 / 3.2])
+    np.testing.assert_allclose(bar_heights(decode)["infinigen"], [np.nan, 9.0 / 1.9])
+    assert "offload" not in bar_heights(total)
+
+
+def test_fig16b_orders_models_by_size(tmp_path: Path) -> None:
+    write_fig16b(tmp_path)
+    names = [text.get_text() for text in draw("fig16b", tmp_path).axes[0].get_xticklabels()]
+    assert names == ["opt-6.7b", "opt-13b", "opt-30b"]
+
+
+def test_fig17_has_two_axes_a_setting(tmp_path: Path) -> None:
+    write_fig17(tmp_path)
+    figure = draw("fig17", tmp_path)
+    assert legend(figure) == ["accuracy", "latency"]
+    alpha, alpha_right, ratio, _ = sorted(figure.axes, key=lambda axes: (axes.bbox.x0, axes.get_ylabel()))
+    np.testing.assert_allclose(lines(alpha)["accuracy"][0].get_xdata(orig=False), [1, 3, 5, 7, 9])
+    np.testing.assert_allclose(
+        lines(alpha_right)["latency"][0].get_ydata(orig=False), [3, 3.1, 3.2, 3.3, 3.4]
+    )
+    assert ratio.get_xlabel() == "partial weight ratio"
+
+
+def test_fig17_draws_what_there_is(tmp_path: Path) -> None:
+    write_fig17(tmp_path)
+    (tmp_path / "tables" / "fig17-latency.csv").unlink()
+    assert legend(draw("fig17", tmp_path)) == ["accuracy"]
+
+
+def test_fig18_segments_sum_to_the_block(tmp_path: Path) -> None:
+    write_fig18(tmp_path)
+    (axes,) = draw("fig18", tmp_path).axes
+    heights = bar_heights(axes)
+    assert list(heights) == ["attention", "FFN", "prediction", "transfer", "other"]
+    offload = list(TIMES).index("offload")
+    assert sum(segment[offload] for segment in heights.values()) == pytest.approx(1 + 0.8 + 9 + 0.1)
+
+
+PAPER_SHAPE = {
+    "model": "opt-13b",
+    "platform": "cuda",
+    "source": "measured",
+    "prompt_len": 1920,
+    "gen_len": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"),
+    [
+        ("fig14", 20, {182.6, 99.6, 60.97}),
+        ("fig15", 20, {20 * 128 / 14.02, 20 * 128 / 25.70, 20 * 128 / 41.99}),
+        ("fig16a", 8, {1.92, 3.40, 5.28}),
+        ("fig18", 8, {1.51, 28.0, 5.89, 2.29}),
+    ],
+)
+def test_published_points_only_where_the_setup_matches(
+    name: str, batch: int, expected: set[float], tmp_path: Path
+) -> None:
+    segments = dict.fromkeys(harness_tables.BLOCK_SEGMENTS, 0.001)
+    rows = time_rows(batch_size=batch, **(PAPER_SHAPE | (segments if name == "fig18" else {})))
+    write_latency(tmp_path, name, rows)
+    figure = draw(name, tmp_path)
+    assert style.PUBLISHED in legend(figure)
+    assert {y for _, y in hollow_points(figure.axes[0])} == expected
+    for change in (
+        {"source": "emulated"},
+        {"model": "opt-6.7b"},
+        {"prompt_len": 1024},
+        {"batch_size": batch + 1},
+    ):
+        write_latency(tmp_path, name, [row | change for row in rows])
+        assert not any(map(hollow_points, draw(name, tmp_path).axes)), change
+
+
+def test_a_published_point_stands_on_its_bar(tmp_path: Path) -> None:
+    write_latency(tmp_path, "fig15", (r for b in (4, 20) for r in time_rows(batch_size=b, **PAPER_SHAPE)))
+    (axes,) = draw("fig15", tmp_path).axes
+    (bars,) = [bar for bar in axes.containers if bar.get_label() == "infinigen"]
+    x, _ = min(hollow_points(axes), key=lambda point: abs(point[1] - 20 * 128 / 41.99))
+    assert bars.patches[1].get_center()[0] == pytest.approx(x)
+
+
+def test_looks_are_distinct_in_colour_and_in_black_and_white() -> None:
+    accuracy = [label for label in style.LOOKS if label[0].isupper()]
+    for family in (accuracy, list(TIMES)):
+        marks = [(style.look(label).marker, style.look(label).hatch) for label in family if label != "INT8"]
+        assert len(set(marks)) == len(marks), marks
+    assert style.look("a label of the user's") == style.look("a label of the user's")
+
+
+def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path: Path) -> None:
+    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(["ideal"])])
+    write_fig18(tmp_path)
+    with pytest.raises(UserError, match=r"fig14: several rows with label=ideal at tiny, batch 4"):
+        plots.main(tmp_path)
+    assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == ["fig18.pdf", "fig18.png"]
+
+
+def test_no_tables_says_which_command_makes_them(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"make accuracy"):
+        plots.main(tmp_path)
+
+
+def test_a_table_without_rows_is_no_figure(tmp_path: Path) -> None:
+    write_accuracy(tmp_path, "fig11", [])
+    with pytest.raises(UserError, match=r"make accuracy"):
+        plots.main(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "model,label\na,b\n", "\x00\x01", "experiment,kv_frac\nfig11,much\n"])
+def test_a_damaged_table_is_named(text: str, tmp_path: Path) -> None:
+    write_accuracy(tmp_path, "fig11", [])
+    (tmp_path / "tables" / "fig11.csv").write_text(text)
+    with pytest.raises(UserError, match=r"fig11\.csv: (not a table|no column)") as refusal:
+        plots.main(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
+    write_fig18(tmp_path)
+    (tmp_path / "figures").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match=r"cannot write .*figures"):
+        plots.main(tmp_path)
+
+
+def test_command_line(tmp_path: Path) -> None:
+    """One process shows both: an error of one line, and that no model library is loaded."""
+    program = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_module('plots', run_name='__main__')\n"
+        "finally:\n    assert not {'torch', 'transformers', 'hydra', 'harness.records'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--results-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_plots_import_nothing_that_reads_records() -> None:
+    allowed = {"matplotlib", "pandas", "numpy", "plots", *sys.stdlib_module_names}
+    for path in (ROOT / "plots").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] in allowed or name == "harness.errors", (
+                    f"{path.name} imports {name}"
+                )
+
+
+def test_columns_and_labels_agree_with_the_tables() -> None:
+    assert set(data.ACCURACY_COLUMNS) <= set(harness_tables.ACCURACY_COLUMNS)
+    assert set(data.LATENCY_COLUMNS) <= set(harness_tables.LATENCY_COLUMNS)
+    assert data.SEGMENT_COLUMNS == harness_tables.BLOCK_SEGMENTS
+    assert set(harness_tables.LABELS.values()) <= set(style.LOOKS)
+    unskewed = harness_tables.label_of({"method_name": "infinigen", "method": {"skew": False}})
+    assert unskewed.endswith(fig13.UNSKEWED) and unskewed in style.LOOKS
+    assert set(itertools.chain(TIMES)) <= set(style.LOOKS)
+    assert set(fig11.CHANCE.values()) == {0.25, 0.5}

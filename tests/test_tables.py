@@ -1,0 +1,327 @@
+"""Records to tables: which rows, in which order, under which columns, and what people read."""
+
+import copy
+import csv
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import records, tables
+from harness.config import load
+from harness.errors import UserError
+
+TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
+TEXT_METRICS = {
+    "num_samples": 3,
+    "perplexity": 12.5,
+    "perplexity_stderr": 0.25,
+    "perplexity_full": 11.0,
+    "perplexity_full_stderr": 0.2,
+    "kl_nats": 0.0625,
+    "kl_nats_stderr": 0.01,
+    "top1_agreement": 0.875,
+    "top1_agreement_stderr": 0.01,
+    "attention_recall": None,
+    "attention_recall_stderr": None,
+}
+LATENCY_METRICS = {
+    "platform": "cpu",
+    "source": "emulated",
+    "batch_size": 4,
+    "prompt_len": 1024,
+    "gen_len": 8,
+    "prefill_s": 2.0,
+    "decode_s": 0.5,
+    "total_s": 2.5,
+    "tokens_per_s": 12.8,
+    "step_p50_s": 0.0625,
+    "step_p95_s": 0.07,
+    "h2d_bytes": 2**31,
+    "d2h_bytes": 2**20,
+    "exposed_transfer_s": 0.25,
+    "link_bytes_per_s": None,
+    "peak_device_bytes": 2**30,
+    "kv_frac": 0.2,
+}
+
+
+def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Write a finished record of these settings; returns it."""
+    config = load(overrides)
+    run = records.run_id(config, {"text": str(fields.pop("text", ""))})
+    record = {
+        "schema": records.SCHEMA,
+        "run_id": run,
+        "experiment": config.experiment,
+        "kind": config.kind,
+        "status": "finished",
+        "config": records.plain(config),
+        "metrics": metrics,
+        "chunks": [],
+    }
+    record |= fields
+    records.write_record(records.record_path(results, config.experiment, run), record)
+    return record
+
+
+def save_task(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: Any) -> dict[str, Any]:
+    sizes = {"kv_frac": kv_frac, "kv_frac_artifact": 0.1}
+    return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | sizes}, **fields)
+
+
+def save_text(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: Any) -> dict[str, Any]:
+    sizes = {
+        "kv_frac": kv_frac,
+        "kv_frac_stderr": 0.001,
+        "kv_frac_artifact": 0.1,
+        "kv_frac_artifact_stderr": 0.001,
+    }
+    return save(results, ["experiment=perplexity", *overrides], {"offline": TEXT_METRICS | sizes}, **fields)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
+    save_task(tmp_path)
+    header = tables.update(tmp_path, "fig11").read_text().splitlines()[0]
+    assert header == (
+        "experiment,model,method,label,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
+        "kv_frac_artifact,source,run_id"
+    )
+    save(tmp_path, ["experiment=tasks"], LATENCY_METRICS, kind="latency")
+    header = tables.update(tmp_path, "tasks").read_text().splitlines()[0]
+    assert header == (
+        "experiment,platform,source,model,method,label,batch_size,prompt_len,gen_len,prefill_s,decode_s,total_s,"
+        "tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
+        "peak_device_bytes,kv_frac,run_id"
+    )
+
+
+def test_a_task_row_is_exact(tmp_path: Path) -> None:
+    record = save_task(tmp_path, "method=h2o", kv_frac=0.1 + 0.2)
+    (row,) = rows(tables.update(tmp_path, "fig11"))
+    assert row == {
+        "experiment": "fig11",
+        "model": "smollm2-135m",
+        "method": "h2o",
+        "label": "H2O",
+        "task": "passkey",
+        "metric": "acc",
+        "value": "0.75",
+        "stderr": "0.0625",
+        "num_samples": "48",
+        "num_fewshot": "0",
+        "seq_len": "",
+        "kv_frac": "0.30000000000000004",
+        "kv_frac_artifact": "0.1",
+        "source": "measured",
+        "run_id": record["run_id"],
+    }
+
+
+def test_a_text_has_a_row_per_measured_metric(tmp_path: Path) -> None:
+    save_text(tmp_path, "seq_len=512")
+    found = rows(tables.update(tmp_path, "perplexity"))
+    metrics = {row["metric"]: (row["value"], row["stderr"]) for row in found}
+    assert metrics == {
+        "perplexity": ("12.5", "0.25"),
+        "perplexity_full": ("11.0", "0.2"),
+        "kl_nats": ("0.0625", "0.01"),
+        "top1_agreement": ("0.875", "0.01"),
+    }
+    assert {(row["task"], row["seq_len"], row["num_samples"], row["num_fewshot"]) for row in found} == {
+        ("offline", "512", "3", "")
+    }
+
+
+def test_chunks_stand_in_the_task_in_order(tmp_path: Path) -> None:
+    chunks = [
+        {"chunk": index, "perplexity": 10.0 + index, "perplexity_stderr": None, "num_tokens": 256}
+        for index in (4, 1, 3, 2)
+    ]
+    save_text(tmp_path, chunks=chunks)
+    path = tables.update(tmp_path, "perplexity")
+    found = [(row["task"], row["value"]) for row in rows(path) if "[" in row["task"]]
+    assert found == [
+        ("offline[256:512]", "11.0"),
+        ("offline[512:768]", "12.0"),
+        ("offline[768:1024]", "13.0"),
+        ("offline[1024:1280]", "14.0"),
+    ]
+    text = path.with_suffix(".md").read_text()
+    assert "by tokens in the cache" in text and "offline[256:512] perplexity" in text
+
+
+def test_a_text_file_is_named_without_its_folder(tmp_path: Path) -> None:
+    record = save_text(tmp_path)
+    record["metrics"] = {"/home/someone/book.txt": record["metrics"]["offline"]}
+    assert {row["task"] for row in tables.rows_of(record)} == {"book.txt"}
+
+
+def test_order_depends_on_the_records_alone(tmp_path: Path) -> None:
+    settings = ["method=h2o", "method=full", "method=infinigen", "method=infinigen method.alpha=4"]
+    orders = (settings, settings[::-1])
+    texts = []
+    for number, order in enumerate(orders):
+        for overrides in order:
+            save_task(tmp_path / str(number), *overrides.split())
+        path = tables.update(tmp_path / str(number), "fig11")
+        texts.append((path.read_bytes(), path.with_suffix(".md").read_bytes()))
+    assert texts[0] == texts[1]
+    lines = texts[0][1].decode().splitlines()
+    labels = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith("|")][2:]
+    assert labels == ["Full cache", "InfiniGen", "InfiniGen", "H2O"]
+
+
+def test_update_replaces_the_table_and_leaves_no_scratch(tmp_path: Path) -> None:
+    record = save_task(tmp_path)
+    tables.update(tmp_path, "fig11")
+    path = records.record_path(tmp_path, "fig11", record["run_id"])
+    path.unlink()
+    assert rows(tables.update(tmp_path, "fig11")) == []
+    assert sorted(file.name for file in (tmp_path / "tables").iterdir()) == ["fig11.csv", "fig11.md"]
+
+
+def test_runs_without_numbers_have_no_row(tmp_path: Path) -> None:
+    save_task(tmp_path, "method=full", status="failed")
+    save_task(tmp_path, "method=h2o", status="interrupted")
+    assert rows(tables.update(tmp_path, "fig11")) == []
+
+
+def test_damaged_records_are_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = save_task(tmp_path, "method=full")
+    cut = save_task(tmp_path, "method=h2o")
+    hollow = save_task(tmp_path, "method=int4")
+    records.record_path(tmp_path, "fig11", cut["run_id"]).write_text(json.dumps(cut)[:-40])
+    del hollow["config"]["model"]
+    records.write_record(records.record_path(tmp_path, "fig11", hollow["run_id"]), hollow)
+    with caplog.at_level(logging.WARNING):
+        (row,) = rows(tables.update(tmp_path, "fig11"))
+    assert row["run_id"] == good["run_id"]
+    assert len(caplog.messages) == 2
+    for run in (cut["run_id"], hollow["run_id"]):
+        (said,) = [message for message in caplog.messages if run in message]
+        assert "damaged record" in said and "\n" not in said
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
+    save_task(tmp_path)
+    (tmp_path / "tables").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="tables"):
+        tables.update(tmp_path, "fig11")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        (["method=full"], "Full cache"),
+        (["method=int4"], "INT4"),
+        (["method=infinigen", "method.skew=false"], "InfiniGen without skewing"),
+        (["method=infinigen", "codec=int4"], "InfiniGen + int4"),
+        (["method=infinigen", "label=mine", "method.skew=false"], "mine"),
+    ],
+)
+def test_labels(overrides: list[str], label: str) -> None:
+    assert tables.label_of(records.plain(load(overrides))) == label
+
+
+def cells(text: str, start: str) -> list[str]:
+    """The cells of the Markdown line that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_markdown_has_units_and_errors(tmp_path: Path) -> None:
+    save_text(tmp_path, "method=h2o")
+    text = tables.update(tmp_path, "perplexity").with_suffix(".md").read_text()
+    assert "## smollm2-135m, measured" in text
+    expected = {
+        "label": "H2O",
+        "settings": "-",
+        "KV read (%)": "16.0",
+        "offline perplexity": "12.500 ± 0.250",
+        "offline full cache's perplexity": "11.000 ± 0.200",
+        "offline KL (nats)": "0.0625 ± 0.0100",
+        "offline top-1 agreement (%)": "87.5 ± 1.0",
+    }
+    assert dict(zip(cells(text, "label"), cells(text, "H2O"), strict=True)) == expected
+
+
+def test_summary_joins_runs_of_the_same_method_and_settings(tmp_path: Path) -> None:
+    chosen = [save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}") for alpha in (4, 6)]
+    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", kv_frac=0.12)]
+    text = tables.summary(chosen)
+    lines = text.splitlines()
+    assert [line.split("  ")[0] for line in lines[3:]] == ["InfiniGen", "InfiniGen"]
+    assert (
+        lines[3].split("  ")[-1].strip() == "87.5 ± 1.0" and "alpha=4" in lines[3] and "12.0-16.0" in lines[3]
+    )
+    assert "alpha=6" in lines[4] and lines[4].rstrip().endswith("-")
+    assert "full cache's" not in text and len({len(line) for line in lines[2:]}) == 1
+
+
+def test_summary_hides_no_run(tmp_path: Path) -> None:
+    """The same settings on another input are another run, and stand in a line of their own."""
+    first = save_task(tmp_path, "method=h2o")
+    second = copy.deepcopy(first)
+    second["run_id"], second["metrics"]["passkey"]["acc"] = "0" * 16, 0.5
+    text = tables.summary([first, second])
+    assert "75.0 ± 6.2" in text and "50.0 ± 6.2" in text
+
+
+def test_summary_parts_lengths(tmp_path: Path) -> None:
+    chosen = [save_text(tmp_path, "method=h2o", f"seq_len={length}") for length in (512, 1024)]
+    assert [f"seq_len={length}" in tables.summary(chosen) for length in (512, 1024)] == [True, True]
+    assert "seq_len" not in tables.summary(chosen[:1])
+
+
+def test_summary_of_nothing_is_empty(tmp_path: Path) -> None:
+    assert tables.summary([save_task(tmp_path, status="failed")]) == ""
+
+
+def test_latency_is_in_seconds_and_bytes_inside_and_in_ms_and_gib_for_people(tmp_path: Path) -> None:
+    save(tmp_path, ["experiment=tasks", "label=offload"], LATENCY_METRICS, kind="latency")
+    path = tables.update(tmp_path, "tasks")
+    (row,) = rows(path)
+    assert {key: row[key] for key in ("label", "prefill_s", "h2d_bytes", "link_bytes_per_s", "source")} == {
+        "label": "offload",
+        "prefill_s": "2.0",
+        "h2d_bytes": str(2**31),
+        "link_bytes_per_s": "",
+        "source": "emulated",
+    }
+    text = path.with_suffix(".md").read_text()
+    shown = dict(zip(cells(text, "label"), cells(text, "offload"), strict=True))
+    assert shown["prefill (ms)"] == "2000.0" and shown["step p50 (ms)"] == "62.50"
+    assert shown["to device (GiB)"] == "2.000" and shown["tokens/s"] == "12.80"
+    assert "link (GiB/s)" not in shown, "what no run measured has no column"
+    assert "## smollm2-135m, emulated" in text
+
+
+def test_fig18_has_the_segments_of_a_block(tmp_path: Path) -> None:
+    segments = {
+        "attention_s": 0.001,
+        "ffn_s": 0.002,
+        "prediction_s": None,
+        "transfer_s": 0.004,
+        "other_s": 0.0,
+    }
+    record = save(tmp_path, ["experiment=tasks"], LATENCY_METRICS | segments, kind="latency")
+    record["experiment"] = "fig18"
+    records.write_record(records.record_path(tmp_path, "fig18", record["run_id"]), record)
+    (row,) = rows(tables.update(tmp_path, "fig18"))
+    assert tuple(row) == tables.BLOCK_COLUMNS
+    assert [row[name] for name in tables.BLOCK_SEGMENTS] == ["0.001", "0.002", "", "0.004", "0.0"]
+
+
+def test_tables_import_no_torch() -> None:
+    program = "import sys, harness.tables; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
