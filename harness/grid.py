@@ -62,17 +62,18 @@ def run_cells(configs: Sequence[RunConfig]) -> Iterator[Path]:
     todo = [config for config, done in zip(configs, finished, strict=True) if not done]
     if len(todo) < len(configs):
         tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
-    failures = []
+    failures: list[tuple[str, Exception]] = []
     with tqdm(todo, unit="cell", dynamic_ncols=True) as progress:
         for config in progress:
             progress.set_description(title(config))
             try:
                 yield run(config, say=_silent)
             except Exception as error:
-                failures.append(f"{title(config)}: {error or type(error).__name__}")
-                tqdm.write(f"failed: {failures[-1]}")
+                failures.append((f"{title(config)}: {str(error) or type(error).__name__}", error))
+                tqdm.write(f"failed: {failures[-1][0]}")
     if failures:
-        raise UserError(f"{len(failures)} of {len(configs)} cells failed; the first, {failures[0]}")
+        said, first = failures[0]
+        raise UserError(f"{len(failures)} of {len(configs)} cells failed; the first, {said}") from first
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

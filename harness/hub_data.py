@@ -1,4 +1,5 @@
-"""Data sets of the Hugging Face hub: the local cache first, the hub where it must be, one line where neither will do.
+"""Data sets of the Hugging Face hub: the local cache first, the hub where it must be, one line where neither
+will do.
 
 What is cached is used without asking the hub, so that a repeated run is the same and needs no network.
 """

@@ -146,7 +146,8 @@ def _as_user_error(error: Exception, config: RunConfig) -> Exception:
     said = str(error)
     torch_says = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in said  # CUDA, CPU
     if isinstance(error, MemoryError) or torch_says:
-        lower = " or ".join(f"{name}={getattr(config, name)}" for name in LOWER[config.kind])
+        values = {name: getattr(config, name) for name in LOWER[config.kind]}
+        lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values.items())
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):
         return UserError(said)  # `methods` knows no UserError

@@ -1,12 +1,13 @@
 """Tables for people: rounded, with units and standard errors, a line per method and setting.
 
-Accuracy is wide over tasks, so runs of the same method and settings join in one line; what the runs of a
-table share stands above it, what tells them apart in the column `settings`. Seconds become ms and bytes GiB
-here, and only here.
+Accuracy is wide over tasks, so runs of the same method and settings join in one line, and the column
+`settings` says what tells the lines of a method apart. Seconds become ms and bytes GiB here, and only here.
 """
 
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from harness.records import ONLY_OF_KIND
@@ -18,8 +19,13 @@ Pairs = Sequence[tuple[Record, list[Row]]]
 MISSING = "-"
 NOTE = (
     "± is one standard error. KV read is the share of the full cache that a decode row reads; two numbers "
-    "are its range over a line's columns."
+    "are its range over a line's columns. Settings are those that three quarters of a method's runs do not "
+    "share."
 )
+WORDS = ("label", "settings")
+HEADING_LETTERS = 13
+COMMON = 3 / 4
+"""Share of runs from which a setting is common and hence left out."""
 GIB = 2**30
 NOT_OF_RUNS = (
     "experiment", "kind", "label", "method", "method_name", "codec", "target_kv_frac", "model", "tasks",
@@ -102,16 +108,17 @@ def render_terminal(pairs: Pairs) -> str:
 
 
 def _aligned(sheet: Sheet) -> str:
-    widths = [max(map(len, column)) for column in zip(sheet.header, *sheet.lines, strict=True)]
-    lines = [
-        "  ".join(
-            [
-                first.ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)),
-            ]
-        )
-        for first, *rest in (sheet.header, *sheet.lines)
-    ]
+    """Headings wrap to as many lines as the longest needs; words stand left, numbers right."""
+    wrapped = [textwrap.wrap(heading, HEADING_LETTERS) for heading in sheet.header]
+    rows = [list(cells) for cells in zip_longest(*wrapped, fillvalue="")] + sheet.lines
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for cells in rows:
+        aligned = [
+            cell.ljust(width) if heading in WORDS else cell.rjust(width)
+            for heading, cell, width in zip(sheet.header, cells, widths, strict=True)
+        ]
+        lines.append("  ".join(aligned))
     return "\n".join([sheet.title, "-" * len(lines[0]), *lines])
 
 
@@ -161,15 +168,15 @@ class _Line(NamedTuple):
     def takes(
         self, label: str, settings: str, kind: str, run: str, cells: Mapping[tuple[str, str], Row]
     ) -> bool:
-        """Whether a run belongs here: the same method, no contradiction, and no cell taken: none is hidden."""
+        """Whether a run belongs here: the same method and conditions, and none of its cells taken."""
         same = (self.label, self.settings, self.runs.get(kind, run)) == (label, settings, run)
         return same and self.cells.keys().isdisjoint(cells)
 
 
 def _accuracy_sheet(title: str, pairs: Pairs, wanted: Callable[[Row], bool]) -> Sheet:
     lines: list[_Line] = []
-    of_methods = _varying(pairs, _method_settings, by=lambda config: config["method_name"])
-    of_runs = _varying(pairs, _run_settings, by=lambda config: config["kind"])
+    of_methods = _distinctive(pairs, _method_settings, by="method_name")
+    of_runs = _distinctive(pairs, _run_settings, by="kind")
     for (record, rows), settings, run in zip(pairs, of_methods, of_runs, strict=True):
         cells = {(row["task"], row["metric"]): row for row in rows if wanted(row)}
         label, kind = rows[0]["label"], record["config"]["kind"]
@@ -183,8 +190,7 @@ def _accuracy_sheet(title: str, pairs: Pairs, wanted: Callable[[Row], bool]) -> 
         dict.fromkeys(key for line in filled for key in line.cells), key=lambda key: rank(key[1])
     )
     headings = [f"{task} {_quantity(metric).heading}" for task, metric in columns]
-    body = [_texts(line, columns) for line in filled]
-    return Sheet(title, ["label", "settings", KV_READ.heading, *headings], body)
+    return Sheet(title, [*WORDS, KV_READ.heading, *headings], [_texts(line, columns) for line in filled])
 
 
 def _texts(line: _Line, columns: Sequence[tuple[str, str]]) -> list[str]:
@@ -208,24 +214,20 @@ def _quantity(metric: str) -> Quantity:
     return METRICS.get(metric, Quantity(metric, 1, 3))
 
 
-def _varying(
-    pairs: Pairs,
-    settings: Callable[[Mapping[str, Any]], dict[str, Any]],
-    *,
-    by: Callable[[Mapping[str, Any]], str],
-) -> list[str]:
-    """For each run its settings that differ among the runs alike in `by`, such as `alpha=4, columns=sum`."""
+def _distinctive(pairs: Pairs, settings: Callable[[Record], dict[str, Any]], *, by: str) -> list[str]:
+    """For each run the settings that are not common to the runs alike in `by`, as `alpha=4, columns=sum`."""
     configs = [record["config"] for record, _ in pairs]
-    values: dict[tuple[str, str], set[str]] = defaultdict(set)
+    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for config in configs:
         for key, value in settings(config).items():
-            values[by(config), key].add(str(value))
+            counts[config[by], key][str(value)] += 1
+
+    def is_shown(config: Record, key: str, value: Any) -> bool:
+        count = counts[config[by], key]
+        return value is not None and count[str(value)] < COMMON * count.total()
+
     return [
-        ", ".join(
-            f"{key}={value}"
-            for key, value in settings(config).items()
-            if value is not None and len(values[by(config), key]) > 1
-        )
+        ", ".join(f"{key}={value}" for key, value in settings(config).items() if is_shown(config, key, value))
         for config in configs
     ]
 

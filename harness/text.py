@@ -1,10 +1,11 @@
 """Texts and their token ids: evaluation corpora, calibration text, windows.
 
-A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without special tokens. Windows
-and calibration are slices of that one sequence, so a file always gives the same tokens, whatever is measured on it.
+A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without special
+tokens. Windows and calibration are slices of that one sequence, so a file always gives the same tokens,
+whatever is measured on it.
 
-    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12 ship different
-               versions of it, which is why a record carries the sha256 of the text
+    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12 ship
+               different versions of it, which is why a record carries the sha256 of the text
     wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the convention behind
                published perplexities; the same tokens from the original file and from the hub
     FILE       `corpus.path=FILE`, as it is
@@ -64,13 +65,13 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
     if data.name == "hub":
         return "\n\n".join(from_hub(WIKITEXT_HUB[0], _hub_rows))
     raise UserError(
-        f"corpus={corpus.name} needs data=local data.root=DIR or data=hub; offline: corpus=offline or corpus.path=FILE"
+        f"corpus={corpus.name} needs data=local data.root=DIR or data=hub; without: corpus=offline or corpus.path=FILE"
     )
 
 
 def wikitext_rows(raw: str) -> list[str]:
-    """The hub's rows of the original file, as its loading script makes them: a row is a line with its line end, and a
-    line of white space is an empty row."""
+    """The hub's rows of the original file, as its loading script makes them: a row is a line with its line
+    end, and a line of white space is an empty row."""
     return [line if line.strip() else "" for line in io.StringIO(raw, newline="\n")]
 
 
@@ -97,7 +98,9 @@ def token_ids(text: str, tokenizer: Any) -> list[int]:
         UserError: the model has no tokenizer (None).
     """
     if tokenizer is None:
-        raise UserError("this model has no tokenizer, so it cannot read text: choose one that has, such as smollm2-135m")
+        raise UserError(
+            "this model has no tokenizer, so it cannot read text: choose one that has, such as smollm2-135m"
+        )
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -120,7 +123,8 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
 
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
     """Token at which the first evaluation window starts: `corpus.offset_tokens`; without it, right after the
-    calibration tokens where both are the offline text, so that no method is scored on what it was calibrated on."""
+    calibration tokens where both are the offline text, so that no method is scored on what it was calibrated
+    on."""
     if corpus.offset_tokens is not None:
         return corpus.offset_tokens
     same_text = corpus.path is None and corpus.name == "offline" and calibration.path is None

@@ -104,7 +104,7 @@ class State:
         raise NotImplementedError
 
     def fork(self, index: Tensor, final_lengths: Tensor, num_slots: int) -> State:
-        """A copy for sequences `index` [new_batch] of this batch, with their own final lengths and room for `num_slots`.
+        """A copy for sequences `index` [new_batch] of this batch, with final lengths and room of its own.
 
         Every tensor attribute, and every tensor in a dict, has the batch first.
         """

@@ -39,6 +39,11 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
             name = label if label == style.FULL else f"{label}, {100 * line.kv_frac.iloc[0]:.0f} %"
             style.error_line(axes, middles.to_series(), chunks.value, chunks.stderr, name=name, like=label)
     every = 1 if len(edges) <= MAX_TICKS else 2
-    axes.set(xlabel="tokens in the cache, in chunks of 256", ylabel="perplexity", xticks=edges[::every])
+    axes.set(
+        xlabel="tokens in the cache, in chunks of 256",
+        ylabel="perplexity",
+        xticks=edges[::every],
+        xlim=(edges[0], edges[-1]),
+    )
     if panel.value.max() > LOG_ABOVE * panel.value.min():
         style.log_y(axes)

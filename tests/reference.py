@@ -1,10 +1,10 @@
-"""Decoding as design and paper describe it, one token, layer and KV head at a time, with Python lists as the cache.
+"""Decoding as the semantics say it, one token, layer and KV head at a time, with Python lists as the cache.
 
-It shares nothing with `methods` but their settings, and nothing with `harness` but the model: selections, accumulated
-attention, quantization and sizes are written out plainly, in double precision. Slow, so for tiny models only.
+Only a method's settings and the model's own modules are used: selections, accumulated attention, quantization
+and sizes are written out plainly, in double precision. Slow, so for tiny models only.
 
-`Trace.margin` is the smallest gap by which any choice was made (last token taken to first one left, r to -alpha, victim
-to the next). Where it is far above fp32's rounding, a disagreement is an error.
+`Trace.margin` is the smallest gap by which any choice was made (last token taken to first one left, r to
+-alpha, victim to the next). Where it is far above fp32's rounding, a disagreement is an error.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Trace:
     @property
     def counts(self) -> list[float]:
         """Tokens read by each decode row in a non-exempt layer, mean over layers and KV heads."""
-        kept = [heads for layer, heads in enumerate(self.reads) if layer >= self.num_exempt]
-        return [float(np.mean([[len(head[row]) for head in heads] for heads in kept])) for row in range(len(self.rows))]
+        kept = self.reads[self.num_exempt :]
+        rows = range(len(self.rows))
+        return [float(np.mean([[len(head[row]) for head in heads] for heads in kept])) for row in rows]
 
 
 def kv_frac(traces: Sequence[Trace], bits: float = 16) -> float:
@@ -165,7 +166,8 @@ class Reference:
         for layer in range(len(family.layers)):
             attention_input = family.attention_input(layer, hidden)
             queries = family.queries(layer, attention_input, position)  # [heads][head_dim]
-            keys, values = family.keys(layer, attention_input, position), family.values(layer, attention_input)
+            keys = family.keys(layer, attention_input, position)
+            values = family.values(layer, attention_input)
             rehearsed = None if layer == 0 else family.queries(layer, previous_input, position)
             outputs = []
             selected = None
@@ -187,21 +189,22 @@ class Reference:
         return family.logits(hidden)
 
     def _attend(self, head, layer, position, group, tokens, key, value, shares) -> list[Vector]:
-        """Attention of a KV head's queries over `tokens` and the own one; H2O's sums grow and a token may go."""
+        """Attention of a KV head's queries over `tokens` and the own one; H2O's sums grow, a token may go."""
         in_prompt = position < self.prefill_len
         exact = in_prompt or layer < self.exempt
         keys, values = (head.keys, head.values) if exact else (head.stored_keys, head.stored_values)
         received = dict.fromkeys([*tokens, position], 0.0)
         outputs = []
         for query in group:
-            scores = np.array([self.family.scale * query @ keys[j] for j in tokens] + [self.family.scale * query @ key])
-            probs = softmax(scores)
-            outputs.append(sum(p * v for p, v in zip(probs, [values[j] for j in tokens] + [value], strict=True)))
+            scores = [self.family.scale * query @ keys[j] for j in range(position)]
+            scores.append(self.family.scale * query @ key)
+            probs = softmax(np.array([scores[j] for j in received]))
+            values_read = [values[j] for j in tokens] + [value]
+            outputs.append(sum(p * v for p, v in zip(probs, values_read, strict=True)))
             for j, probability in zip(received, probs, strict=True):
                 received[j] += probability
             if not in_prompt and layer >= self.exempt:
-                every = [self.family.scale * query @ keys[j] for j in range(position)]
-                everything = softmax(np.array([*every, self.family.scale * query @ key]))
+                everything = softmax(np.array(scores))
                 shares.append(sum(everything[j] for j in received))
         if isinstance(self.method, H2O) and layer >= self.exempt:
             for j, amount in received.items():
@@ -251,19 +254,21 @@ class Reference:
             return [set(head.mass) for head in self.heads[layer]]
         if isinstance(method, Streaming):
             window = math.floor(method.kv_frac * self.final_length)
-            recent = window - method.num_sinks
-            return [{j for j in cached if j < method.num_sinks or j >= position - recent} for _ in self.heads[layer]]
+            oldest = position - (window - method.num_sinks)
+            kept = {j for j in cached if j < method.num_sinks or j >= oldest}
+            return [kept for _ in self.heads[layer]]
         if not isinstance(method, ScoreSelecting):
             return [set(cached) for _ in self.heads[layer]]
         relative = []  # r_j of each KV head
         for g, head in enumerate(self.heads[layer]):
-            span = slice(g * self.family.group, (g + 1) * self.family.group)
+            if isinstance(method, Oracle):
+                asking, keys = queries, head.stored_keys
+            else:
+                asking = [query @ head.columns for query in rehearsed]
+                keys = [key @ head.columns for key in head.keys]
             best = [-math.inf] * position
-            for query in (queries if isinstance(method, Oracle) else rehearsed)[span]:
-                if isinstance(method, Oracle):
-                    scores = [self.family.scale * query @ head.stored_keys[j] for j in cached]
-                else:
-                    scores = [self.family.scale * (query @ head.columns) @ (head.keys[j] @ head.columns) for j in cached]
+            for query in asking[g * self.family.group : (g + 1) * self.family.group]:
+                scores = [self.family.scale * query @ keys[j] for j in cached]
                 best = [max(old, score - max(scores)) for old, score in zip(best, scores, strict=True)]
             relative.append(dict(enumerate(best)))
         return [self._largest(scores, self._count(relative, position)) for scores in relative]
@@ -297,7 +302,7 @@ class Reference:
 
     def _largest(self, scores: dict[int, float], count: int) -> set[int]:
         ranked = sorted(scores, key=lambda j: (-scores[j], j))
-        if 0 < count < len(ranked) and scores[ranked[count - 1]] != 0:  # at 0 heads tie at their best, exactly
+        if 0 < count < len(ranked) and scores[ranked[count - 1]] != 0:  # at 0 the group's heads tie, exactly
             self._decided(scores[ranked[count - 1]] - scores[ranked[count]])
         return set(ranked[:count])
 
@@ -341,7 +346,8 @@ class LlamaBlocks:
         return self._placed(attention.k_norm(heads) if hasattr(attention, "k_norm") else heads, position)
 
     def values(self, layer: int, attention_input: Tensor) -> list[Vector]:
-        return list(self.layers[layer].self_attn.v_proj(attention_input).view(-1, self.head_dim).double().numpy())
+        heads = self.layers[layer].self_attn.v_proj(attention_input).view(-1, self.head_dim)
+        return list(heads.double().numpy())
 
     def _placed(self, heads: Tensor, position: int) -> list[Vector]:
         """Rotary positions: the halves of a head turn against each other."""
@@ -359,7 +365,7 @@ class LlamaBlocks:
 
 
 class OPTBlocks(LlamaBlocks):
-    """The same of OPT: biases, learned positions that start at row 2 of their table, norms before each half."""
+    """The same of OPT: biases, learned positions from row 2 of their table on, a norm before each half."""
 
     name = "opt"
 
@@ -367,7 +373,8 @@ class OPTBlocks(LlamaBlocks):
         return self.model.model.decoder
 
     def embed(self, token: int, position: int) -> Tensor:
-        return self.decoder.embed_tokens(torch.tensor(token)) + self.decoder.embed_positions.weight[position + 2]
+        placed = self.decoder.embed_positions.weight[position + 2]
+        return self.decoder.embed_tokens(torch.tensor(token)) + placed
 
     def attention_input(self, layer: int, hidden: Tensor) -> Tensor:
         return self.layers[layer].self_attn_layer_norm(hidden)

@@ -246,7 +246,7 @@ class OutOfMemoryError(RuntimeError):
 )
 @pytest.mark.parametrize(
     ("kind", "lower"),
-    [("perplexity", "lower seq_len=1024 or num_windows=4"), ("tasks", "lower num_fewshot=None")],
+    [("perplexity", "lower seq_len=1024 or num_windows=4"), ("tasks", "lower num_fewshot")],
 )
 def test_out_of_memory_names_the_setting_to_lower(error, kind, lower, runs, command):
     def exhaust(config):

@@ -260,11 +260,10 @@ def test_summary_joins_runs_of_the_same_method_and_settings(tmp_path: Path) -> N
     chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", kv_frac=0.12)]
     text = tables.summary(chosen)
     lines = text.splitlines()
-    assert [line.split("  ")[0] for line in lines[3:]] == ["InfiniGen", "InfiniGen"]
-    assert (
-        lines[3].split("  ")[-1].strip() == "87.5 ± 1.0" and "alpha=4" in lines[3] and "12.0-16.0" in lines[3]
-    )
-    assert "alpha=6" in lines[4] and lines[4].rstrip().endswith("-")
+    first, second = lines[-2:]
+    assert first.split("  ")[0] == second.split("  ")[0] == "InfiniGen"
+    assert first.split("  ")[-1].strip() == "87.5 ± 1.0" and "alpha=4" in first and "12.0-16.0" in first
+    assert "alpha=6" in second and second.endswith("-")
     assert "full cache's" not in text and len({len(line) for line in lines[2:]}) == 1
 
 
@@ -275,6 +274,15 @@ def test_summary_hides_no_run(tmp_path: Path) -> None:
     second["run_id"], second["metrics"]["passkey"]["acc"] = "0" * 16, 0.5
     text = tables.summary([first, second])
     assert "75.0 ± 6.2" in text and "50.0 ± 6.2" in text
+
+
+def test_settings_are_those_that_set_runs_of_a_method_apart(tmp_path: Path) -> None:
+    chosen = [save_task(tmp_path, "method=h2o", f"method.heavy_frac={frac}") for frac in (0.1, 0.2, 0.3)]
+    chosen += [save_task(tmp_path, "method=h2o", "method.recent_frac=0.3")]  # 0.1 is common to the others
+    settings = [line.split("  ")[1:] for line in tables.summary(chosen).splitlines()[-4:]]
+    texts = sorted(next(cell.strip() for cell in cells if cell.strip()) for cells in settings)
+    tenth = "heavy_frac=0.1"  # in two of four runs, hence not common
+    assert texts == [tenth, f"{tenth}, recent_frac=0.3", "heavy_frac=0.2", "heavy_frac=0.3"]
 
 
 def test_summary_parts_lengths(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """Two retrieval tasks made from a seed, so that accuracy can be measured with nothing downloaded.
 
-The cache is reduced before the question is known (`prefill=question`), which is what separates methods that can still
-reach every token from those that have thrown tokens away. Each context carries 8 questions; the 4 choices of a
-question are values that all occur in the context, so that only recall can tell them apart, and chance is 0.25.
+The cache is reduced before the question is known (`prefill=question`), which is what separates methods that
+can still reach every token from those that have thrown tokens away. Each context carries 8 questions; the 4
+choices of a question are values that all occur in the context, so that only recall can tell them apart, and
+chance is 0.25.
 
-    kv_recall  24 lines "The code of the {item} is {4 digits}."
-    passkey    8 sentences "The secret code of the {item} is {5 digits}." at random places among 8 of the offline text
+    kv_recall  24 lines "The code of the {item} is {4 digits}." passkey    8 sentences "The secret code of the
+    {item} is {5 digits}." at random places among 8 of the offline text
 
-The sizes were tuned once, so that the default model with its full cache is right on 0.7 to 0.95 of 128 questions, and
-are frozen: FROZEN_NUMBERS
+The sizes were tuned once, so that the default model with its full cache is right on 0.7 to 0.95 of 128
+questions, and are frozen: FROZEN_NUMBERS
 """
 
 import random
@@ -23,19 +24,19 @@ MARKER = "\nQuestion:"  # where the question of a prompt starts; contexts do not
 QUESTIONS_PER_CONTEXT = 8
 NUM_CHOICES = 4
 
-ITEMS = (
-    "apple bottle bridge bucket button cabin camera candle carpet castle chair church clock cloud coat "
-    "compass cotton cradle desert diamond doctor dragon engine farmer feather fence flower forest garden "
-    "guitar hammer harbor helmet hotel island jacket kettle kitchen ladder lantern lemon letter library "
-    "lizard market mirror mountain needle orange oven painter pencil piano pillow planet pocket rabbit "
-    "ribbon river rocket saddle school shadow silver spider spoon station statue stone table temple "
-    "ticket tiger tower train tunnel turtle valley vessel village violin wagon wallet whale window winter "
-    "zebra "
-).split()
+ITEMS = """
+    apple bottle bridge bucket button cabin camera candle carpet castle chair church clock cloud coat
+    compass cotton cradle desert diamond doctor dragon engine farmer feather fence flower forest garden
+    guitar hammer harbor helmet hotel island jacket kettle kitchen ladder lantern lemon letter library
+    lizard market mirror mountain needle orange oven painter pencil piano pillow planet pocket rabbit ribbon
+    river rocket saddle school shadow silver spider spoon station statue stone table temple ticket tiger
+    tower train tunnel turtle valley vessel village violin wagon wallet whale window winter zebra
+""".split()
 
 
 class Question(NamedTuple):
-    """One multiple-choice question. `context_id` is shared by the questions whose `prompt` starts with the same context."""
+    """One multiple-choice question. `context_id` is shared by the questions whose `prompt` starts with the
+    same context."""
 
     context_id: int
     prompt: str
@@ -44,7 +45,8 @@ class Question(NamedTuple):
 
 
 class Context(NamedTuple):
-    """A text and the values it tells: `values` maps an item to its digits; `subject` is how the text calls such a value."""
+    """A text and the values it tells: `values` maps an item to its digits; `subject` is how the text calls
+    such a value."""
 
     text: str
     values: dict[str, str]
@@ -59,7 +61,8 @@ def kv_recall_context(rng: random.Random, num_items: int = 24) -> Context:
 
 
 def passkey_context(rng: random.Random, num_sentences: int = 8, num_items: int = 8) -> Context:
-    """`num_items` sentences with a 5-digit code each, at random places among `num_sentences` of the offline text."""
+    """`num_items` sentences with a 5-digit code each, at random places among `num_sentences` of the offline
+    text."""
     values = _values(rng, num_items, num_digits=5)
     keys = [f"The secret code of the {item} is {code}." for item, code in values.items()]
     sentences = rng.sample(offline_sentences(), num_sentences) + keys
@@ -67,11 +70,15 @@ def passkey_context(rng: random.Random, num_sentences: int = 8, num_items: int =
     return Context(" ".join(sentences), values, "secret code")
 
 
-CONTEXTS: dict[str, Callable[[random.Random], Context]] = {"kv_recall": kv_recall_context, "passkey": passkey_context}
+CONTEXTS: dict[str, Callable[[random.Random], Context]] = {
+    "kv_recall": kv_recall_context,
+    "passkey": passkey_context,
+}
 
 
 def questions(task: str, num_questions: int, seed: int) -> list[Question]:
-    """The first `num_questions` questions of a generated task; the same for every `num_questions`, machine and run.
+    """The first `num_questions` questions of a generated task; the same for every `num_questions`, machine
+    and run.
 
     Args:
         task: a name in `CONTEXTS`.
@@ -89,7 +96,8 @@ def questions(task: str, num_questions: int, seed: int) -> list[Question]:
 
 @cache
 def offline_sentences() -> list[str]:
-    """Plain sentences of the offline text: 40 to 160 letters and simple punctuation from a capital to a full stop."""
+    """Plain sentences of the offline text: 40 to 160 letters and simple punctuation from a capital to a full
+    stop."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in offline_text().split("\n\n")]
     sentences = [sentence for paragraph in paragraphs for sentence in re.split(r"(?<=\.) (?=[A-Z])", paragraph)]
     return [sentence for sentence in sentences if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence)]

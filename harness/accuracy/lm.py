@@ -1,8 +1,8 @@
 """lm-eval's view of a method: an `LM` whose log-likelihoods are computed in replay.
 
-lm-eval makes prompts and choices, and turns log-likelihoods into accuracy; here its texts become token requests with the rows
-that attend densely chosen by `prefill`, and a scorer computes them. Tokens are those of lm-eval's own `HFLM` with default
-settings, so that the full cache gives its numbers.
+lm-eval makes prompts and choices, and turns log-likelihoods into accuracy; here its texts become token
+requests with the rows that attend densely chosen by `prefill`, and a scorer computes them. Tokens are those
+of lm-eval's own `HFLM` with default settings, so that the full cache gives its numbers.
 """
 
 from collections import defaultdict
@@ -13,19 +13,23 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix
 
-from harness.accuracy.scoring import Request, Score
+from harness.accuracy.scoring import Document, Request, Score
 from harness.errors import UserError
 from harness.models import LoadedModel
 
 FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
 
+Encoded = tuple[tuple[str, str], list[int], list[int]]
+"""(context, continuation) as texts, then the tokens of each: what lm-eval hands over."""
+
 
 class Prefill(NamedTuple):
     """Which rows of a request attend densely; the rest are decode rows, which a method acts on.
 
-    mode: `dense`: all but the context's last row, as when serving. `question`: the prompt ends before the token that holds the
-        first character of `marker`, so the cache is reduced before the question is known. `artifact`: the prompt is decoded
-        too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
+    mode: `dense`: all but the context's last row, as when serving. `question`: the prompt ends before the
+        token that holds the first character of `marker`, so the cache is reduced before the question is
+        known. `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the
+        paper's Fig 11.
     marker: text that starts the question; its last occurrence in the context counts.
     budget: share of T that the method keeps.
     """
@@ -64,7 +68,7 @@ class ReplayLM(TemplateLM):
         self._prefill = prefill
         self._scorer = scorer
         self._mean = mean
-        self._documents: list[Any] = []
+        self._documents: list[Document] = []
 
     @property
     def eot_token_id(self) -> int:
@@ -78,7 +82,8 @@ class ReplayLM(TemplateLM):
         return self.tokenizer.eos_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """As `HFLM`: special tokens as the tokenizer adds them, unless the text already begins with the prefix token."""
+        """As `HFLM`: special tokens as the tokenizer adds them, unless the text already begins with the
+        prefix token."""
         return self.tokenizer(string, **self._special(string, add_special_tokens), verbose=False)["input_ids"]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
@@ -86,61 +91,61 @@ class ReplayLM(TemplateLM):
         self._documents = [(request.task_name, request.doc_id) for request in requests]
         return super().loglikelihood(requests, disable_tqdm=True)
 
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
-    ) -> list[tuple[float, bool]]:
-        self.requests = self._plan(requests)
-        answers = []
-        for (texts, *_), request, scored in zip(requests, self.requests, self._scorer(self.requests), strict=True):
-            length = len(request.ids) - request.context_len
-            answer = (scored.log_likelihood / length if self._mean else scored.log_likelihood, scored.is_greedy)
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
-            answers.append(answer)
-        return answers
-
-    def _plan(self, requests: list[tuple[tuple[str, str], list[int], list[int]]]) -> list[Request]:
-        longest: dict[Any, int] = defaultdict(int)
+    def _loglikelihood_tokens(self, requests: list[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
+        longest: dict[Document, int] = defaultdict(int)
         for document, (_, context, continuation) in zip(self._documents, requests, strict=True):
             longest[document] = max(longest[document], len(context) + len(continuation))
-        planned = []
-        for document, ((text, _), context, continuation) in zip(self._documents, requests, strict=True):
-            where = f"task {document[0]}, question {document[1]}"
-            num_rows = len(context) + len(continuation) - 1
-            if num_rows > self._max_length:
-                raise UserError(
-                    f"{where}: context and answer are {num_rows} tokens, but the model takes {self._max_length}; "
-                    "lower num_fewshot or choose a model with a longer context"
-                )
-            prefill_len = min(self._prompt_end(text, longest[document], where, len(context)), max(1, len(context) - 1))
-            if num_rows <= prefill_len:
-                raise UserError(f"{where}: its {num_rows + 1} tokens leave no decode row, so no method could act on it")
-            ids = (*context, *continuation)
-            planned.append(Request(ids, len(context), prefill_len, longest[document], document))
-        return planned
+        self.requests = [
+            self._request(document, encoded, longest[document])
+            for document, encoded in zip(self._documents, requests, strict=True)
+        ]
+        answers = []
+        for (texts, _, continuation), scored in zip(requests, self._scorer(self.requests), strict=True):
+            divisor = len(continuation) if self._mean else 1
+            answers.append((scored.log_likelihood / divisor, scored.is_greedy))
+            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        return answers
 
-    def _prompt_end(self, context: str, final_length: int, where: str, context_len: int) -> int:
-        """Tokens of the prompt as `prefill` says, at least 1; the caller keeps the context's last token out of it."""
-        if self._prefill.mode == "dense":
-            return context_len
-        if self._prefill.mode == "artifact":
-            return max(1, int(final_length * self._prefill.budget))
-        end = self._token_of(self._prefill.marker, context.rstrip())
-        if end < 1:
+    def _request(self, document: Document, encoded: Encoded, final_length: int) -> Request:
+        (text, _), context, continuation = encoded
+        where = f"task {document[0]}, question {document[1]}"
+        num_rows = len(context) + len(continuation) - 1  # the last token is predicted, not run
+        if num_rows > self._max_length:
             raise UserError(
-                f"{where}: prefill=question needs {self._prefill.marker!r} inside the context, where the question starts; "
-                "use prefill=dense or artifact, or num_fewshot above 0"
+                f"{where}: context and answer have {num_rows} tokens, the model takes {self._max_length}; "
+                "lower num_fewshot or choose a model with a longer context"
+            )
+        prompt_end = self._prompt_end(text, len(context), final_length, where)
+        prefill_len = max(1, min(prompt_end, len(context) - 1))
+        if num_rows <= prefill_len:
+            raise UserError(f"{where}: {num_rows + 1} tokens leave no decode row, so no method could act on it")
+        return Request((*context, *continuation), len(context), prefill_len, final_length, document)
+
+    def _prompt_end(self, text: str, context_len: int, final_length: int, where: str) -> int:
+        """Where `prefill` ends the prompt, in tokens; the caller sees to it that one token is on either
+        side."""
+        if self._prefill.mode == "dense":
+            return context_len - 1
+        if self._prefill.mode == "artifact":
+            return int(final_length * self._prefill.budget)
+        end = self._token_of(self._prefill.marker, text.rstrip())  # as lm-eval encodes a context
+        if end is None or end < 1:
+            raise UserError(
+                f"{where}: prefill=question needs {self._prefill.marker!r} inside the context, where the question "
+                "starts; use prefill=dense or artifact, or num_fewshot above 0"
             )
         return end
 
-    def _token_of(self, marker: str, context: str) -> int:
-        """Index of the token that holds the first character of the last `marker`; -1 where there is none."""
+    def _token_of(self, marker: str, context: str) -> int | None:
+        """Index of the token that holds the first character of the last `marker`; None where there is
+        none."""
         at = context.rfind(marker)
         if at < 0:
-            return -1
+            return None
         if not self.tokenizer.is_fast:
-            raise UserError("prefill=question needs a fast tokenizer, which knows its tokens' places in the text")
+            raise UserError("prefill=question needs a fast tokenizer, which knows where in the text its tokens lie")
         encoded = self.tokenizer(context, **self._special(context), return_offsets_mapping=True, verbose=False)
-        return next(i for i, (start, stop) in enumerate(encoded["offset_mapping"]) if start <= at < stop)
+        return next(index for index, (_, stop) in enumerate(encoded["offset_mapping"]) if stop > at)
 
     def _special(self, text: str, add_special_tokens: bool | None = None) -> dict[str, bool]:
         if add_special_tokens is not None:

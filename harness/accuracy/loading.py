@@ -1,8 +1,8 @@
 """lm-eval task objects from the generator, from local JSON lines, or from the hub.
 
-A file in `task_yaml/` is an lm-eval task that takes prompts, choices and metrics from lm-eval's own YAML (`include`, below
-lm_eval/tasks) and says where local rows lie. `data=hub` uses lm-eval's YAML alone. Tasks are built without lm-eval's
-TaskManager, which would index thousands of files.
+A file in `task_yaml/` is an lm-eval task that takes prompts, choices and metrics from lm-eval's own YAML
+(`include`, below lm_eval/tasks) and says where local rows lie. `data=hub` uses lm-eval's YAML alone. Tasks
+are built without lm-eval's TaskManager, which would index thousands of files.
 """
 
 import json
@@ -29,8 +29,8 @@ FEWSHOT_SEED = 1234
 def load_task(name: str, config: RunConfig) -> ConfigurableTask:
     """The task `name`, its rows and few-shot settings as `config` says.
 
-    Raises:
-        UserError: a file is missing, empty or malformed (file and line number), there are too few examples, or the hub cannot
+    Raises: UserError: a file is missing, empty or malformed (file and line number), there are too few
+        examples, or the hub cannot
             be reached.
     """
     if name in CONTEXTS:
@@ -46,8 +46,8 @@ def load_task(name: str, config: RunConfig) -> ConfigurableTask:
 def check_rows(path: Path, fields: list[str]) -> int:
     """Read a file of JSON lines through and return its number of rows.
 
-    Raises:
-        UserError: the file is missing, empty, or a line (named by number) is not a JSON object with all of `fields`.
+    Raises: UserError: the file is missing, empty, or a line (named by number) is not a JSON object with all
+        of `fields`.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -93,22 +93,27 @@ def _generated(name: str, config: RunConfig) -> ConfigurableTask:
 
 
 def _local(name: str, config: RunConfig) -> ConfigurableTask:
-    own = yaml.safe_load((TASK_YAML / f"{name}.yaml").read_text())
-    files = own["dataset_kwargs"]["data_files"]
-    root = Path(str(config.data.root)).resolve()
-    counts = {split: check_rows(root / file, own["metadata"]["fields"]) for split, file in files.items()}
-    num_fewshot = own["num_fewshot"] if config.num_fewshot is None else config.num_fewshot
+    own = _declaration(name, config)
+    root = Path(str(config.data.root)).expanduser().resolve()
+    files = {split: root / file for split, file in own["dataset_kwargs"]["data_files"].items()}
+    counts = {split: check_rows(path, own["metadata"]["fields"]) for split, path in files.items()}
     examples = counts.get("train", 0)
-    if num_fewshot and num_fewshot >= examples:
-        raise UserError(f"num_fewshot={num_fewshot}: data=local has {examples} training rows for {name}; allowed: below that")
-    own["dataset_kwargs"]["data_files"] = {split: str(root / file) for split, file in files.items()}
-    settings = load_yaml(LM_EVAL_TASKS / own.pop("include")) | own | {"num_fewshot": num_fewshot}
+    if own["num_fewshot"] and own["num_fewshot"] >= examples:
+        raise UserError(
+            f"num_fewshot={own['num_fewshot']}: {name} has {examples} training rows in data=local; allowed: fewer"
+        )
+    own["dataset_kwargs"]["data_files"] = {split: str(path) for split, path in files.items()}
     with no_network():
-        return ConfigurableTask(config=settings)
+        return ConfigurableTask(config=load_yaml(LM_EVAL_TASKS / own.pop("include")) | own)
 
 
 def _hub(name: str, config: RunConfig) -> ConfigurableTask:
-    own = yaml.safe_load((TASK_YAML / f"{name}.yaml").read_text())
-    num_fewshot = own["num_fewshot"] if config.num_fewshot is None else config.num_fewshot
-    settings = load_yaml(LM_EVAL_TASKS / own["include"]) | {"task": name, "num_fewshot": num_fewshot}
+    own = _declaration(name, config)
+    settings = load_yaml(LM_EVAL_TASKS / own["include"]) | {"task": name, "num_fewshot": own["num_fewshot"]}
     return from_hub(settings["dataset_path"], lambda: ConfigurableTask(config=dict(settings)))
+
+
+def _declaration(name: str, config: RunConfig) -> dict[str, Any]:
+    """The task's YAML with `num_fewshot` as the user wants it."""
+    own = yaml.safe_load((TASK_YAML / f"{name}.yaml").read_text())
+    return own if config.num_fewshot is None else own | {"num_fewshot": config.num_fewshot}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -113,7 +114,7 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     for name in ("attention_recall", "kv_frac", "kv_frac_artifact"):
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
-    name = config.corpus.path or config.corpus.name
+    name = Path(config.corpus.path).name if config.corpus.path else config.corpus.name
     samples = {"windows": [_raw(window) for window in windows]}
     return Outcome({name: metrics}, samples, _chunks(windows, config.prefill_len, config.seq_len))
 

@@ -1,20 +1,20 @@
 """Log-likelihoods of continuations through replay, each piece of work done once.
 
-Requests with the same prompt share its prefill, and those of one document share the decode rows in which they do not
-yet differ: the end of the context, and the tokens with which several choices begin.
+Requests with the same prompt share its prefill, and those of one document share the decode rows in which they
+do not yet differ: the end of the context, and the tokens with which several choices begin.
 
     prompt   ids[:prefill_len]       dense, once per distinct prompt
       branch   equal rows that follow  decoded once per document, counted as often as requests share them
         leaf     the rest                decoded per request
 
-Prompts of similar length are padded left into one batch, later rows are padded right. The output head runs only on
-the rows that predict a token of a continuation.
+Prompts of similar length are padded left into one batch, later rows are padded right. The output head runs
+only on the rows that predict a token of a continuation.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,15 +24,20 @@ from harness.reads import ReadStats
 from harness.replay import ReplaySession
 
 PROMPT_TOKENS = 1024
-"""Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad more."""
+"""Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad
+more."""
 
 CACHE_TOKENS = 8192
-"""Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in fp16 on Llama-2-7B."""
+"""Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in fp16 on
+Llama-2-7B."""
 
 HEAD_ROWS = 256
 """Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at 128k."""
 
 Item = TypeVar("Item")
+Document = tuple[str | None, int | None]
+"""Task and number of a question."""
+
 OpenSession = Callable[[Tensor, int], ReplaySession]
 """Makes a fresh session from final lengths, int [batch], and a number of columns."""
 
@@ -40,15 +45,15 @@ OpenSession = Callable[[Tensor, int], ReplaySession]
 class Request(NamedTuple):
     """One continuation to score: `ids[context_len:]`, given `ids[:context_len]`.
 
-    prefill_len: rows that attend densely, at least 1. final_length: T, context and longest choice of the document.
-    document: requests of one document are the choices of one question.
+    prefill_len: rows that attend densely, at least 1. final_length: T, context and longest choice of the
+    document. document: requests of one document are the choices of one question.
     """
 
     ids: tuple[int, ...]
     context_len: int
     prefill_len: int
     final_length: int
-    document: Hashable
+    document: Document
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -57,19 +62,22 @@ class Request(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Tokens of the decode rows; the last token of the continuation has none, as nothing it predicts is scored."""
+        """Tokens of the decode rows; the last token of the continuation has none, as nothing it predicts is
+        scored."""
         return self.ids[self.prefill_len : -1]
 
 
 class Score(NamedTuple):
-    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would produce it."""
+    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would produce
+    it."""
 
     log_likelihood: float
     is_greedy: bool
 
 
 class Branch(NamedTuple):
-    """Requests of one document after one prompt, by index, and the decode rows that are equal in all of them."""
+    """Requests of one document after one prompt, by index, and the decode rows that are equal in all of
+    them."""
 
     requests: list[int]
     shared: tuple[int, ...]
@@ -96,7 +104,7 @@ def share(requests: Sequence[Request]) -> list[Prompt]:
 
     Prompts count as equal where T is equal too: a method may evict by T at the end of the prompt.
     """
-    tree: dict[tuple, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
+    tree: dict[tuple, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, request in enumerate(requests):
         tree[request.prompt, request.final_length][request.document].append(index)
     prompts = []
@@ -107,9 +115,13 @@ def share(requests: Sequence[Request]) -> list[Prompt]:
 
 
 def score(
-    requests: Sequence[Request], attached: Attached, open_session: OpenSession, on_scored: Callable[[int], object]
+    requests: Sequence[Request],
+    attached: Attached,
+    open_session: OpenSession,
+    on_scored: Callable[[int], object],
 ) -> tuple[list[Score], ReadStats]:
-    """Scores in the order of `requests`, and what was read for them, every request counted as a sequence of its own.
+    """Scores in the order of `requests`, and what was read for them, every request counted as a sequence of
+    its own.
 
     Args:
         open_session: makes the session of a batch of prompts.
@@ -144,7 +156,8 @@ class HiddenRows:
         self._size = 0
 
     def add(self, hidden: Tensor, owners: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Append hidden [batch, rows, hidden_size]; `owners`: for each sequence its requests and number of real rows."""
+        """Append hidden [batch, rows, hidden_size]; `owners`: for each sequence its requests and number of
+        real rows."""
         batch, width, _ = hidden.shape
         for at, (requests, count) in enumerate(owners):
             start = self._size + at * width
@@ -158,7 +171,11 @@ class PromptBatch:
     """A batch of prompts after their prefill, whose branches are decoded slice by slice."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], attached: Attached, open_session: OpenSession
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        attached: Attached,
+        open_session: OpenSession,
     ) -> None:
         self.requests = requests
         self.device = attached.device
@@ -171,8 +188,8 @@ class PromptBatch:
         self.last_hidden = self.root.prefill(ids, valid, counts)[:, -1:]  # [prompts, 1, hidden_size]
 
     def slices(self) -> Iterator[list[tuple[int, Branch]]]:
-        """The branches, each with its prompt's place in the batch, in slices of bounded memory. Those without shared
-        rows come apart: among others they would be sequences of nothing but padding."""
+        """The branches, each with its prompt's place in the batch, in slices of bounded memory. Those without
+        shared rows come apart: among others they would be sequences of nothing but padding."""
 
         def size(item: tuple[int, Branch]) -> tuple[int, int]:
             longest = max(len(self.requests[index].rows) for index in item[1].requests)
@@ -219,7 +236,9 @@ def read_off(rows: HiddenRows, requests: Sequence[Request], attached: Attached) 
     addresses = [rows.addresses[index][-len(tokens) :] for index, tokens in targets.items()]
     device = attached.device
     wanted = torch.tensor([token for tokens in targets.values() for token in tokens], device=device)
-    unique, where = torch.unique(torch.tensor([at for each in addresses for at in each], device=device), return_inverse=True)
+    unique, where = torch.unique(
+        torch.tensor([at for each in addresses for at in each], device=device), return_inverse=True
+    )
     hidden = torch.cat(rows.blocks)[unique]
     log_probs = torch.empty(len(wanted), device=device)
     greedy = torch.empty(len(wanted), dtype=torch.bool, device=device)
@@ -252,7 +271,8 @@ def _alike(leaves: Iterable[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most: int) -> Iterator[list[Item]]:
-    """Runs of items whose sequences times columns stay within `most`, of at least one item; size: (sequences, columns)."""
+    """Runs of items whose sequences times columns stay within `most`, of at least one item; size: (sequences,
+    columns)."""
     batch: list[Item] = []
     count = width = 0
     for item in items:

@@ -1,8 +1,8 @@
 """Accuracy on tasks, by lm-eval: `experiment=tasks`, Fig 11 and Fig 13.
 
-lm-eval makes the prompts, asks for log-likelihoods and decides what is right; replay computes them under the method. Tasks
-come from `task_yaml/` (the paper's five and four more, from JSON lines or the hub, with lm-eval's own prompts) or are
-generated. Each task is sized, run and reported on its own.
+lm-eval makes the prompts, asks for log-likelihoods and decides what is right; replay computes them under the
+method. Tasks come from `task_yaml/` (the paper's five and four more, from JSON lines or the hub, with
+lm-eval's own prompts) or are generated. Each task is sized, run and reported on its own.
 
     python run.py method=h2o experiment=tasks data=local data.root=DIR tasks=[copa] num_samples=50
 """
@@ -41,12 +41,11 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about d
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
-    Returns:
-        metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`, kv_frac, kv_frac_artifact, num_samples,
-        num_fewshot, prefill. samples by task: one entry a question.
+    Returns: metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`, kv_frac,
+        kv_frac_artifact, num_samples, num_fewshot, prefill. samples by task: one entry a question.
 
-    Raises:
-        UserError: missing or malformed data, a context longer than the model's limit, settings under which a task cannot be
+    Raises: UserError: missing or malformed data, a context longer than the model's limit, settings under
+        which a task cannot be
             scored, or a method that never ran.
     """
     metrics, samples = {}, {}
@@ -56,7 +55,8 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
 
 
 def decode_rows(requests: Sequence[Request]) -> list[DecodeRow]:
-    """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone."""
+    """The decode rows on which a method will run, every request a sequence of its own; made from tokens
+    alone."""
     return [
         DecodeRow(cached, request.final_length)
         for request in requests
@@ -65,10 +65,12 @@ def decode_rows(requests: Sequence[Request]) -> list[DecodeRow]:
 
 
 def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float | None:
-    """Standard error of the mean of `values` whose errors are independent between clusters only; None with one cluster.
+    """Standard error of the mean of `values` whose errors are independent between clusters only; None with
+    one cluster.
 
-    With every value a cluster of its own it is lm-eval's: sample standard deviation / sqrt(n). Questions on one context are a
-    cluster: they succeed and fail together (Liang and Zeger 1986, with the G / (G - 1) correction).
+    With every value a cluster of its own it is lm-eval's: sample standard deviation / sqrt(n). Questions on
+    one context are a cluster: they succeed and fail together (Liang and Zeger 1986, with the G / (G - 1)
+    correction).
     """
     mean = sum(values) / len(values)
     residuals: dict[Any, float] = defaultdict(float)
@@ -93,7 +95,14 @@ class ReplayScorer:
     def __call__(self, requests: Sequence[Request]) -> list[Score]:
         with (
             attach(self.loaded.model) as attached,
-            tqdm(total=len(requests), desc=self.task, unit="answer", leave=False, disable=None, file=self.bar_file) as bar,
+            tqdm(
+                total=len(requests),
+                desc=self.task,
+                unit="answer",
+                leave=False,
+                disable=None,
+                file=self.bar_file,
+            ) as bar,
         ):
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
 
@@ -138,8 +147,8 @@ def _prefill(name: str, config: RunConfig) -> Prefill:
     mode = config.prefill_of(name)
     if mode == "artifact" and config.target_kv_frac is not None:
         raise UserError(
-            f"target_kv_frac={config.target_kv_frac}: not with prefill=artifact (task {name}), whose decode rows depend on "
-            "the size itself; set the method's own size, or use prefill=dense or question"
+            f"target_kv_frac={config.target_kv_frac}: not with prefill=artifact (task {name}), whose decode rows "
+            "depend on the size itself; set the method's own size, or use prefill=dense or question"
         )
     return Prefill(mode, MARKER if name in CONTEXTS else FEWSHOT_SEPARATOR, config.method.artifact_budget())
 
@@ -159,7 +168,8 @@ def _raw(task: ConfigurableTask, sample: dict[str, Any], request: Request) -> di
 
 
 def _gold(task: ConfigurableTask, doc: dict[str, Any]) -> int:
-    """Index of the right choice. A task of one continuation (LAMBADA) asks whether it is the likeliest: its choice 0."""
+    """Index of the right choice. A task of one continuation (LAMBADA) asks whether it is the likeliest: its
+    choice 0."""
     gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
     if isinstance(gold, str):
         return task.doc_to_choice(doc).index(gold) if task.config.doc_to_choice else 0

@@ -1,0 +1,289 @@
+"""Perplexity and fidelity of windows, against direct computations on a tiny model."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import reference as plain
+import torch
+
+from harness.accuracy.fidelity import score_rows
+from harness.accuracy.perplexity import CHUNK, run_perplexity
+from harness.attach import attach
+from harness.config import CalibrationConfig, CorpusConfig, RunConfig, load
+from harness.errors import UserError
+from harness.models import LoadedModel
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.quantization import Quantized
+from methods.streaming import Streaming
+
+MAX_LENGTH = 512
+METRICS = {
+    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact",
+}  # fmt: skip
+
+
+class ByteTokenizer:
+    """A token a byte."""
+
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+        assert options["add_special_tokens"] is False
+        return {"input_ids": list(text.encode())}
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> str:
+    """A file of 1,500 random letters; no cache outside the test's folder."""
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "text.txt"
+    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1500)))
+    return str(file)
+
+
+@pytest.fixture
+def loaded(tiny_gqa) -> LoadedModel:
+    return LoadedModel(tiny_gqa, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+
+
+@cache
+def defaults() -> RunConfig:
+    return load(["experiment=perplexity"])
+
+
+def settings(text: str, method=None, **changes) -> RunConfig:
+    method = method or Full()
+    values = {
+        "method": method,
+        "method_name": method.name,
+        "corpus": CorpusConfig("offline", path=text),
+        "calibration": CalibrationConfig(path=text, num_tokens=64),
+        "seq_len": 60,
+        "prefill_len": 20,
+        "num_windows": 3,
+    }
+    return replace(defaults(), **(values | changes))
+
+
+def windows(text: str, config: RunConfig) -> list[list[int]]:
+    with open(text, "rb") as file:
+        ids = list(file.read())
+    start = config.corpus.offset_tokens or 0
+    stop = start + config.num_windows * config.seq_len
+    return [ids[first : first + config.seq_len] for first in range(start, stop, config.seq_len)]
+
+
+def log_probs_of_model(model, window) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([window])).logits[0].double().log_softmax(-1)
+
+
+def log_probs_of_method(model, config: RunConfig, window) -> torch.Tensor:
+    """Of all rows, by the reference; those of the prompt are the model's own."""
+    prompt = max(1, config.prefill_len)
+    with torch.inference_mode():
+        reference = plain.Reference(model, config.method, final_length=len(window), prefill_len=prompt)
+        decoded = reference.run(window).logits.double().log_softmax(-1)
+    return torch.cat([log_probs_of_model(model, window)[:prompt], decoded])
+
+
+def nll_of(log_probs: torch.Tensor, window, first: int) -> list[float]:
+    """Of the tokens after rows first, first + 1, ...; the last row predicts nothing."""
+    return [-float(log_probs[t, window[t + 1]]) for t in range(first, len(window) - 1)]
+
+
+def stderr_of(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def absent(metrics: dict) -> set[str]:
+    return {name for name, value in metrics.items() if value is None}
+
+
+def metrics_of(outcome) -> dict:
+    (metrics,) = outcome.metrics.values()
+    return metrics
+
+
+@pytest.mark.parametrize("prefill_len", [0, 1, 20, 57])
+@pytest.mark.parametrize("method", [Streaming(kv_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
+def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
+    config = settings(text, method, prefill_len=prefill_len)
+    metrics = metrics_of(run_perplexity(config, loaded))
+    nll, nll_full, kl, agrees = [], [], [], []
+    for window in windows(text, config):
+        ours = log_probs_of_method(loaded.model, config, window)
+        full = log_probs_of_model(loaded.model, window)
+        nll.append(nll_of(ours, window, prefill_len))
+        nll_full.append(nll_of(full, window, prefill_len))
+        rows = slice(prefill_len, len(window) - 1)
+        kl.append([float((p.exp() * (p - q)).sum()) for p, q in zip(full[rows], ours[rows], strict=True)])
+        agrees.append([float(p.argmax() == q.argmax()) for p, q in zip(full[rows], ours[rows], strict=True)])
+    expected = {
+        "perplexity": [math.exp(statistics.mean(rows)) for rows in nll],
+        "perplexity_full": [math.exp(statistics.mean(rows)) for rows in nll_full],
+        "kl_nats": [statistics.mean(rows) for rows in kl],
+        "top1_agreement": [statistics.mean(rows) for rows in agrees],
+    }
+    for name, by_window in expected.items():
+        assert metrics[f"{name}_stderr"] == pytest.approx(stderr_of(by_window), rel=1e-3, abs=1e-5), name
+    assert metrics["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(nll, []))), rel=1e-4)
+    assert metrics["perplexity_full"] == pytest.approx(math.exp(statistics.mean(sum(nll_full, []))), rel=1e-4)
+    assert metrics["kl_nats"] == pytest.approx(statistics.mean(sum(kl, [])), abs=1e-5)
+    assert metrics["top1_agreement"] == pytest.approx(statistics.mean(sum(agrees, [])))
+    assert metrics["num_samples"] == 3
+    assert set(metrics) == METRICS | {f"{name}_stderr" for name in METRICS} | {"num_samples"}
+    assert metrics["kl_nats"] > 0 and metrics["top1_agreement"] < 1, "the method changed nothing"
+
+
+def test_sizes_are_those_of_the_decode_rows(loaded, text):
+    """Fifty-nine rows are run, T is sixty: floor(0.2 * 60) = 12 tokens a row in two of four layers."""
+    metrics = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2, num_sinks=2)), loaded))
+    shares = [(2 + 2 * 12 / cached) / 4 for cached in range(20, 59)]
+    assert metrics["kv_frac"] == pytest.approx(statistics.mean(shares))
+    assert metrics["kv_frac_stderr"] == pytest.approx(0, abs=1e-12)
+    density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
+    assert metrics["kv_frac_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
+
+
+@pytest.mark.parametrize("prefill_len", [0, 20])
+def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len):
+    metrics = metrics_of(run_perplexity(settings(text, prefill_len=prefill_len), loaded))
+    assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
+    assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
+    for name in ("top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact"):
+        assert metrics[name] == 1
+
+
+def test_what_cannot_be_measured_is_none(loaded, text):
+    one_window = metrics_of(run_perplexity(settings(text, H2O(), num_windows=1), loaded))
+    assert absent(one_window) == {f"{name}_stderr" for name in METRICS}
+    quantized = metrics_of(run_perplexity(settings(text, Quantized(num_bits=2)), loaded))
+    assert absent(quantized) == {"attention_recall", "attention_recall_stderr"}
+    assert quantized["kv_frac"] == pytest.approx((2 + 2 * (2 + 32 / 16) / 16) / 4)
+    assert quantized["kv_frac_artifact"] == pytest.approx(2 / 16)
+    assert quantized["kl_nats"] > 0
+
+
+@pytest.mark.parametrize(
+    "prefill_len, seq_len, expected",
+    [
+        (0, 300, [(0, 0, 256), (1, 256, 43)]),
+        (100, 300, [(0, 100, 156), (1, 256, 43)]),
+        (256, 300, [(1, 256, 43)]),
+        (255, 258, [(0, 255, 1), (1, 256, 1)]),
+        (10, 257, [(0, 10, 246)]),  # row 256 is the last one
+    ],
+)
+def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len, expected):
+    """(chunk, first row, rows of a window)"""
+    assert CHUNK == 256
+    config = settings(text, prefill_len=prefill_len, seq_len=seq_len, num_windows=2)
+    outcome = run_perplexity(config, loaded)
+    counted = [(row["chunk"], row["num_tokens"] / 2) for row in outcome.chunks]
+    assert counted == [(chunk, rows) for chunk, _, rows in expected]
+    nll = [nll_of(log_probs_of_model(loaded.model, window), window, 0) for window in windows(text, config)]
+    for row, (_, first, count) in zip(outcome.chunks, expected, strict=True):
+        parts = [rows[first : first + count] for rows in nll]
+        assert row["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(parts, []))), rel=1e-4)
+        each = [math.exp(statistics.mean(part)) for part in parts]
+        assert row["perplexity_stderr"] == pytest.approx(stderr_of(each), rel=1e-3)
+
+
+def test_windows_follow_one_another_from_the_offset(loaded, text):
+    config = settings(text, corpus=CorpusConfig("offline", path=text, offset_tokens=700))
+    nll = [nll_of(log_probs_of_model(loaded.model, window), window, 20) for window in windows(text, config)]
+    outcome = run_perplexity(config, loaded)
+    assert [window["nll"] for window in outcome.samples["windows"]] == pytest.approx(
+        [statistics.mean(rows) for rows in nll], rel=1e-5
+    )
+
+
+def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeypatch):
+    from harness.accuracy import perplexity
+
+    made = []
+    session = perplexity.ReplaySession
+
+    def count_session(attached, method, **options):
+        made.append(method.name)
+        return session(attached, method, **options)
+
+    monkeypatch.setattr(perplexity, "ReplaySession", count_session)
+    perplexity._references.clear()
+    first = metrics_of(run_perplexity(settings(text, H2O()), loaded))
+    second = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2)), loaded))
+    assert made.count("full") == 3 and first["perplexity_full"] == second["perplexity_full"]
+    metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded))
+    assert made.count("full") == 6, "other rows are scored"
+
+
+def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp_path):
+    method = InfiniGen(alpha=math.inf)
+    outcome = metrics_of(run_perplexity(settings(text, method, target_kv_frac=0.7), loaded))
+    assert outcome["kv_frac"] == pytest.approx(0.7, abs=0.01)
+    (file,) = (tmp_path / "cache" / "calibration").iterdir()
+    stamp = file.stat().st_mtime_ns
+    again = metrics_of(run_perplexity(settings(text, method, target_kv_frac=0.7), loaded))
+    assert again == outcome and file.stat().st_mtime_ns == stamp
+
+
+def test_a_codec_under_a_method_counts_its_bits(loaded, text):
+    method = Streaming(kv_frac=0.2)
+    metrics = metrics_of(run_perplexity(settings(text, method, codec="int4"), loaded))
+    width = (4 + 32 / 16) / 16
+    shares = [(2 + 2 * width * 12 / cached) / 4 for cached in range(20, 59)]
+    assert metrics["kv_frac"] == pytest.approx(statistics.mean(shares))
+
+
+def test_scores_do_not_depend_on_the_head_chunk(loaded, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    hidden, reference = torch.randn(2, 21, 64, generator=generator)
+    targets = torch.randint(0, 256, (21,), generator=generator)
+    with attach(loaded.model) as attached:
+        expected = score_rows(attached, hidden, targets, reference)
+        monkeypatch.setattr("harness.accuracy.fidelity.HEAD_CHUNK", 4)
+        got = score_rows(attached, hidden, targets, reference)
+        alone = score_rows(attached, hidden, targets)
+    assert alone.kl is None and alone.agrees is None
+    for ours, wanted in zip((*got, alone.nll), (*expected, expected.nll), strict=True):
+        assert ours.dtype == torch.float64 and torch.allclose(ours, wanted, atol=1e-6)
+
+
+# Refusals
+
+
+def test_a_window_longer_than_the_model_is_refused(loaded, text):
+    with pytest.raises(UserError, match=r"seq_len=513: tiny takes at most 512"):
+        run_perplexity(settings(text, seq_len=513, num_windows=1), loaded)
+    run_perplexity(settings(text, seq_len=512, num_windows=1), loaded)
+
+
+def test_a_text_shorter_than_the_windows_is_refused_with_its_length(loaded, text):
+    with pytest.raises(UserError, match=r"seq_len=501.*1503 tokens.*1500"):
+        run_perplexity(settings(text, seq_len=501), loaded)
+    run_perplexity(settings(text, seq_len=500), loaded)
+
+
+@pytest.mark.parametrize("seq_len, prefill_len", [(60, 59), (2, 0), (2, 1)])
+def test_windows_that_leave_no_decode_row_are_refused(loaded, text, seq_len, prefill_len):
+    with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
+        run_perplexity(settings(text, H2O(), seq_len=seq_len, prefill_len=prefill_len), loaded)
+
+
+def test_a_method_that_the_window_does_not_fit_is_refused(loaded, text):
+    with pytest.raises(ValueError, match=r"method\.kv_frac=0\.05: keeps 3 of 60.*num_sinks=4"):
+        run_perplexity(settings(text, Streaming(kv_frac=0.05)), loaded)
+    with pytest.raises(ValueError, match=r"num_exempt_layers=4"):
+        run_perplexity(settings(text, H2O(num_exempt_layers=4)), loaded)
+
+
+def test_a_target_size_out_of_reach_is_refused(loaded, text):
+    with pytest.raises(UserError, match=r"target_kv_frac=0\.1.*2 of 4 layers"):
+        run_perplexity(settings(text, H2O(), target_kv_frac=0.1), loaded)
