@@ -1,6 +1,7 @@
 # Every target makes .venv and installs the locked packages by itself: once, and again when a lock changes.
 #   make accuracy MODEL=llama2-7b DATA=hub      the paper's grid for one model
 #   make accuracy ARGS="results_dir=/tmp/r"     further settings, passed on as they are
+#   make speedup PLATFORM=cuda MODEL=opt-13b WEIGHTS=random      the paper's shapes on a GPU
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
 
@@ -17,8 +18,11 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 MODEL ?= smollm2-135m
 DATA ?= offline
+PLATFORM ?= cpu
+WEIGHTS ?= pretrained
 ARGS ?=
 GRID = $(if $(filter offline,$(DATA)),accuracy,paper)
+SPEED_GRID = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
 
 # The first interpreter that runs (a name on the PATH may be a shim that does not), has venv, and is supported.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -30,7 +34,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup lint test accuracy plots clean
+.PHONY: help setup lint test accuracy speedup plots clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +51,9 @@ test: $(STAMP)  ## run the tests
 
 accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, ARGS=)
 	$(PY) run.py grid=$(GRID) model=$(MODEL) data=$(DATA) $(ARGS)
+
+speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
+	$(PY) run.py grid=$(SPEED_GRID) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
 
 plots: $(STAMP)  ## draw all figures again from results/tables
 	$(PY) -m plots $(ARGS)

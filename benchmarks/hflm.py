@@ -40,8 +40,7 @@ Answers = list[tuple[float, bool]]
 
 
 class Comparison(NamedTuple):
-    """One task: largest difference of a log-likelihood in nats, accuracies, and median seconds by
-    contestant."""
+    """One task: largest difference of a log-likelihood in nats, accuracies, and median seconds by contestant."""
 
     largest_difference: float
     accuracy: dict[str, float]
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--data-root", required=True, help="folder with openbookqa/ and copa/ as JSON lines")
     parser.add_argument("--questions", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)

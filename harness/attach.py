@@ -1,9 +1,10 @@
 """Put our attention under a loaded Hugging Face decoder, and take it away again.
 
-`attach(model)` registers an attention function and a mask function under one name, hooks the input of every
-attention module, and undoes all of it on exit. While attached, a forward pass hands each layer's fresh query, key
-and value to a *handler*, which owns the history; the model itself keeps no cache and is given explicit positions.
-The registered mask function makes no mask: validity, causality and selection are the handler's.
+`attach(model)` registers an attention function, hooks the input of every attention module, and undoes all of it on
+exit. While attached, a forward pass hands each layer's fresh query, key and value to a *handler*, which owns the
+history; the model itself keeps no cache and is given explicit positions. No mask function is registered: validity,
+causality and selection are the handler's, and transformers then skips its own mask code, which looks at the positions
+of every step and so would synchronise with the device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from harness.adapters import Adapter, adapter_for
 from harness.errors import UserError
@@ -116,7 +117,6 @@ def attach(model: Any) -> Iterator[Attached]:
     hooks = []
     try:
         AttentionInterface.register(name, attached._attend)
-        AttentionMaskInterface.register(name, _no_mask)
         for module in attached.attentions:
             hooks.append(module.register_forward_pre_hook(attached._before, with_kwargs=True))
             hooks.append(module.register_forward_hook(attached._after))
@@ -127,8 +127,3 @@ def attach(model: Any) -> Iterator[Attached]:
             hook.remove()
         model.set_attn_implementation(before)
         AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None

@@ -52,7 +52,11 @@ class Jobs:
     def _execute(self, config: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
         if "grid" not in config:
-            self.paths.append(runner.run(parse(config, overrides)))
+            checked = parse(config, overrides)
+            if checked.kind == "generate":
+                runner.generate(checked)
+            else:
+                self.paths.append(runner.run(checked))
             return
         self.draws = True
         for path in grid.run_cells(grid.cells(config.grid, overrides)):

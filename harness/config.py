@@ -18,7 +18,9 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from harness import labels
 from harness.errors import UserError, nearest
+from harness.live_config import LatencyConfig, PlatformConfig, check_live, group_latency, running
 from harness.schema import build
 
 if TYPE_CHECKING:
@@ -33,7 +35,11 @@ PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
 TASKS = (*GENERATED_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
 QUANTIZED_CODECS = ("int8", "int4", "int2", "int1")
 GENERATED_NUM_SAMPLES = 128
-LOWEST = {"seed": 0, "seq_len": 2, "prefill_len": 0, "num_windows": 1, "num_samples": 1, "num_fewshot": 0}
+LIVE_KINDS = ("latency", "generate")
+LOWEST = {
+    "seed": 0, "seq_len": 2, "prefill_len": 0, "num_windows": 1, "num_samples": 1, "num_fewshot": 0,
+    "max_new_tokens": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,13 +119,14 @@ class RunConfig:
     """
 
     experiment: str
-    kind: Literal["tasks", "perplexity"]
+    kind: Literal["tasks", "perplexity", "latency", "generate"]
     model: ModelConfig
     method: Method
     method_name: str
     data: DataConfig
     corpus: CorpusConfig
     calibration: CalibrationConfig
+    platform: PlatformConfig
     tasks: tuple[str, ...]
     label: str | None = None
     codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "int2", "int1"] | None = None
@@ -132,6 +139,11 @@ class RunConfig:
     seq_len: int = 1024
     prefill_len: int = 256
     num_windows: int = 4
+    placement: Literal["device", "host"] = "host"
+    reuse: bool = False
+    latency: LatencyConfig = LatencyConfig()
+    prompt: str | None = None
+    max_new_tokens: int = 64
     results_dir: str = "results"
 
     def __post_init__(self) -> None:
@@ -145,6 +157,8 @@ class RunConfig:
         self._check_tasks()
         if self.kind == "perplexity":
             self._check_windows()
+        if self.kind in LIVE_KINDS:
+            check_live(self)
 
     def _check_size(self) -> None:
         if self.target_kv_frac is None:
@@ -234,6 +248,11 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key != "grid"}
     given = {override.split("=", 1)[0].lstrip("+") for override in overrides}
     settings["model"] = _with_source(_group(settings, "model"), given)
+    settings["latency"] = build(LatencyConfig, group_latency(settings))
+    settings["platform"] = _group(settings, "platform")
+    if settings["kind"] in LIVE_KINDS:
+        labels.settle(settings, given, _method_node)
+    settings["platform"] = running(settings["platform"])
     settings["method_name"], settings["method"] = _method(_group(settings, "method"))
     if settings.get("tasks") is None:
         offline = _group(settings, "data").get("name") == "offline"
@@ -251,6 +270,10 @@ def _group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(node, dict):
         raise UserError(f"{name}={node}: {nearest(node, options(name))}")
     return dict(node)
+
+
+def _method_node(name: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(CONF_DIR / "method" / f"{name}.yaml"))
 
 
 def _method(node: dict[str, Any]) -> tuple[str, Any]:

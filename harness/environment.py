@@ -23,7 +23,7 @@ def describe(device: str | None = None) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _from_proc("/proc/cpuinfo", "model name") or platform.processor() or None,
+        "cpu": processor(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "num_threads": _num_threads() if device else None,
         "memory_bytes": _memory_bytes(),
@@ -33,6 +33,11 @@ def describe(device: str | None = None) -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "dirty": _is_dirty(),
     }
+
+
+def processor() -> str | None:
+    """The processor's name, where the system tells it."""
+    return _from_proc("/proc/cpuinfo", "model name") or platform.processor() or None
 
 
 def _from_proc(file: str, key: str) -> str | None:

@@ -33,7 +33,6 @@ class _Pending(NamedTuple):
     request: Request
     present: Tensor | None
     ticket: Ticket | None
-    buffer: Tensor | None
 
 
 class Fetcher:
@@ -42,7 +41,6 @@ class Fetcher:
     def __init__(self, link: Link | None, reuse: bool) -> None:
         self.link = link
         self.reuse = reuse
-        self.tickets: list[Ticket] = []
         self._pending: dict[int, _Pending] = {}
         self._buffers: list[Tensor] = []
         self._resident: dict[int, Tensor] = {}
@@ -77,13 +75,16 @@ class Fetcher:
         self._resident[layer] = resident
         self._submit(layer, store, index, resident >= 0, self._kept[layer])
 
+    def wait(self, layer: int) -> None:
+        """Let the computation wait until the layer's rows are there."""
+        ticket = self._pending[layer].ticket
+        if ticket is not None:
+            ticket.wait()
+
     def take(self, layer: int) -> Fetched:
         """The layer's rows, waiting for them if need be."""
-        store, request, present, ticket, buffer = self._pending.pop(layer)
-        if ticket is None:
-            keys, values = store.fetch(request, buffer)
-        else:
-            keys, values = store.unpack(ticket.wait())
+        store, request, present, ticket = self._pending.pop(layer)
+        keys, values = store.fetch(request) if ticket is None else store.unpack(ticket.wait())
         if present is not None:
             values = values.masked_fill_(~present.unsqueeze(-1), 0)  # what lay there before may be no number
         return Fetched(keys, values, present)
@@ -95,18 +96,23 @@ class Fetcher:
         if self.link is None:
             store.write(rows, at)
         else:
-            self.tickets.append(self.link.write_back(store, rows, at))
+            self.link.write_back(store, rows, at)
 
-    def take_exposed(self) -> float:
-        """Seconds the computation waited for the link since the last call. Under CUDA this synchronises."""
-        tickets, self.tickets = self.tickets, []
-        return sum(ticket.exposed_s for ticket in tickets)
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffer.nbytes for buffer in (*self._buffers, *self._kept.values()))
 
     def drain(self) -> None:
-        """Wait until nothing is under way."""
-        self._pending.clear()
+        """Wait until nothing is under way. Raises the error of a transfer that failed."""
         if self.link is not None:
             self.link.drain()
+
+    def close(self) -> None:
+        """Drain, and give the buffers back: nothing can be taken any more. Raises as `drain`."""
+        for held in (self._pending, self._buffers, self._resident, self._kept):
+            held.clear()
+        self.drain()
 
     def _turn(self) -> Tensor | None:
         if not self._buffers:
@@ -120,8 +126,7 @@ class Fetcher:
         ticket = None
         if self.link is not None and buffer is not None:
             ticket = self.link.prefetch(store, request, buffer)
-            self.tickets.append(ticket)
-        self._pending[layer] = _Pending(store, request, present, ticket, buffer)
+        self._pending[layer] = _Pending(store, request, present, ticket)
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:

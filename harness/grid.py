@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from harness.apart import run_apart, shape_of
 from harness.config import RunConfig, load
 from harness.errors import UserError
 from harness.runner import is_finished, run, title
@@ -37,7 +38,7 @@ def cells(node: DictConfig, overrides: Sequence[str]) -> list[RunConfig]:
     grid = OmegaConf.to_container(node, resolve=True)
     assert isinstance(grid, dict)
     given = {override.split("=", 1)[0]: override for override in overrides}
-    given.pop("grid", None)
+    given = {key: override for key, override in given.items() if key.partition(".")[0] != "grid"}
     settings = _group(grid.get("settings") or {}, "grid.settings")
     entries = grid.get("cells")
     if not isinstance(entries, list) or not entries:
@@ -47,7 +48,10 @@ def cells(node: DictConfig, overrides: Sequence[str]) -> list[RunConfig]:
         if len({str(cell[key]) for cell in every if key in cell}) > 1:
             raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
     fixed = [{key: value for key, value in (settings | cell).items() if key not in given} for cell in every]
-    return [load([*itertools.starmap(_override, cell.items()), *given.values()]) for cell in fixed]
+    configs = [load([*itertools.starmap(_override, cell.items()), *given.values()]) for cell in fixed]
+    if any(config.kind == "generate" for config in configs):
+        raise UserError("grid.cells: experiment=generate writes no record, so it is no cell")
+    return configs
 
 
 def run_cells(configs: Sequence[RunConfig]) -> Iterator[Path]:
@@ -63,17 +67,36 @@ def run_cells(configs: Sequence[RunConfig]) -> Iterator[Path]:
     if len(todo) < len(configs):
         tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
     failures: list[tuple[str, Exception]] = []
-    with tqdm(todo, unit="cell", dynamic_ncols=True) as progress:
-        for config in progress:
-            progress.set_description(title(config))
-            try:
-                yield run(config, say=_silent)
-            except Exception as error:
-                failures.append((f"{title(config)}: {str(error) or type(error).__name__}", error))
+    with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
+        for group in _groups(todo):
+            outcomes = run_apart(group) if shape_of(group[0]) else map(_run_here, group)
+            for config in group:
+                progress.set_description(title(config))
+                outcome = next(outcomes)
+                progress.update()
+                if isinstance(outcome, Path):
+                    yield outcome
+                    continue
+                failures.append((f"{title(config)}: {str(outcome) or type(outcome).__name__}", outcome))
                 tqdm.write(f"failed: {failures[-1][0]}")
     if failures:
         said, first = failures[0]
         raise UserError(f"{len(failures)} of {len(configs)} cells failed; the first, {said}") from first
+
+
+def _groups(todo: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    """The cells that share a process of their own, in the order of the first of each; any other cell is alone."""
+    groups: dict[Any, list[RunConfig]] = {}
+    for index, config in enumerate(todo):
+        groups.setdefault(shape_of(config) or index, []).append(config)
+    return list(groups.values())
+
+
+def _run_here(config: RunConfig) -> Path | Exception:
+    try:
+        return run(config, say=_silent)
+    except Exception as error:
+        return error
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub: the local cache first, the hub where it must be, one line where neither
-will do.
+"""Data sets of the Hugging Face hub, from its local cache where they are there.
 
-What is cached is used without asking the hub, so that a repeated run is the same and needs no network.
+What is cached is used without asking the hub, so that a repeated run is the same and needs no network. What is not,
+with a hub out of reach, is an error of one line within seconds.
 """
 
 import urllib.error

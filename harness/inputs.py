@@ -15,7 +15,7 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".txt")
 
 
 def digests(config: RunConfig) -> dict[str, str]:
-    """sha256 by input: model, calibration, and the corpus or each task's data.
+    """sha256 by input: model, calibration, and the corpus, each task's data, or the text of the prompts.
 
     What the Hugging Face hub serves has a name and no file here, so it is left out.
 
@@ -25,6 +25,8 @@ def digests(config: RunConfig) -> dict[str, str]:
     found = _model(config.model) | {"calibration": text_sha256(calibration_text(config.calibration))}
     if config.kind == "tasks":
         return found | {task: digest for task in config.tasks if (digest := _task(task, config))}
+    if config.kind == "latency":
+        return found | {"prompt": text_sha256(offline_text())}
     if config.corpus.path or config.corpus.name == "offline" or config.data.name != "hub":
         found["corpus"] = text_sha256(corpus_text(config.corpus, config.data))
     return found

@@ -13,18 +13,19 @@ The selection functions are those of replay, called with one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.attach import Attached
-from harness.errors import UserError
 from harness.fetch import Fetcher
+from harness.live_config import check_combination
 from harness.live_pass import Prompt, PromptKeeper, PromptPass, StepPass, positions_of
 from harness.memory.codec import FLOAT_DTYPES, Codec
 from harness.memory.link import Link
-from harness.memory.store import KVStore, Placement
+from harness.memory.store import KVStore, Placement, require_memory
 from harness.reads import share_of_cache
 from harness.timeline import Timeline
 from methods.base import EMPTY, EvictingState, Method, PromptRows, Rows, State, require
@@ -44,7 +45,8 @@ class LiveSession:
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the cached rows in the
     non-exempt layers; a float codec also of the exempt layers, which an integer one leaves exact. placement: where the
     cache lies. link: moves the rows under host placement. reuse: rows fetched in the step before and selected again
-    do not cross the link again. timeline: marks the segments of each step.
+    do not cross the link again. pinned: host memory is page-locked under CUDA, so that transfers can overlap.
+    timeline: marks the segments of each step.
     Raises ValueError for combinations without meaning.
     """
 
@@ -59,6 +61,7 @@ class LiveSession:
         link: Link | None = None,
         calibration: Rotations | None = None,
         reuse: bool = False,
+        pinned: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
         check_combination(method, placement, reuse)
@@ -72,7 +75,8 @@ class LiveSession:
         self.codec = codec or Codec(_exact(attached.dtype))
         self.placement: Placement = placement
         self.calibration = calibration
-        self.timeline = timeline
+        self.pinned = pinned
+        self.timeline = timeline or Timeline(attached.device)
         self.state: State | None = None
         self.stores: list[KVStore] = []
         self.fetcher = Fetcher(link if placement == "host" else None, reuse)
@@ -104,10 +108,9 @@ class LiveSession:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
         if not self.fetcher.pending(0):
             self.request(0, self.columns)  # the first step: nothing computed before it
-        if self.timeline is not None:
-            self.timeline.switch("other")
         step = StepPass(self)
         hidden = self.attached.forward(ids[:, None], self.positions[:, None], step)
+        self.timeline.switch("other")
         self.count_reads(step.read)
         self.tokens[:, self.columns] = self.positions.int()
         self.positions = self.positions + 1
@@ -122,44 +125,51 @@ class LiveSession:
 
     @property
     def h2d_bytes(self) -> int:
-        """Payload bytes fetched over the link so far."""
+        """Payload bytes fetched over the link so far, those under way included: waits for them."""
+        self.fetcher.drain()
         return sum(store.h2d_bytes for store in self.stores)
 
     @property
     def d2h_bytes(self) -> int:
-        """Payload bytes written back over the link so far, the prompt's included."""
+        """Payload bytes written back over the link so far, the prompt's included: waits as `h2d_bytes`."""
+        self.fetcher.drain()
         return sum(store.d2h_bytes for store in self.stores)
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of what the cache and the method keep on the device: stores there, buffers, the method's state."""
+        stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
+        return stores + self.fetcher.device_bytes + _tensor_bytes(vars(self.state) if self.state else None)
+
     def close(self) -> None:
-        """Free the cache. The link stays open."""
-        self.fetcher.drain()
-        for store in self.stores:
-            store.free()
+        """Free the cache. The link stays open. Raises the error of a transfer that failed."""
+        try:
+            self.fetcher.close()
+        finally:
+            for store in self.stores:
+                store.free()
 
     def keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Write a layer's prompt to its store: all of it, or what the method keeps."""
-        store = self.stores[layer]
-        if layer >= self.method.num_exempt_layers and self.state is not None:
-            evicting = isinstance(self.state, EvictingState)
-            slots = key.shape[2] if evicting else store.capacity
-            self.state.prompt(layer, query, key, PromptRows(self.real, slots))
-            if isinstance(self.state, EvictingState):
-                columns = self.state.compact(layer)
+        store, state = self.stores[layer], self.selecting(layer)
+        if state is not None:
+            slots = key.shape[2] if isinstance(state, EvictingState) else store.capacity
+            state.prompt(layer, query, key, PromptRows(self.real, slots))
+            if isinstance(state, EvictingState):
+                columns = state.compact(layer)
                 index = columns.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
                 key, value = key.gather(2, index), value.gather(2, index)
         self.fetcher.write_back(layer, store, store.pack(key, value), 0)
 
     def keep_own(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the own row to its slot; in a layer that evicts, to the one its victim left."""
-        store = self.stores[layer]
-        at: int | Tensor = self.columns
-        if layer >= self.method.num_exempt_layers and self.state is not None:
-            own = self.columns
-            if isinstance(self.state, EvictingState):
-                own = self.state.capacity
-            self.state.append(layer, key, slice(own, own + 1))
-            if isinstance(self.state, EvictingState):
-                at = self.state.place_own(layer)
+        store, state = self.stores[layer], self.selecting(layer)
+        own = self.slots_in_use(layer)
+        at: int | Tensor = own
+        if state is not None:
+            state.append(layer, key, slice(own, own + 1))
+            if isinstance(state, EvictingState):
+                at = state.place_own(layer, own)
         self.fetcher.write_back(layer, store, store.pack(key, value), at)
 
     def request(self, layer: int, columns: int) -> None:
@@ -169,7 +179,7 @@ class LiveSession:
 
     def request_selected(self, layer: int, mask: Tensor) -> None:
         """Ask for the slots of a selection, bool [batch, 1 or num_kv_heads, slots]."""
-        cap = self.method.max_tokens_read(self.columns, self.longest)
+        cap = self.method.max_tokens_read(self.slots_in_use(layer), self.longest)
         self.fetcher.request_selected(layer, self.stores[layer], mask, cap)
 
     def selecting(self, layer: int) -> State | None:
@@ -199,11 +209,15 @@ class LiveSession:
             true_scores=true_scores,
         )
 
+    def slots_in_use(self, layer: int) -> int:
+        """Slots of the layer's store that may hold a token before this step; the own token comes behind them."""
+        return min(self.columns, self.stores[layer].capacity)
+
     def slots_of(self, layer: int) -> Tensor:
-        """The token in each slot that is fetched whole, and the own one last: int32 [batch, 1 or kv, slots + 1]."""
-        if isinstance(self.state, EvictingState) and layer >= self.method.num_exempt_layers:
-            return self.state.tokens[layer][..., :-1]
-        return self.tokens[:, None, : self.columns + 1]
+        """The token in each slot in use, and the own one last: int32 [batch, 1 or num_kv_heads, slots in use + 1]."""
+        state = self.selecting(layer)
+        tokens = state.tokens[layer] if isinstance(state, EvictingState) else self.tokens[:, None]
+        return tokens[..., : self.slots_in_use(layer) + 1]
 
     def _open(self, real: Tensor) -> None:
         if self.stores:
@@ -222,23 +236,32 @@ class LiveSession:
         self.attached.require_window(total)
         if not self.method.reads_all:
             self.state = self.method.new_state(geometry, lengths + self.max_new_tokens, self.calibration)
-        for layer in range(geometry.num_layers):
-            exempt = layer < self.method.num_exempt_layers
-            evicts = isinstance(self.state, EvictingState) and not exempt
-            codec = Codec(_exact(self.attached.dtype)) if exempt and not self.codec.is_float else self.codec
-            self.stores.append(
-                KVStore(
-                    batch=batch,
-                    num_kv_heads=geometry.num_kv_heads,
-                    capacity=self.state.capacity if evicts and isinstance(self.state, EvictingState) else total,
-                    head_dim=geometry.head_dim,
-                    dtype=self.attached.dtype,
-                    codec=codec,
-                    placement=self.placement,
-                    device=self.attached.device,
-                )
+        layout = [self._layout(layer, total) for layer in range(geometry.num_layers)]
+        row = 2 * batch * geometry.num_kv_heads
+        home = self.attached.device if self.placement == "device" else torch.device("cpu")
+        require_memory(sum(row * slots * codec.row_bytes(geometry.head_dim) for slots, codec in layout), home)
+        self.stores = [
+            KVStore(
+                batch=batch,
+                num_kv_heads=geometry.num_kv_heads,
+                capacity=capacity,
+                head_dim=geometry.head_dim,
+                dtype=self.attached.dtype,
+                codec=codec,
+                placement=self.placement,
+                device=self.attached.device,
+                pinned=self.pinned,
             )
-        self.fetcher.open(self.stores, self.method.max_tokens_read(total, self.longest))
+            for capacity, codec in layout
+        ]
+        self.fetcher.open(self.stores, self.method.max_tokens_read(self.stores[-1].capacity, self.longest))
+
+    def _layout(self, layer: int, total: int) -> tuple[int, Codec]:
+        """Slots of a layer's store, where `total` columns are the most, and the codec of its rows."""
+        state = self.selecting(layer)
+        exact = layer < self.method.num_exempt_layers and not self.codec.is_float
+        codec = Codec(_exact(self.attached.dtype)) if exact else self.codec
+        return state.capacity if isinstance(state, EvictingState) else total, codec
 
 
 def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:
@@ -254,16 +277,11 @@ def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None)
         logits = session.decode_step(logits.argmax(-1) if forced is None else forced[:, step])
 
 
-def check_combination(method: Method, placement: Placement, reuse: bool) -> None:
-    """Raise UserError for settings that make no sense together in live decoding."""
-    if placement not in ("device", "host"):
-        raise UserError(f"placement={placement}: must be device or host")
-    if placement == "host" and method.needs_all_keys:
-        raise UserError(f"placement=host: method={method.name} selects by the true scores of all keys; use placement=device")
-    if reuse and not (placement == "host" and method.rehearses):
-        raise UserError(f"reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
-    if getattr(method, "eviction", None) == "artifact":
-        raise UserError("method.eviction=artifact: frees nothing, so it can only be scored (replay), not decoded live")
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor, or of all in a mapping of them."""
+    if isinstance(value, Mapping):
+        return sum(map(_tensor_bytes, value.values()))
+    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def _exact(dtype: torch.dtype) -> str:

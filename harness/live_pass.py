@@ -10,7 +10,6 @@ from torch import Tensor
 
 from harness.attach import Handler
 from harness.attention import dense_attention, heads_last, visible_to_prompt
-from harness.timeline import Timeline
 from methods.base import attention_scores
 
 if TYPE_CHECKING:
@@ -67,10 +66,14 @@ class StepPass(Handler):
         self.session = session
         self.rehearsing = session.method.rehearses
         self.read = torch.zeros(len(session.positions), dtype=torch.float64, device=session.positions.device)
-        self.timeline = session.timeline or _Untimed()
+        self.timeline = session.timeline
 
     def layer_begins(self, layer: int) -> None:
-        self.timeline.switch("attention")
+        """The rehearsal comes first, the next layer's query projection included."""
+        following = layer + 1
+        is_last = following == self.session.attached.geometry.num_layers
+        rehearses = self.rehearsing and not is_last and self.session.selecting(following) is not None
+        self.timeline.switch("prediction" if rehearses else "attention")
 
     def layer_ends(self, layer: int) -> None:
         self.timeline.switch("ffn")
@@ -79,7 +82,6 @@ class StepPass(Handler):
         state = self.session.selecting(layer)
         if state is None:
             return
-        self.timeline.switch("prediction")
         selection = state.select(layer, self.session.rows(query, self.session.slots_of(layer), _no_scores))
         self.read += selection.count[:, 0]
         assert selection.mask is not None
@@ -89,8 +91,9 @@ class StepPass(Handler):
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self._request_next(layer)
         self.timeline.switch("transfer")
-        keys, values, present = self.session.fetcher.take(layer)
+        self.session.fetcher.wait(layer)
         self.timeline.switch("attention")
+        keys, values, present = self.session.fetcher.take(layer)
         scale = self.session.attached.geometry.scale
         scores = attention_scores(query, keys, scale)  # [batch, kv, group, 1, n]
         own = attention_scores(query, key, scale)
@@ -133,16 +136,6 @@ class StepPass(Handler):
             self.read += selection.count[:, 0]
             if selection.mask is not None:
                 scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
-
-
-class _Untimed(Timeline):
-    """Marks nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def switch(self, segment: str) -> str:
-        return segment
 
 
 def _no_scores() -> Tensor:

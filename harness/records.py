@@ -31,6 +31,8 @@ DISPLAY = ("label",)
 ONLY_OF_KIND = {
     "tasks": ("tasks", "num_samples", "num_fewshot", "prefill", "scoring"),
     "perplexity": ("corpus", "seq_len", "prefill_len", "num_windows"),
+    "latency": ("platform", "placement", "reuse", "latency"),
+    "generate": ("prompt", "max_new_tokens"),
 }
 """Settings that change the numbers of one kind of run only."""
 

@@ -9,6 +9,7 @@ at the next start. The model stays loaded for the next run of the process, so a 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 _loaded: "tuple[ModelConfig, LoadedModel] | None" = None
 """The model of the last run; a cache, nothing else depends on it."""
 
-LOWER = {"tasks": ("num_fewshot",), "perplexity": ("seq_len", "num_windows")}
+LOWER = {
+    "tasks": ("num_fewshot",),
+    "perplexity": ("seq_len", "num_windows"),
+    "latency": ("batch_size", "prompt_len"),
+}
 """The settings on which the memory of each kind of run depends most."""
 
 
@@ -62,6 +67,13 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> Path:
     return path
 
 
+def generate(config: RunConfig) -> None:
+    """Print text as the model of `config` writes it; no record. Raises as `run`."""
+    from harness.generate import run_generate
+
+    run_generate(config, loaded_model(config.model), partial(print, end="", flush=True))
+
+
 def is_finished(config: RunConfig, say: Callable[[str], None] = print) -> bool:
     """Whether there is a finished record of this run.
 
@@ -96,7 +108,8 @@ def report(paths: Sequence[Path]) -> str:
 def title(config: RunConfig) -> str:
     """A few words for a progress line."""
     size = f" at {config.target_kv_frac:g}" if config.target_kv_frac is not None else ""
-    return f"{config.experiment} {config.label or config.method_name + size}"
+    shape = f" {config.latency.batch_size}x{config.latency.prompt_len}" if config.kind == "latency" else ""
+    return f"{config.experiment}{shape} {config.label or config.method_name + size}"
 
 
 def _path(config: RunConfig, digests: dict[str, str]) -> Path:
@@ -122,16 +135,19 @@ def _unfinished(config: RunConfig, digests: dict[str, str], run_id: str) -> dict
 
 def _measure(config: RunConfig) -> dict[str, Any]:
     """The part of the record that the run itself makes."""
-    loaded = _model(config.model)
+    loaded = loaded_model(config.model)
     if config.kind == "tasks":
         from harness.accuracy.tasks import run_tasks as measure
+    elif config.kind == "latency":
+        from harness.speed import run_latency as measure
     else:
         from harness.accuracy.perplexity import run_perplexity as measure
     outcome = measure(config, loaded)
     return asdict(outcome) | {"environment": environment.describe(str(loaded.model.device))}
 
 
-def _model(config: ModelConfig) -> "LoadedModel":
+def loaded_model(config: ModelConfig) -> "LoadedModel":
+    """The model, loaded once for all runs of the process that follow with the same settings."""
     global _loaded
     if _loaded is None or _loaded[0] != config:
         from harness.models import load_model
@@ -146,7 +162,8 @@ def _as_user_error(error: Exception, config: RunConfig) -> Exception:
     said = str(error)
     torch_says = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in said  # CUDA, CPU
     if isinstance(error, MemoryError) or torch_says:
-        values = {name: getattr(config, name) for name in LOWER[config.kind]}
+        settings = config.latency if config.kind == "latency" else config
+        values = {name: getattr(settings, name) for name in LOWER[config.kind]}
         lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values.items())
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):

@@ -33,8 +33,8 @@ LATENCY_COLUMNS = (
 )  # fmt: skip
 BLOCK_SEGMENTS = ("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s")
 BLOCK_COLUMNS = (*LATENCY_COLUMNS, *BLOCK_SEGMENTS)
-"""Latency of one block in one decode step by segment (Fig 18); transfer is the wait that no compute hides."""
-BLOCK_EXPERIMENT = "fig18"
+"""Latency tables add the seconds of one block in one decode step by segment (Fig 18); transfer is the wait that no
+compute hides."""
 
 CHUNK_TOKENS = 256
 CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
@@ -66,7 +66,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """
     pairs = _with_rows(read_records(results_dir, experiment))
     path = Path(results_dir) / "tables" / f"{experiment}.csv"
-    write_atomic(path, _csv(experiment, pairs))
+    write_atomic(path, _csv(pairs))
     write_atomic(path.with_suffix(".md"), render_markdown(experiment, pairs))
     return path
 
@@ -80,11 +80,8 @@ def summary(records: Iterable[Record]) -> str:
     return render_terminal(_with_rows(records))
 
 
-def _csv(experiment: str, pairs: Sequence[tuple[Record, list[Row]]]) -> str:
-    if experiment == BLOCK_EXPERIMENT:
-        columns: Sequence[str] = BLOCK_COLUMNS
-    else:
-        columns = LATENCY_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
+def _csv(pairs: Sequence[tuple[Record, list[Row]]]) -> str:
+    columns = BLOCK_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
     rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")

@@ -72,7 +72,7 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
 def wikitext_rows(raw: str) -> list[str]:
     """The hub's rows of the original file, as its loading script makes them: a row is a line with its line
     end, and a line of white space is an empty row."""
-    return [line if line.strip() else "" for line in io.StringIO(raw, newline="\n")]
+    return [line if line.strip() else "" for line in io.StringIO(raw)]
 
 
 def _hub_rows() -> list[str]:

@@ -86,6 +86,9 @@ class State:
     final_lengths: int [batch], T of each sequence, its own final number of real tokens.
     """
 
+    spare_slots: ClassVar[int] = 0
+    """Slots that `slot_data` has beyond those of the batch."""
+
     def __init__(self, geometry: Geometry, final_lengths: Tensor) -> None:
         self.geometry = geometry
         self.final_lengths = final_lengths
@@ -115,8 +118,17 @@ class State:
         child.grow(num_slots)
         return child
 
+    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
+        """What is kept per slot: (by layer [batch, num_kv_heads, slots, ...], the value of an empty slot)."""
+        return []
+
     def grow(self, num_slots: int) -> None:
-        """Make room for slots up to `num_slots`."""
+        """Make room for slots up to `num_slots`. A spare slot holds nothing, so it becomes one like the new ones."""
+        for by_layer, empty in self.slot_data():
+            for layer, old in by_layer.items():
+                new = old.new_full((*old.shape[:2], num_slots + self.spare_slots, *old.shape[3:]), empty)
+                new[:, :, : old.shape[2]] = old
+                by_layer[layer] = new
 
 
 class EvictingState(State):
@@ -124,7 +136,7 @@ class EvictingState(State):
 
     tokens[layer]: int32 [batch, num_kv_heads, slots], the token in each slot, `EMPTY` where there is none; as many
     slots as the prompt was given, and one more at the end, a dump for what is not to be written.
-    In live decoding the last slot but the dump is the own token's, for the length of one step.
+    In live decoding the slot behind all those in use is the own token's, for the length of one step.
     """
 
     def __init__(self, geometry: Geometry, final_lengths: Tensor) -> None:
@@ -136,17 +148,11 @@ class EvictingState(State):
         """Tokens that are kept at most, over the batch: the slots a live store needs."""
         raise NotImplementedError
 
-    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
-        """What is kept per slot: (by layer [batch, num_kv_heads, slots, ...], the value of an empty slot)."""
-        return [(self.tokens, EMPTY)]
+    spare_slots = 1
 
-    def grow(self, num_slots: int) -> None:
-        """The dump, itself always empty, becomes a slot like the new ones; the last of those is the new dump."""
-        for by_layer, empty in self.slot_data():
-            for layer, old in by_layer.items():
-                new = old.new_full((*old.shape[:2], num_slots + 1, *old.shape[3:]), empty)
-                new[:, :, : old.shape[2]] = old
-                by_layer[layer] = new
+    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
+        """The tokens."""
+        return [*super().slot_data(), (self.tokens, EMPTY)]
 
     def enter_prompt(self, layer: int, rows: PromptRows, num_kv_heads: int) -> None:
         """Give the prompt's columns their tokens."""
@@ -178,20 +184,21 @@ class EvictingState(State):
             by_layer[layer] = new
         return torch.nn.functional.pad(columns, (0, self.capacity - columns.shape[-1]), value=-1)
 
-    def place_own(self, layer: int) -> Tensor:
-        """Live, after a step's selection: move the own token from the last slot to a free one.
+    def place_own(self, layer: int, own: int) -> Tensor:
+        """Live, after a step's selection: move the own token from slot `own`, behind all in use, to the first free one.
 
         Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
         """
         tokens = self.tokens[layer]
-        own = self.capacity
         gone = tokens[..., own : own + 1] == EMPTY
-        free = (tokens[..., :own] == EMPTY).int().argmax(-1, keepdim=True)
-        target = free.masked_fill(gone, own + 1)  # the dump
+        occupied = torch.nn.functional.pad((tokens[..., :own] != EMPTY).int(), (0, 1))  # `own` itself counts as free
+        free = occupied.argmin(-1, keepdim=True)
+        target = free.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
         for by_layer, empty in self.slot_data():
             data = by_layer[layer]
-            data.scatter_(2, _like(target, data), data[:, :, own : own + 1].clone())
-            data[:, :, own:] = empty
+            entering = data[:, :, own : own + 1].clone()
+            data[:, :, own] = empty
+            data.scatter_(2, _like(target, data), entering)
         return free.masked_fill(gone, -1)
 
 

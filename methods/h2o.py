@@ -139,14 +139,14 @@ class Scan:
         num_rows = scores.shape[3]
         bias = torch.where(self.readable == EMPTY, float("-inf"), 0.0).unsqueeze(2)  # [batch, kv, 1, slots]
         died = torch.full_like(self.mass, num_rows, dtype=torch.int32)
-        padding = ~rows.real[:, None, :, None]
+        weight = rows.real[:, None, :, None].float()
         bound = newest_old.int()[:, None, :, None]
         dump = torch.where(evicts, 0, self.mass.shape[-1] - 1)[:, None, :, None]
         mass, tokens = self.mass[..., : self.slots], self.tokens[..., : self.slots]
         bias = torch.nn.functional.pad(bias, (0, self.mass.shape[-1] - self.slots))
         for row in range(num_rows):
             received = (scores[:, :, :, row] + bias[..., : self.slots]).softmax(-1).sum(2)
-            mass += received.masked_fill_(padding[:, :, row], 0.0)
+            mass.addcmul_(received, weight[:, :, row])
             old = mass.masked_fill(tokens > bound[:, :, row], float("inf"))
             victim = torch.maximum(old.argmin(-1, keepdim=True), dump[:, :, row])
             self.mass.scatter_(-1, victim, float("inf"))

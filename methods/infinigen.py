@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from methods.base import Geometry, PromptRows, Rows, Selection, State, require, require_fraction
 from methods.selection import ScoreSelecting
@@ -109,9 +108,6 @@ class InfiniGenState(State):
     partial_keys[layer]: [batch, num_kv_heads, slots, columns].
     """
 
-    spare_slots = 0
-    """Slots beyond those of the tokens."""
-
     def __init__(self, geometry: Geometry, final_lengths: Tensor, method: InfiniGen, rotation: Tensor | None) -> None:
         super().__init__(geometry, final_lengths)
         self.method = method
@@ -131,10 +127,9 @@ class InfiniGenState(State):
         """Keep the chosen columns of the keys that enter `slots`."""
         torch.matmul(key, self.projection[layer], out=self.partial_keys[layer][:, :, slots])
 
-    def grow(self, num_slots: int) -> None:
-        """Room for more partial keys."""
-        for layer, keys in self.partial_keys.items():
-            self.partial_keys[layer] = pad(keys, (0, 0, 0, num_slots - keys.shape[2]))
+    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
+        """Partial keys."""
+        return [*super().slot_data(), (self.partial_keys, 0)]
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Step 4 over the rehearsed scores."""

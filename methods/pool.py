@@ -29,8 +29,6 @@ class PooledState(InfiniGenState, EvictingState):
     selected; a token that enters has 0 and its own position.
     """
 
-    spare_slots = 1
-
     def __init__(self, geometry: Geometry, final_lengths: Tensor, method: InfiniGen, rotation: Tensor | None) -> None:
         super().__init__(geometry, final_lengths, method, rotation)
         self.fetches: dict[int, Tensor] = {}
@@ -51,8 +49,8 @@ class PooledState(InfiniGenState, EvictingState):
         return int(self.capacities.max())
 
     def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
-        """Tokens, their partial keys and their fetches."""
-        return [*super().slot_data(), (self.partial_keys, 0), (self.fetches, 0), (self.last_fetch, 0)]
+        """Fetches too."""
+        return [*super().slot_data(), (self.fetches, 0), (self.last_fetch, 0)]
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> None:
         """The prompt enters in order. No token has been fetched, so every policy evicts the lowest position."""
@@ -73,17 +71,21 @@ class PooledState(InfiniGenState, EvictingState):
         self.fetches[layer].scatter_(-1, own, 0)
         self.last_fetch[layer].scatter_(-1, own, rows.positions.int()[:, None].expand_as(own))
         corrected = self.method.eviction == "corrected"
+        by_token = self.tokens[layer][..., :slots].argsort(-1)  # live, slots are used again; ties go to the lowest token
         masks, counts = [], []
         for row in range(scores.shape[3]):
             position, real = rows.positions[:, row : row + 1], rows.real[:, row, None, None]
             present = torch.minimum(position, self.capacities[:, None]) if corrected else position
             visible = self.tokens[layer][..., :slots] < position[:, None]
             candidates = scores[:, :, :, row : row + 1].masked_fill(~visible[:, :, None, None], float("-inf"))
-            chosen = self.method.select(candidates, present, self.geometry)
-            self._count(layer, chosen.mask[:, :, 0] & real, position[:, None])
+            ordered = candidates.gather(-1, by_token[:, :, None, None].expand_as(candidates))
+            chosen = self.method.select(ordered, present, self.geometry)
+            assert chosen.mask is not None
+            mask = torch.zeros_like(chosen.mask).scatter_(-1, by_token.unsqueeze(2), chosen.mask)
+            self._count(layer, mask[:, :, 0] & real, position[:, None])
             if corrected:
                 self._evict(layer, slots, position[:, None], real & (position >= self.capacities[:, None])[:, None])
-            masks.append(chosen.mask)
+            masks.append(mask)
             counts.append(chosen.count)
         return Selection(torch.cat(masks, 2), torch.cat(counts, 1))
 

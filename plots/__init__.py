@@ -50,7 +50,7 @@ def main(results_dir: str | Path = "results") -> list[Path]:
             if figure is not None:
                 paths += style.save(figure, Path(results_dir) / "figures" / name)
     if refusals:
-        raise UserError("; ".join(refusals))
+        raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
     if not paths:
         raise UserError(
             f"{tables.folder}: no table yet; `make accuracy` or `python run.py experiment=fig11` makes one"

@@ -93,6 +93,13 @@ def describe(row: Mapping[Any, Any] | pd.Series, columns: Sequence[str]) -> str:
     return ", ".join(text for text in texts if text)
 
 
+def sweep(frame: pd.DataFrame, axis: str, setup: Sequence[str]) -> pd.DataFrame:
+    """The rows of the widest sweep over `axis`: those setups that have the most values of it, by model and source."""
+    machine = [name for name in ("model", "platform", "source") if name in setup]
+    points = frame.groupby(list(setup), dropna=False)[axis].transform("nunique")
+    return frame[points == points.groupby([frame[name] for name in machine]).transform("max")]
+
+
 def pivot(frame: pd.DataFrame, index: str, value: str) -> pd.DataFrame:
     """A row per value of `index`, a column per label; NaN where the table has no row.
 

@@ -1,4 +1,6 @@
-"""Figure 14: prefill and decode seconds, stacked, one bar per label, from `fig14.csv`.
+"""Figure 14: prefill and decode seconds, stacked, one bar per label, from `latency.csv`.
+
+The shape is the largest batch of figure 15, as in the paper.
 
 Published totals (OPT-13B, batch 20, 1,920 + 128 tokens, RTX A6000) are hollow markers on measured panels of
 that shape.
@@ -8,16 +10,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots import bars, data, style
+from plots import bars, data, fig15, style
 
 SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 PAPER = {"model": "opt-13b", "batch_size": 20, "prompt_len": 1920, "gen_len": 128}
 
 
 def draw(tables: data.Tables) -> Figure | None:
-    """The figure; None without `fig14.csv`."""
-    table = tables.latency("fig14")
-    return None if table.empty else style.draw_panels(data.split(table, SETUP), _draw_panel)
+    """The figure; None without `latency.csv`."""
+    table = tables.latency("latency")
+    if table.empty:
+        return None
+    batches = data.sweep(table, "batch_size", fig15.SETUP)
+    largest = batches.groupby(list(fig15.SETUP)).batch_size.transform("max")
+    return style.draw_panels(data.split(batches[batches.batch_size == largest], SETUP), _draw_panel)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -1,4 +1,5 @@
-"""Figure 15: prefill and decode seconds, stacked, against the batch size, from `fig15.csv`.
+"""Figure 15: prefill and decode seconds, stacked, against the batch size, from `latency.csv`: the lengths that were
+timed with the most batch sizes.
 
 Published rates (OPT-13B, 1,920 + 128 tokens, RTX A6000) are drawn as the total they stand for, batch * 128 /
 (tokens/s), as hollow markers on measured panels of that shape.
@@ -16,9 +17,11 @@ PAPER = {"model": "opt-13b", "prompt_len": 1920, "gen_len": GEN_LEN}
 
 
 def draw(tables: data.Tables) -> Figure | None:
-    """The figure; None without `fig15.csv`."""
-    table = tables.latency("fig15")
-    return None if table.empty else style.draw_panels(data.split(table, SETUP), _draw_panel)
+    """The figure; None without `latency.csv`."""
+    table = tables.latency("latency")
+    if table.empty:
+        return None
+    return style.draw_panels(data.split(data.sweep(table, "batch_size", SETUP), SETUP), _draw_panel)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -1,4 +1,5 @@
-"""Figure 16: speedup over offload, (a) by total length, from `fig16a.csv`, (b) by model, from `fig16b.csv`.
+"""Figure 16: speedup over offload, (a) by total length, (b) by model, from `latency.csv`: the batch sizes that were
+timed with the most lengths, and the shapes timed with the most models.
 
 A speedup is offload's seconds over the label's in the same setup: of prefill and decode together, as in the
 paper, and of decode alone. Without offload's row there is none. Published points (OPT-13B, batch 8, RTX
@@ -18,24 +19,26 @@ TIMES = {
     "total_s": "speedup over offload,\nprefill + decode (x)",
     "decode_s": "speedup over offload,\ndecode alone (x)",
 }
+LENGTH_SETUP = ("model", "platform", "source", "batch_size", "gen_len")
+MODEL_SETUP = ("platform", "source", "batch_size", "prompt_len", "gen_len")
 PAPER = {"model": "opt-13b", "batch_size": 8, "gen_len": 128}
 
 
 def draw_length(tables: data.Tables) -> Figure | None:
-    """Figure 16a; None without `fig16a.csv`."""
-    table = tables.latency("fig16a")
+    """Figure 16a; None without `latency.csv`."""
+    table = data.sweep(tables.latency("latency"), "prompt_len", LENGTH_SETUP)
     table = table.assign(total_len=table.prompt_len + table.gen_len).sort_values("total_len", kind="stable")
-    setup = ("model", "platform", "source", "batch_size", "gen_len")
-    return _draw(table, setup, index="total_len", words="prompt + generated tokens", name="{:,.0f}".format)
+    return _draw(table, LENGTH_SETUP, index="total_len", words="prompt + generated tokens", name="{:,.0f}".format)
 
 
 def draw_model(tables: data.Tables) -> Figure | None:
-    """Figure 16b; None without `fig16b.csv`."""
-    table = tables.latency("fig16b")
+    """Figure 16b; None without two models in `latency.csv`."""
+    table = data.sweep(tables.latency("latency"), "model", MODEL_SETUP)
+    if table.model.nunique() < 2:
+        return None
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     table = table.iloc[billions.argsort(kind="stable")]
-    setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
-    return _draw(table, setup, index="model", words="model", name=str)
+    return _draw(table, MODEL_SETUP, index="model", words="model", name=str)
 
 
 def _draw(

@@ -1,4 +1,6 @@
-"""Figure 18: milliseconds of one transformer block in one decode step, by segment, from `fig18.csv`.
+"""Figure 18: milliseconds of one transformer block in one decode step, by segment, from `latency.csv`.
+
+The shape is the longest of figure 16a, as in the paper.
 
 Transfer is the wait for the link that no compute hides, so the segments sum to the block. Published sums
 (OPT-13B, batch 8, 2,048 tokens, RTX A6000) are hollow markers on measured panels of that shape.
@@ -9,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots import bars, data, style
+from plots import bars, data, fig16, style
 
 SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 BATCH_SIZE = 8
@@ -26,12 +28,14 @@ SEGMENTS = {
 
 
 def draw(tables: data.Tables) -> Figure | None:
-    """The figure; None without `fig18.csv`."""
-    table = tables.latency("fig18", segments=True)
+    """The figure; None without `latency.csv`."""
+    table = tables.latency("latency", segments=True)
     if table.empty:
         return None
+    lengths = data.sweep(table, "prompt_len", fig16.LENGTH_SETUP)
+    longest = lengths.groupby(list(fig16.LENGTH_SETUP)).prompt_len.transform("max")
     return style.draw_panels(
-        data.split(table, SETUP), _draw_panel, note="transfer: the wait that compute does not hide"
+        data.split(lengths[lengths.prompt_len == longest], SETUP), _draw_panel, note="transfer: the wait that compute does not hide"
     )
 
 

@@ -1,4 +1,4 @@
-"""Methods without a model: refusals, budget arithmetic, selection primitives, calibration, sizes."""
+"""Methods without a model: refusals, budget arithmetic, selection primitives, columns."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import reference as plain
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from harness.attach import attach
-from harness.calibration import cached_calibration, calibrate
-from harness.errors import UserError
-from harness.sizing import TOLERANCE, DecodeRow, kv_frac, sized
 from methods.base import EMPTY, Geometry, PromptRows, Rows
 from methods.full import Full
 from methods.h2o import H2O
@@ -266,7 +260,7 @@ def test_streaming_reads_sinks_and_a_window(frac, num_sinks, shape):
         assert len(sinks | recent) == min(window, cached)
 
 
-# Columns and skewing
+# Columns
 
 
 def plain_columns(query, key, real, basis, method) -> set[int]:
@@ -306,116 +300,6 @@ def test_columns_are_the_plain_ones(rule, ratio, prompt, seed):
             wanted = plain_columns(group, key[sequence, head], real[sequence], basis[head], method)
             got = [column for column in chosen[sequence, head].T.tolist() if any(column)]
             assert sorted(got) == sorted(basis[head][:, sorted(wanted)].T.tolist())
-
-
-@pytest.fixture(scope="module")
-def text() -> list[int]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(3, 256, (100,), generator=generator).tolist()
-
-
-@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_gqa", "tiny_opt", "tiny_qwen3"])
-def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
-    model = request.getfixturevalue(fixture)
-    with attach(model) as attached:
-        rotation = calibrate(attached, text[:-1]).rotation.double().numpy()
-        geometry = attached.geometry
-    reference = plain.Reference(model, Full(), final_length=len(text), prefill_len=len(text) - 1)
-    with torch.inference_mode():
-        reference.run(text)
-    d = geometry.head_dim
-    assert rotation.shape == (geometry.num_layers, geometry.num_kv_heads, d, d)
-    for layer, heads in enumerate(reference.heads):
-        for basis, head in zip(rotation[layer], heads, strict=True):
-            queries = np.array([query for row in head.prompt_queries for query in row])
-            assert len(queries) == geometry.group * (len(text) - 1)
-            assert np.allclose(basis.T @ basis, np.eye(d), atol=1e-5)
-            _, singular, vectors = np.linalg.svd(queries, full_matrices=False)
-            assert (singular[:-1] - singular[1:]).min() > 1e-4 * singular[0], "too close to compare vectors"
-            overlap = np.abs((vectors.T * basis).sum(0))  # equal up to sign, in the same order
-            assert np.allclose(overlap, 1, atol=1e-3), f"layer {layer}: {overlap.min()}"
-            keys = np.array(head.keys)
-            skewed = (queries @ basis) @ (keys @ basis).T
-            assert np.abs(skewed - queries @ keys.T).max() < 1e-4, "skewing changes the full scores"
-
-
-def test_a_text_shorter_than_head_dim_still_gives_a_rotation(tiny_llama, text):
-    with attach(tiny_llama) as attached:
-        rotation = calibrate(attached, text[:5]).rotation  # 5 queries of 16 elements
-    identity = torch.eye(16).expand_as(rotation)
-    assert torch.allclose(rotation.transpose(-1, -2) @ rotation, identity, atol=1e-5)
-
-
-def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_path, monkeypatch):
-    calls = []
-
-    def count_call(attached, ids):
-        calls.append(ids)
-        return calibrate(attached, ids)
-
-    monkeypatch.setattr("harness.calibration.calibrate", count_call)
-
-    def rotation(ids=text, fingerprint="a" * 64):
-        return cached_calibration(attached, ids, fingerprint, tmp_path / "new" / "calibration").rotation
-
-    with attach(tiny_gqa) as attached:
-        first = rotation()
-        assert torch.equal(rotation(), first) and len(calls) == 1
-        (file,) = (tmp_path / "new" / "calibration").iterdir()
-        for damage in (b"", b"not a tensor", file.read_bytes()[:-20]):
-            file.write_bytes(damage)
-            calls.clear()
-            assert torch.equal(rotation(), first) and len(calls) == 1
-            assert torch.equal(rotation(), first) and len(calls) == 1
-        calls.clear()
-        assert not torch.equal(rotation(ids=text[:50]), first)
-        rotation(fingerprint="b" * 64)
-        assert len(calls) == 2, "another text or other weights need another calibration"
-        assert len(list((tmp_path / "new" / "calibration").iterdir())) == 3, "something is left lying about"
-
-
-# Sizes
-
-decode_rows = st.builds(
-    lambda contexts: [
-        DecodeRow(cached, prompt + rows + 1, times)
-        for prompt, rows, times in contexts
-        for cached in range(prompt, prompt + rows)
-    ],
-    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=4),
-)
-sizeable = st.sampled_from([H2O(), Streaming(), Oracle(), InfiniGen(num_exempt_layers=1), H2O(num_exempt_layers=0)])
-
-
-@given(sizeable, decode_rows, st.integers(4, 32), positive_fractions)
-def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target):
-    try:
-        found = sized(method, rows, num_layers, target)
-    except UserError as error:
-        assert f"target_kv_frac={target}" in str(error)
-        reached = [kv_frac(method.with_size(step / 500), rows, num_layers) for step in range(1, 501)]
-        assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
-    else:
-        assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
-        total = weight = 0.0
-        for row in rows:
-            read = found.tokens_read(row.cached, row.final_length)
-            exempt = method.num_exempt_layers
-            layers = [1.0] * exempt + [read / row.cached] * (num_layers - exempt)
-            total += row.multiplicity * sum(layers) / num_layers
-            weight += row.multiplicity
-        assert abs(total / weight - target) <= TOLERANCE + 1e-9
-
-
-def test_rows_without_cached_tokens_count_nothing():
-    rows = [DecodeRow(0, 10), DecodeRow(5, 10)]
-    method = Streaming(kv_frac=0.5, num_sinks=1)
-    assert kv_frac(method, rows, 4) == kv_frac(method, rows[1:], 4)
-
-
-def test_a_size_that_depends_on_the_data_is_refused():
-    with pytest.raises(ValueError, match="depends on the data"):
-        kv_frac(InfiniGen(), [DecodeRow(5, 10)], 4)
 
 
 def test_slots_without_a_token_are_never_visible():

@@ -58,7 +58,7 @@ def write_accuracy(results: Path, name: str, rows: Rows) -> None:
 
 
 def write_latency(results: Path, name: str, rows: Rows) -> None:
-    columns = harness_tables.BLOCK_COLUMNS if name == "fig18" else harness_tables.LATENCY_COLUMNS
+    columns = harness_tables.BLOCK_COLUMNS
     shape = {"batch_size": 4, "prompt_len": 1024, "gen_len": 8}
     common = {"model": "tiny", "platform": "cpu", "source": "emulated"} | shape
     write(results, name, columns, (common | dict(row) for row in rows))
@@ -143,18 +143,18 @@ def write_fig13(results: Path) -> None:
 
 def write_fig15(results: Path) -> None:
     write_latency(
-        results, "fig15", (row for batch in (1, 4, 8) for row in time_rows(scale=batch, batch_size=batch))
+        results, "latency", (row for batch in (1, 4, 8) for row in time_rows(scale=batch, batch_size=batch))
     )
 
 
 def write_fig16a(results: Path) -> None:
     lengths = (512, 1024, 2048)
-    write_latency(results, "fig16a", (row for n in lengths for row in time_rows(scale=n / 512, prompt_len=n)))
+    write_latency(results, "latency", (row for n in lengths for row in time_rows(scale=n / 512, prompt_len=n)))
 
 
 def write_fig16b(results: Path) -> None:
     models = ("opt-13b", "opt-30b", "opt-6.7b")
-    write_latency(results, "fig16b", (row for model in models for row in time_rows(model=model)))
+    write_latency(results, "latency", (row for model in models for row in time_rows(model=model)))
 
 
 def write_fig17(results: Path) -> None:
@@ -179,14 +179,14 @@ def write_fig18(results: Path) -> None:
         waited = 0.0 if row["label"] == "ideal" else row["decode_s"] / 1000
         rows.append(row | {"attention_s": 0.001, "ffn_s": 0.0008, "transfer_s": waited, "other_s": 0.0001})
     rows[-1]["prediction_s"] = 0.0003
-    write_latency(results, "fig18", rows)
+    write_latency(results, "latency", rows)
 
 
 WRITERS = {
     "fig11": write_fig11,
     "fig12": write_fig12,
     "fig13": write_fig13,
-    "fig14": lambda results: write_latency(results, "fig14", time_rows()),
+    "fig14": lambda results: write_latency(results, "latency", time_rows()),
     "fig15": write_fig15,
     "fig16a": write_fig16a,
     "fig16b": write_fig16b,
@@ -317,7 +317,7 @@ def test_fig13_without_a_partner_leaves_a_gap(tmp_path: Path) -> None:
 
 
 def test_fig14_stacks_decode_on_prefill(tmp_path: Path) -> None:
-    write_latency(tmp_path, "fig14", time_rows())
+    write_latency(tmp_path, "latency", time_rows())
     figure = draw("fig14", tmp_path)
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_xticklabels()] == list(TIMES)
@@ -328,14 +328,28 @@ def test_fig14_stacks_decode_on_prefill(tmp_path: Path) -> None:
 
 
 def test_sources_never_share_a_panel(tmp_path: Path) -> None:
-    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(source="modelled")])
+    write_latency(tmp_path, "latency", [*time_rows(), *time_rows(source="modelled")])
     titles = [axes.get_title() for axes in draw("fig14", tmp_path).axes]
     assert titles == ["source: emulated", "source: modelled"]
 
 
+def test_each_latency_figure_takes_its_sweep_from_one_table(tmp_path: Path) -> None:
+    shapes = [(1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048)]
+    rows = [row for batch, prompt in shapes for row in time_rows(batch_size=batch, prompt_len=prompt)]
+    write_latency(tmp_path, "latency", rows)
+    notes = {name: draw(name, tmp_path).get_supxlabel() for name in ("fig14", "fig15", "fig16a", "fig18")}
+    assert "batch 8, prompt 1,024" in notes["fig14"], "the largest batch of figure 15"
+    assert "prompt 1,024" in notes["fig15"] and "batch 4" in notes["fig16a"]
+    assert "batch 4, prompt 2,048" in notes["fig18"].replace("\n", " "), "the longest of figure 16a"
+    batches = [text.get_text() for text in draw("fig15", tmp_path).axes[0].get_xticklabels()]
+    lengths = [text.get_text() for text in draw("fig16a", tmp_path).axes[0].get_xticklabels()]
+    assert (batches, lengths) == (["1", "4", "8"], ["520", "1,032", "2,056"])
+    assert plots.FIGURES["fig16b"](data.Tables(tmp_path / "tables")) is None, "one model is no comparison"
+
+
 def test_fig15_groups_by_batch_and_leaves_gaps(tmp_path: Path) -> None:
     rows = [*time_rows(batch_size=1), *time_rows(["ideal", "offload"], batch_size=8)]
-    write_latency(tmp_path, "fig15", rows)
+    write_latency(tmp_path, "latency", rows)
     (axes,) = draw("fig15", tmp_path).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "8"]
     np.testing.assert_allclose(bar_heights(axes)["infinigen"], [1.9, np.nan])
@@ -343,7 +357,7 @@ def test_fig15_groups_by_batch_and_leaves_gaps(tmp_path: Path) -> None:
 
 def test_fig16_divides_offload_by_the_label(tmp_path: Path) -> None:
     rows = [*time_rows(), *time_rows(["infinigen"], prompt_len=512)]  # no offload at 512
-    write_latency(tmp_path, "fig16a", rows)
+    write_latency(tmp_path, "latency", rows)
     total, decode = draw("fig16a", tmp_path).axes
     np.testing.assert_allclose(bar_heights(total)["infinigen"], [np.nan, 10.2 / 3.2])
     np.testing.assert_allclose(bar_heights(decode)["infinigen"], [np.nan, 9.0 / 1.9])
@@ -406,7 +420,7 @@ def test_published_points_only_where_the_setup_matches(
 ) -> None:
     segments = dict.fromkeys(harness_tables.BLOCK_SEGMENTS, 0.001)
     rows = time_rows(batch_size=batch, **(PAPER_SHAPE | (segments if name == "fig18" else {})))
-    write_latency(tmp_path, name, rows)
+    write_latency(tmp_path, "latency", rows)
     figure = draw(name, tmp_path)
     assert style.PUBLISHED in legend(figure)
     assert {y for _, y in hollow_points(figure.axes[0])} == expected
@@ -416,12 +430,12 @@ def test_published_points_only_where_the_setup_matches(
         {"prompt_len": 1024},
         {"batch_size": batch + 1},
     ):
-        write_latency(tmp_path, name, [row | change for row in rows])
+        write_latency(tmp_path, "latency", [row | change for row in rows])
         assert not any(map(hollow_points, draw(name, tmp_path).axes)), change
 
 
 def test_a_published_point_stands_on_its_bar(tmp_path: Path) -> None:
-    write_latency(tmp_path, "fig15", (r for b in (4, 20) for r in time_rows(batch_size=b, **PAPER_SHAPE)))
+    write_latency(tmp_path, "latency", (r for b in (4, 20) for r in time_rows(batch_size=b, **PAPER_SHAPE)))
     (axes,) = draw("fig15", tmp_path).axes
     (bars,) = [bar for bar in axes.containers if bar.get_label() == "infinigen"]
     x, _ = min(hollow_points(axes), key=lambda point: abs(point[1] - 20 * 128 / 41.99))
@@ -437,11 +451,11 @@ def test_looks_are_distinct_in_colour_and_in_black_and_white() -> None:
 
 
 def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path: Path) -> None:
-    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(["ideal"])])
-    write_fig18(tmp_path)
-    with pytest.raises(UserError, match=r"fig14: several rows with label=ideal at tiny, batch 4"):
+    write_latency(tmp_path, "latency", [*time_rows(), *time_rows(["ideal"])])
+    write_fig12(tmp_path)
+    with pytest.raises(UserError, match=r"^latency: several rows with label=ideal at tiny, batch 4[^;]*$"):
         plots.main(tmp_path)
-    assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == ["fig18.pdf", "fig18.png"]
+    assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == ["fig12.pdf", "fig12.png"]
 
 
 def test_no_tables_says_which_command_makes_them(tmp_path: Path) -> None:

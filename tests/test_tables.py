@@ -101,7 +101,7 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     assert header == (
         "experiment,platform,source,model,method,label,batch_size,prompt_len,gen_len,prefill_s,decode_s,total_s,"
         "tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
-        "peak_device_bytes,kv_frac,run_id"
+        "peak_device_bytes,kv_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 
 
@@ -314,7 +314,7 @@ def test_latency_is_in_seconds_and_bytes_inside_and_in_ms_and_gib_for_people(tmp
     assert "## smollm2-135m, emulated" in text
 
 
-def test_fig18_has_the_segments_of_a_block(tmp_path: Path) -> None:
+def test_latency_has_the_segments_of_a_block(tmp_path: Path) -> None:
     segments = {
         "attention_s": 0.001,
         "ffn_s": 0.002,
@@ -322,10 +322,8 @@ def test_fig18_has_the_segments_of_a_block(tmp_path: Path) -> None:
         "transfer_s": 0.004,
         "other_s": 0.0,
     }
-    record = save(tmp_path, ["experiment=tasks"], LATENCY_METRICS | segments, kind="latency")
-    record["experiment"] = "fig18"
-    records.write_record(records.record_path(tmp_path, "fig18", record["run_id"]), record)
-    (row,) = rows(tables.update(tmp_path, "fig18"))
+    save(tmp_path, ["experiment=latency"], LATENCY_METRICS | segments)
+    (row,) = rows(tables.update(tmp_path, "latency"))
     assert tuple(row) == tables.BLOCK_COLUMNS
     assert [row[name] for name in tables.BLOCK_SEGMENTS] == ["0.001", "0.002", "", "0.004", "0.0"]
 

@@ -1,8 +1,8 @@
 """lm-eval's view of a method: an `LM` whose log-likelihoods are computed in replay.
 
-lm-eval makes prompts and choices, and turns log-likelihoods into accuracy; here its texts become token
-requests with the rows that attend densely chosen by `prefill`, and a scorer computes them. Tokens are those
-of lm-eval's own `HFLM` with default settings, so that the full cache gives its numbers.
+lm-eval makes prompts and choices, and turns log-likelihoods into accuracy. Here its texts become token requests, with
+the rows that attend densely chosen by `Prefill`, and a scorer computes them. Tokens are those of lm-eval's own `HFLM`
+with default settings, so that the full cache gives HFLM's numbers.
 """
 
 from collections import defaultdict
@@ -24,13 +24,13 @@ Encoded = tuple[tuple[str, str], list[int], list[int]]
 
 
 class Prefill(NamedTuple):
-    """Which rows of a request attend densely; the rest are decode rows, which a method acts on.
+    """Which rows of a request attend densely; the rest are decode rows, on which a method acts.
 
-    mode: `dense`: all but the context's last row, as when serving. `question`: the prompt ends before the
-        token that holds the first character of `marker`, so the cache is reduced before the question is
-        known. `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the
-        paper's Fig 11.
-    marker: text that starts the question; its last occurrence in the context counts.
+    mode: `dense`: all but the context's last row, as when serving.
+        `question`: the prompt ends before the token that holds the first character of `marker`, so that the cache is
+        reduced before the question is known.
+        `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
+    marker: text with which the question starts; its last occurrence in the context counts.
     budget: share of T that the method keeps.
     """
 
@@ -122,8 +122,7 @@ class ReplayLM(TemplateLM):
         return Request((*context, *continuation), len(context), prefill_len, final_length, document)
 
     def _prompt_end(self, text: str, context_len: int, final_length: int, where: str) -> int:
-        """Where `prefill` ends the prompt, in tokens; the caller sees to it that one token is on either
-        side."""
+        """Where `prefill` ends the prompt, in tokens; the caller sees to it that one token is on either side."""
         if self._prefill.mode == "dense":
             return context_len - 1
         if self._prefill.mode == "artifact":
@@ -137,8 +136,7 @@ class ReplayLM(TemplateLM):
         return end
 
     def _token_of(self, marker: str, context: str) -> int | None:
-        """Index of the token that holds the first character of the last `marker`; None where there is
-        none."""
+        """Index of the token that holds the first character of the last `marker`; None where there is none."""
         at = context.rfind(marker)
         if at < 0:
             return None

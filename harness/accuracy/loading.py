@@ -29,9 +29,9 @@ FEWSHOT_SEED = 1234
 def load_task(name: str, config: RunConfig) -> ConfigurableTask:
     """The task `name`, its rows and few-shot settings as `config` says.
 
-    Raises: UserError: a file is missing, empty or malformed (file and line number), there are too few
-        examples, or the hub cannot
-            be reached.
+    Raises:
+        UserError: a file is missing, empty or malformed (file and line number), there are too few examples, or the
+            hub cannot be reached.
     """
     if name in CONTEXTS:
         task = _generated(name, config)
@@ -46,8 +46,8 @@ def load_task(name: str, config: RunConfig) -> ConfigurableTask:
 def check_rows(path: Path, fields: list[str]) -> int:
     """Read a file of JSON lines through and return its number of rows.
 
-    Raises: UserError: the file is missing, empty, or a line (named by number) is not a JSON object with all
-        of `fields`.
+    Raises:
+        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`.
     """
     try:
         lines = path.read_bytes().split(b"\n")

@@ -13,7 +13,7 @@ only on the rows that predict a token of a continuation.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,8 +24,7 @@ from harness.reads import ReadStats
 from harness.replay import ReplaySession
 
 PROMPT_TOKENS = 1024
-"""Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad
-more."""
+"""Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad more."""
 
 CACHE_TOKENS = 8192
 """Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in fp16 on
@@ -68,16 +67,14 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would produce
-    it."""
+    """Sum of a continuation's token log-probabilities in nats, and whether greedy decoding would produce it."""
 
     log_likelihood: float
     is_greedy: bool
 
 
 class Branch(NamedTuple):
-    """Requests of one document after one prompt, by index, and the decode rows that are equal in all of
-    them."""
+    """Requests of one document after one prompt, by index, and the decode rows that are equal in all of them."""
 
     requests: list[int]
     shared: tuple[int, ...]
@@ -188,15 +185,13 @@ class PromptBatch:
         self.last_hidden = self.root.prefill(ids, valid, counts)[:, -1:]  # [prompts, 1, hidden_size]
 
     def slices(self) -> Iterator[list[tuple[int, Branch]]]:
-        """The branches, each with its prompt's place in the batch, in slices of bounded memory. Those without
-        shared rows come apart: among others they would be sequences of nothing but padding."""
+        """The branches, each with its prompt's place in the batch, in slices of bounded memory."""
 
         def size(item: tuple[int, Branch]) -> tuple[int, int]:
             longest = max(len(self.requests[index].rows) for index in item[1].requests)
             return len(item[1].requests), self.num_columns + longest
 
-        for _, alike in groupby(self.branches, key=lambda item: bool(item[1].shared)):
-            yield from _batches(alike, size, CACHE_TOKENS)
+        yield from _batches(self.branches, size, CACHE_TOKENS)
 
     def decode(self, branches: Sequence[tuple[int, Branch]]) -> tuple[HiddenRows, ReadStats]:
         """Decode the shared rows of `branches`, then each request's own; what was read for both."""

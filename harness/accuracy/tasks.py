@@ -41,12 +41,13 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about d
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
-    Returns: metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`, kv_frac,
-        kv_frac_artifact, num_samples, num_fewshot, prefill. samples by task: one entry a question.
+    Returns:
+        metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`; kv_frac, kv_frac_artifact,
+        num_samples, num_fewshot. samples by task: one entry a question.
 
-    Raises: UserError: missing or malformed data, a context longer than the model's limit, settings under
-        which a task cannot be
-            scored, or a method that never ran.
+    Raises:
+        UserError: missing or malformed data, a context longer than the model's limit, settings under which a task
+            cannot be scored, or a method that never ran.
     """
     metrics, samples = {}, {}
     for name in config.tasks:
@@ -55,8 +56,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
 
 
 def decode_rows(requests: Sequence[Request]) -> list[DecodeRow]:
-    """The decode rows on which a method will run, every request a sequence of its own; made from tokens
-    alone."""
+    """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone."""
     return [
         DecodeRow(cached, request.final_length)
         for request in requests
@@ -121,9 +121,8 @@ class ReplayScorer:
 
 
 def _run_task(name: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    prefill = _prefill(name, config)
     scorer = ReplayScorer(config, loaded, name, sys.stderr)
-    lm = ReplayLM(loaded, prefill, scorer, mean=config.scoring == "mean")
+    lm = ReplayLM(loaded, _prefill(name, config), scorer, mean=config.scoring == "mean")
     with redirect_stderr(io.StringIO()):  # lm-eval's own progress bars, one a step
         task = load_task(name, config)
         # No bootstrap: the metrics are means, whose standard errors are computed below.
@@ -137,7 +136,7 @@ def _run_task(name: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[s
             values = [float(sample[metric]) for sample in logged]
             metrics[metric] = sum(values) / len(values)
             metrics[f"{metric}_stderr"] = clustered_stderr(values, clusters)
-    metrics |= {"num_samples": len(logged), "num_fewshot": task.config.num_fewshot, "prefill": prefill.mode}
+    metrics |= {"num_samples": len(logged), "num_fewshot": task.config.num_fewshot}
     metrics |= {"kv_frac": scorer.reads.kv_frac, "kv_frac_artifact": scorer.reads.kv_frac_artifact}
     first = {request.document[1]: request for request in reversed(lm.requests)}
     return metrics, [_raw(task, sample, first[sample["doc_id"]]) for sample in logged]

@@ -1,0 +1,139 @@
+"""The cost model beside the paper: every published latency, speedup and throughput, on the paper's machine."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.costmodel.hardware import Efficiency, load_platform, load_shape
+from harness.costmodel.predict import FITTED, Prediction, Setup, predict
+from harness.errors import UserError, nearest
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "plots" / "reference" / "published.csv"
+PAPER_PLATFORM = "a6000-pcie3"
+GEN_LEN = 128
+TOTAL_LEN = 2048
+BASELINES = ("uvm", "uvm+h2o", "offload", "offload+int4", "offload+h2o")
+"""What the paper's smallest and largest speedups are over."""
+OFFLOADED = ("offload", "offload-pageable", "offload+int4", "offload+h2o", "infinigen")
+COMPARED = ("uvm", "uvm+h2o", *OFFLOADED)
+
+
+class Cell(NamedTuple):
+    """A setup of the paper's figures, on a platform to be chosen."""
+
+    label: str
+    model: str = "opt-13b"
+    batch_size: int = 8
+    total_len: int = TOTAL_LEN
+
+
+FIGURES: Mapping[str, tuple[Cell, ...]] = {
+    "fig14": tuple(Cell(label, batch_size=20) for label in COMPARED),
+    "fig15": tuple(Cell(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED),
+    "fig16a": tuple(Cell(label, total_len=length) for length in (512, 1024, 1536, 2048) for label in OFFLOADED),
+    "fig16b": tuple(
+        Cell(label, model, batch_size=4) for model in ("opt-6.7b", "opt-13b", "opt-30b") for label in OFFLOADED
+    ),
+    "fig18": tuple(Cell(label) for label in (*OFFLOADED, "ideal")),
+}
+"""The figures that the cost model draws, and the bars of each."""
+
+
+class Comparison(NamedTuple):
+    """A published number and ours."""
+
+    figure: str
+    series: str
+    x: str
+    metric: str
+    unit: str
+    published: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+
+def figure_rows(figure: str, platform: str) -> list[dict[str, Any]]:
+    """The rows of a figure's latency table, modelled; UserError for an unknown figure or platform."""
+    if figure not in FIGURES:
+        raise UserError(f"figure={figure}: {nearest(figure, FIGURES)}")
+    return [_predict(cell, platform, FITTED).row(figure) for cell in FIGURES[figure]]
+
+
+def calibrate(efficiency: Efficiency = FITTED) -> list[Comparison]:
+    """Every published number that the cost model predicts, in the order of the file."""
+    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["figure"] in FIGURES]
+    return list(_compare(rows, efficiency))
+
+
+def worst(comparisons: list[Comparison]) -> float:
+    """The largest |log ratio|, which is what the efficiencies were fitted to."""
+    return max(abs(math.log(comparison.ratio)) for comparison in comparisons)
+
+
+def render(comparisons: list[Comparison]) -> str:
+    """A table for a terminal: predicted, published, ratio; `*` marks what is more than 20 % off."""
+    lines = [f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} {'published':>10} {'':4} ratio"]
+    for row in comparisons:
+        off = "" if 1 / 1.2 <= row.ratio <= 1.2 else " *"
+        lines.append(
+            f"{row.figure:7} {row.series:13} {row.x:>8} {row.metric:21} {row.predicted:10.4g} {row.published:10.4g} "
+            f"{row.unit:4} {row.ratio:5.2f}{off}"
+        )
+    return "\n".join(lines)
+
+
+def _compare(rows: list[dict[str, str]], efficiency: Efficiency) -> Iterator[Comparison]:
+    for row in rows:
+        predicted = _quantity(row, efficiency)
+        if predicted is not None:
+            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
+            yield Comparison(*names, float(row["value"]), predicted)
+
+
+def _quantity(row: Mapping[str, str], efficiency: Efficiency) -> float | None:
+    """What a line of the file gives, predicted; None for what is an input of the model, or no time."""
+    figure, series, metric = row["figure"], row["series"], row["metric"]
+    total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
+    batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
+
+    def run(label: str, batch: int = batch_size) -> Prediction:
+        return _predict(Cell(label, row["model"], batch, total_len), PAPER_PLATFORM, efficiency)
+
+    if metric in ("speedup_min", "speedup_max"):
+        batches = sorted({cell.batch_size for cell in FIGURES[figure]})
+        speedups = [run(other, size).total_s / run(series, size).total_s for size in batches for other in BASELINES]
+        return min(speedups) if metric == "speedup_min" else max(speedups)
+    quantities = {
+        "total_latency": lambda: run(series).total_s,
+        "tokens_per_s": lambda: run(series).tokens_per_s,
+        "speedup_over_offload": lambda: run("offload").total_s / run(series).total_s,
+        "block_latency": lambda: 1e3 * run(series).block_s,  # ms
+        "transfer_share": lambda: run(series).block["transfer"] / run(series).block_s,
+        "slowdown_vs_ideal": lambda: run(series).block_s / run("ideal").block_s,
+    }
+    return quantities[metric]() if metric in quantities else None
+
+
+@cache
+def _predict(cell: Cell, platform: str, efficiency: Efficiency) -> Prediction:
+    return predict(
+        Setup(
+            platform=load_platform(platform),
+            shape=load_shape(cell.model),
+            label=cell.label,
+            batch_size=cell.batch_size,
+            prompt_len=cell.total_len - GEN_LEN,
+            gen_len=GEN_LEN,
+            efficiency=efficiency,
+        )
+    )

@@ -1,0 +1,195 @@
+"""What the tests of live decoding share: every method and codec as a case, padded batches, and both ways to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from conftest import tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from harness.attach import Attached, attach
+from harness.live import LiveSession
+from harness.memory.codec import Codec
+from harness.memory.emulated_link import EmulatedLink
+from harness.memory.link import Link
+from harness.replay import ReplaySession
+from methods.base import Method
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
+from methods.quantization import Quantized
+from methods.streaming import Streaming
+
+PROMPT, STEPS = 24, 10
+PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
+"""Real prompt tokens of the sequences of a batch."""
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """Distorts a row as an integer codec does, but without steps: no code that rounding could flip."""
+
+    name = "smooth"
+    bits = 32
+    is_float = False
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return 4.5
+
+    def row_bytes(self, head_dim: int) -> int:
+        return 4 * head_dim
+
+    def roundtrip(self, rows: Tensor) -> Tensor:
+        return 0.8 * rows + 0.2 * torch.sin(3 * rows)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return self.roundtrip(rows).contiguous().view(torch.uint8)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        return packed.view(torch.float32)
+
+
+class Case(NamedTuple):
+    method: Method
+    codec: Codec | Smooth | None = None
+
+
+CASES = {
+    "full": Case(Full()),
+    "full+smooth": Case(Full(), Smooth()),
+    "int8": Case(Quantized(num_bits=8), Codec("int8")),
+    "int4": Case(Quantized(num_bits=4), Codec("int4")),
+    "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
+    "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
+    "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
+    "h2o-fills": Case(H2O(heavy_frac=0.45, recent_frac=0.45)),  # the prompt leaves room: full only after some steps
+    "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
+    "streaming": Case(Streaming(kv_frac=0.3, num_sinks=2)),
+    "streaming-fills": Case(Streaming(kv_frac=0.9)),
+    "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
+    "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
+    "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
+    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
+    "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
+    "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
+    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
+    "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
+    "pool-lru": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),
+    "pool-counter": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2)),
+    "pool-tokens": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.5, pool_tokens=12)),
+    "pool-fills": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
+    # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
+    "pool-tie": Case(InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
+    "pool+smooth": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru"), Smooth()),
+}
+FAMILIES = ("llama", "gqa", "opt")
+
+
+class Result(NamedTuple):
+    """logits [batch, 1 + steps, vocab]: of the prompt's last row, and of each step's."""
+
+    logits: Tensor
+    kv_frac: float
+
+
+@cache
+def tiny(family: str) -> PreTrainedModel:
+    """A tiny random model, one for all tests."""
+    shapes = {
+        "llama": ("llama", {"num_key_value_heads": 4}),
+        "gqa": ("llama", {"num_key_value_heads": 2}),
+        "opt": ("opt", {"word_embed_proj_dim": 64}),
+    }
+    model_type, shape = shapes[family]
+    return tiny_model(model_type, **shape)
+
+
+@cache
+def calibration(num_kv_heads: int, head_dim: int) -> SimpleNamespace:
+    """A random rotation per layer and KV head: no symmetry that could hide a transposed one."""
+    generator = torch.Generator().manual_seed(5)
+    rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
+    return SimpleNamespace(rotation=rotation)
+
+
+def calibration_of(attached: Attached) -> SimpleNamespace:
+    """The calibration of a tiny model."""
+    return calibration(attached.geometry.num_kv_heads, attached.geometry.head_dim)
+
+
+def token_batch(prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids [batch, longest prompt + steps] with the prompts' padding on the left, and which of them are real."""
+    longest = max(prompts)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 256, (len(prompts), longest + steps), generator=generator)
+    real = torch.arange(longest + steps) >= longest - torch.tensor(prompts)[:, None]
+    return ids, real
+
+
+def replay(attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len: int | None = None) -> Result:
+    """Teacher-forced over all rows at once; `prefill_len` columns are prompt, by default the longest prompt."""
+    ids, real = token_batch(prompts)
+    columns = prefill_len or max(prompts)
+    session = ReplaySession(
+        attached,
+        case.method,
+        final_lengths=real.sum(-1),
+        num_columns=ids.shape[1],
+        codec=case.codec,
+        calibration=calibration_of(attached),
+    )
+    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+    rows = session.decode(ids[:, columns:], real[:, columns:])
+    return Result(attached.logits(torch.cat([last, rows], 1)), session.reads.kv_frac)
+
+
+def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:
+    """A live session of a case on a tiny model."""
+    return LiveSession(
+        attached,
+        case.method,
+        max_new_tokens=steps,
+        codec=case.codec,
+        calibration=calibration_of(attached),
+        **options,
+    )
+
+
+def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) -> Tensor:
+    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]."""
+    ids, real = token_batch(prompts, steps)
+    columns = max(prompts)
+    logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+    logits += [session.decode_step(ids[:, columns + step]) for step in range(steps)]
+    return torch.stack(logits, 1)
+
+
+def live(attached: Attached, case: Case, prompts: tuple[int, ...], **options) -> Result:
+    """The same rows one step at a time."""
+    session = open_live(attached, case, **options)
+    result = Result(force(session, prompts), session.kv_frac)
+    session.close()
+    return result
+
+
+@contextmanager
+def attached_with_link(family: str = "gqa", bytes_per_s: float = 1e12) -> Iterator[tuple[Attached, Link]]:
+    """A tiny model under our attention, and a link that costs nothing."""
+    with attach(tiny(family)) as attached, EmulatedLink(bytes_per_s) as link:
+        yield attached, link
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> float:
+    """Of two tensors of one shape; NaN where one of them holds one."""
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max())

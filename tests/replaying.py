@@ -1,0 +1,186 @@
+"""What the tests of replay share: every method and codec as a case, padded batches, and the reference's traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import reference as plain
+import torch
+from conftest import tiny_model
+
+from harness.attach import attach
+from harness.memory.codec import Codec
+from harness.reads import ReadStats
+from harness.replay import ReplaySession
+from methods.base import Method
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
+from methods.quantization import Quantized
+from methods.streaming import Streaming
+
+LENGTH, PROMPT = 56, 19
+RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))
+"""(prompt, length) of the sequences of a padded batch."""
+TOLERANCE = 1e-4
+WELL_APART = 1e-6
+"""The least `Reference.margin` at which fp32 and fp64 must choose alike."""
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """Distorts a row as much as 4 bits do, but without steps: no code that rounding could flip."""
+
+    bits = 4
+    is_float = False
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return 4 + 32 / head_dim
+
+    def roundtrip(self, rows: torch.Tensor) -> torch.Tensor:
+        return 0.8 * rows + 0.2 * torch.sin(3 * rows)
+
+
+def smooth(row: np.ndarray) -> np.ndarray:
+    return 0.8 * row + 0.2 * np.sin(3 * row)
+
+
+class Case(NamedTuple):
+    method: Method
+    codec: Codec | Smooth | None = None
+
+
+CASES = {
+    "full": Case(Full()),
+    "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
+    "h2o-heavy": Case(H2O(heavy_frac=0.2, recent_frac=0.0, num_exempt_layers=0)),
+    "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.2, num_exempt_layers=1)),
+    "streaming": Case(Streaming(kv_frac=0.25, num_sinks=2)),
+    "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
+    "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
+    "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
+    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
+    "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
+    "quantized": Case(Quantized(), Smooth()),
+    "h2o+codec": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
+    "streaming+codec": Case(Streaming(kv_frac=0.25, num_sinks=2), Smooth()),
+    "oracle+codec": Case(Oracle(alpha=inf, max_fetch_frac=0.3), Smooth()),
+    "infinigen+codec": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
+}
+MODELS = {
+    "llama": tiny_model("llama", num_key_value_heads=4),
+    "gqa": tiny_model("llama", num_key_value_heads=2),
+    "opt": tiny_model("opt", word_embed_proj_dim=64),
+}
+SELECTING = [name for name, case in CASES.items() if not case.method.reads_all]
+
+every_case = pytest.mark.parametrize("name", CASES)
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def token_ids(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 256, (length,), generator=generator).tolist()
+
+
+RAGGED_IDS = [token_ids(length, seed) for seed, (_, length) in enumerate(RAGGED)]
+
+
+@cache
+def rotation(num_kv_heads: int, head_dim: int) -> torch.Tensor:
+    """A random rotation per layer and KV head: no symmetry that could hide a transposed one."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
+
+
+def open_session(attached, case: Case, final_lengths, num_columns: int, **options) -> ReplaySession:
+    geometry = attached.geometry
+    return ReplaySession(
+        attached,
+        case.method,
+        codec=case.codec,
+        calibration=SimpleNamespace(rotation=rotation(geometry.num_kv_heads, geometry.head_dim)),
+        final_lengths=torch.tensor(final_lengths),
+        num_columns=num_columns,
+        **options,
+    )
+
+
+def pad(rows: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), 7)
+    valid = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, tokens in enumerate(rows):
+        place = slice(width - len(tokens), width) if left else slice(0, len(tokens))
+        ids[row, place] = torch.tensor(tokens, dtype=torch.long)
+        valid[row, place] = True
+    return ids, valid
+
+
+class Run(NamedTuple):
+    logits: list[torch.Tensor]
+    """Of each sequence's decode rows."""
+    reads: ReadStats
+
+
+def run(attached, case: Case, sequences, prompts, *, calls=(), multiplicity=None, **options) -> Run:
+    """Replay a padded batch; `calls`: columns at which the decode rows are cut into several calls."""
+    batch_prompt, valid = pad([ids[:p] for ids, p in zip(sequences, prompts, strict=True)], left=True)
+    rest, real = pad([ids[p:] for ids, p in zip(sequences, prompts, strict=True)], left=False)
+    lengths = [len(ids) for ids in sequences]
+    session = open_session(attached, case, lengths, batch_prompt.shape[1] + rest.shape[1], **options)
+    session.prefill(batch_prompt, valid, multiplicity)
+    edges = [0, *calls, rest.shape[1]]
+    hidden = [
+        session.decode(rest[:, start:stop], real[:, start:stop], multiplicity)
+        for start, stop in zip(edges, edges[1:], strict=False)
+    ]
+    logits = attached.logits(torch.cat(hidden, 1))
+    return Run([rows[mask] for rows, mask in zip(logits, real, strict=True)], session.reads)
+
+
+def run_one(model, case: Case, ids=None, prompt: int = PROMPT, **options) -> Run:
+    with attach(model) as attached:
+        return run(attached, case, [ids or token_ids(LENGTH)], [prompt], **options)
+
+
+def run_ragged(model, case: Case, **options) -> Run:
+    with attach(model) as attached:
+        return run(attached, case, RAGGED_IDS, [prompt for prompt, _ in RAGGED], **options)
+
+
+_traces: dict[tuple, plain.Trace] = {}
+
+
+def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
+    """The reference's decode of one sequence, computed once."""
+    ids = ids or token_ids(LENGTH)
+    key = (id(model), name, tuple(ids), prompt)
+    if key not in _traces:
+        case = CASES[name]
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        with torch.inference_mode():
+            reference = plain.Reference(
+                model,
+                case.method,
+                final_length=len(ids),
+                prefill_len=prompt,
+                rotation=rotation(getattr(config, "num_key_value_heads", 4), head_dim),
+                codec=case.codec and smooth,
+            )
+            _traces[key] = reference.run(ids)
+    return _traces[key]
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    assert got.shape == expected.shape
+    difference = float((got - expected).abs().max())
+    assert difference <= tolerance, f"largest difference {difference:.3g}"

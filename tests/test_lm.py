@@ -1,0 +1,330 @@
+"""Log-likelihoods through replay: HFLM's numbers for the full cache, and no trace of how work was shared."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokens import byte_tokenizer
+
+from harness.accuracy import scoring
+from harness.accuracy.lm import Prefill, ReplayLM
+from harness.accuracy.scoring import Request, Score, score, share
+from harness.accuracy.tasks import decode_rows
+from harness.attach import attach
+from harness.calibration import calibrate
+from harness.errors import UserError
+from harness.memory.codec import Codec
+from harness.models import LoadedModel
+from harness.reads import ReadStats
+from harness.replay import ReplaySession
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.quantization import Quantized
+from methods.streaming import Streaming
+
+MAX_LENGTH = 512
+TOKENIZER = byte_tokenizer()
+EXAMPLES = "Q: one?\nA: two.\n\nQ: three?\nA: four.\n\n"
+QUESTIONS = [
+    [(EXAMPLES + "Q: what is it?\nA:", choice) for choice in (" red", " reddish brown", " blue", " x")],
+    [(EXAMPLES + "Q: and now, for something longer?\nA:", choice) for choice in (" yes", " no")],
+    [("Other.\n\nQ: who?\nA: ", choice) for choice in ("me", "you")],  # its space moves to the continuation
+    [("Other.\n\nThe " + name + " is", " the one.") for name in ("tall man", "cat")],  # choices in the context
+]
+UNSHARED = [
+    [("", "Once upon"), ("", "Once more")],
+    [("", "ab"), ("", "cd")],  # nothing is equal after the prompt
+    [("A single", " continuation of one context")],
+]
+METHODS = {
+    "full": Full(),
+    "h2o": H2O(heavy_frac=0.15, recent_frac=0.15),
+    "infinigen": InfiniGen(max_fetch_frac=0.3),
+    "streaming": Streaming(kv_frac=0.3),
+    "int4": Quantized(num_bits=4),
+}
+
+
+def loaded_model(model) -> LoadedModel:
+    return LoadedModel(model, TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+
+
+def instances(questions) -> list[Instance]:
+    return [
+        Instance("loglikelihood", {}, arguments, index, metadata=("task", number, 1))
+        for number, choices in enumerate(questions)
+        for index, arguments in enumerate(choices)
+    ]
+
+
+def never(requests):
+    raise AssertionError("nothing should have been scored")
+
+
+def planned(questions, prefill: Prefill) -> list[Request]:
+    lm = ReplayLM(loaded_model(None), prefill, lambda requests: [Score(0.0, False)] * len(requests))
+    lm.loglikelihood(instances(questions))
+    return lm.requests
+
+
+def run(model, requests, method) -> tuple[list[Score], ReadStats]:
+    codec = Codec("int4") if isinstance(method, Quantized) else None
+    with attach(model) as attached:
+        calibration = calibrate(attached, list(range(3, 99))) if method.needs_calibration else None
+
+        def open_session(final_lengths, num_columns):
+            return ReplaySession(
+                attached,
+                method,
+                codec=codec,
+                calibration=calibration,
+                final_lengths=final_lengths,
+                num_columns=num_columns,
+            )
+
+        return score(requests, attached, open_session, lambda count: None)
+
+
+def answers(model, questions, prefill: Prefill, method=METHODS["full"], **options) -> list[tuple[float, bool]]:
+    lm = ReplayLM(loaded_model(model), prefill, lambda requests: run(model, requests, method)[0], **options)
+    return lm.loglikelihood(instances(questions))
+
+
+@pytest.mark.parametrize("prefill", [Prefill("dense"), Prefill("question"), Prefill("artifact", budget=0.3)])
+@pytest.mark.parametrize("family", ["gqa", "opt"])
+def test_full_cache_equals_hflm(family, prefill, request):
+    model = request.getfixturevalue(f"tiny_{family}")
+    questions = QUESTIONS if prefill.mode == "question" else QUESTIONS + UNSHARED
+    stock = HFLM(pretrained=model, tokenizer=TOKENIZER, batch_size=2, max_length=MAX_LENGTH)
+    expected = stock.loglikelihood(instances(questions), disable_tqdm=True)
+    found = answers(model, questions, prefill)
+    difference = max(abs(own[0] - hflm[0]) for own, hflm in zip(found, expected, strict=True))
+    assert difference < 1e-3, f"largest difference {difference:.1e} nats"
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_a_greedy_continuation_is_recognised(tiny_gqa):
+    context = TOKENIZER("Q: what?")["input_ids"]
+    for _ in range(3):
+        context.append(int(tiny_gqa(torch.tensor([context])).logits[0, -1].argmax()))
+    likely = Request(tuple(context), len(context) - 3, len(context) - 4, len(context), ("task", 0))
+    other = replace_last(likely)
+    scores, _ = run(tiny_gqa, [likely, other], Full())
+    assert [each.is_greedy for each in scores] == [True, False]
+
+
+def replace_last(request: Request) -> Request:
+    return request._replace(ids=(*request.ids[:-1], (request.ids[-1] + 1) % 256))
+
+
+@pytest.mark.parametrize("mode", ["dense", "question", "artifact"])
+@pytest.mark.parametrize("name", METHODS)
+def test_sharing_leaves_no_trace(name, mode, tiny_gqa):
+    """Scored together, with everything shared and padded, as scored one request at a time."""
+    method = METHODS[name]
+    requests = planned(QUESTIONS, Prefill(mode, budget=method.artifact_budget()))
+    together, reads = run(tiny_gqa, requests, method)
+    alone = [run(tiny_gqa, [request], method) for request in requests]
+    difference = max(
+        abs(one.log_likelihood - each[0].log_likelihood) for one, (each, _) in zip(together, alone, strict=True)
+    )
+    assert difference < 1e-3, f"largest difference {difference:.1e} nats"
+    summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
+    assert (reads.rows, reads.fired_rows) == (summed.rows, summed.fired_rows)
+    assert reads.rows == len(decode_rows(requests))
+    for sums in ("frac_sum", "pairs_read", "pairs"):
+        assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
+    if name != "full":
+        assert reads.kv_frac < 0.9, "the method must have dropped something for this test to mean anything"
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"streaming"}))  # refuses lengths as short as these
+def test_batches_leave_no_trace(name, tiny_gqa, monkeypatch):
+    requests = planned(QUESTIONS + UNSHARED, Prefill("artifact", budget=0.2))
+    method = METHODS[name]
+    expected, reads = run(tiny_gqa, requests, method)
+    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)):
+        monkeypatch.setattr(scoring, constant, size)
+        found, again = run(tiny_gqa, requests, method)
+        difference = max(abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found, expected, strict=True))
+        assert difference < 1e-3, f"{constant}: largest difference {difference:.1e} nats"
+        assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
+
+
+def test_each_piece_of_work_is_done_once(tiny_gqa, monkeypatch):
+    calls = []
+    prefill, decode = ReplaySession.prefill, ReplaySession.decode
+
+    def count(kind, function):
+        def counted(self, ids, valid, multiplicity=None):
+            calls.append((kind, int(valid.sum())))
+            return function(self, ids, valid, multiplicity)
+
+        return counted
+
+    monkeypatch.setattr(ReplaySession, "prefill", count("prompt", prefill))
+    monkeypatch.setattr(ReplaySession, "decode", count("rows", decode))
+    question = [("Q: a rather long question?\nA:", choice) for choice in (" red", " reddish", " blue")]
+    requests = planned([question], Prefill("dense"))
+    run(tiny_gqa, requests, Full())
+    done = {kind: sum(rows for name, rows in calls if name == kind) for kind in ("prompt", "rows")}
+    # Equal in all choices: the context's last token and the space. Then "re", "reddis" and "blu" are run for each.
+    assert done == {"prompt": requests[0].context_len - 1, "rows": 2 + 2 + 6 + 3}
+
+
+def test_sequences_of_unequal_length_are_not_decoded_in_one_padded_batch(tiny_gqa, monkeypatch):
+    widths = []
+    decode = ReplaySession.decode
+
+    def spy(self, ids, valid, multiplicity=None):
+        widths.append(ids.numel() / int(valid.sum()))
+        return decode(self, ids, valid, multiplicity)
+
+    monkeypatch.setattr(ReplaySession, "decode", spy)
+    run(tiny_gqa, planned([[("Q:", " a"), ("Q:", "-" * 60), ("Q:", "_" * 59)]], Prefill("dense")), Full())
+    assert max(widths) < 2
+
+
+@pytest.mark.parametrize(
+    ("prefill", "expected"),
+    [
+        (Prefill("dense"), [17, 17]),
+        (Prefill("question"), [7, 7]),  # "Some ex" and not the token of ".\n\n", which holds the marker
+        (Prefill("question", marker="\nA"), [15, 15]),
+        (Prefill("artifact", budget=0.25), [5, 5]),  # T = 18 + 5
+        (Prefill("artifact", budget=0.0), [1, 1]),
+        (Prefill("artifact", budget=1.0), [17, 17]),
+    ],
+)
+def test_where_the_prompt_ends(prefill, expected):
+    context = "Some ex.\n\nQ: who?\nA:"
+    assert len(TOKENIZER(context)["input_ids"]) == 18
+    requests = planned([[(context, " you"), (context, " them")]], prefill)
+    assert [request.prefill_len for request in requests] == expected
+    assert [request.final_length for request in requests] == [18 + 5] * 2
+    assert {request.document for request in requests} == {("task", 0)}
+
+
+def test_choices_in_the_context_have_one_final_length():
+    short, long = planned([QUESTIONS[3][::-1]], Prefill("artifact", budget=0.5))
+    assert short.context_len < long.context_len
+    assert short.final_length == long.final_length == len(long.ids)
+    assert short.prefill_len == long.prefill_len == long.final_length // 2
+
+
+def test_the_last_marker_counts():
+    (request,) = planned([[("a\n\nb\n\ncd", " e")]], Prefill("question"))
+    assert TOKENIZER.decode(request.prompt) == "a\n\nb"
+
+
+@pytest.mark.parametrize(
+    ("question", "prefill", "message"),
+    [
+        (("no separator", " x"), Prefill("question"), "task task, question 0: prefill=question needs '\\\\n\\\\n'"),
+        (("\n\nat the start", " x"), Prefill("question"), "prefill=question needs"),
+        (("", "x" * 9), Prefill("question"), "prefill=question needs"),
+        (("c" * 510, " xyz"), Prefill("dense"), "context and answer have 513 tokens, the model takes 512; lower"),
+        (("", "x"), Prefill("dense"), "2 tokens leave no decode row"),
+    ],
+)
+def test_refused(question, prefill, message):
+    lm = ReplayLM(loaded_model(None), prefill, never)
+    with pytest.raises(UserError, match=message):
+        lm.loglikelihood(instances([[question]]))
+
+
+def test_the_longest_sequence_that_fits(tiny_gqa):
+    assert len(answers(tiny_gqa, [[("c" * 510, " xy")]], Prefill("dense"))) == 1
+
+
+def test_what_is_not_offered():
+    lm = ReplayLM(loaded_model(None), Prefill("dense"), never)
+    with pytest.raises(UserError, match="generate text"):
+        lm.generate_until([])
+    with pytest.raises(UserError, match="experiment=perplexity"):
+        lm.loglikelihood_rolling([])
+    with pytest.raises(UserError, match="model tiny has no tokenizer"):
+        ReplayLM(replace(loaded_model(None), tokenizer=None), Prefill("dense"), never)
+
+
+def test_a_method_that_did_not_run_is_an_error(tiny_gqa, monkeypatch):
+    decode = ReplaySession.decode
+
+    def idle(self, *arguments):
+        hidden = decode(self, *arguments)
+        self.reads = replace(self.reads, fired_rows=0.0)
+        return hidden
+
+    monkeypatch.setattr(ReplaySession, "decode", idle)
+    with pytest.raises(UserError, match="the method ran on 0 of"):
+        run(tiny_gqa, planned([QUESTIONS[0]], Prefill("dense")), METHODS["h2o"])
+
+
+def test_mean_scoring_divides_by_the_continuation(tiny_gqa):
+    sums = answers(tiny_gqa, QUESTIONS[:1], Prefill("dense"))
+    means = answers(tiny_gqa, QUESTIONS[:1], Prefill("dense"), mean=True)
+    lengths = [len(choice) for _, choice in QUESTIONS[0]]
+    assert [total / n for (total, _), n in zip(sums, lengths, strict=True)] == pytest.approx([m for m, _ in means])
+
+
+def test_answers_reach_the_response_cache(tiny_gqa):
+    lm = ReplayLM(loaded_model(tiny_gqa), Prefill("dense"), lambda requests: run(tiny_gqa, requests, Full())[0])
+    kept = {}
+    lm.cache_hook.dbdict = kept
+    found = lm.loglikelihood(instances(QUESTIONS))
+    assert sorted(kept.values()) == sorted(found)
+
+
+def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
+    class Tokenizer:
+        bos_token_id, eos_token_id, is_fast = 1, 2, True
+
+        def decode(self, token):
+            return "<s>"
+
+        def __call__(self, text, add_special_tokens=True, **options):
+            return {"input_ids": [1] * add_special_tokens + list(text.encode())}
+
+    lm = ReplayLM(replace(loaded_model(None), tokenizer=Tokenizer()), Prefill("dense"), never)
+    assert lm.tok_encode("ab") == [1, 97, 98]
+    assert lm.tok_encode("<s>ab")[0] == ord("<")
+    assert lm.tok_encode("ab", add_special_tokens=False) == [97, 98]
+    assert (lm.prefix_token_id, lm.eot_token_id) == (1, 2)
+
+
+tokens = st.integers(0, 2)
+
+
+@given(st.lists(st.tuples(st.lists(tokens, min_size=3, max_size=8), st.integers(0, 2)), min_size=1, max_size=12))
+def test_the_tree_holds_every_request_once(drawn):
+    requests = [
+        Request(tuple(ids), 2, 1 + document % 2, 9 + document // 2, ("task", document)) for ids, document in drawn
+    ]
+    prompts = share(requests)
+    held = [index for prompt in prompts for branch in prompt.branches for index in branch.requests]
+    assert sorted(held) == list(range(len(requests)))
+    assert len({(prompt.ids, prompt.final_length) for prompt in prompts}) == len(prompts)
+    for prompt in prompts:
+        for branch in prompt.branches:
+            group = [requests[index] for index in branch.requests]
+            assert {request.final_length for request in group} == {prompt.final_length}
+            assert {request.document for request in group} == {group[0].document}
+            width = len(branch.shared)
+            for request in group:
+                assert request.prompt == prompt.ids and request.rows[:width] == branch.shared
+            nexts = {request.rows[width : width + 1] for request in group}
+            assert len(group) == 1 or len(nexts) > 1 or () in nexts, "shared as far as possible"
+
+
+def test_grouped_heads_and_a_larger_vocabulary_on_one_model():
+    model = tiny_model("llama", num_key_value_heads=1, vocab_size=300)
+    scores, _ = run(model, planned(QUESTIONS, Prefill("dense")), Full())
+    ids = torch.tensor([TOKENIZER("".join(QUESTIONS[0][0]))["input_ids"]])
+    log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+    assert scores[0].log_likelihood == pytest.approx(float(log_probs[-4:].sum()), abs=1e-4)

@@ -1,0 +1,379 @@
+"""Tasks: generated ones, local rows under lm-eval's prompts, metrics, and what is refused."""
+
+import hashlib
+import json
+import math
+import socket
+import urllib.request
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.api.metrics import mean_stderr
+from tokens import byte_tokenizer
+
+from harness.accuracy import generated
+from harness.accuracy.generated import CONTEXTS, MARKER, questions
+from harness.accuracy.loading import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
+from harness.accuracy.tasks import clustered_stderr, run_tasks
+from harness.config import PAPER_TASKS, TASKS, DataConfig, RunConfig, load
+from harness.errors import UserError
+from harness.models import LoadedModel
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.quantization import Quantized
+
+MAX_LENGTH = 2048
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=MAX_LENGTH)
+    return LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+
+
+@cache
+def defaults() -> RunConfig:
+    return load(["experiment=tasks"])
+
+
+def settings(*tasks: str, method=None, root: Path | None = None, **changes) -> RunConfig:
+    method = method or Full()
+    data = DataConfig("local", str(root)) if root else DataConfig("offline")
+    values = {"method": method, "method_name": method.name, "tasks": tasks, "data": data, "num_samples": 8}
+    return replace(defaults(), **(values | changes))
+
+
+# Generated tasks
+
+
+@pytest.mark.parametrize("task", CONTEXTS)
+def test_a_generated_question(task):
+    made = questions(task, 24, seed=0)
+    for number, question in enumerate(made):
+        context, asked = question.prompt.split(MARKER)
+        assert question.context_id == number // 8
+        assert len(set(question.choices)) == 4
+        assert all(f" is{choice}." in context for choice in question.choices), "every choice occurs in the context"
+        subject = asked.removeprefix(" What is the ").split("?")[0]
+        assert asked == f" What is the {subject}?\nAnswer: The {subject} is"
+        assert f"The {subject} is{question.choices[question.gold]}." in context
+        assert context == made[8 * question.context_id].prompt.split(MARKER)[0], "8 questions share a context"
+    assert len({question.prompt for question in made}) == 24
+    assert {question.gold for question in made} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("task", CONTEXTS)
+def test_generated_questions_depend_on_the_seed_alone(task):
+    assert questions(task, 5, seed=0) == questions(task, 20, seed=0)[:5]
+    assert questions(task, 5, seed=0)[0].prompt != questions(task, 5, seed=1)[0].prompt
+
+
+def test_kv_recall_is_frozen():
+    """The same on every machine and Python; a change makes earlier records incomparable."""
+    assert questions("kv_recall", 1, seed=0)[0].prompt.startswith(
+        "Here is a list of items and their codes.\nThe code of the "
+    )
+    whole = json.dumps(questions("kv_recall", 16, seed=0))
+    assert (
+        hashlib.sha256(whole.encode()).hexdigest() == "311c755543d825ea5edfddd14569ba9687ab611d9fd7717251064e19ca44fe76"
+    )
+
+
+def test_passkey_is_frozen_up_to_the_text(monkeypatch):
+    sentences = [f"Sentence number {number} of a text." for number in range(40)]
+    monkeypatch.setattr(generated, "offline_sentences", lambda: sentences)
+    whole = json.dumps(questions("passkey", 16, seed=0))
+    assert (
+        hashlib.sha256(whole.encode()).hexdigest() == "6a359548e8f3686aec83767c7c9c8484f491e70cbc8c69db41921bb36350904b"
+    )
+
+
+def test_offline_sentences_are_plain():
+    sentences = generated.offline_sentences()
+    assert len(sentences) > 300
+    assert all(
+        sentence[0].isupper() and sentence.endswith(".") and 40 <= len(sentence) <= 160 for sentence in sentences
+    )
+    assert not any(character.isdigit() for sentence in sentences for character in sentence)
+
+
+# Metrics
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=30))
+def test_stderr_of_independent_questions_is_lm_evals(values):
+    assert clustered_stderr(values, range(len(values))) == pytest.approx(mean_stderr(values))
+
+
+def test_stderr_of_clusters():
+    # Two clusters that agree within: as two values of a mean, standard deviation / sqrt(2).
+    assert clustered_stderr([1, 1, 0, 0], "aabb") == pytest.approx(0.5)
+    assert clustered_stderr([1, 0, 1, 0], "aabb") == 0.0
+    # Residuals 0.25 and -0.25: sqrt(2 * 0.0625 * 2 / 1) / 4.
+    assert clustered_stderr([1, 1, 1, 0], "aabb") == pytest.approx(math.sqrt(0.25 + 0.25) * math.sqrt(2) / 4)
+    assert clustered_stderr([1, 0], "aa") is None
+
+
+@pytest.mark.parametrize(
+    "method", [Full(), H2O(heavy_frac=0.1, recent_frac=0.1), InfiniGen(max_fetch_frac=0.2), Quantized(num_bits=2)]
+)
+def test_generated_tasks_without_a_network(method, loaded, monkeypatch, tmp_path):
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    calibration = replace(defaults().calibration, num_tokens=200)
+    config = settings("kv_recall", "passkey", method=method, num_samples=12, calibration=calibration)
+    outcome = run_tasks(config, loaded)
+    assert list(outcome.metrics) == ["kv_recall", "passkey"]
+    for task, metrics in outcome.metrics.items():
+        samples = outcome.samples[task]
+        assert set(metrics) == {
+            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact",
+        }  # fmt: skip
+        assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
+        hits = [float(sample["predicted"] == sample["gold"]) for sample in samples]
+        assert metrics["acc"] == sum(hits) / 12
+        assert metrics["acc_stderr"] == clustered_stderr(hits, [0] * 8 + [1] * 4)
+        for number, (sample, question) in enumerate(zip(samples, questions(task, 12, 0), strict=True)):
+            context = question.prompt.split(MARKER)[0]
+            assert sample["question"] == number and sample["gold"] == question.gold
+            ids = loaded.tokenizer(question.prompt)["input_ids"]
+            assert sample["context_tokens"] == len(ids)
+            # ".\n" is one token: it holds the marker's first character, so the context's full stop stays out.
+            assert loaded.tokenizer.decode(ids[: sample["prefill_len"]]) == context[:-1]
+            scores = sample["log_likelihoods"]
+            assert len(scores) == 4 and sample["predicted"] == scores.index(max(scores))
+        assert metrics["kv_frac"] == 1 if method == Full() else metrics["kv_frac"] < 0.8
+
+
+def refuse(*arguments):
+    raise AssertionError("the network was touched")
+
+
+@pytest.mark.parametrize("target", [0.6, 0.8])
+def test_a_target_size_is_met_on_each_task(target, loaded):
+    outcome = run_tasks(settings("kv_recall", "passkey", method=H2O(), target_kv_frac=target), loaded)
+    for metrics in outcome.metrics.values():
+        assert metrics["kv_frac"] == pytest.approx(target, abs=0.01)
+
+
+def test_mean_scoring(loaded):
+    by_sum, by_mean = (run_tasks(settings("kv_recall", scoring=scoring), loaded) for scoring in ("sum", "mean"))
+    for one, other in zip(by_sum.samples["kv_recall"], by_mean.samples["kv_recall"], strict=True):
+        assert [each / 5 for each in one["log_likelihoods"]] == pytest.approx(other["log_likelihoods"])
+
+
+def test_a_context_longer_than_the_model_takes(loaded):
+    with pytest.raises(
+        UserError, match=r"task kv_recall, question 0: context and answer have \d+ tokens, .* takes 64;"
+    ):
+        run_tasks(settings("kv_recall"), replace(loaded, max_length=64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_fewshot": 2}, "num_fewshot=2: task kv_recall takes no examples"),
+        ({"prefill": "artifact", "target_kv_frac": 0.5}, "target_kv_frac=0.5: not with prefill=artifact"),
+    ],
+)
+def test_settings_a_generated_task_refuses(changes, message, loaded):
+    with pytest.raises(UserError, match=message):
+        run_tasks(settings("kv_recall", method=H2O(), **changes), loaded)
+
+
+# Local rows
+
+ROWS = {
+    "copa": {"premise": "It rained.", "choice1": "We left.", "choice2": "We ran.", "question": "effect", "label": 1},
+    "openbookqa": {
+        "question_stem": "A bird can",
+        "choices": {"text": ["fly", "read", "sue", "code"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "C",
+    },
+    "winogrande": {"sentence": "Ann met Bea and _ smiled.", "option1": "Ann", "option2": "Bea", "answer": "2"},
+    "piqa": {"goal": "To cut", "sol1": "use a knife", "sol2": "use a spoon", "label": 0},
+    "rte": {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0},
+    "hellaswag": {
+        "activity_label": "Roof",
+        "ctx_a": "A man sits.",
+        "ctx_b": "he",
+        "endings": ["sings [x] now.", "runs.", "eats.", "naps."],
+        "label": "3",
+    },
+    "arc_easy": {
+        "question": "Which is hot?",
+        "choices": {"text": ["ice", "fire", "snow"], "label": ["A", "B", "C"]},
+        "answerKey": "B",
+    },
+    "lambada": {"text": "He opened the old door"},
+    "boolq": {"question": "is it wet", "passage": "Water is wet.", "label": 1},
+}
+PROMPTS = {  # (context, continuation) of each choice, and the right one
+    "copa": ([("It rained therefore", "  we left."), ("It rained therefore", "  we ran.")], 1),
+    "openbookqa": ([("A bird can", f" {verb}") for verb in ("fly", "read", "sue", "code")], 2),
+    "winogrande": ([(f"Ann met Bea and {name}", " smiled.") for name in ("Ann", "Bea")], 1),
+    "piqa": ([("Question: To cut\nAnswer:", f" use a {tool}") for tool in ("knife", "spoon")], 0),
+    "rte": ([("It rains.\nQuestion: It is wet. True or False?\nAnswer:", f" {word}") for word in ("True", "False")], 0),
+    "hellaswag": ([("Roof: A man sits. He", f" {end}") for end in ("sings now.", "runs.", "eats.", "naps.")], 3),
+    "arc_easy": ([("Question: Which is hot?\nAnswer:", f" {word}") for word in ("ice", "fire", "snow")], 1),
+    "lambada": ([("He opened the old", " door")], 0),
+    "boolq": ([("Water is wet.\nQuestion: is it wet?\nAnswer:", f" {word}") for word in ("no", "yes")], 1),
+}
+LOCAL_TASKS = tuple(ROWS)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """A data root with 8 rows in every file; no cache outside the test's folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for task in LOCAL_TASKS:
+        for file in declaration(task)["dataset_kwargs"]["data_files"].values():
+            path = tmp_path / "data" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(ROWS[task] | {"idx": index}) + "\n" for index in range(8)))
+    return tmp_path / "data"
+
+
+def declaration(task: str) -> dict:
+    return yaml.safe_load((TASK_YAML / f"{task}.yaml").read_text())
+
+
+def test_every_task_is_declared():
+    declared = {path.stem for path in TASK_YAML.glob("*.yaml")}
+    assert declared == set(LOCAL_TASKS) == set(TASKS) - set(CONTEXTS)
+    for task in declared:
+        own = declaration(task)
+        assert (LM_EVAL_TASKS / own["include"]).is_file()
+        assert own["num_fewshot"] == (5 if task in PAPER_TASKS else 0)
+        assert set(own["metadata"]["fields"]) <= set(ROWS[task])
+
+
+@pytest.mark.parametrize("name", LOCAL_TASKS)
+def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    task = load_task(name, settings(name, root=root))
+    task.build_all_requests(limit=2)
+    prompts, gold = PROMPTS[name]
+    first = [instance for instance in task.instances if instance.doc_id == 0]
+    shots = 5 if name in PAPER_TASKS else 0
+    for instance, (context, continuation) in zip(first, prompts, strict=True):
+        examples, separator, question = instance.args[0].rpartition("\n\n")
+        assert (question, instance.args[1]) == (context, continuation)
+        assert (examples + separator).count("\n\n") == shots
+    answers = [(-1.0 if index == gold else -9.0, index == gold) for index in range(len(prompts))]
+    assert task.process_results(first[0].doc, answers)["acc"] == 1
+    worse = [(-9.0 if index == gold else -1.0, False) for index in range(len(prompts))]
+    assert task.process_results(first[0].doc, worse)["acc"] == 0
+
+
+@pytest.mark.parametrize("name", LOCAL_TASKS)
+@pytest.mark.parametrize("prefill", ["artifact", "question"])
+def test_local_tasks_run(name, prefill, root, loaded):
+    config = settings(name, method=H2O(), root=root, num_samples=3, prefill=prefill)
+    if prefill == "question" and name not in PAPER_TASKS:
+        with pytest.raises(UserError, match="prefill=question needs"):
+            run_tasks(config, loaded)
+        return
+    outcome = run_tasks(config, loaded)
+    metrics, samples = outcome.metrics[name], outcome.samples[name]
+    assert metrics["num_samples"] == 3 and 0.5 < metrics["kv_frac"] < 1
+    assert metrics["num_fewshot"] == (5 if name in PAPER_TASKS else 0)
+    assert ("acc_norm" in metrics) == (name in ("openbookqa", "piqa", "hellaswag", "arc_easy"))
+    _, gold = PROMPTS[name]
+    for sample in samples:
+        assert sample["gold"] == gold
+        if name != "lambada":
+            assert sample["acc"] == float(sample["predicted"] == gold)
+
+
+def test_examples_are_lm_evals_and_follow_the_seed(root):
+    def prompt(**changes) -> str:
+        task = load_task("copa", settings("copa", root=root, **changes))
+        task.build_all_requests(limit=1)
+        return task.instances[0].args[0]
+
+    rows = [ROWS["copa"] | {"premise": f"It rained {number}.", "idx": number} for number in range(8)]
+    (root / "copa" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert prompt() == prompt() != prompt(seed=1)
+    assert prompt(num_fewshot=0) == "It rained therefore"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "validation.jsonl: the file is empty"),
+        ('{"premise": 1}\n', "validation.jsonl, line 1: field 'choice1' is missing"),
+        ("{good}\n", "validation.jsonl, line 1: not JSON"),
+        ("ROW\n\nROW\n", "validation.jsonl, line 2: empty line"),
+        ("ROW\n[1]\n", "validation.jsonl, line 2: expected an object with premise, choice1"),
+        ('ROW\n{"premise": "cut', "validation.jsonl, line 2: not JSON"),
+        (b"\xff\xfe\n", "validation.jsonl, line 1: not JSON"),
+        (None, "validation.jsonl: cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(content, message, root, loaded):
+    path = root / "copa" / "validation.jsonl"
+    if content is None:
+        path.unlink()
+    else:
+        text = content if isinstance(content, bytes) else content.replace("ROW", json.dumps(ROWS["copa"])).encode()
+        path.write_bytes(text)
+    with pytest.raises(UserError) as error:
+        run_tasks(settings("copa", root=root), loaded)
+    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_whole_file_has_its_rows_counted(root):
+    assert check_rows(root / "copa" / "train.jsonl", ["premise"]) == 8
+
+
+@pytest.mark.parametrize(("task", "shots", "rows"), [("copa", 8, 8), ("hellaswag", 1, 0), ("lambada", 2, 0)])
+def test_too_few_examples(task, shots, rows, root, loaded):
+    message = f"num_fewshot={shots}: {task} has {rows} training rows"
+    with pytest.raises(UserError, match=message):
+        run_tasks(settings(task, root=root, num_fewshot=shots), loaded)
+
+
+# The hub
+
+
+def test_an_unreachable_hub(loaded, monkeypatch):
+    import datasets
+
+    def not_cached(path, **options):
+        raise ConnectionError(f"Couldn't reach {path}")
+
+    def no_route(url, timeout):
+        raise OSError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", not_cached)
+    monkeypatch.setattr(urllib.request, "urlopen", no_route)
+    config = settings("copa", data=DataConfig("hub"))
+    with pytest.raises(UserError, match=r"data=hub: aps/super_glue cannot be loaded \(not cached, .* unreachable\)"):
+        run_tasks(config, loaded)
+
+
+def test_hub_rows_under_lm_evals_own_task(monkeypatch):
+    import datasets
+
+    rows = datasets.Dataset.from_list([ROWS["lambada"]] * 3)
+    asked = []
+
+    def hub(path, name, **options):
+        asked.append((path, name))
+        return {"test": rows}
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    task = load_task("lambada", settings("lambada", data=DataConfig("hub")))
+    task.build_all_requests(limit=1)
+    assert asked == [("EleutherAI/lambada_openai", "default")]
+    assert task.instances[0].args == PROMPTS["lambada"][0][0]

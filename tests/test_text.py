@@ -1,0 +1,156 @@
+"""Texts, their tokens, and the windows cut from them."""
+
+import urllib.request
+
+import pytest
+from tokens import byte_tokenizer
+
+from harness import text
+from harness.config import CalibrationConfig, CorpusConfig, DataConfig
+from harness.errors import UserError
+
+OFFLINE = DataConfig("offline")
+RAW_WIKITEXT = " \n = A title = \n \n First line . \n Second\u2028line . \n \n"
+HUB_ROWS = ["", " = A title = \n", "", " First line . \n", " Second\u2028line . \n", ""]
+
+
+def test_offline_text_is_the_reference_of_the_interpreter():
+    from pydoc_data.topics import topics
+
+    whole = text.offline_text()
+    assert len(whole) > 300_000
+    assert whole.startswith(topics[min(topics)]) and whole.endswith(topics[max(topics)])
+    assert len(whole) == sum(map(len, topics.values())) + 2 * (len(topics) - 1)
+    assert text.corpus_text(CorpusConfig("offline"), OFFLINE) == whole == text.calibration_text(CalibrationConfig())
+
+
+@pytest.mark.parametrize("content", ["  padded \r\n\r\nlines\n\n", "\ufeffbyte order mark", "naïve \u2028 text", "\n"])
+def test_a_file_is_read_as_it_is(tmp_path, content):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content.encode())
+    assert text.corpus_text(CorpusConfig("offline", path=str(path)), OFFLINE) == content
+    assert text.calibration_text(CalibrationConfig(path=str(path))) == content
+
+
+def test_a_path_comes_before_the_name(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("mine")
+    assert text.corpus_text(CorpusConfig("wikitext2", path=str(path)), OFFLINE) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read (No such file"), (b"good\xff", "not UTF-8 text, byte 4"), (b"", "the file is empty")],
+)
+def test_an_unreadable_file(tmp_path, content, message):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        text.read_text(path, "corpus.path")
+    assert message in str(error.value) and str(error.value).startswith(f"corpus.path={path}: ")
+
+
+def test_wikitext_from_the_file_equals_the_hub(tmp_path, monkeypatch):
+    import datasets
+
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / text.WIKITEXT_FILE).write_bytes(RAW_WIKITEXT.encode())
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: {"text": HUB_ROWS})
+    assert text.wikitext_rows(RAW_WIKITEXT) == HUB_ROWS
+    wikitext = CorpusConfig("wikitext2")
+    local = text.corpus_text(wikitext, DataConfig("local", str(tmp_path)))
+    assert local == text.corpus_text(wikitext, DataConfig("hub")) == "\n\n".join(HUB_ROWS)
+
+
+def test_wikitext_needs_data(tmp_path):
+    with pytest.raises(UserError, match="corpus=wikitext2 needs data=local data.root=DIR or data=hub"):
+        text.corpus_text(CorpusConfig("wikitext2"), OFFLINE)
+    with pytest.raises(UserError, match=r"wikitext2/test.txt: cannot be read"):
+        text.corpus_text(CorpusConfig("wikitext2"), DataConfig("local", str(tmp_path)))
+
+
+def test_an_unreachable_hub_is_one_line_at_once(monkeypatch):
+    import datasets
+
+    attempts = []
+
+    def not_cached(*name, **options):
+        attempts.append(datasets.config.HF_HUB_OFFLINE)
+        raise ConnectionError("Couldn't reach it\nand more")
+
+    def no_route(url, timeout):
+        raise OSError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", not_cached)
+    monkeypatch.setattr(urllib.request, "urlopen", no_route)
+    with pytest.raises(UserError) as error:
+        text.corpus_text(CorpusConfig("wikitext2"), DataConfig("hub"))
+    assert "Salesforce/wikitext cannot be loaded (not cached, and https://huggingface.co is unreachable)" in str(
+        error.value
+    )
+    assert "data=local data.root=DIR" in str(error.value) and "\n" not in str(error.value)
+    assert attempts == [True], "the cache is asked, the hub is not"
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_a_hub_that_refuses_is_one_line(monkeypatch):
+    import datasets
+
+    def refuse(*name, **options):
+        raise ConnectionError("Gated\nand more")
+
+    class Answer:
+        close = staticmethod(lambda: None)
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Answer)
+    with pytest.raises(UserError, match=r"Salesforce/wikitext cannot be loaded \(Gated\); what remains") as error:
+        text.corpus_text(CorpusConfig("wikitext2"), DataConfig("hub"))
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_are_those_of_one_call_without_special_tokens():
+    calls = []
+
+    def tokenizer(whole, **options):
+        calls.append((whole, options["add_special_tokens"]))
+        return {"input_ids": [7, 8, 9]}
+
+    corpus, calibration = CorpusConfig("offline"), CalibrationConfig(num_tokens=2)
+    assert text.corpus_ids(corpus, OFFLINE, tokenizer) == [7, 8, 9]
+    assert text.calibration_ids(calibration, tokenizer) == [7, 8]
+    assert calls == [(text.offline_text(), False)] * 2
+    with pytest.raises(UserError, match="calibration.num_tokens=5: the calibration text has 3 tokens"):
+        text.calibration_ids(CalibrationConfig(num_tokens=5), tokenizer)
+    with pytest.raises(UserError, match="no tokenizer"):
+        text.token_ids("text", None)
+
+
+def test_a_real_tokenizer():
+    assert len(text.token_ids("Ab.\n\nc", byte_tokenizer())) == 4
+
+
+def test_windows_follow_one_another():
+    assert text.window_ids(range(10), seq_len=3, num_windows=2, offset=4) == [[4, 5, 6], [7, 8, 9]]
+    with pytest.raises(UserError, match=r"num_windows=2 of seq_len=3 from token 5 need 11 tokens, but the text has 10"):
+        text.window_ids(range(10), seq_len=3, num_windows=2, offset=5)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "calibration", "offset"),
+    [
+        (CorpusConfig("offline"), CalibrationConfig(num_tokens=77), 77),
+        (CorpusConfig("wikitext2"), CalibrationConfig(num_tokens=77), 0),
+        (CorpusConfig("offline", path=__file__), CalibrationConfig(num_tokens=77), 0),
+        (CorpusConfig("offline"), CalibrationConfig(path=__file__, num_tokens=77), 0),
+        (CorpusConfig("offline", offset_tokens=5), CalibrationConfig(num_tokens=77), 5),
+        (CorpusConfig("offline", offset_tokens=0), CalibrationConfig(num_tokens=77), 0),
+    ],
+)
+def test_windows_do_not_overlap_the_calibration_text(corpus, calibration, offset):
+    assert text.first_window_offset(corpus, calibration) == offset
+
+
+def test_sha256_is_of_the_bytes():
+    assert text.text_sha256("naïve") == "f86fd89de87a848a45bfe77708d91a5d2ff48b8e4a4b98af5165af82692f8928"

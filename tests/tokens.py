@@ -1,0 +1,17 @@
+"""A real fast tokenizer with one token a character, but for two merges that cross a line's end."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+NEWLINE, SPACE = "Ċ", "Ġ"  # as byte-level tokenizers write them
+CHARACTERS = [SPACE, NEWLINE, *(chr(code) for code in range(33, 127))]
+MERGES = [(NEWLINE, NEWLINE), (".", NEWLINE + NEWLINE), (".", NEWLINE)]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Vocabulary of ASCII below 128; "." and the line ends after it are one token. `<s>` is 1, `</s>` 2."""
+    words = ["<pad>", "<s>", "</s>", *CHARACTERS, *("".join(pair) for pair in MERGES)]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
