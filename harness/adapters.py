@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.errors import UserError
 from methods.base import Geometry
@@ -22,15 +22,15 @@ class Adapter:
     prescaled = False
     """The model multiplies the query by the softmax scale before the attention function sees it."""
 
-    def layers(self, model: nn.Module) -> list[nn.Module]:
+    def layers(self, model: Any) -> list[Any]:
         """The decoder layers, in order."""
         return list(model.get_decoder().layers)
 
-    def attention(self, layer: nn.Module) -> nn.Module:
+    def attention(self, layer: Any) -> Any:
         """A decoder layer's attention module, whose first argument is the attention input (after the norm)."""
         return layer.self_attn
 
-    def query(self, attention: nn.Module, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
+    def query(self, attention: Any, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
         """The query that `attention` would make of `hidden` [batch, rows, hidden_size].
 
         call: keyword arguments of the attention call that `hidden` was made for, positions among them.
@@ -64,7 +64,7 @@ class OPTAdapter(Adapter):
 
     prescaled = True
 
-    def query(self, attention: nn.Module, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
+    def query(self, attention: Any, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
         """Positions are in `hidden` already."""
         query = attention.q_proj(hidden).view(*hidden.shape[:-1], -1, attention.head_dim)
         return query.transpose(1, 2)

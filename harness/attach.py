@@ -83,7 +83,9 @@ class Attached:
         if window and getattr(config, "use_sliding_window", True) and num_tokens > window:
             raise UserError(f"seq_len={num_tokens}: must be at most the model's sliding window, {window} tokens")
 
-    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
         if self._handler is None:
             raise RuntimeError("the model is attached: run it through Attached.forward")
         if self.adapter.prescaled:

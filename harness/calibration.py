@@ -20,6 +20,7 @@ from torch import Tensor
 
 from harness.attach import Attached, Handler
 from harness.attention import dense_attention
+from harness.errors import UserError
 
 FORMAT = 1
 """Part of the cache key: raise it when the computation changes."""
@@ -45,17 +46,28 @@ def cached_calibration(attached: Attached, ids: Sequence[int], fingerprint: str,
     """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype and ids from `cache_dir`."""
     key = hashlib.sha256(repr((FORMAT, fingerprint, str(attached.dtype), list(ids))).encode()).hexdigest()[:32]
     path = cache_dir / f"{key}.safetensors"
+    geometry = attached.geometry
+    shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
     try:
-        return Calibration(load_file(path)["rotation"].to(attached.device))
+        rotation = load_file(path)["rotation"]
     except (OSError, SafetensorError, KeyError):
-        pass  # not there yet, or damaged: measured anew
-    calibration = calibrate(attached, ids)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    os.close(handle)
-    save_file({"rotation": calibration.rotation.cpu()}, temporary)
-    os.replace(temporary, path)
-    return calibration
+        rotation = torch.empty(0)  # not there yet, or damaged
+    if rotation.shape != shape:
+        rotation = calibrate(attached, ids).rotation
+        _save(rotation, path)
+    return Calibration(rotation.to(attached.device))
+
+
+def _save(rotation: Tensor, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+        os.close(handle)
+        save_file({"rotation": rotation.cpu()}, temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        where = f"the cache {path.parent} cannot be written ({error.strerror})"
+        raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
 
 
 class _Collector(Handler):
@@ -67,5 +79,6 @@ class _Collector(Handler):
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         stacked = query[0].reshape(self.geometry.num_kv_heads, -1, self.geometry.head_dim).float()
-        self.rotations.append(torch.linalg.svd(stacked, full_matrices=False).Vh.transpose(-1, -2).contiguous())
+        few = stacked.shape[1] < stacked.shape[2]  # then the reduced V would not be square
+        self.rotations.append(torch.linalg.svd(stacked, full_matrices=few).Vh.transpose(-1, -2).contiguous())
         return dense_attention(query, key, value, self.geometry.scale)

@@ -196,8 +196,11 @@ class RunConfig:
                 )
 
     def _check_windows(self) -> None:
-        if self.prefill_len >= self.seq_len:
-            raise UserError(f"prefill_len={self.prefill_len}: must be below seq_len={self.seq_len}")
+        if self.seq_len < max(1, self.prefill_len) + 2:
+            raise UserError(
+                f"prefill_len={self.prefill_len}, seq_len={self.seq_len}: seq_len must be at least "
+                f"{max(1, self.prefill_len) + 2}, so that a decode row predicts a token of the window"
+            )
         if self.method.rehearses and self.prefill_len < 1:
             raise UserError(
                 f"prefill_len=0: must be at least 1, {self.method_name} learns columns from the prompt"

@@ -80,6 +80,9 @@ class LiveSession:
         self.state: State | None = None
         self.stores: list[KVStore] = []
         self.fetcher = Fetcher(link if placement == "host" else None, reuse)
+        self.tokens = torch.empty(0)  # these three are the prompt's to fill
+        self.positions = torch.empty(0)
+        self.real = torch.empty(0)
         self.columns = 0
         self.steps = 0
         self.padded = False

@@ -83,7 +83,7 @@ class StepPass(Handler):
         if state is None:
             return
         selection = state.select(layer, self.session.rows(query, self.session.slots_of(layer), _no_scores))
-        self.read += selection.count[:, 0]
+        self.read += selection.num_read[:, 0]
         assert selection.mask is not None
         self.session.request_selected(layer, selection.mask[:, :, 0])
         self.timeline.switch("attention")
@@ -133,7 +133,7 @@ class StepPass(Handler):
                 self.read += session.positions
         elif not self.rehearsing:
             selection = state.select(layer, session.rows(query, session.slots_of(layer), lambda: scores))
-            self.read += selection.count[:, 0]
+            self.read += selection.num_read[:, 0]
             if selection.mask is not None:
                 scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 

@@ -46,7 +46,8 @@ class ReplaySession:
         geometry = attached.geometry
         self.dense = method.reads_all and codec is None
         exempt = method.num_exempt_layers
-        require(self.dense or exempt < geometry.num_layers, "num_exempt_layers", exempt, f"< {geometry.num_layers} layers")
+        acts = self.dense or exempt < geometry.num_layers
+        require(acts, "num_exempt_layers", exempt, f"< {geometry.num_layers} layers")
         attached.require_window(int(final_lengths.max()))
         self.attached = attached
         self.method = method
@@ -265,7 +266,7 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
             )
             selection = self.session.state.select(self.layer, rows)
-        self.rows_pass.read[:, self.rows] += selection.count
+        self.rows_pass.read[:, self.rows] += selection.num_read
         return selection
 
     def _true_scores(self, exact: tuple[Tensor, Tensor] | None) -> Tensor:

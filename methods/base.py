@@ -47,11 +47,11 @@ class Selection(NamedTuple):
     """What a block of query rows may read besides each row's own token.
 
     mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot.
-    count: tokens read, mean over the KV heads, float [batch, rows].
+    num_read: tokens read, mean over the KV heads, fp64 [batch, rows].
     """
 
     mask: Tensor | None
-    count: Tensor
+    num_read: Tensor
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""H2O (Zhang et al., NeurIPS 2023): keep the tokens with the largest accumulated attention, and the most recent ones."""
+"""H2O (Zhang et al., NeurIPS 2023): keep the tokens with the largest accumulated attention, and the most recent."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class H2OState(EvictingState):
         self.mass[layer] = mass
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """Scan the rows: each reads what is kept, adds its attention to the sums, and evicts one token if over budget."""
+        """Scan the rows: each reads what is kept, adds its attention to the sums, and evicts a token if over budget."""
         mass, tokens = self.mass[layer], self.tokens[layer]
         slots = rows.slot_positions.shape[-1]
         own = rows.own_slots.expand(-1, mass.shape[1], -1)

@@ -24,9 +24,12 @@ EVICTIONS = ("corrected", "artifact")
 
 
 class Rotations(Protocol):
-    """What calibration gives: `rotation` [num_layers, num_kv_heads, head_dim, head_dim], A of each KV head."""
+    """What calibration gives."""
 
-    rotation: Tensor
+    @property
+    def rotation(self) -> Tensor:
+        """A of each KV head, [num_layers, num_kv_heads, head_dim, head_dim]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class InfiniGen(ScoreSelecting):
         require_fraction("partial_weight_ratio", self.partial_weight_ratio)
         require(self.columns in COLUMN_RULES, "columns", self.columns, f"one of {', '.join(COLUMN_RULES)}")
         require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
-        require(self.pool_tokens is None or self.pool_frac is None, "pool_frac", self.pool_frac, "null with pool_tokens")
+        one_limit = self.pool_tokens is None or self.pool_frac is None
+        require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
         if self.pool_frac is not None:
             require_fraction("pool_frac", self.pool_frac)
         require_fraction("protect_recent", self.protect_recent, zero=True)

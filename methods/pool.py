@@ -34,7 +34,8 @@ class PooledState(InfiniGenState, EvictingState):
         self.fetches: dict[int, Tensor] = {}
         self.last_fetch: dict[int, Tensor] = {}
         if bool((self.capacities < 1).any()):
-            raise ValueError(f"method.pool_frac={method.pool_frac}: must leave at least 1 of {int(final_lengths.min())} tokens")
+            shortest = int(final_lengths.min())
+            raise ValueError(f"method.pool_frac={method.pool_frac}: must leave at least 1 of {shortest} tokens")
 
     @property
     def capacities(self) -> Tensor:
@@ -71,7 +72,7 @@ class PooledState(InfiniGenState, EvictingState):
         self.fetches[layer].scatter_(-1, own, 0)
         self.last_fetch[layer].scatter_(-1, own, rows.positions.int()[:, None].expand_as(own))
         corrected = self.method.eviction == "corrected"
-        by_token = self.tokens[layer][..., :slots].argsort(-1)  # live, slots are used again; ties go to the lowest token
+        by_token = self.tokens[layer][..., :slots].argsort(-1)  # live slots are reused; ties go to the lowest token
         masks, counts = [], []
         for row in range(scores.shape[3]):
             position, real = rows.positions[:, row : row + 1], rows.real[:, row, None, None]
@@ -86,7 +87,7 @@ class PooledState(InfiniGenState, EvictingState):
             if corrected:
                 self._evict(layer, slots, position[:, None], real & (position >= self.capacities[:, None])[:, None])
             masks.append(mask)
-            counts.append(chosen.count)
+            counts.append(chosen.num_read)
         return Selection(torch.cat(masks, 2), torch.cat(counts, 1))
 
     def _count(self, layer: int, chosen: Tensor, position: Tensor) -> None:
@@ -104,7 +105,7 @@ class PooledState(InfiniGenState, EvictingState):
         tokens = self.tokens[layer]
         present = torch.where(tokens[..., :slots] < position, tokens[..., :slots], EMPTY)
         unprotected = floor_frac(1 - self.method.protect_recent, self.capacities).clamp(min=1)
-        rank = (unprotected - 1)[:, None, None].expand(-1, tokens.shape[1], 1)
+        rank = (unprotected.clamp(max=slots) - 1)[:, None, None].expand(-1, tokens.shape[1], 1)
         newest = present.sort(-1).values.gather(-1, rank)
         use = {"fifo": None, "lru": self.last_fetch, "counter": self.fetches}[self.method.pool_policy]
         worth = present.long() if use is None else (use[layer][..., :slots].long() << 31) + present

@@ -1,4 +1,4 @@
-"""Step 4 of InfiniGen: how many tokens a row reads, and which. Shared by InfiniGen (rehearsed scores) and Oracle (true)."""
+"""Step 4 of InfiniGen: how many tokens a row reads, and which. Scores are rehearsed (InfiniGen) or true (Oracle)."""
 
 from __future__ import annotations
 

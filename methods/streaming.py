@@ -24,7 +24,7 @@ from methods.base import (
 
 @dataclass(frozen=True)
 class Streaming(Method):
-    """Keeps floor(kv_frac * T) cached tokens: `num_sinks` first and the rest most recent. Positions stay as they are."""
+    """Keeps floor(kv_frac * T) cached tokens: the `num_sinks` first and the most recent. Positions are not renumbered."""
 
     kv_frac: float = 0.2
     num_sinks: int = 4

@@ -1,6 +1,5 @@
-"""The house around the code: make's targets, the environment it builds, the lock, the layers."""
+"""The house around the code: make's targets, the environment it builds, the lock."""
 
-import ast
 import os
 import re
 import shutil
@@ -17,8 +16,6 @@ from harness.config import ModelConfig, load
 ROOT = Path(__file__).resolve().parent.parent
 
 # Imports of these cost seconds or a device; the modules that check settings and keep records do without.
-HEAVY = {"torch", "transformers", "lm_eval", "datasets"}
-LIGHT_MODULES = ("harness.config", "harness.errors", "harness.records", "harness.tables", "plots")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")))
@@ -143,60 +140,3 @@ def test_the_lock_pins_every_dependency_within_its_range():
     for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
-
-
-# layers
-
-
-def imports(module: str) -> set[str]:
-    """What a module of ours imports when it is imported: its top-level statements, TYPE_CHECKING aside."""
-    path = ROOT.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in submodules if is_ours(name)} or {node.module}
-    return found
-
-
-def is_ours(module: str) -> bool:
-    path = ROOT.joinpath(*module.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-
-
-def modules_of(package: str) -> list[str]:
-    files = (ROOT / package).rglob("*.py")
-    return sorted(
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files
-    )
-
-
-@pytest.mark.parametrize("module", LIGHT_MODULES)
-def test_light_modules_import_nothing_heavy(module):
-    todo, seen = [module], set()
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if is_ours(name):
-            todo += imports(name)
-    assert not {name.split(".")[0] for name in seen} & HEAVY
-
-
-@pytest.mark.parametrize(
-    "package, allowed",
-    [
-        ("methods", ("methods",)),
-        ("plots", ("plots", "harness.errors")),
-        ("harness", ("harness", "methods")),
-    ],
-)
-def test_a_layer_imports_only_those_below(package, allowed):
-    for module in modules_of(package):
-        ours = {name for name in imports(module) if is_ours(name) or name in ("harness", "methods", "plots")}
-        above = {name for name in ours if not any(f"{name}.".startswith(f"{below}.") for below in allowed)}
-        assert not above, f"{module} imports {above}"

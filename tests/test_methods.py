@@ -101,7 +101,7 @@ def test_alpha_null_is_the_papers(family, threshold):
     scores = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
     geometry = replace(GEOMETRY, family=family)
     selection = Oracle(max_fetch_frac=1.0).select(scores, torch.tensor([[20]]), geometry)
-    assert selection.count.item() == threshold + 1  # r = -alpha counts
+    assert selection.num_read.item() == threshold + 1  # r = -alpha counts
     assert selection.mask.sum(-1).unique().tolist() == [threshold + 1]
 
 
@@ -142,11 +142,11 @@ def test_the_count_lies_between_one_and_the_cap(seed, slots, alpha, frac):
     scores, cached = random_scores(seed, 5, slots)
     selection = Oracle(alpha=alpha, max_fetch_frac=frac).select(scores.clone(), cached, GEOMETRY)
     cap = [max(1, math.floor(frac * t)) for t in cached[0].tolist()]
-    counts = selection.count[0].tolist()
+    counts = selection.num_read[0].tolist()
     assert all(1 <= count <= limit for count, limit in zip(counts, cap, strict=True))
     if alpha == math.inf:
         assert counts == cap
-    assert (selection.mask.sum(-1) == selection.count[:, None]).all()
+    assert (selection.mask.sum(-1) == selection.num_read[:, None]).all()
     visible = torch.arange(slots) < cached[..., None]
     assert (selection.mask <= visible[:, None]).all()
 
@@ -168,7 +168,7 @@ def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
 def test_fixed_fetch_is_that_many_or_all(seed, slots, fixed):
     scores, cached = random_scores(seed, 4, slots)
     selection = Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01).select(scores, cached, GEOMETRY)
-    assert selection.count[0].tolist() == [min(fixed, t) for t in cached[0].tolist()]
+    assert selection.num_read[0].tolist() == [min(fixed, t) for t in cached[0].tolist()]
 
 
 # Selections of a state, over random tensors
@@ -197,7 +197,7 @@ def decode(method, length: int, prompt: int, seed: int) -> tuple[torch.Tensor, t
         true_scores=lambda: scores.masked_fill(hidden, -math.inf),
     )
     selection = state.select(0, rows)
-    return selection.mask[0].expand(KV_HEADS, -1, -1), selection.count[0]
+    return selection.mask[0].expand(KV_HEADS, -1, -1), selection.num_read[0]
 
 
 lengths = st.integers(2, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length - 1)))

@@ -96,7 +96,7 @@ def spy_on_selections(monkeypatch) -> dict[int, list[list[set[int]]]]:
         for head, rows in enumerate(mask):
             heads[head] += [set(tokens[row].tolist()) for row in rows]
         counted = mask.sum(-1).double().mean(0)
-        assert torch.equal(counted, selection.count[0].expand_as(counted))
+        assert torch.equal(counted, selection.num_read[0].expand_as(counted))
         return selection
 
     monkeypatch.setattr(replay._Block, "_select", select)

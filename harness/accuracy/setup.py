@@ -19,7 +19,7 @@ from methods.quantization import Quantized
 
 @dataclass(frozen=True)
 class Setup:
-    """method: with `target_kv_frac` resolved. codec: None stores rows exactly. calibration: None where none is needed."""
+    """method: `target_kv_frac` resolved. codec: None stores rows exactly. calibration: None where none is needed."""
 
     method: Method
     codec: Codec | None

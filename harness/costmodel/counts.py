@@ -32,9 +32,9 @@ DEQUANTIZE_BYTES = 13
 (0.5 read, 0.5 written) and converted (0.5 read, 1 written), then divided and added to (2 read, 2 written each)."""
 EAGER_SCORE_BYTES = 12
 """Device traffic per score of eager fp16 attention: product, mask (in, out), softmax (in, out), product."""
-PAPER_COUNTS = ((512, 37.0), (1024, 60.0), (1536, 66.0), (2048, 73.0))
-"""Length and mean tokens above the threshold, OPT-13B (paper, section 5.3); in between on straight lines, constant
-outside, and capped like any selection."""
+PAPER_LENGTHS, PAPER_COUNTS = (512, 1024, 1536, 2048), (37.0, 60.0, 66.0, 73.0)
+"""Mean tokens above the threshold by length, OPT-13B (paper, section 5.3). The model takes straight lines in between
+and constants outside, capped like any selection."""
 UVM_SCORE_BYTES = 24
 """Managed memory that the artifact's uvm/selfattention.py allocates per score of the prompt: scores and weights in
 fp16; ones, mask, scaled mask, masked scores and softmax in fp32."""
@@ -98,7 +98,7 @@ def tokens_read(scheme: Scheme, cached: int, final_len: int, counts: float | Non
     if scheme.reads == "h2o":
         return min(cached, max(1, int(HEAVY_FRAC * final_len) + int(RECENT_FRAC * final_len)))
     if scheme.reads == "infinigen":
-        above = np.interp(cached, *zip(*PAPER_COUNTS, strict=True)) if counts is None else counts
+        above = np.interp(cached, PAPER_LENGTHS, PAPER_COUNTS) if counts is None else counts
         return min(max(float(above), 1.0), max(1, int(MAX_FETCH_FRAC * cached)))
     return cached
 

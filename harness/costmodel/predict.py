@@ -36,12 +36,15 @@ WEIGHTS_FRAC = 0.9
 class Setup:
     """A run to predict.
 
-    label: one of `SCHEMES`. host_weight_frac: share of every block's weights that lies in host memory and crosses the
-    link in each pass; None takes the least that makes the rest fit, in tenths (0.3 for the paper's OPT-30B). trace: InfiniGen's mean tokens per decode step, gen_len - 1 of them; None takes the paper's
-    counts. overlap: instead of the label's own.
+    label: one of `SCHEMES`.
+    host_weight_frac: share of every block's weights that lies in host memory and crosses the link in each pass; None
+        takes the least that makes the rest fit, in tenths (0.3 for the paper's OPT-30B, as there).
+    trace: InfiniGen's mean tokens per decode step, gen_len - 1 of them; None takes the paper's counts.
+    overlap: instead of the label's own.
 
     Raises:
-        UserError: an unknown label, a size below its minimum, a trace of another length, or weights that do not fit.
+        UserError: an unknown label, a size below its minimum, a trace of another length, or weights that do
+            not fit.
     """
 
     platform: Platform
@@ -141,7 +144,7 @@ class Prediction:
             "source": "modelled",
             "model": setup.shape.name,
             "method": setup.scheme.method,
-            "label": setup.label,
+            "label": f"{setup.label} (overlap {setup.overlap})" if setup.overlap else setup.label,
             "batch_size": setup.batch_size,
             "prompt_len": setup.prompt_len,
             "gen_len": setup.gen_len,
@@ -177,7 +180,7 @@ def predict(setup: Setup) -> Prediction:
         prefill_s=block_ends([_times(setup, work) for work in prompt], overlap)[-1] + head_s,
         step_s=tuple(np.diff([0.0, *ends[layers - 1 :: layers]]).tolist()),
         block=_segments(times[-2], ends[-2] - ends[-3]),
-        exposed_transfer_s=ends[-1] - sum(block.compute for block in times),
+        exposed_transfer_s=_exposed(ends[-1], times),
         link_bytes_per_s=loaded / link_s if link_s else None,
         h2d_bytes=h2d_bytes,
         d2h_bytes=sum(work.store_bytes for work in (*prompt, *rows)),
@@ -224,6 +227,7 @@ def _kept(setup: Setup, cached: int) -> float:
 
 
 def _by_layer(setup: Setup, full: float, kept: float) -> list[float]:
+    """Cached tokens of a sequence in each layer."""
     return [full if layer.exempt else kept for layer in layers_of(setup.scheme, setup.shape)]
 
 
@@ -256,12 +260,19 @@ def _head(setup: Setup) -> Work:
 
 
 def _loaded(setup: Setup, works: Sequence[BlockWork]) -> float:
+    """Bytes that the blocks bring to the device."""
     return sum(work.load_bytes + work.row_bytes + setup.host_block_bytes for work in works)
 
 
 def _segments(block: BlockTimes, elapsed: float) -> dict[str, float]:
+    """Where the `elapsed` seconds of a block went."""
     own = {name: getattr(block, name) for name in ("attention", "ffn", "prediction", "other")}
-    return own | {"transfer": elapsed - block.compute}
+    return own | {"transfer": _exposed(elapsed, [block])}
+
+
+def _exposed(elapsed: float, blocks: Sequence[BlockTimes]) -> float:
+    """Seconds in which compute had nothing to do; rounding may not make it negative."""
+    return max(0.0, elapsed - math.fsum(block.compute for block in blocks))
 
 
 def _kv_frac(setup: Setup) -> float:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 from harness.costmodel.hardware import Efficiency, load_platform, load_shape
@@ -75,16 +76,16 @@ def calibrate(efficiency: Efficiency = FITTED) -> list[Comparison]:
     return list(_compare(rows, efficiency))
 
 
-def worst(comparisons: list[Comparison]) -> float:
-    """The largest |log ratio|, which is what the efficiencies were fitted to."""
-    return max(abs(math.log(comparison.ratio)) for comparison in comparisons)
+def error(comparisons: Sequence[Comparison]) -> float:
+    """Root mean square of log ratio, which the efficiencies minimise."""
+    return math.sqrt(mean(math.log(comparison.ratio) ** 2 for comparison in comparisons))
 
 
-def render(comparisons: list[Comparison]) -> str:
+def render(comparisons: Sequence[Comparison]) -> str:
     """A table for a terminal: predicted, published, ratio; `*` marks what is more than 20 % off."""
     lines = [f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} {'published':>10} {'':4} ratio"]
     for row in comparisons:
-        off = "" if 1 / 1.2 <= row.ratio <= 1.2 else " *"
+        off = "" if abs(row.ratio - 1) <= 0.2 else " *"
         lines.append(
             f"{row.figure:7} {row.series:13} {row.x:>8} {row.metric:21} {row.predicted:10.4g} {row.published:10.4g} "
             f"{row.unit:4} {row.ratio:5.2f}{off}"
