@@ -23,7 +23,7 @@ def shape_of(config: RunConfig) -> Any:
     """What cells must have in common to share a process; None for a run that needs none of its own."""
     if config.kind != "latency":
         return None
-    return (repr(config.model), config.platform, config.latency.batch_size, config.latency.prompt_len)
+    return (repr(config.model), config.platform.name, config.latency.batch_size, config.latency.prompt_len)
 
 
 def run_apart(configs: Sequence[RunConfig]) -> Iterator[Path | Exception]:
@@ -43,7 +43,8 @@ def run_apart(configs: Sequence[RunConfig]) -> Iterator[Path | Exception]:
             except EOFError:
                 child.join(STOP_S)
                 died = UserError(
-                    f"its process ended (exit code {child.exitcode}); where memory ran out, lower batch_size or prompt_len"
+                    f"its process ended (exit code {child.exitcode}); where memory ran out, "
+                    "lower batch_size or prompt_len"
                 )
                 yield from [died] * (len(configs) - done)
                 return

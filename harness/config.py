@@ -253,7 +253,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings["model"] = _with_source(_group(settings, "model"), given)
     settings["latency"] = build(LatencyConfig, group_latency(settings))
     settings["platform"] = _group(settings, "platform")
-    if settings["kind"] in LIVE_KINDS:
+    if settings.get("kind") in LIVE_KINDS:
         labels.settle(settings, given, _method_node)
     settings["platform"] = running(settings["platform"])
     settings["method_name"], settings["method"] = _method(_group(settings, "method"))

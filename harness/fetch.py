@@ -110,9 +110,11 @@ class Fetcher:
 
     def close(self) -> None:
         """Drain, and give the buffers back: nothing can be taken any more. Raises as `drain`."""
-        for held in (self._pending, self._buffers, self._resident, self._kept):
-            held.clear()
-        self.drain()
+        try:
+            self.drain()
+        finally:
+            for held in (self._pending, self._buffers, self._resident, self._kept):
+                held.clear()
 
     def _turn(self) -> Tensor | None:
         if not self._buffers:

@@ -1,6 +1,6 @@
 """`experiment=generate`: text, token by token as it is decoded, and in the end what it took.
 
-    python run.py experiment=generate prompt="The KV cache" method=h2o placement=host max_new_tokens=100
+python run.py experiment=generate prompt="The KV cache" method=h2o placement=host max_new_tokens=100
 """
 
 from __future__ import annotations

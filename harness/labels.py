@@ -67,7 +67,8 @@ def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: C
     method = LABELS[label].method
     for name, wanted in LABELS[label].settings().items():
         if name in given and _get(settings, name) != wanted:
-            raise UserError(f"{name}={_get(settings, name)}: label={label} stands for {name}={wanted}; give one of them")
+            value = _get(settings, name)
+            raise UserError(f"{name}={value}: label={label} stands for {name}={wanted}; give one of them")
     if settings["method"]["name"] != method:
         for name in given:
             if name.startswith("method."):

@@ -7,7 +7,6 @@ from pinned memory, the ceiling of what the real link achieves.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,6 @@ import torch
 from harness.environment import processor
 from harness.memory.emulated_link import default_bytes_per_s, measure_copy_rate
 from harness.records import write_atomic
-
-COPY_BYTES, REPEATS = 256 * 2**20, 5
 
 
 @dataclass(frozen=True)
@@ -43,20 +40,14 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else f"cpu, {processor()}"
     if not isinstance(known.get(name), float):
-        known[name] = _pinned_copy_rate(device) if cuda else measure_copy_rate(COPY_BYTES, REPEATS)
+        known[name] = _measure(device)
         write_atomic(path, json.dumps(known, indent=1) + "\n")
     return LinkRate(known[name] if cuda else default_bytes_per_s(known[name]), known[name])
 
 
-def _pinned_copy_rate(device: torch.device) -> float:
-    """Payload bytes/s of copies from pinned memory to the device; the median."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-    seconds = []
-    for _ in range(REPEATS + 1):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return COPY_BYTES / sorted(seconds[1:])[REPEATS // 2]
+def _measure(device: torch.device) -> float:
+    if device.type == "cpu":
+        return measure_copy_rate()
+    from harness.memory.cuda_link import measure_pinned_copy_rate
+
+    return measure_pinned_copy_rate(device)

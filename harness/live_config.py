@@ -34,7 +34,9 @@ class PlatformConfig:
         if self.link_gbps is None:
             return
         if self.name != "cpu":
-            raise UserError(f"platform.link_gbps={self.link_gbps}: sets the emulated link of platform=cpu; leave it null")
+            raise UserError(
+                f"platform.link_gbps={self.link_gbps}: sets the emulated link of platform=cpu; leave it null"
+            )
         if not self.link_gbps > 0:
             raise UserError(f"platform.link_gbps={self.link_gbps}: must be above 0")
 
@@ -83,13 +85,9 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
             f"placement=host: method={method.name} selects by the true scores of all keys; use placement=device"
         )
     if reuse and not (placement == "host" and method.rehearses):
-        raise UserError(
-            "reuse=true: only fetched selections can be reused; use method=infinigen and placement=host"
-        )
+        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
     if getattr(method, "eviction", None) == "artifact":
-        raise UserError(
-            "method.eviction=artifact: frees nothing, so it can only be scored (replay), not decoded live"
-        )
+        raise UserError("method.eviction=artifact: frees nothing, so it can only be scored (replay), not decoded live")
 
 
 def check_live(config: RunConfig) -> None:

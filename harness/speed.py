@@ -101,14 +101,13 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
 
 def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached) -> SharedPrompt | Tensor:
     shape = config.latency
-    ids = prompt_ids(config, loaded).to(attached.device)
     if attached.device.type == "cuda":
-        return ids
+        return prompt_ids(config, loaded).to(attached.device)
     key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
     if key not in _shared:
         _shared.clear()
         _require_memory(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
-        _shared[key] = run_shared_prompt(attached, ids)
+        _shared[key] = run_shared_prompt(attached, prompt_ids(config, loaded))
     return _shared[key]
 
 

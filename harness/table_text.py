@@ -6,7 +6,7 @@ Accuracy is wide over tasks, so runs of the same method and settings join in one
 
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -21,6 +21,10 @@ NOTE = (
     "± is one standard error. KV read is the share of the full cache that a decode row reads; two numbers "
     "are its range over a line's columns. Settings are those that three quarters of a method's runs do not "
     "share."
+)
+MODELLED_NOTE = (
+    "Predicted by the cost model (`harness/costmodel`), not measured. KV read is the share of the full cache that a "
+    "decode row reads. The segments (attention to other) are those of one block in the last decode step."
 )
 WORDS = ("label", "settings")
 HEADING_LETTERS = 13
@@ -94,10 +98,26 @@ class Sheet(NamedTuple):
 
 def render_markdown(experiment: str, pairs: Pairs) -> str:
     """The whole `.md` file: a table per model, accuracy and latency apart, chunks of perplexity below."""
-    parts = [f"# {experiment}", NOTE]
-    for sheet in _sheets(pairs):
+    return _markdown(experiment, NOTE, _sheets(pairs))
+
+
+def render_modelled(rows: Sequence[Row]) -> str:
+    """The whole `.md` file of what the cost model predicts: a table per figure, platform and model."""
+    keys = dict.fromkeys((row["experiment"], row["model"], row["platform"]) for row in rows)
+    sheets = []
+    for key in keys:
+        figure, model, platform = key
+        own = [row for row in rows if (row["experiment"], row["model"], row["platform"]) == key]
+        sheets.append(_latency_sheet(f"{figure}: {model} on {platform}, modelled", own))
+    return _markdown("modelled", MODELLED_NOTE, sheets)
+
+
+def _markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
+    parts = [f"# {title}", note]
+    for sheet in sheets:
         table = [sheet.header, ["---"] * len(sheet.header), *sheet.lines]
-        parts += [f"## {sheet.title}", "\n".join(f"| {' | '.join(cells)} |" for cells in table)]
+        lines = (" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table)
+        parts += [f"## {sheet.title}", "\n".join(f"| {line} |" for line in lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -134,7 +154,7 @@ def _sheets(pairs: Pairs) -> Iterator[Sheet]:
         latency = [pair for pair in own if "metric" not in pair[1][0]]
         title = f"{model}, {source}"
         if latency:
-            yield _latency_sheet(title, latency)
+            yield _latency_sheet(title, [row for _, (row,) in latency])
         if accuracy:
             yield _accuracy_sheet(title, accuracy, lambda row: not _is_chunk(row))
         if any(_is_chunk(row) for _, rows in accuracy for row in rows):
@@ -145,8 +165,7 @@ def _is_chunk(row: Row) -> bool:
     return row["task"].endswith("]")
 
 
-def _latency_sheet(title: str, pairs: Pairs) -> Sheet:
-    rows = [row for _, (row,) in pairs]
+def _latency_sheet(title: str, rows: Sequence[Row]) -> Sheet:
     shown = {
         name: quantity for name, quantity in LATENCY.items() if any(row.get(name) is not None for row in rows)
     }

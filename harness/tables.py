@@ -66,7 +66,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """
     pairs = _with_rows(read_records(results_dir, experiment))
     path = Path(results_dir) / "tables" / f"{experiment}.csv"
-    write_atomic(path, _csv(pairs))
+    columns = BLOCK_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
+    rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
+    write_atomic(path, render_csv(columns, rows))
     write_atomic(path.with_suffix(".md"), render_markdown(experiment, pairs))
     return path
 
@@ -80,9 +82,8 @@ def summary(records: Iterable[Record]) -> str:
     return render_terminal(_with_rows(records))
 
 
-def _csv(pairs: Sequence[tuple[Record, list[Row]]]) -> str:
-    columns = BLOCK_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
-    rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
+def render_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """The rows under `columns` as CSV: an empty cell where a row has none, other keys left out."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

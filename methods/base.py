@@ -178,10 +178,8 @@ class EvictingState(State):
         columns = kept.masked_fill(tokens.gather(-1, kept) == EMPTY, -1)
         for by_layer, empty in self.slot_data():
             old = by_layer[layer]
-            shape = (*old.shape[:2], self.capacity + 2, *old.shape[3:])
-            new = old.new_full(shape, empty)
+            new = by_layer[layer] = old.new_full((*old.shape[:2], self.capacity + 2, *old.shape[3:]), empty)
             new[:, :, : kept.shape[-1]] = old.gather(2, _like(kept, old))
-            by_layer[layer] = new
         return torch.nn.functional.pad(columns, (0, self.capacity - columns.shape[-1]), value=-1)
 
     def place_own(self, layer: int, own: int) -> Tensor:
@@ -191,8 +189,7 @@ class EvictingState(State):
         """
         tokens = self.tokens[layer]
         gone = tokens[..., own : own + 1] == EMPTY
-        occupied = torch.nn.functional.pad((tokens[..., :own] != EMPTY).int(), (0, 1))  # `own` itself counts as free
-        free = occupied.argmin(-1, keepdim=True)
+        free = torch.nn.functional.pad((tokens[..., :own] != EMPTY).int(), (0, 1)).argmin(-1, keepdim=True)
         target = free.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
         for by_layer, empty in self.slot_data():
             data = by_layer[layer]
@@ -204,8 +201,7 @@ class EvictingState(State):
 
 def _like(index: Tensor, data: Tensor) -> Tensor:
     """`index` [batch, kv, n] shaped to gather or scatter along the slots of `data` [batch, kv, slots, ...]."""
-    extra = data.dim() - 3
-    return index.view(*index.shape, *([1] * extra)).expand(*index.shape, *data.shape[3:])
+    return index.view(*index.shape, *([1] * (data.dim() - 3))).expand(*index.shape, *data.shape[3:])
 
 
 class PromptRows(NamedTuple):

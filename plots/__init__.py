@@ -1,7 +1,8 @@
 """Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>.png` and `.pdf`.
 
-One module per figure; each offers `draw(tables)`, which returns the figure, or None where the table it needs
-is absent. The same tables give the same bytes.
+One module per figure; each offers `draw`, which takes the tables, or rows of a latency table, and returns the figure,
+or None where it has no rows. What was timed comes from `latency.csv`, what the cost model predicts, `<figure>-modelled`,
+from `modelled.csv`; one function draws both. The same tables give the same bytes.
 
     python -m plots --results-dir results
 """
@@ -9,22 +10,34 @@ is absent. The same tables give the same bytes.
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.errors import UserError
 from plots import fig11, fig12, fig13, fig14, fig15, fig16, fig17, fig18, style
 from plots.data import Tables
 
-FIGURES: dict[str, Callable[[Tables], Figure | None]] = {
+Draw = Callable[[Tables], Figure | None]
+
+
+def _of_latency(name: str, draw: Callable[[pd.DataFrame], Figure | None]) -> dict[str, Draw]:
+    """The two figures that `draw` makes of rows of a latency table: of what was timed, and of what is modelled."""
+    return {
+        name: lambda tables: draw(tables.latency("latency")),
+        f"{name}-modelled": lambda tables: draw(tables.modelled(name)),
+    }
+
+
+FIGURES: dict[str, Draw] = {
     "fig11": fig11.draw,
     "fig12": fig12.draw,
     "fig13": fig13.draw,
-    "fig14": fig14.draw,
-    "fig15": fig15.draw,
-    "fig16a": fig16.draw_length,
-    "fig16b": fig16.draw_model,
+    **_of_latency("fig14", fig14.draw),
+    **_of_latency("fig15", fig15.draw),
+    **_of_latency("fig16a", fig16.draw_length),
+    **_of_latency("fig16b", fig16.draw_model),
     "fig17": fig17.draw,
-    "fig18": fig18.draw,
+    **_of_latency("fig18", fig18.draw),
 }
 
 

@@ -13,7 +13,8 @@ from plots.data import Point
 FILLED = 0.84
 """Share of a group's width that its bars cover."""
 PREFILL: Any = {"color": "#F2F2F2", "edgecolor": style.GREY, "linewidth": 0.5, "label": style.PREFILL}
-HOLLOW: Any = {"marker": "o", "linestyle": "", "markerfacecolor": "none", "markeredgecolor": style.BLACK}
+HOLLOW: Any = {"linestyle": "", "markerfacecolor": "none", "markeredgecolor": style.BLACK}
+MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 
 
 class Slots(NamedTuple):
@@ -67,9 +68,9 @@ def stacked_times(
     return places
 
 
-def published(axes: Axes, places: Places, groups: Sequence[float], points: Iterable[Point]) -> None:
-    """The paper's numbers as hollow markers on the bars of the same label and group (`Point.x`)."""
+def published(axes: Axes, places: Places, groups: Sequence[float | str], points: Iterable[Point]) -> None:
+    """The paper's numbers as hollow markers on the bars of the same label and group (`Point.x`), by kind."""
     for point in points:
         if point.label in places and point.x in groups:
             x = places[point.label].x[groups.index(point.x)]
-            axes.plot(x, point.value, label=style.PUBLISHED, **HOLLOW)
+            axes.plot(x, point.value, label=f"{style.PUBLISHED}, {point.kind}", marker=MARKERS[point.kind], **HOLLOW)

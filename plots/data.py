@@ -17,8 +17,11 @@ LATENCY_COLUMNS = (
     "decode_s", "total_s",
 )  # fmt: skip
 SEGMENT_COLUMNS = ("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s")
+PAPER_PLATFORM = "a6000-pcie3"
+"""The modelled platform that stands for the paper's machine."""
 WORDS = ("platform", "source", "model", "method", "label", "task", "metric", "experiment", "run_id")
 
+FAR = 2
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 
 PUBLISHED = Path(__file__).parent / "reference" / "published.csv"
@@ -49,9 +52,14 @@ class Tables:
         """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN."""
         return self._read(name, ACCURACY_COLUMNS)
 
-    def latency(self, name: str, segments: bool = False) -> pd.DataFrame:
-        """Rows of (source, model, shape, label) in seconds, with the segments of a block where asked."""
-        return self._read(name, LATENCY_COLUMNS + (SEGMENT_COLUMNS if segments else ()))
+    def latency(self, name: str) -> pd.DataFrame:
+        """Rows of (source, model, shape, label) in seconds, the segments of a block among them."""
+        return self._read(name, LATENCY_COLUMNS + SEGMENT_COLUMNS)
+
+    def modelled(self, figure: str) -> pd.DataFrame:
+        """The cost model's rows of a figure, as `latency` gives them."""
+        rows = self.latency("modelled")
+        return rows[rows.experiment == figure]
 
     def _read(self, name: str, columns: Sequence[str]) -> pd.DataFrame:
         path = self.folder / f"{name}.csv"
@@ -85,6 +93,21 @@ def split(frame: pd.DataFrame, setup: Sequence[str]) -> Panels:
     shared = describe(frame.iloc[0], [name for name in setup if name not in varying])
     frames = [group for _, group in frame.groupby(list(setup), sort=False, dropna=False)]
     return Panels(shared, [describe(group.iloc[0], varying) for group in frames], frames)
+
+
+def with_close_ups(panels: Panels) -> Panels:
+    """The panels; beside one where a label takes over `FAR` times as long as offload, another of offload and what is
+    never slower, whose bars the first shows too small."""
+    titles, frames = [], []
+    for title, frame in zip(panels.titles, panels.frames, strict=True):
+        longest = frame.groupby("label").total_s.max()
+        offload = longest.get("offload", float("nan"))
+        titles.append(title)
+        frames.append(frame)
+        if longest.max() > FAR * offload:
+            titles.append(", ".join(filter(None, [title, "offload and faster"])))
+            frames.append(frame[frame.label.map(longest) <= offload])
+    return Panels(panels.shared, titles, frames)
 
 
 def describe(row: Mapping[Any, Any] | pd.Series, columns: Sequence[str]) -> str:
@@ -126,21 +149,27 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
 
 
 class Point(NamedTuple):
-    """A number the paper gives for a label at `x`, in the unit of `reference/published.csv`."""
+    """A number the paper gives for a label at `x` (a number, or a model), in the unit of `reference/published.csv`.
+
+    kind: `quoted`, `derived` by arithmetic, or `approximate`.
+    """
 
     label: str
-    x: float
+    x: float | str
     value: float
+    kind: str
 
 
 def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]) -> list[Point]:
-    """The paper's numbers for a panel that was measured in the paper's `setup` (column: value), else none.
+    """The paper's numbers for a panel in the paper's `setup` (column: value), else none.
 
-    An emulated or modelled panel never has them, nor does another model or shape.
+    The panel is measured, or modelled for the paper's machine; an emulated one never has them, nor does another model
+    or shape.
     """
-    wanted = {"source": "measured", **setup}
-    if not all((panel[name] == value).all() for name, value in wanted.items()):
+    on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.platform == PAPER_PLATFORM))
+    if not on_gpu.all() or not all((panel[name] == value).all() for name, value in setup.items()):
         return []
     table = pd.read_csv(PUBLISHED)
     rows = table[(table.figure == figure) & (table.metric == metric) & table.model.isin(panel.model)]
-    return [Point(*cells) for cells in zip(rows.series, rows.x.astype(float), rows.value, strict=True)]
+    numbers = pd.to_numeric(rows.x, errors="coerce").astype(object)
+    return [Point(*cells) for cells in zip(rows.series, numbers.fillna(rows.x), rows.value, rows.kind, strict=True)]

@@ -1,9 +1,9 @@
-"""Figure 14: prefill and decode seconds, stacked, one bar per label, from `latency.csv`.
+"""Figure 14: prefill and decode seconds, stacked, one bar per label.
 
 The shape is the largest batch of figure 15, as in the paper.
 
-Published totals (OPT-13B, batch 20, 1,920 + 128 tokens, RTX A6000) are hollow markers on measured panels of
-that shape.
+Published totals (OPT-13B, batch 20, 1,920 + 128 tokens, RTX A6000) are hollow markers on panels of that shape,
+measured, or modelled for that machine.
 """
 
 import pandas as pd
@@ -16,14 +16,14 @@ SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 PAPER = {"model": "opt-13b", "batch_size": 20, "prompt_len": 1920, "gen_len": 128}
 
 
-def draw(tables: data.Tables) -> Figure | None:
-    """The figure; None without `latency.csv`."""
-    table = tables.latency("latency")
+def draw(table: pd.DataFrame) -> Figure | None:
+    """The figure from rows of a latency table; None without any."""
     if table.empty:
         return None
     batches = data.sweep(table, "batch_size", fig15.SETUP)
     largest = batches.groupby(list(fig15.SETUP)).batch_size.transform("max")
-    return style.draw_panels(data.split(batches[batches.batch_size == largest], SETUP), _draw_panel)
+    panels = data.split(batches[batches.batch_size == largest], SETUP)
+    return style.draw_panels(data.with_close_ups(panels), _draw_panel)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -1,8 +1,8 @@
-"""Figure 15: prefill and decode seconds, stacked, against the batch size, from `latency.csv`: the lengths that were
-timed with the most batch sizes.
+"""Figure 15: prefill and decode seconds, stacked, against the batch size: the lengths that were timed with the most
+batch sizes.
 
 Published rates (OPT-13B, 1,920 + 128 tokens, RTX A6000) are drawn as the total they stand for, batch * 128 /
-(tokens/s), as hollow markers on measured panels of that shape.
+(tokens/s), as hollow markers on panels of that shape, measured, or modelled for that machine.
 """
 
 import pandas as pd
@@ -16,12 +16,12 @@ GEN_LEN = 128
 PAPER = {"model": "opt-13b", "prompt_len": 1920, "gen_len": GEN_LEN}
 
 
-def draw(tables: data.Tables) -> Figure | None:
-    """The figure; None without `latency.csv`."""
-    table = tables.latency("latency")
+def draw(table: pd.DataFrame) -> Figure | None:
+    """The figure from rows of a latency table; None without any."""
     if table.empty:
         return None
-    return style.draw_panels(data.split(data.sweep(table, "batch_size", SETUP), SETUP), _draw_panel)
+    panels = data.split(data.sweep(table, "batch_size", SETUP), SETUP)
+    return style.draw_panels(data.with_close_ups(panels), _draw_panel)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
@@ -29,5 +29,5 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     places = bars.stacked_times(axes, prefill, decode, groups=[f"{batch:.0f}" for batch in prefill.index])
     axes.set_xlabel("batch size (sequences)")
     for point in data.published("fig15", "tokens_per_s", panel, PAPER):
-        total_s = point.x * GEN_LEN / point.value
+        total_s = float(point.x) * GEN_LEN / point.value
         bars.published(axes, places, list(prefill.index), [point._replace(value=total_s)])

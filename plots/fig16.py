@@ -1,13 +1,14 @@
-"""Figure 16: speedup over offload, (a) by total length, (b) by model, from `latency.csv`: the batch sizes that were
-timed with the most lengths, and the shapes timed with the most models.
+"""Figure 16: speedup over offload, (a) by total length, (b) by model: the batch sizes that were timed with the
+most lengths, and the shapes timed with the most models.
 
 A speedup is offload's seconds over the label's in the same setup: of prefill and decode together, as in the
-paper, and of decode alone. Without offload's row there is none. Published points (OPT-13B, batch 8, RTX
-A6000) stand in (a), on measured panels of that setup; those of (b) had 30 % of the weights in host memory,
-which no run here has.
+paper, and of decode alone. Without offload's row there is none. Published points (RTX A6000) stand on
+panels of their setup: (a) OPT-13B, batch 8, measured, or modelled for that machine; (b) OPT-30B, batch 4, modelled
+only, as 30 % of its weights were in host memory and no timed run has that.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -21,28 +22,38 @@ TIMES = {
 }
 LENGTH_SETUP = ("model", "platform", "source", "batch_size", "gen_len")
 MODEL_SETUP = ("platform", "source", "batch_size", "prompt_len", "gen_len")
-PAPER = {"model": "opt-13b", "batch_size": 8, "gen_len": 128}
+PAPER_LENGTH = {"model": "opt-13b", "batch_size": 8, "gen_len": 128}
+PAPER_MODEL = {"source": "modelled", "batch_size": 4, "prompt_len": 1920, "gen_len": 128}
 
 
-def draw_length(tables: data.Tables) -> Figure | None:
-    """Figure 16a; None without `latency.csv`."""
-    table = data.sweep(tables.latency("latency"), "prompt_len", LENGTH_SETUP)
+def draw_length(table: pd.DataFrame) -> Figure | None:
+    """Figure 16a from rows of a latency table; None without any."""
+    table = data.sweep(table, "prompt_len", LENGTH_SETUP)
     table = table.assign(total_len=table.prompt_len + table.gen_len).sort_values("total_len", kind="stable")
-    return _draw(table, LENGTH_SETUP, index="total_len", words="prompt + generated tokens", name="{:,.0f}".format)
+    published = partial(data.published, "fig16a", setup=PAPER_LENGTH)
+    words = "prompt + generated tokens"
+    return _draw(table, LENGTH_SETUP, published, index="total_len", words=words, name="{:,.0f}".format)
 
 
-def draw_model(tables: data.Tables) -> Figure | None:
-    """Figure 16b; None without two models in `latency.csv`."""
-    table = data.sweep(tables.latency("latency"), "model", MODEL_SETUP)
+def draw_model(table: pd.DataFrame) -> Figure | None:
+    """Figure 16b from rows of a latency table; None without two models."""
+    table = data.sweep(table, "model", MODEL_SETUP)
     if table.model.nunique() < 2:
         return None
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     table = table.iloc[billions.argsort(kind="stable")]
-    return _draw(table, MODEL_SETUP, index="model", words="model", name=str)
+    published = partial(data.published, "fig16b", setup=PAPER_MODEL)
+    return _draw(table, MODEL_SETUP, published, index="model", words="model", name=str)
 
 
 def _draw(
-    table: pd.DataFrame, setup: tuple[str, ...], *, index: str, words: str, name: Callable[..., str]
+    table: pd.DataFrame,
+    setup: tuple[str, ...],
+    published: Callable[..., list[data.Point]],
+    *,
+    index: str,
+    words: str,
+    name: Callable[..., str],
 ) -> Figure | None:
     if table.empty:
         return None
@@ -56,7 +67,7 @@ def _draw(
         places = bars.grouped(axes, speedup, groups=[name(value) for value in speedup.index])
         axes.axhline(1, color=style.GREY, linewidth=0.8)
         axes.set(xlabel=words, ylabel=TIMES[time], title=title)
-        if (index, time) == ("total_len", "total_s"):
-            points = data.published("fig16a", "speedup_over_offload", panel, PAPER)
+        if time == "total_s":
+            points = published(metric="speedup_over_offload", panel=panel)
             bars.published(axes, places, list(speedup.index), points)
     return style.finish(figure, panels.shared)

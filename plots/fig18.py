@@ -1,9 +1,10 @@
-"""Figure 18: milliseconds of one transformer block in one decode step, by segment, from `latency.csv`.
+"""Figure 18: milliseconds of one transformer block in one decode step, by segment.
 
 The shape is the longest of figure 16a, as in the paper.
 
 Transfer is the wait for the link that no compute hides, so the segments sum to the block. Published sums
-(OPT-13B, batch 8, 2,048 tokens, RTX A6000) are hollow markers on measured panels of that shape.
+(OPT-13B, batch 8, 2,048 tokens, RTX A6000) are hollow markers on panels of that shape, measured, or
+modelled for that machine.
 """
 
 import numpy as np
@@ -27,16 +28,14 @@ SEGMENTS = {
 }
 
 
-def draw(tables: data.Tables) -> Figure | None:
-    """The figure; None without `latency.csv`."""
-    table = tables.latency("latency", segments=True)
+def draw(table: pd.DataFrame) -> Figure | None:
+    """The figure from rows of a latency table; None without any."""
     if table.empty:
         return None
     lengths = data.sweep(table, "prompt_len", fig16.LENGTH_SETUP)
     longest = lengths.groupby(list(fig16.LENGTH_SETUP)).prompt_len.transform("max")
-    return style.draw_panels(
-        data.split(lengths[lengths.prompt_len == longest], SETUP), _draw_panel, note="transfer: the wait that compute does not hide"
-    )
+    panels = data.with_close_ups(data.split(lengths[lengths.prompt_len == longest], SETUP))
+    return style.draw_panels(panels, _draw_panel, note="transfer: the wait that compute does not hide")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
@@ -47,7 +46,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     for column, (name, color, hatch) in SEGMENTS.items():
         height = 1e3 * rows[column].fillna(0)  # a segment that a method lacks
         axes.bar(
-            places, height, WIDTH, bottom=bottom, label=name, color=color, hatch=hatch, edgecolor="white"
+            places, height, WIDTH, bottom=bottom, label=name, color=color, hatch=hatch, edgecolor="white", linewidth=0
         )
         bottom += height
     axes.set_xticks(places, rows.index, rotation=35, ha="right")

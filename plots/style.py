@@ -78,6 +78,8 @@ LOOKS = {
     "INT2": Look(ORANGE, ">", ":", "++"),
     "INT1": Look(ORANGE, "d", "--", "oo"),
     "ideal": Look(GREEN, "*", "-.", "xx"),
+    "uvm": Look(BLACK, "1", ":", "oo"),
+    "uvm+h2o": Look(PURPLE, "^", "-", "++"),
     "offload": Look(GREY, "X", "--", ".."),
     "offload-pageable": Look(LIGHT_GREY, "P", ":", "oo"),
     "offload+int4": Look(ORANGE, "v", "-", "--"),

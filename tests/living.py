@@ -1,4 +1,4 @@
-"""What the tests of live decoding share: every method and codec as a case, padded batches, and both ways to run them."""
+"""What the tests of live decoding share: every method as a case, padded batches, and both ways to run them."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ REFUSED = {
     "calibration.num_tokens=0": "calibration.num_tokens=0: must be at least 1",
     "method.hevy_frac=1 method=h2o": "unknown setting method.hevy_frac: did you mean 'heavy_frac'",
     "+method.hevy_frac=1 method=h2o": "unknown setting method.hevy_frac: did you mean 'heavy_frac'",
-    "seq_length=8": "unknown setting seq_length: did you mean 'seq_len'?",
+    "seq_length=8": "unknown setting seq_length: did you mean 'seq_len' or 'gen_len'?",
     "+seq_length=8": "unknown setting seq_length: did you mean 'seq_len'?",
     "model.dtpe=float32": "unknown setting model.dtpe: did you mean 'dtype'?",
     "model.dtype=float8": "model.dtype=float8: did you mean 'float",

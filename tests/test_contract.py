@@ -18,7 +18,6 @@ from living import (
     replay,
 )
 
-
 FLIPS = {"int8": 2e-3, "int4": 3e-2}
 """A value at the border of two codes may fall to either side, since live and replay round differently; one code off
 moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps

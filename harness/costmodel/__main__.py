@@ -1,32 +1,33 @@
-"""`python -m harness.costmodel --calibrate`, or `--figure fig15 --platform h100-pcie5`: a table on stdout."""
+"""`python -m harness.costmodel --calibrate`, `--figure fig15 --platform h100-pcie5`, or `--write`."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 
-from harness.costmodel.published import PAPER_PLATFORM, calibrate, figure_rows, render
+from harness.costmodel.published import PAPER_PLATFORM, calibrate, figure_rows, render, write_table
 from harness.errors import UserError
-from harness.tables import BLOCK_COLUMNS
+from harness.tables import BLOCK_COLUMNS, render_csv
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is asked for; returns the exit code, 2 for a user's mistake."""
+    """Print or write what is asked for; returns the exit code, 2 for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m harness.costmodel", description="Predict speed from counts.")
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--calibrate", action="store_true", help="compare with every published number")
     wanted.add_argument("--figure", help="print a figure's rows as CSV, in the columns of the latency table")
-    parser.add_argument("--platform", default=PAPER_PLATFORM, help=f"with --figure (default {PAPER_PLATFORM})")
+    wanted.add_argument("--write", action="store_true", help="write the rows of all figures to DIR/tables/modelled.csv")
+    parser.add_argument("--platform", default=PAPER_PLATFORM, help=f"not with --calibrate (default {PAPER_PLATFORM})")
+    parser.add_argument("--results-dir", default="results", metavar="DIR", help="with --write (default results)")
     args = parser.parse_args(argv)
     try:
         if args.calibrate:
             print(render(calibrate()))
+        elif args.write:
+            print(write_table(args.results_dir, args.platform))
         else:
-            writer = csv.DictWriter(sys.stdout, BLOCK_COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(figure_rows(args.figure, args.platform))
+            print(render_csv(BLOCK_COLUMNS, figure_rows(args.figure, args.platform)), end="")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

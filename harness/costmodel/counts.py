@@ -6,7 +6,7 @@ attention; left out are norms, biases and activations, under 2 % of any segment.
 A label is a `Scheme`: where the cache lies, what of it is read, in which format it crosses the link, and how much of
 the transfer hides. The overlaps are those of the published systems. FlexGen schedules attention and FFN as two
 stages and loads the cache of the next attention during the FFN. InfiniGen's artifact gathers on the host behind a
-device sync (`prefetch_idx.to(cpu)` in kv_selection_controller.py), so nothing hides. A page fault stalls as well.
+device sync (speedup/infinigen/infinigen/kv_selection_controller.py), so nothing hides. A page fault stalls as well.
 """
 
 from __future__ import annotations
@@ -183,9 +183,7 @@ def prefill_block(
     return BlockWork(attention=attention, ffn=(_matmul(rows, shape.ffn_weights),), load_bytes=load, store_bytes=store)
 
 
-def managed_bytes(
-    scheme: Scheme, shape: ModelShape, *, batch_size: int, tokens: Sequence[float], prompt_len: int
-) -> float:
+def managed_bytes(shape: ModelShape, *, batch_size: int, tokens: Sequence[float], prompt_len: int) -> float:
     """What managed memory must hold at once: weights, the cache (`tokens` of a sequence in each layer), and in prefill
     the attention scores of `prompt_len` rows (0 in decode)."""
     scores = batch_size * shape.num_heads * prompt_len**2

@@ -69,7 +69,9 @@ class Setup:
         given, least = self.host_weight_frac, self._least_host_weight_frac
         if given is not None and not least <= given <= 1:
             where = f"{self.shape.name} on {self.platform.name}"
-            raise UserError(f"host_weight_frac={given:g}: must be in [{least:.2f}, 1] for {where}")
+            raise UserError(
+                f"host_weight_frac={given:g}: must be in [{math.ceil(100 * least) / 100:.2f}, 1] for {where}"
+            )
 
     @property
     def _least_host_weight_frac(self) -> float:
@@ -193,7 +195,7 @@ def _prefill_work(setup: Setup) -> list[BlockWork]:
     scheme, prompt_len = setup.scheme, setup.prompt_len
     kept = _kept(setup, prompt_len)
     sizes = {"batch_size": setup.batch_size, "prompt_len": prompt_len}
-    held = managed_bytes(scheme, setup.shape, tokens=_by_layer(setup, prompt_len, kept), **sizes)
+    held = managed_bytes(setup.shape, tokens=_by_layer(setup, prompt_len, kept), **sizes)
     paged = held > setup.platform.device_bytes
     layers = layers_of(scheme, setup.shape)
     return [prefill_block(scheme, setup.shape, layer, kept=kept, paged=paged, **sizes) for layer in layers]
@@ -203,7 +205,7 @@ def _decode_work(setup: Setup) -> list[BlockWork]:
     """The blocks of all decode steps, one step after the other."""
     scheme, shape, batch_size = setup.scheme, setup.shape, setup.batch_size
     held = _by_layer(setup, setup.final_len, _kept(setup, setup.final_len))
-    paged = managed_bytes(scheme, shape, batch_size=batch_size, tokens=held, prompt_len=0) > setup.platform.device_bytes
+    paged = managed_bytes(shape, batch_size=batch_size, tokens=held, prompt_len=0) > setup.platform.device_bytes
     layers = layers_of(scheme, shape)
     blocks: list[BlockWork] = []
     for cached, read in _reads(setup):
@@ -261,7 +263,7 @@ def _head(setup: Setup) -> Work:
 
 def _loaded(setup: Setup, works: Sequence[BlockWork]) -> float:
     """Bytes that the blocks bring to the device."""
-    return sum(work.load_bytes + work.row_bytes + setup.host_block_bytes for work in works)
+    return sum(work.load_bytes + work.row_bytes for work in works) + len(works) * setup.host_block_bytes
 
 
 def _segments(block: BlockTimes, elapsed: float) -> dict[str, float]:

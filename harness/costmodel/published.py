@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from harness.costmodel.hardware import Efficiency, load_platform, load_shape
 from harness.costmodel.predict import FITTED, Prediction, Setup, predict
 from harness.errors import UserError, nearest
+from harness.records import write_atomic
+from harness.table_text import render_modelled
+from harness.tables import BLOCK_COLUMNS, render_csv
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "plots" / "reference" / "published.csv"
 PAPER_PLATFORM = "a6000-pcie3"
@@ -45,6 +48,22 @@ FIGURES: Mapping[str, tuple[Cell, ...]] = {
 """The figures that the cost model draws, and the bars of each."""
 
 
+class Timed(Protocol):
+    """What of a run the paper's numbers are made of, in seconds; predicted, or a row of a table."""
+
+    @property
+    def total_s(self) -> float:
+        """Prefill and decode."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over `total_s`."""
+
+    @property
+    def block(self) -> Mapping[str, float]:
+        """One block in one decode step, by segment."""
+
+
 class Comparison(NamedTuple):
     """A published number and ours."""
 
@@ -69,11 +88,34 @@ def figure_rows(figure: str, platform: str) -> list[dict[str, Any]]:
     return [_predict(cell, platform, FITTED).row(figure) for cell in FIGURES[figure]]
 
 
+def write_table(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> Path:
+    """Write `tables/modelled.csv` and `.md`: the rows of all figures. Returns the path of the CSV.
+
+    Raises:
+        UserError: an unknown platform, or a folder that cannot be written.
+    """
+    rows = [row for figure in FIGURES for row in figure_rows(figure, platform)]
+    path = Path(results_dir) / "tables" / "modelled.csv"
+    write_atomic(path, render_csv(BLOCK_COLUMNS, rows))
+    write_atomic(path.with_suffix(".md"), render_modelled(rows))
+    return path
+
+
+def published_rows() -> list[dict[str, str]]:
+    """All that the paper is known to say, in the columns of `plots/reference/published.csv`."""
+    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
 def calibrate(efficiency: Efficiency = FITTED) -> list[Comparison]:
     """Every published number that the cost model predicts, in the order of the file."""
-    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["figure"] in FIGURES]
-    return list(_compare(rows, efficiency))
+    compared = []
+    for row in published_rows():
+        predicted = quantity(row, lambda cell: _predict(cell, PAPER_PLATFORM, efficiency))
+        if predicted is not None:
+            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
+            compared.append(Comparison(*names, float(row["value"]), predicted))
+    return compared
 
 
 def error(comparisons: Sequence[Comparison]) -> float:
@@ -93,22 +135,22 @@ def render(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def _compare(rows: list[dict[str, str]], efficiency: Efficiency) -> Iterator[Comparison]:
-    for row in rows:
-        predicted = _quantity(row, efficiency)
-        if predicted is not None:
-            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
-            yield Comparison(*names, float(row["value"]), predicted)
+def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | None:
+    """What a line of the file gives, made of our runs, in the file's unit; None for what is no time of `FIGURES`.
 
-
-def _quantity(row: Mapping[str, str], efficiency: Efficiency) -> float | None:
-    """What a line of the file gives, predicted; None for what is an input of the model, or no time."""
+    timed: our run of a setup of the paper; what it raises for one that is missing is passed on.
+    """
     figure, series, metric = row["figure"], row["series"], row["metric"]
+    if figure not in FIGURES:
+        return None
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
     batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
 
-    def run(label: str, batch: int = batch_size) -> Prediction:
-        return _predict(Cell(label, row["model"], batch, total_len), PAPER_PLATFORM, efficiency)
+    def run(label: str, batch: int = batch_size) -> Timed:
+        return timed(Cell(label, row["model"], batch, total_len))
+
+    def block_s(label: str) -> float:
+        return sum(run(label).block.values())
 
     if metric in ("speedup_min", "speedup_max"):
         batches = sorted({cell.batch_size for cell in FIGURES[figure]})
@@ -118,9 +160,9 @@ def _quantity(row: Mapping[str, str], efficiency: Efficiency) -> float | None:
         "total_latency": lambda: run(series).total_s,
         "tokens_per_s": lambda: run(series).tokens_per_s,
         "speedup_over_offload": lambda: run("offload").total_s / run(series).total_s,
-        "block_latency": lambda: 1e3 * run(series).block_s,  # ms
-        "transfer_share": lambda: run(series).block["transfer"] / run(series).block_s,
-        "slowdown_vs_ideal": lambda: run(series).block_s / run("ideal").block_s,
+        "block_latency": lambda: 1e3 * block_s(series),  # ms
+        "transfer_share": lambda: run(series).block["transfer"] / block_s(series),
+        "slowdown_vs_ideal": lambda: block_s(series) / block_s("ideal"),
     }
     return quantities[metric]() if metric in quantities else None
 

@@ -7,6 +7,7 @@ as far as what it waits for lets it; what compute then still waits for is the ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Overlap = Literal["none", "ffn", "block"]
@@ -53,13 +54,12 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
     """When the compute of each block ends, in seconds; blocks of successive steps follow one another.
 
     A block's attention waits for its own transfer, and the first block's transfer has nothing to hide behind. With
-    overlap `none` every task waits for the one before it, so that all times add up.
+    overlap `none` every task waits for the one before it.
     """
     tasks: list[Task] = []
 
     def add(resource: Literal["compute", "link"], seconds: float, after: int | None = None) -> int:
-        serial = overlap == "none" and len(tasks) > 0
-        tasks.append(Task(resource, seconds, len(tasks) - 1 if serial else after))
+        tasks.append(Task(resource, seconds, after))
         return len(tasks) - 1
 
     finished = []
@@ -77,5 +77,5 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
                 add("link", block.store, done)
         finished.append(done)
         arrived = next_arrived if following else arrived
-    ends = walk(tasks)
+    ends = list(accumulate(task.seconds for task in tasks)) if overlap == "none" else walk(tasks)
     return [ends[index] for index in finished]

@@ -5,6 +5,7 @@ Streams wait for each other by events; the host waits for neither, except where 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +15,20 @@ from torch import Tensor
 
 from harness.memory.link import Direction, Link, Ticket, Transfer
 from harness.memory.store import KVStore, Request
+
+
+def measure_pinned_copy_rate(device: torch.device, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
+    """Payload bytes/s of plain copies from pinned memory to the device, the ceiling of a link; the median."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    seconds = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return num_bytes / sorted(seconds[1:])[repeats // 2]  # the first copy maps the pages
 
 
 class _Record(NamedTuple):

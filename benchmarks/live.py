@@ -1,0 +1,253 @@
+"""Live decoding on a bare machine: torch, transformers and numpy are enough, with triton under CUDA.
+
+(a) A decode step of ours, full cache on the device, against one of transformers with its `DynamicCache` (the forward
+    pass that `generate` makes for every token), from the same prompt, in turn; medians.
+(b) Every label of `harness.labels` at one shape: the step, what crosses the link in it and at what rate, and the step
+    that can be had at best, max(ideal's step, its bytes / the link's rate), which says what of the transfer is hidden.
+
+Weights are random, of the shape in `conf/model/<model>.yaml`: they change no time but through what infinigen selects,
+which with random weights is its cap; `--fixed-fetch` sets another number.
+
+    python -m benchmarks.live --platform cuda --model opt-13b --batch 8 --prompt 1920
+    python -m benchmarks.live --batch 4 --prompt 2048 --only transformers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from harness.attach import Attached, attach
+from harness.calibration import Calibration, calibrate
+from harness.errors import UserError
+from harness.labels import LABELS, System
+from harness.latency import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
+from harness.live_config import LatencyConfig
+from harness.memory.codec import Codec
+from harness.memory.emulated_link import default_bytes_per_s, measure_copy_rate
+from harness.memory.link import open_link
+from methods.base import Method
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+
+MODELS = Path(__file__).resolve().parent.parent / "conf" / "model"
+CALIBRATION_TOKENS = 1024
+MIB, GIB = 2**20, 2**30
+
+
+class Row(NamedTuple):
+    """A label at one shape: seconds of its median step, bytes over the link in a step, and the best step to be had."""
+
+    label: str
+    step_s: float
+    h2d_bytes: float
+    link_bytes_per_s: float | None
+    best_s: float
+    result: LatencyResult
+
+
+def random_model(name: str, device: torch.device, overrides: dict[str, Any]) -> Any:
+    """A model of a shape under conf/model, random weights: fp16 under CUDA, else fp32."""
+    shape = yaml.safe_load((MODELS / f"{name}.yaml").read_text())["shape"] | overrides
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def transformers_steps(model: Any, prompt: SharedPrompt, steps: int) -> list[float]:
+    """Seconds of each decode step of transformers on a `DynamicCache` that holds the prompt."""
+    cache = DynamicCache(config=model.config)
+    for layer, (_, key, value) in enumerate(prompt.prompt.layers):
+        cache.update(key, value, layer)
+    with torch.inference_mode():
+        token = model.get_output_embeddings()(prompt.prompt.hidden).argmax(-1)
+        times = [_now(model.device)]
+        for _ in range(steps):
+            logits = model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits
+            token = logits[:, -1].float().argmax(-1)
+            times.append(_now(model.device))
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def compare(model: Any, prompt: SharedPrompt, shape: LatencyConfig) -> float:
+    """Print (a); returns transformers' median step over ours."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(shape.repeats):
+        theirs += transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)[shape.warmup_steps :]
+        with attach(model) as attached:
+            once = LatencyConfig(
+                shape.batch_size, shape.prompt_len, shape.gen_len, shape.warmup_steps, shape.block_steps, repeats=1
+            )
+            ours += time_cell(attached, prompt, Cell(Full(), once, "device")).timed
+    ratio = statistics.median(theirs) / statistics.median(ours)
+    print(
+        f"full cache on the device: {1e3 * statistics.median(ours):.2f} ms a step; transformers with DynamicCache: "
+        f"{1e3 * statistics.median(theirs):.2f} ms; ours is {ratio:.2f} times as fast "
+        f"({len(ours)} steps each, in turn)"
+    )
+    return ratio
+
+
+def method_of(system: System, fixed_fetch: int | None) -> Method:
+    """The method of a system with its defaults."""
+    if system.method == "infinigen":
+        return InfiniGen(fixed_fetch=fixed_fetch)
+    return {"full": Full, "h2o": H2O}[system.method]()
+
+
+def measure(
+    attached: Attached,
+    prompt: SharedPrompt | Tensor,
+    label: str,
+    shape: LatencyConfig,
+    *,
+    bytes_per_s: float,
+    calibration: Calibration,
+    fixed_fetch: int | None = None,
+) -> LatencyResult:
+    """Time one label; `bytes_per_s` is the emulated link's rate."""
+    system = LABELS[label]
+    codec = Codec(system.codec) if system.codec else None
+    method = method_of(system, fixed_fetch)
+    cell = Cell(method, shape, system.placement, codec, reuse=system.reuse, pinned=system.pinned)
+    emulated = bytes_per_s if attached.device.type == "cpu" else None
+    with open_link(attached.device, bytes_per_s=emulated, overlap=system.overlap) as link:
+        return time_cell(attached, prompt, cell, link=link, calibration=calibration)
+
+
+def rows_of(results: dict[str, LatencyResult], bytes_per_s: float) -> list[Row]:
+    """(b) from what was measured; "ideal" must be among `results`."""
+    ideal_s = statistics.median(results["ideal"].timed)
+    rows = []
+    for label, result in results.items():
+        moved = (result.h2d_bytes + result.d2h_bytes) / len(result.timed)
+        best_s = max(ideal_s, moved / bytes_per_s)
+        step_s = statistics.median(result.timed)
+        rows.append(Row(label, step_s, moved, result.link_bytes_per_s, best_s, result))
+    return rows
+
+
+def render(rows: Sequence[Row]) -> str:
+    """A line per label."""
+    lines = [
+        f"{'label':18}{'step p50':>12}{'over link':>12}{'link':>12}{'best step':>12}{'ratio':>8}{'prefill':>10}"
+        f"{'exposed':>10}{'read':>8}"
+    ]
+    for row in rows:
+        rate = "-" if row.link_bytes_per_s is None else f"{row.link_bytes_per_s / 1e9:.3f} GB/s"
+        metrics = row.result.metrics()
+        exposed_s = metrics["exposed_transfer_s"] / (row.result.shape.gen_len - 1)
+        lines.append(
+            f"{row.label:18}{1e3 * row.step_s:9.2f} ms{row.h2d_bytes / MIB:8.1f} MiB{rate:>12}"
+            f"{1e3 * row.best_s:9.2f} ms{row.step_s / row.best_s:8.2f}{metrics['prefill_s']:8.2f} s"
+            f"{1e3 * exposed_s:7.2f} ms{row.result.kv_frac:8.1%}"
+        )
+    seconds = {row.label: row.step_s for row in rows}
+    if "offload" in seconds and "infinigen" in seconds:
+        speedup = seconds["offload"] / seconds["infinigen"]
+        lines.append(f"infinigen's decode is {speedup:.2f} times as fast as offload's")
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.live", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default="smollm2-135m", help="a shape under conf/model")
+    parser.add_argument("--shape", type=json.loads, default={}, metavar="JSON", help="changes to that shape")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps in a repeat")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--fixed-fetch", type=int, help="tokens that infinigen fetches a head")
+    parser.add_argument("--link-gbps", type=float, help="of the emulated link; else this machine's copy rate / 62")
+    parser.add_argument("--threads", type=int, help="compute threads; else all cores but one, which is the link's")
+    parser.add_argument("--labels", type=lambda text: text.split(","), default=list(LABELS), metavar="A,B")
+    parser.add_argument("--only", choices=("transformers", "labels"), help="(a) or (b) alone")
+    options = parser.parse_args(argv)
+    unknown = sorted({*options.labels} - {*LABELS})
+    if unknown:
+        parser.error(f"--labels {','.join(unknown)}: allowed: {', '.join(LABELS)}")
+    if not (MODELS / f"{options.model}.yaml").is_file():
+        parser.error(f"--model {options.model}: allowed: {', '.join(sorted(path.stem for path in MODELS.iterdir()))}")
+    if options.platform == "cuda" and not torch.cuda.is_available():
+        parser.error("--platform cuda: torch finds no CUDA device here")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run both parts; returns the exit code."""
+    options = parse(argv)
+    try:
+        _run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    device = torch.device(options.platform)
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+    torch.manual_seed(0)
+    gen_len = options.warmup + options.repeats * options.steps + 1
+    shape = LatencyConfig(options.batch, options.prompt, gen_len, options.warmup, options.steps, options.repeats)
+    model = random_model(options.model, device, options.shape)
+    ids = torch.randint(model.config.vocab_size, (options.batch, options.prompt), device=device)
+    rate = _link_rate(device, options.link_gbps)
+    source = "measured" if device.type == "cuda" else "emulated"
+    print(f"{options.model}, random weights, {options.batch} x {options.prompt} + {gen_len} tokens; source: {source}")
+    print(f"{torch.get_num_threads()} compute threads; link at {rate / 1e9:.3f} GB/s")
+    with attach(model) as attached:
+        prompt = run_shared_prompt(attached, ids)
+        calibration = calibrate(attached, ids[0, :CALIBRATION_TOKENS].tolist())
+    if options.only != "labels":
+        compare(model, prompt, shape)
+    if options.only != "transformers":
+        with attach(model) as attached:
+            results = {
+                label: measure(
+                    attached, prompt, label, shape,
+                    bytes_per_s=rate, calibration=calibration, fixed_fetch=options.fixed_fetch,
+                )
+                for label in dict.fromkeys(["ideal", *options.labels])
+            }  # fmt: skip
+        print(render(rows_of(results, rate)))
+
+
+def _link_rate(device: torch.device, link_gbps: float | None) -> float:
+    """Bytes/s: given, or the emulated link's by default, or under CUDA that of a copy from pinned memory."""
+    if link_gbps is not None:
+        return link_gbps * 1e9
+    if device.type == "cpu":
+        return default_bytes_per_s(measure_copy_rate())
+    from harness.memory.cuda_link import measure_pinned_copy_rate
+
+    return measure_pinned_copy_rate(device)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

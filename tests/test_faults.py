@@ -1,0 +1,196 @@
+"""What goes wrong inside a live decode ends it at once; what is closed leaves nothing behind."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from living import CASES, PROMPT, PROMPTS, attached_with_link, force, live, open_live, tiny, token_batch
+
+from harness.attach import attach
+from harness.live import generate
+from harness.memory.emulated_link import EmulatedLink
+from harness.memory.store import KVStore
+
+EVEN = PROMPTS["even"]
+DEADLINE_S = 5.0
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "kv-link"]
+
+
+@pytest.fixture(autouse=True)
+def no_link_is_left():
+    yield
+    assert not threads()
+
+
+def error_of(run: Callable[[], object]) -> BaseException:
+    """What `run` raises, in a thread of its own so that a hang is a failure of this test alone."""
+    raised: list[BaseException] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=catch, daemon=True)
+    began = time.perf_counter()
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive(), f"still waiting after {DEADLINE_S} s"
+    assert time.perf_counter() - began < DEADLINE_S
+    assert raised, "no error came out"
+    return raised[0]
+
+
+class CopyError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("direction", ["load", "write"])
+@pytest.mark.parametrize("name", ["full", "infinigen", "h2o"])
+@pytest.mark.parametrize("after", [0, 6, 25])
+def test_a_copy_that_fails_ends_the_decode_with_its_error(after, name, direction, overlap, monkeypatch):
+    """In the prompt (writes only), in the first steps, and later."""
+    calls = 0
+    original = getattr(KVStore, direction)
+
+    def failing(store, *arguments):
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise CopyError
+        return original(store, *arguments)
+
+    monkeypatch.setattr(KVStore, direction, failing)
+    with attach(tiny("gqa")) as attached, EmulatedLink(1e12, overlap=overlap) as link:
+        session = open_live(attached, CASES[name], placement="host", link=link)
+        assert type(error_of(lambda: force(session, EVEN))) is CopyError
+        if overlap:  # the worker died with it: whatever follows says so too
+            assert type(error_of(session.close)) is CopyError
+            assert type(error_of(lambda: live(attached, CASES[name], EVEN, placement="host", link=link))) is CopyError
+        assert not any(store.nbytes for store in session.stores) or not overlap
+
+
+def test_a_link_that_is_closed_under_a_decode_ends_it():
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES["full"], placement="host", link=link)
+        ids, real = token_batch(EVEN)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        session.decode_step(ids[:, PROMPT])
+        link.close()
+        error = error_of(lambda: session.decode_step(ids[:, PROMPT + 1]))
+    assert isinstance(error, RuntimeError) and "link" in str(error)
+
+
+def test_a_worker_that_dies_without_a_word_ends_the_decode(monkeypatch):
+    """As if its thread had been killed: transfers stay undone, nobody sets their event."""
+
+    def dies(link):
+        for _ in range(12):
+            job = link._jobs.get()
+            job.move()
+            job.end_s = time.perf_counter()
+            job.done.set()
+
+    monkeypatch.setattr(EmulatedLink, "_work", dies)
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES["full"], placement="host", link=link)
+        error = error_of(lambda: force(session, EVEN))
+    assert isinstance(error, RuntimeError) and "link" in str(error)
+
+
+@pytest.mark.parametrize("name", ["full", "infinigen", "pool-lru"])
+def test_closing_in_the_middle_leaves_the_link_usable(name):
+    with attached_with_link(bytes_per_s=2e7) as (attached, link):
+        expected = live(attached, CASES[name], EVEN, placement="host", link=link).logits
+        session = open_live(attached, CASES[name], placement="host", link=link)
+        ids, real = token_batch(EVEN)
+        logits = session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        steps = generate(session, logits)
+        for _ in range(3):
+            next(steps)
+        session.close()  # the next step's first layer is under way
+        assert not any(store.nbytes for store in session.stores)
+        assert session.fetcher.device_bytes == 0
+        session.close()
+        assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, expected)
+
+
+def test_an_error_inside_the_model_leaves_model_and_link_usable(monkeypatch):
+    with attached_with_link() as (attached, link):
+        expected = live(attached, CASES["infinigen"], EVEN, placement="host", link=link).logits
+        session = open_live(attached, CASES["infinigen"], placement="host", link=link)
+        ids, real = token_batch(EVEN)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        with monkeypatch.context() as patch:
+            patch.setattr(type(session.state), "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                session.decode_step(ids[:, PROMPT])
+        session.close()
+        assert torch.equal(live(attached, CASES["infinigen"], EVEN, placement="host", link=link).logits, expected)
+
+
+# No leak
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def tensor_bytes() -> int:
+    gc.collect()
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for thing in gc.get_objects()
+        if isinstance(thing, torch.Tensor)
+        for storage in [thing.untyped_storage()]
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_200_sequences_leave_memory_and_threads_where_they_were():
+    cycle = [("full", {}), ("h2o", {}), ("infinigen", {"reuse": True}), ("pool-lru", {}), ("int4", {})]
+
+    def run(count: int) -> None:
+        for number in range(count):
+            name, options = cycle[number % len(cycle)]
+            session = open_live(attached, CASES[name], 3, placement="host", link=link, **options)
+            force(session, EVEN, 3)
+            session.close()
+
+    with attached_with_link() as (attached, link):
+        run(20)
+        before = resident_bytes(), tensor_bytes(), threading.active_count()
+        run(200)
+        after = resident_bytes(), tensor_bytes(), threading.active_count()
+    assert after[0] < 1.02 * before[0]
+    assert after[1] == before[1]
+    assert after[2] == before[2]
+
+
+def test_a_long_decode_keeps_nothing_but_its_cache():
+    """What a step needs goes with the step: packed rows, indices, tickets."""
+    steps = 60
+    with attached_with_link() as (attached, link):
+        ids, real = token_batch(EVEN, steps)
+        for name, reuse in (("full", False), ("infinigen", True), ("h2o", False)):
+            session = open_live(attached, CASES[name], steps, placement="host", link=link, reuse=reuse)
+            session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+            sizes = []
+            for step in range(steps):
+                session.decode_step(ids[:, PROMPT + step])
+                session.fetcher.drain()
+                if step in (5, steps - 2):
+                    sizes.append(tensor_bytes())
+            session.close()
+            assert sizes[1] - sizes[0] < 4096, name

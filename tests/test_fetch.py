@@ -1,0 +1,230 @@
+"""Which rows are asked for and when: slot arithmetic against plain Python, and buffers under links at their slowest."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from living import CASES, PROMPTS, STEPS, attached_with_link, force, live, open_live
+from torch import Tensor
+
+from harness.fetch import Fetcher, indices, place
+from harness.memory.codec import Codec
+from harness.memory.emulated_link import EmulatedLink
+from harness.memory.link import Link, Ticket, Transfer
+from harness.memory.store import KVStore
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def masks(draw, min_slots=0):
+    """bool [batch, heads, slots]: ragged, empty and full heads."""
+    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    slots = draw(st.integers(min_slots, 9))
+    head = st.one_of(
+        st.just([False] * slots), st.just([True] * slots), st.lists(st.booleans(), min_size=slots, max_size=slots)
+    )
+    rows = [draw(head) for _ in range(batch * heads)]
+    return torch.tensor(rows, dtype=torch.bool).view(batch, heads, slots)
+
+
+def selected(head: Tensor) -> list[int]:
+    return [slot for slot, wanted in enumerate(head.tolist()) if wanted]
+
+
+@given(masks(), st.integers(0, 4))
+def test_indices_are_the_slots_in_order_and_minus_one_behind(mask, spare):
+    cap = int(mask.sum(-1).max()) + spare
+    got = indices(mask, cap)
+    assert got.dtype == torch.int64 and got.shape == (*mask.shape[:2], cap)
+    for head, row in zip(mask.flatten(0, 1), got.flatten(0, 1), strict=True):
+        wanted = selected(head)
+        assert row.tolist() == wanted + [-1] * (cap - len(wanted))
+
+
+@given(masks(min_slots=1), st.data())
+def test_place_keeps_what_is_there_and_fetches_the_rest_into_free_places(mask, data):
+    slots = mask.shape[-1]
+    most = int(mask.sum(-1).max())
+    places = data.draw(st.integers(max(1, most), max(1, most) + 3))
+    resident = []
+    for _ in range(mask.shape[0] * mask.shape[1]):
+        there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=places))
+        resident.append(data.draw(st.permutations(there + [-1] * (places - len(there)))))
+    resident = torch.tensor(resident).view(*mask.shape[:2], places)
+    before = resident.clone()
+    fetch, after = place(mask, resident)
+    assert torch.equal(resident, before), "what is resident was changed in place"
+    for head, old, fetched, new in zip(*(x.flatten(0, 1) for x in (mask, before, fetch, after)), strict=True):
+        wanted, old, fetched, new = set(selected(head)), old.tolist(), fetched.tolist(), new.tolist()
+        assert sorted(slot for slot in new if slot >= 0) == sorted(wanted)
+        for was, asked, now in zip(old, fetched, new, strict=True):
+            if was in wanted:
+                assert (asked, now) == (-1, was), "a row that was there moved, or is fetched again"
+            else:
+                assert now == asked
+
+
+def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token():
+    store = small_store()
+    write(store, 0, torch.arange(4.0))
+    with EmulatedLink(1e12) as link:
+        fetcher = Fetcher(link, reuse=True)
+        fetcher.open([store], 3)
+        mask = torch.tensor([[[True, True, False, True]]])
+        assert fetched(fetcher, store, mask) == [0.0, 1.0, 3.0]
+        fetcher.write_back(0, store, rows_of(store, torch.tensor([9.0])), torch.tensor([[[1]]]))
+        moved = store.h2d_bytes
+        assert fetched(fetcher, store, mask) == [0.0, 3.0, 9.0]
+        assert store.h2d_bytes - moved == store.slot_bytes
+        assert fetched(fetcher, store, mask) == [0.0, 3.0, 9.0]
+        assert store.h2d_bytes - moved == store.slot_bytes
+        fetcher.write_back(0, store, rows_of(store, torch.tensor([7.0])), torch.tensor([[[-1]]]))  # evicted at once
+        assert fetched(fetcher, store, mask) == [0.0, 3.0, 9.0]
+        assert store.h2d_bytes - moved == store.slot_bytes
+
+
+def small_store() -> KVStore:
+    return KVStore(
+        batch=1,
+        num_kv_heads=1,
+        capacity=4,
+        head_dim=2,
+        dtype=torch.float32,
+        codec=Codec("fp32"),
+        placement="host",
+        device=CPU,
+    )
+
+
+def rows_of(store: KVStore, values: Tensor) -> Tensor:
+    rows = values.view(1, 1, -1, 1).expand(-1, -1, -1, 2)
+    return store.pack(rows, rows)
+
+
+def write(store: KVStore, at: int, values: Tensor) -> None:
+    store.write(rows_of(store, values), at)
+
+
+def fetched(fetcher: Fetcher, store: KVStore, mask: Tensor) -> list[float]:
+    """First elements of the present rows' values; keys and values must agree, and absent values be 0."""
+    fetcher.request_selected(0, store, mask, 3)
+    fetcher.wait(0)
+    keys, values, present = fetcher.take(0)
+    assert torch.equal(keys[present], values[present])
+    assert not values[~present].any()
+    return sorted(values[present][:, 0].tolist())
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_selection_of_nothing_has_no_row(reuse):
+    store = small_store()
+    write(store, 0, torch.arange(4.0))
+    with EmulatedLink(1e12) as link:
+        fetcher = Fetcher(link, reuse)
+        fetcher.open([store], 3)
+        assert fetched(fetcher, store, torch.zeros(1, 1, 4, dtype=torch.bool)) == []
+        assert store.h2d_bytes == 0
+
+
+# Links that could not be later, or sooner, than they are
+
+
+class Deferred(Ticket):
+    """A transfer that runs when `run` is called."""
+
+    def __init__(self, link: "LatestLink", rows: Tensor, move: Callable[[], object]) -> None:
+        super().__init__(rows)
+        self.link, self.move, self.done = link, move, False
+
+    def run(self) -> None:
+        self.move()
+        self.done = True
+
+    def wait(self) -> Tensor:
+        while not self.done:  # what was submitted before comes first
+            self.link.queue.pop(0).run()
+        return self._rows
+
+    @property
+    def exposed_s(self) -> float:
+        return 0.0
+
+
+class LatestLink(Link):
+    """Moves nothing before it is waited for, and spoils a buffer as soon as it is promised to a transfer.
+
+    A row that is read too early is not a number, and so is one whose buffer was given away too early.
+    """
+
+    def __init__(self) -> None:
+        self.queue: list[Deferred] = []
+
+    def prefetch(self, store: KVStore, request: int | Tensor, buffer: Tensor) -> Ticket:
+        rows = store.rows_in(buffer, request)
+        moving = torch.ones(rows.shape[:3], dtype=torch.bool) if isinstance(request, int) else request >= 0
+        rows[moving] = 0xFF
+        return self._submit(rows, lambda: store.load(request, rows))
+
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
+        return self._submit(rows, lambda: store.write(rows, at))
+
+    def _submit(self, rows: Tensor, move: Callable[[], object]) -> Ticket:
+        self.queue.append(Deferred(self, rows, move))
+        return self.queue[-1]
+
+    def drain(self) -> None:
+        while self.queue:
+            self.queue.pop(0).run()
+
+    def take_transfers(self) -> list[Transfer]:
+        return []
+
+    def close(self) -> None:
+        self.drain()
+
+
+@pytest.mark.parametrize(
+    ("name", "reuse"),
+    [
+        *((name, False) for name in ("full", "int4", "h2o-heavy", "h2o-fills", "infinigen", "pool-lru")),
+        *((name, True) for name in ("infinigen", "infinigen-union", "infinigen+int4", "pool-lru", "pool-tie")),
+    ],
+)
+def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, reuse):
+    prompts = PROMPTS["padded"]
+    with attached_with_link() as (attached, link):
+        expected = live(attached, CASES[name], prompts, placement="host", link=link, reuse=reuse)
+        late = live(attached, CASES[name], prompts, placement="host", link=LatestLink(), reuse=reuse)
+    assert torch.equal(late.logits, expected.logits)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "pool-lru"])
+def test_a_slow_link_gives_the_same_logits(name, overlap):
+    prompts = PROMPTS["padded"]
+    with attached_with_link() as (attached, fast), EmulatedLink(2e7, overlap=overlap) as slow:
+        expected = live(attached, CASES[name], prompts, placement="host", link=fast)
+        assert torch.equal(live(attached, CASES[name], prompts, placement="host", link=slow).logits, expected.logits)
+
+
+def test_at_most_two_layers_are_under_way():
+    """The one computing and the next: more would need more buffers."""
+    most = 0
+    original = Fetcher._submit
+
+    def counting(fetcher, *arguments):
+        nonlocal most
+        original(fetcher, *arguments)
+        most = max(most, len(fetcher._pending))
+
+    with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fetcher, "_submit", counting)
+        for name in ("full", "infinigen", "h2o-heavy"):
+            session = open_live(attached, CASES[name], placement="host", link=link)
+            force(session, PROMPTS["even"])
+            assert session.steps == STEPS
+            session.close()
+    assert most == 2

@@ -1,0 +1,107 @@
+"""`experiment=generate`: the text of the dense model, token by token, and what it moved."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import models, runner
+from harness.cli import main
+from harness.models import LoadedModel
+
+
+class Letters:
+    """A tokenizer of one token a character, the token's number its code point."""
+
+    eos_token_id = 2
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids):
+        return "".join(chr(int(token) + 0x100) if token > 127 else chr(int(token)) for token in ids)
+
+
+PROMPT = "What is a cache?"
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path, tiny_gqa):
+    """The tiny model with a tokenizer of letters, in an empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    loaded = LoadedModel(tiny_gqa, Letters(), "tiny", 512, "f" * 64)
+    monkeypatch.setattr(models, "load_model", lambda config: loaded)
+    monkeypatch.setattr(runner, "_loaded", None)
+    return tiny_gqa
+
+
+def generated(capsys, *settings, max_new_tokens=24) -> tuple[str, str]:
+    """The text behind the prompt, and the lines that follow it."""
+    line = ["experiment=generate", f"prompt='{PROMPT}'", f"max_new_tokens={max_new_tokens}", "platform.link_gbps=1"]
+    assert main([*line, "calibration.num_tokens=64", *settings]) == 0
+    text, _, summary = capsys.readouterr().out.partition("\n\nprefill ")
+    assert text.startswith(PROMPT)
+    return text.removeprefix(PROMPT), summary
+
+
+def greedy(model, count=24) -> str:
+    ids = torch.tensor([[ord(letter) for letter in PROMPT]])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens = out[0, ids.shape[1] :].tolist()
+    return Letters().decode(tokens[: tokens.index(2)] if 2 in tokens else tokens)
+
+
+@pytest.mark.parametrize("settings", [["placement=device"], ["placement=host"], ["platform.overlap=false"]])
+def test_full_prints_the_tokens_of_the_dense_model(tiny, capsys, settings):
+    text, summary = generated(capsys, "method=full", *settings)
+    assert text == greedy(tiny) and len(text) > 4
+    assert f"{len(text)} new tokens" in summary and "read 100.0% of the cache; source: emulated" in summary
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["method=infinigen"],
+        ["method=infinigen", "reuse=true", "codec=int8"],
+        ["method=infinigen", "method.pool_frac=0.7"],
+        ["method=h2o"],
+        ["method=streaming", "method.kv_frac=0.5"],
+        ["method=int4"],
+        ["method=oracle", "placement=device"],
+    ],
+)
+def test_any_method_prints_text_and_what_it_moved(tiny, capsys, settings):
+    text, summary = generated(capsys, *settings)
+    rows, per_step, fetched, back = re.search(
+        r"fetched (\d+) rows \((\d+) a step.*?\): ([\d.]+) MiB to the device, ([\d.]+) MiB", summary
+    ).groups()
+    assert text and "tokens/s" in summary
+    assert (int(rows) > 0) == (float(back) > 0) == ("placement=device" not in settings)
+    share = float(re.search(r"read ([\d.]+)% of the cache", summary).group(1))
+    assert 0 < share < 100
+
+
+def test_fetched_rows_are_those_of_the_full_cache(tiny, capsys):
+    text, summary = generated(capsys, "method=full", max_new_tokens=5)
+    assert len(text) == 5
+    cached = [len(PROMPT) + step for step in range(4)]  # before each decode step
+    ahead = len(PROMPT) + 4  # the first layer's, asked for in case a step follows
+    assert f"fetched {2 * (4 * sum(cached) + ahead)} rows" in summary
+
+
+def test_no_record_is_written_and_nothing_is_skipped(tiny, capsys):
+    first, _ = generated(capsys, "method=full")
+    again, _ = generated(capsys, "method=full")
+    assert first == again and not Path("results/runs").exists()
+
+
+def test_a_prompt_beyond_the_models_limit_is_one_line(tiny, capsys):
+    assert main(["experiment=generate", "prompt=a", "max_new_tokens=512"]) == 2
+    assert "max_new_tokens=512: must be at least 1 and together at most 512" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_is_one_line(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(models, "load_model", lambda config: LoadedModel(tiny, None, "tiny", 512, "f" * 64))
+    assert main(["experiment=generate"]) == 2
+    assert "this model has no tokenizer" in capsys.readouterr().err

@@ -1,0 +1,441 @@
+"""Speed runs: what is counted and timed, every label, refusals, grids in child processes, interruptions."""
+
+import csv
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import plots
+from benchmarks import live as benchmark
+from harness import apart, grid, models, runner, speed, tables
+from harness.attach import attach
+from harness.calibration import calibrate
+from harness.cli import main
+from harness.config import load
+from harness.errors import UserError
+from harness.labels import LABELS
+from harness.latency import Cell, run_shared_prompt, time_cell
+from harness.live_config import LatencyConfig, check_combination
+from harness.memory.codec import Codec
+from harness.memory.link import open_link
+from harness.models import LoadedModel
+from harness.timeline import SEGMENTS, Timeline
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
+from tests.dying import die
+
+BATCH, PROMPT = 2, 40
+SHAPE = LatencyConfig(BATCH, PROMPT, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
+TIMED = range(2, 10)
+"""The steps that are timed; before step s, PROMPT + s tokens are cached."""
+METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen}
+FAST = 1e9
+"""Bytes/s of a link that costs nothing here."""
+
+CELL = [
+    "experiment=latency", "model.weights=random", "batch_size=2", "prompt_len=40", "gen_len=12", "timed_steps=4",
+    "platform.link_gbps=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 256, (BATCH, PROMPT), generator=torch.Generator().manual_seed(1))
+
+
+def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
+    with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
+        calibration = calibrate(attached, ids[0].tolist())
+        prompt = run_shared_prompt(attached, ids) if shared else ids
+        return time_cell(attached, prompt, cell, link=link, calibration=calibration)
+
+
+# What is counted
+
+HEADS, HEAD_DIM = 2, 16
+EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batch and KV heads
+INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
+
+
+def exempt_rows() -> int:
+    """Tokens fetched by layers 0 and 1: the next step's rows of layer 0 are asked for in the step before."""
+    return sum((PROMPT + s + 1) + (PROMPT + s) for s in TIMED)
+
+
+@pytest.mark.parametrize(
+    ("cell", "h2d_bytes", "d2h_bytes"),
+    [
+        (Cell(Full(), SHAPE), EXACT * (exempt_rows() + sum(2 * (PROMPT + s) for s in TIMED)), 8 * 4 * EXACT),
+        (
+            Cell(Full(), SHAPE, codec=Codec("int4")),
+            EXACT * exempt_rows() + INT4 * sum(2 * (PROMPT + s) for s in TIMED),
+            8 * 2 * (EXACT + INT4),
+        ),
+        (Cell(InfiniGen(fixed_fetch=5), SHAPE), EXACT * (exempt_rows() + 8 * 2 * 5), 8 * 4 * EXACT),
+        (Cell(Full(), SHAPE, placement="device"), 0, 0),
+    ],
+    ids=["offload", "offload+int4", "infinigen", "ideal"],
+)
+def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_bytes):
+    result = timed(tiny_gqa, ids, cell)
+    assert (result.h2d_bytes, result.d2h_bytes) == (h2d_bytes, d2h_bytes)
+    metrics = result.metrics()
+    assert metrics["h2d_bytes"] == round(h2d_bytes * 11 / 8), "of gen_len - 1 steps"
+
+
+def test_a_link_of_known_rate_takes_its_time(tiny_gqa, ids):
+    slow = 2e7
+    result = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow)
+    moved = result.h2d_bytes + result.d2h_bytes
+    assert 0.99 * moved / slow <= result.link_busy_s <= sum(result.timed) + 0.05
+    assert result.link_bytes_per_s == pytest.approx(moved / result.link_busy_s)
+    # The first layer's rows of the first timed step have crossed before; no step is faster than the rest of them.
+    assert sum(result.timed) >= 0.9 * moved / slow
+    assert 0 < result.metrics()["exposed_transfer_s"] < result.decode_s
+
+
+def test_without_overlap_every_transfer_is_waited_for(tiny_gqa, ids):
+    slow = 2e7
+    metrics = {
+        overlap: timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow, overlap=overlap).metrics()
+        for overlap in (True, False)
+    }
+    exposed = {overlap: row["exposed_transfer_s"] for overlap, row in metrics.items()}
+    all_of_it = 11 / 8 * sum(4 * (PROMPT + s) for s in TIMED) * EXACT / slow
+    assert exposed[False] >= 0.95 * all_of_it > exposed[True]
+
+
+def test_segments_sum_to_the_steps(tiny_gqa, ids):
+    result = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE), bytes_per_s=1e8)
+    assert [len(block) for block in result.step_s] == [4, 4] and len(result.segments) == 8
+    sums = [sum(step.values()) for step in result.segments]
+    # A step's marks lie within its two clock readings; where a repeat begins, within the one before.
+    assert sum(sums) == pytest.approx(sum(result.timed), rel=0.02, abs=2e-3)
+    assert all(set(step) == set(SEGMENTS) and min(step.values()) >= 0 for step in result.segments)
+    assert all(step["prediction"] > 0 and step["attention"] > 0 and step["ffn"] > 0 for step in result.segments)
+
+
+def test_timeline_gives_time_to_the_segment_under_way():
+    timeline = Timeline(torch.device("cpu"))
+    timeline.switch("ffn")  # before any step
+    for _ in range(2):
+        timeline.begin_step()
+        timeline.switch("transfer")
+        time.sleep(0.02)
+        timeline.switch("attention")
+    steps = timeline.take()
+    assert len(steps) == 2 and timeline.take() == []
+    assert all(step["transfer"] >= 0.02 > step["attention"] + step["other"] + step["ffn"] for step in steps)
+
+
+def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
+    result = timed(tiny_gqa, ids, Cell(Full(), SHAPE))
+    metrics = result.metrics()
+    ordered = sorted(result.timed)
+    assert metrics["step_p50_s"] == pytest.approx((ordered[3] + ordered[4]) / 2)
+    assert ordered[6] <= metrics["step_p95_s"] <= ordered[7]
+    assert metrics["decode_s"] == pytest.approx(sum(result.timed) / 8 * 11)
+    assert metrics["total_s"] == pytest.approx(metrics["prefill_s"] + metrics["decode_s"])
+    assert metrics["tokens_per_s"] == pytest.approx(BATCH * 12 / metrics["total_s"])
+    assert metrics["prefill_s"] == result.dense_s + result.begin_s and result.dense_s > 0
+    assert metrics["prediction_s"] is None, "full rehearses nothing"
+    block = metrics["attention_s"] + metrics["ffn_s"] + metrics["transfer_s"] + metrics["other_s"]
+    assert 0.3 * metrics["step_p50_s"] < 4 * block < 3 * metrics["step_p50_s"]
+
+
+def test_a_prompt_of_its_own_is_a_shared_one(tiny_gqa, ids):
+    cell = Cell(InfiniGen(), SHAPE)
+    own, shared = (timed(tiny_gqa, ids, cell, shared=shared) for shared in (False, True))
+    assert own.dense_s == 0 < own.begin_s
+    assert (own.h2d_bytes, own.kv_frac) == (shared.h2d_bytes, shared.kv_frac)
+
+
+def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
+    weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
+    peak = {
+        name: timed(tiny_gqa, ids, cell).peak_device_bytes - weights
+        for name, cell in {
+            "ideal": Cell(Full(), SHAPE, placement="device"),
+            "offload": Cell(Full(), SHAPE),
+            "infinigen": Cell(InfiniGen(fixed_fetch=5), SHAPE),
+            "infinigen+reuse": Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=True),
+        }.items()
+    }
+    layer = (PROMPT + 12) * EXACT
+    assert peak["ideal"] == 4 * layer
+    assert peak["offload"] == 2 * layer, "two buffers that take turns"
+    partial_keys = 2 * BATCH * HEADS * (PROMPT + 12) * 5 * 4  # ceil(0.3 * 16) columns in two layers
+    projections = 2 * BATCH * HEADS * HEAD_DIM * 5 * 4
+    lengths = BATCH * 8
+    assert peak["infinigen"] == peak["offload"] + partial_keys + projections + lengths
+    assert peak["infinigen+reuse"] == peak["infinigen"] + 2 * 5 * EXACT
+
+
+# Settings
+
+
+def test_labels_stand_for_their_settings():
+    for label, system in LABELS.items():
+        config = load(["experiment=latency", f"label={label}"])
+        assert isinstance(config.method, METHODS[system.method]), label
+        assert (config.placement, config.codec, config.reuse) == (system.placement, system.codec, system.reuse)
+        assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
+        given = [f"{name}={'null' if value is None else value}" for name, value in system.settings().items()]
+        assert load(["experiment=latency", *given]).label == label
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        (["method=int4"], "offload+int4"),
+        (["method=infinigen", "method.alpha=7"], "infinigen"),
+        (["label=offload+h2o", "method=h2o", "method.heavy_frac=0.05"], "offload+h2o"),
+        (["method=streaming", "codec=int8", "placement=device"], "streaming+int8 (device)"),
+        (["label=mine", "method=full"], "mine"),
+    ],
+)
+def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
+    assert load(["experiment=latency", *overrides]).label == label
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["batch_size=0"], "batch_size=0: must be at least 1"),
+        (["prompt_len=many"], "prompt_len=many: must be a whole number"),
+        (["gen_len=1"], "gen_len=1: must be at least 2"),
+        (["gen_len=18"], "gen_len=18: has 17 decode steps; warmup_steps [+] repeats [*] timed_steps are 18"),
+        (["warmup_steps=-1"], "warmup_steps=-1: must be at least 0"),
+        (["timed_steps=0"], "timed_steps=0: must be at least 1"),
+        (["placement=disk"], "placement=disk: .*allowed: device, host"),
+        (["method=oracle"], "placement=host: method=oracle selects by the true scores"),
+        (["method=full", "reuse=true"], "reuse=true: only fetched selections can be reused"),
+        (["placement=device", "reuse=true"], "reuse=true: only fetched selections"),
+        (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
+        (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
+        (["platform.link_gbps=0"], "platform.link_gbps=0.0: must be above 0"),
+        (["platform=cuda", "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
+        (["platform=cuda", "model.device=cpu"], "model.device=cpu: contradicts platform=cuda"),
+        (["platform=a6000-pcie3"], "platform=a6000-pcie3: is modelled, nothing runs there; allowed here: cpu, cuda"),
+        (["label=ideal", "placement=host"], "placement=host: label=ideal stands for placement=device"),
+        (["label=offload", "method=h2o"], "method=h2o: label=offload stands for method=full"),
+        (["label=offload", "method.alpha=3"], "method.alpha: label=offload stands for method=full"),
+        (["label=offload+int4", "codec=int2"], "codec=int2: label=offload[+]int4 stands for codec=int4"),
+        (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
+        (["experiment=generate", "max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
+    ],
+)
+def test_refuses(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load(["experiment=latency", *overrides])
+
+
+def test_timed_steps_null_times_all_there_are():
+    assert load(["experiment=latency", "timed_steps=null", "gen_len=128", "warmup_steps=3"]).latency.block_steps == 62
+
+
+def test_combinations_are_checked_without_a_configuration_too():
+    with pytest.raises(UserError, match="placement=host: method=oracle"):
+        check_combination(Oracle(), "host", reuse=False)
+
+
+# Runs
+
+
+@pytest.fixture
+def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
+    """Runs on a tiny model without a tokenizer, in an empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    loaded = LoadedModel(tiny_gqa, None, "tiny", 512, "f" * 64)
+    monkeypatch.setattr(models, "load_model", lambda config: loaded)
+    monkeypatch.setattr(runner, "_loaded", None)
+    monkeypatch.setattr(speed, "_shared", {})
+
+
+def read_rows(name="latency"):
+    with Path(f"results/tables/{name}.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def the_record():
+    (path,) = Path("results/runs/latency").glob("*/record.json")
+    return json.loads(path.read_text())
+
+
+def test_every_label_makes_a_complete_row(tiny_runs, capsys):
+    assert main(["-m", *CELL, f"label={','.join(LABELS)}"]) == 0
+    rows = {row["label"]: row for row in read_rows()}
+    assert set(rows) == set(LABELS)
+    for label, row in rows.items():
+        absent = {name for name, value in row.items() if value == ""}
+        may_be = {"link_bytes_per_s"} if label == "ideal" else set()
+        assert absent == may_be | ({"prediction_s"} if "infinigen" not in label else set()), label
+        assert tuple(row) == tables.BLOCK_COLUMNS
+        assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", "2")
+        assert float(row["exposed_transfer_s"]) == 0 or label != "ideal"
+    assert float(rows["offload+int4"]["kv_frac"]) < 1 == float(rows["offload"]["kv_frac"])
+    assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
+    assert "offload-pageable" in capsys.readouterr().out
+    assert {path.name for path in plots.main("results")} >= {"fig14.png", "fig15.png", "fig16a.png", "fig18.png"}
+
+
+def test_a_record_keeps_what_was_measured(tiny_runs):
+    assert main([*CELL, "label=offload"]) == 0
+    record = the_record()
+    assert (record["kind"], record["status"]) == ("latency", "finished")
+    samples = record["samples"]
+    assert [len(block) for block in samples["step_s"]] == [4, 4] and len(samples["segments"]) == 8
+    assert record["metrics"]["link_ceiling_bytes_per_s"] == 1e9
+    assert samples["copy_bytes_per_s"] is None, "the rate was given"
+    assert samples["num_compute_threads"] == max(1, len(os.sched_getaffinity(0)) - 1)
+    assert torch.get_num_threads() == 1, "put back"
+
+
+def test_the_copy_rate_is_measured_once_a_results_folder(tiny_runs, monkeypatch):
+    rates = iter([6.2e10, 0.0])
+    monkeypatch.setattr("harness.link_rate.measure_copy_rate", lambda: next(rates))
+    without_rate = [setting for setting in CELL if not setting.startswith("platform.link_gbps")]
+    for label in ("offload", "offload+int4"):
+        assert main([*without_rate, f"label={label}"]) == 0
+    assert list(json.loads(Path("results/link.json").read_text()).values()) == [6.2e10]
+    records = [json.loads(path.read_text()) for path in Path("results/runs/latency").glob("*/record.json")]
+    assert [record["metrics"]["link_ceiling_bytes_per_s"] for record in records] == [1e9, 1e9]
+    assert [record["samples"]["copy_bytes_per_s"] for record in records] == [6.2e10, 6.2e10]
+
+
+def test_the_dense_pass_of_a_shape_runs_once(tiny_runs, monkeypatch):
+    shapes = []
+
+    def counted(attached, ids):
+        shapes.append(tuple(ids.shape))
+        return run_shared_prompt(attached, ids)
+
+    monkeypatch.setattr(speed, "run_shared_prompt", counted)
+    assert main(["-m", *CELL, "label=ideal,offload,infinigen"]) == 0
+    assert main(["-m", *CELL[:2], "prompt_len=30", "gen_len=12", "timed_steps=4", "label=ideal"]) == 0
+    assert shapes == [(2, 40), (4, 30)]
+
+
+def test_a_finished_cell_is_skipped_and_an_interrupted_one_repeated(tiny_runs, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speed, "time_cell", interrupt)
+        assert main([*CELL, "label=offload"]) == 130
+    assert the_record()["status"] == "interrupted"
+    assert main([*CELL, "label=offload"]) == 0
+    assert "interrupted before, run again" in capsys.readouterr().out
+    seconds = the_record()["seconds"]
+    assert main([*CELL, "label=offload"]) == 0
+    assert "finished before, skipped" in capsys.readouterr().out and the_record()["seconds"] == seconds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["prompt_len=600"], "prompt_len=600 and gen_len=12: tiny takes at most 512 tokens"),
+        (["batch_size=9000000"], "lower batch_size, prompt_len or gen_len"),
+        (["method=full", "method.num_exempt_layers=4"], "method.num_exempt_layers=4: must be < 4 layers"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, capsys):
+    assert main([*CELL, *overrides]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and len(line) < 300
+    assert the_record()["status"] == "failed"
+
+
+def test_the_cache_of_all_layers_is_asked_for_at_once(tiny_gqa, ids, monkeypatch):
+    asked = []
+    monkeypatch.setattr("harness.live.require_memory", lambda num_bytes, home: asked.append((num_bytes, home.type)))
+    timed(tiny_gqa, ids, Cell(Full(), SHAPE, codec=Codec("int4")))
+    assert asked == [((PROMPT + 12) * 2 * (EXACT + INT4), "cpu")]
+
+
+# Grids
+
+SMALL = [
+    "model=opt-125m", "model.weights=random", "model.shape.vocab_size=256", "model.shape.hidden_size=64",
+    "model.shape.word_embed_proj_dim=64", "model.shape.ffn_dim=128", "model.shape.num_hidden_layers=3",
+    "model.shape.num_attention_heads=4",
+]  # fmt: skip
+
+
+def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    labels = ["offload", "infinigen", "offload-pageable"]
+    configs = [load([*SMALL, *CELL, f"label={label}"]) for label in labels]
+    paths = list(grid.run_cells(configs))
+    assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
+    dense = {json.loads(path.read_text())["samples"]["dense_s"] for path in paths}
+    assert len(dense) == 1, "one prefill, one process"
+    assert "harness.speed._shared" not in sys.modules and not speed._shared, "not in this one"
+    monkeypatch.setattr(grid, "run_apart", lambda configs: pytest.fail("nothing is left to run"))
+    assert list(grid.run_cells(configs)) == paths
+    assert "3 of 3 cells were finished before" in capsys.readouterr().out
+
+
+def test_cells_of_a_shape_are_grouped_whatever_their_order():
+    a, b = (["batch_size=2"], ["batch_size=3"])
+    cells = [(shape, label) for label in ("ideal", "offload") for shape in (a, b)]
+    configs = [load(["experiment=latency", *shape, f"label={label}"]) for shape, label in cells]
+    configs.append(load(["experiment=perplexity"]))
+    groups = [[(c.latency.batch_size, c.label) for c in group] for group in grid._groups(configs)]
+    assert groups == [[(2, "ideal"), (2, "offload")], [(3, "ideal"), (3, "offload")], [(4, None)]]
+
+
+def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch):
+    monkeypatch.setattr(apart, "_work", die)
+    configs = [load(["experiment=latency", f"label={label}"]) for label in ("ideal", "offload")]
+    outcomes = list(apart.run_apart(configs))
+    assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
+    assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("name", ["speedup", "speedup-paper"])
+def test_speed_grids_time_every_label_at_every_shape(name):
+    from harness.config import compose
+
+    chosen = [f"grid={name}", "grid.fixed_fetch=64"]
+    configs = grid.cells(compose(chosen).grid, chosen)
+    shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
+    assert len(configs) == len(shapes) * len(LABELS)
+    assert {config.label for config in configs} == set(LABELS)
+    assert {config.method.fixed_fetch for config in configs if config.method_name == "infinigen"} == {64}
+
+
+# The benchmark
+
+
+def test_the_benchmark_prints_both_parts(capsys):
+    shape = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "vocab_size": 256}
+    arguments = ["--batch", "2", "--prompt", "40", "--steps", "2", "--link-gbps", "1", "--threads", "1"]
+    assert benchmark.main([*arguments, "--shape", json.dumps(shape), "--fixed-fetch", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "source: emulated" in printed and "times as fast (4 steps each, in turn)" in printed
+    assert all(f"\n{label} " in printed for label in LABELS)
+    assert "infinigen's decode is" in printed
+    with pytest.raises(SystemExit):
+        benchmark.main(["--labels", "fastest"])
+    assert "--labels fastest: allowed: ideal" in capsys.readouterr().err
+
+
+def test_the_benchmark_needs_neither_hydra_nor_lm_eval_nor_pandas():
+    import subprocess
+
+    program = (
+        "import sys\n"
+        "for name in ('hydra', 'omegaconf', 'lm_eval', 'pandas', 'datasets', 'matplotlib'): sys.modules[name] = None\n"
+        "import benchmarks.live"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]

@@ -1,0 +1,383 @@
+"""Live decoding: transformers' own tokens, bytes counted by hand, freed rows, sessions one after another, refusals."""
+
+import time
+
+import pytest
+import torch
+from living import (
+    CASES,
+    FAMILIES,
+    PROMPT,
+    PROMPTS,
+    STEPS,
+    Case,
+    attached_with_link,
+    force,
+    live,
+    open_live,
+    tiny,
+    token_batch,
+)
+from transformers import AttentionInterface
+
+from harness.attach import attach
+from harness.errors import UserError
+from harness.live import LiveSession, generate, run_prompt
+from harness.memory.codec import Codec
+from harness.memory.emulated_link import EmulatedLink
+from harness.timeline import SEGMENTS, Timeline
+from methods.base import EMPTY
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
+from methods.streaming import Streaming
+
+BATCH, KV_HEADS, HEAD_DIM, LAYERS = 2, 2, 16, 4  # of `gqa`
+HEADS = BATCH * KV_HEADS
+FP32_ROW = 2 * HEAD_DIM * 4  # K and V
+INT4_ROW = 2 * (HEAD_DIM // 2 + 4)  # two codes a byte, lo and step in fp16 for the one group
+EVEN = (PROMPT, PROMPT)
+CACHED = [PROMPT + step for step in range(STEPS)]
+"""Tokens cached before each step."""
+
+
+def greedy(session: LiveSession, ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    logits = session.prefill(ids, real)
+    return torch.stack([rows.argmax(-1) for rows in generate(session, logits)], 1)
+
+
+def transformers_greedy(model, ids, real, steps, monkeypatch) -> torch.Tensor:
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)  # it would stop early
+    out = model.generate(ids, attention_mask=real.long(), max_new_tokens=steps, do_sample=False, use_cache=True)
+    return out[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("padding", PROMPTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_generates_what_transformers_generates(family, padding, placement, monkeypatch):
+    ids, real = token_batch(PROMPTS[padding], 0)
+    expected = transformers_greedy(tiny(family), ids, real, 30, monkeypatch)
+    with attached_with_link(family) as (attached, link):
+        session = open_live(attached, Case(Full()), 30, placement=placement, link=link)
+        assert torch.equal(greedy(session, ids, real), expected)
+
+
+def test_full_generates_what_transformers_generates_on_the_default_model(default_model, monkeypatch):
+    tokenizer = default_model.tokenizer
+    tokenizer.padding_side = "left"
+    prompts = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return"]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    ids, real = batch["input_ids"], batch["attention_mask"].bool()
+    assert not real.all()
+    expected = transformers_greedy(default_model.model, ids, real, 64, monkeypatch)
+    with attach(default_model.model) as attached:
+        session = LiveSession(attached, Full(), max_new_tokens=64)
+        assert torch.equal(greedy(session, ids, real), expected)
+
+
+# Bytes, by hand: layers x heads of the batch x rows x bytes of a row
+
+
+def test_full_on_the_host_moves_every_cached_row_of_every_layer():
+    session = counted(Case(Full()))
+    assert session["h2d"] == LAYERS * HEADS * sum(CACHED) * FP32_ROW
+    assert session["d2h"] == LAYERS * HEADS * (PROMPT + STEPS) * FP32_ROW
+
+
+def test_infinigen_moves_the_exempt_layers_and_what_it_selects():
+    session = counted(Case(InfiniGen(fixed_fetch=6)))
+    assert session["h2d by layer"] == [HEADS * rows * FP32_ROW for rows in [sum(CACHED)] * 2 + [6 * STEPS] * 2]
+    assert session["d2h"] == LAYERS * HEADS * (PROMPT + STEPS) * FP32_ROW
+
+
+def test_int4_moves_codes_but_for_the_exempt_layers():
+    session = counted(CASES["int4"])
+    assert session["h2d"] == HEADS * sum(CACHED) * (2 * FP32_ROW + 2 * INT4_ROW)
+    assert session["d2h"] == HEADS * (PROMPT + STEPS) * (2 * FP32_ROW + 2 * INT4_ROW)
+
+
+def test_h2o_moves_its_budget_and_writes_what_it_keeps():
+    budget = 5 + 3  # of 34 tokens: 15 % and 10 %
+    session = counted(CASES["h2o"])
+    assert session["h2d"] == 2 * HEADS * (sum(CACHED) + budget * STEPS) * FP32_ROW
+    kept = (PROMPT + STEPS) * 2 + budget * 2  # what the prompt leaves
+    steps = session["own rows kept"]
+    assert 0 < steps <= 2 * HEADS * STEPS
+    assert session["d2h"] == (HEADS * kept + steps) * FP32_ROW
+
+
+def test_streaming_that_fills_up_moves_no_empty_slot():
+    session = counted(Case(Streaming(kv_frac=0.85)))
+    window = 28  # of 34 tokens
+    rows = 2 * sum(CACHED) + 2 * sum(min(cached, window) for cached in CACHED)
+    assert session["h2d"] == HEADS * rows * FP32_ROW
+
+
+@pytest.mark.parametrize("name", ["infinigen", "infinigen-fixed", "pool-counter", "infinigen+int4"])
+def test_reuse_moves_only_what_the_step_before_did_not_select(name, monkeypatch):
+    selections = {}
+    original = LiveSession.request_selected
+
+    def spy(session, layer, mask):
+        tokens = session.slots_of(layer).expand(-1, KV_HEADS, -1)
+        mask = mask.expand_as(tokens)
+        picked = [set(t[m].tolist()) for t, m in zip(tokens.flatten(0, 1), mask.flatten(0, 1), strict=True)]
+        selections.setdefault(layer, []).append(picked)
+        original(session, layer, mask)
+
+    monkeypatch.setattr(LiveSession, "request_selected", spy)
+    session = counted(CASES[name], reuse=True)
+    row = INT4_ROW if name.endswith("int4") else FP32_ROW
+    for layer in (2, 3):
+        steps = selections[layer]
+        assert len(steps) == STEPS
+        fresh = sum(len(head) for head in steps[0])
+        for before, now in zip(steps, steps[1:], strict=False):
+            fresh += sum(len(head - old) for head, old in zip(now, before, strict=True))
+        assert session["h2d by layer"][layer] == fresh * row
+        assert fresh < sum(len(head) for heads in steps for head in heads), "nothing was reused"
+    assert session["h2d by layer"][:2] == [HEADS * sum(CACHED) * FP32_ROW] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "int4", "h2o-recent", "streaming", "infinigen", "infinigen-union", "pool-lru"]
+)
+def test_the_exempt_layers_cross_the_link_every_step(name):
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES[name], placement="host", link=link)
+        ids, real = token_batch(EVEN)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        for layer in range(CASES[name].method.num_exempt_layers):
+            assert session.stores[layer].h2d_bytes == 0
+        for step in range(STEPS):
+            session.decode_step(ids[:, PROMPT + step])
+            session.fetcher.drain()
+            for layer in range(CASES[name].method.num_exempt_layers):
+                ahead = 1 if layer == 0 and step + 1 < STEPS else 0  # the next step's first layer is asked for
+                crossed = sum(CACHED[: step + 1 + ahead])
+                assert session.stores[layer].h2d_bytes == HEADS * crossed * session.stores[layer].slot_bytes
+
+
+def test_device_placement_crosses_no_link():
+    with attached_with_link() as (attached, _):
+        session = open_live(attached, CASES["infinigen"])
+        force(session, EVEN)
+        assert session.h2d_bytes == session.d2h_bytes == 0
+
+
+def counted(case: Case, **options) -> dict:
+    """Bytes of a decode of an even batch on the host."""
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, case, placement="host", link=link, **options)
+        force(session, EVEN)
+        found = {
+            "h2d": session.h2d_bytes,
+            "d2h": session.d2h_bytes,
+            "h2d by layer": [store.h2d_bytes for store in session.stores],
+            "own rows kept": sum(store.d2h_bytes for store in session.stores[2:]) // FP32_ROW - 2 * HEADS * 8,
+        }
+        session.close()
+        assert (session.h2d_bytes, session.d2h_bytes) == (found["h2d"], found["d2h"])
+    return found
+
+
+# Rows that a method evicts are gone
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("name", ["h2o", "h2o-recent", "h2o-fills", "streaming", "pool-lru", "pool-fills"])
+def test_the_store_holds_the_kept_tokens_rows_and_a_freed_one_is_never_read(name, placement):
+    """After every step, each slot in use holds its token's key; garbage in all others changes nothing."""
+    with attached_with_link() as (attached, link):
+        expected = live(attached, CASES[name], PROMPTS["padded"]).logits
+        keys = key_spy(attached)
+        session = open_live(attached, CASES[name], placement=placement, link=link)
+        ids, real = token_batch(PROMPTS["padded"])
+        logits = [session.prefill(ids[:, :PROMPT], real[:, :PROMPT])]
+        freed = 0
+        for step in range(STEPS):
+            logits.append(session.decode_step(ids[:, PROMPT + step]))
+            session.fetcher.drain()
+            for layer in range(CASES[name].method.num_exempt_layers, LAYERS):
+                freed += check_and_poison(session, layer, keys[layer], real)
+        assert session.stores[2].capacity < PROMPT + STEPS
+        session.close()
+    assert torch.equal(torch.stack(logits, 1), expected)
+    assert freed, "no slot was ever free: nothing was poisoned"
+
+
+def check_and_poison(session, layer, keys, real) -> int:
+    """keys [batch, kv, columns so far, head_dim] of all tokens ever; returns the number of slots poisoned."""
+    store = session.stores[layer]
+    state = session.state.tokens[layer]
+    assert bool((state[..., store.capacity :] == EMPTY).all()), "the own slot and the dump are empty between steps"
+    tokens = state[..., : store.capacity]
+    used = tokens != EMPTY
+    stored = store.unpack(store.slots).keys
+    padding = (~real[:, :PROMPT]).sum(-1)[:, None, None]
+    columns = (tokens + padding).masked_fill(~used, 0).long()
+    truth = keys.gather(2, columns.unsqueeze(-1).expand(-1, -1, -1, HEAD_DIM))
+    assert torch.equal(stored[used], truth[used])
+    store.slots[~used] = torch.full((store.slot_bytes // 4,), 1e30).view(torch.uint8)
+    return int((~used).sum())
+
+
+def key_spy(attached) -> dict[int, torch.Tensor]:
+    """Fills with every key a layer's attention was given, by column."""
+    keys: dict[int, torch.Tensor] = {}
+    original = attached._attend
+
+    def spy(module, query, key, value, *arguments, **options):
+        before = keys.get(module.layer_idx)
+        keys[module.layer_idx] = key if before is None else torch.cat([before, key], 2)
+        return original(module, query, key, value, *arguments, **options)
+
+    AttentionInterface.register(attached.model.config._attn_implementation, spy)
+    return keys
+
+
+# Sessions
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        (name, placement)
+        for name, case in CASES.items()
+        for placement in ("device", "host")
+        if not (placement == "host" and case.method.needs_all_keys)
+    ],
+)
+def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name, placement):
+    ids, real = token_batch(PROMPTS["padded"])
+    with attached_with_link() as (attached, link):
+        prompt = run_prompt(attached, ids[:, :PROMPT], real[:, :PROMPT])
+        expected = live(attached, CASES[name], PROMPTS["padded"], placement=placement, link=link).logits
+        for _ in range(2):  # a prompt serves many sessions
+            session = open_live(attached, CASES[name], placement=placement, link=link)
+            logits = [session.start(prompt)]
+            logits += [session.decode_step(ids[:, PROMPT + step]) for step in range(STEPS)]
+            session.close()
+            assert torch.equal(torch.stack(logits, 1), expected)
+
+
+@pytest.mark.parametrize("name", ["h2o", "infinigen", "pool-counter", "streaming", "int4"])
+def test_sessions_do_not_know_each_other(name):
+    with attached_with_link() as (attached, link):
+        alone = live(attached, CASES[name], EVEN, placement="host", link=link)
+        first = open_live(attached, CASES[name], placement="host", link=link)
+        second = open_live(attached, CASES["pool-lru"], placement="host", link=link)
+        ids, real = token_batch(EVEN)
+        logits = [first.prefill(ids[:, :PROMPT], real[:, :PROMPT])]
+        second.prefill(ids[:, 1 : PROMPT + 1], real[:, :PROMPT])
+        for step in range(STEPS):  # interleaved on one link
+            logits.append(first.decode_step(ids[:, PROMPT + step]))
+            second.decode_step(ids[:, step])
+        first.close()
+        second.close()
+        assert torch.equal(torch.stack(logits, 1), alone.logits)
+        assert first.kv_frac == alone.kv_frac
+        assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, alone.logits)
+
+
+def test_generate_feeds_the_forced_tokens_and_stops_at_max_new_tokens():
+    ids, real = token_batch(EVEN)
+    with attached_with_link() as (attached, _):
+        expected = live(attached, CASES["h2o"], EVEN).logits[:, :STEPS]
+        session = open_live(attached, CASES["h2o"])
+        logits = session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        got = torch.stack(list(generate(session, logits, ids[:, PROMPT:])), 1)
+    assert torch.equal(got, expected)
+    assert session.steps == STEPS - 1
+
+
+def test_the_segments_of_a_step_sum_to_it():
+    with attached_with_link(bytes_per_s=2e6) as (attached, link):
+        timeline = Timeline(attached.device)
+        session = open_live(attached, CASES["infinigen"], placement="host", link=link, timeline=timeline)
+        ids, real = token_batch(EVEN)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        began = time.perf_counter()
+        for step in range(3):
+            timeline.begin_step()
+            session.decode_step(ids[:, PROMPT + step])
+        steps = timeline.take()
+        seconds = time.perf_counter() - began
+        session.close()
+    assert [set(step) for step in steps] == [set(SEGMENTS)] * 3
+    assert sum(sum(step.values()) for step in steps) == pytest.approx(seconds, rel=0.05)
+    assert all(value > 0 for step in steps for value in step.values())
+    exempt = HEADS * FP32_ROW * PROMPT / 2e6  # seconds of one layer's transfer, 6 ms: little of it can be hidden
+    assert all(step["transfer"] > exempt for step in steps)
+
+
+# Refusals
+
+
+def test_more_steps_than_max_new_tokens_are_refused():
+    with attached_with_link() as (attached, _):
+        session = open_live(attached, Case(Full()), 2)
+        force(session, EVEN, 2)
+        with pytest.raises(ValueError, match="max_new_tokens=2"):
+            session.decode_step(torch.tensor([5, 5]))
+
+
+def test_a_session_prefills_once():
+    with attached_with_link() as (attached, _):
+        session = open_live(attached, Case(Full()), 2)
+        force(session, EVEN, 2)
+        ids, real = token_batch(EVEN)
+        with pytest.raises(RuntimeError, match="once"):
+            session.prefill(ids, real)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (Oracle(), {"placement": "host"}, "placement=host.*method=oracle.*placement=device"),
+        (InfiniGen(), {"placement": "device", "reuse": True}, "reuse=true.*method=infinigen and placement=host"),
+        (H2O(), {"placement": "host", "reuse": True}, "reuse=true.*method=infinigen and placement=host"),
+        (Full(), {"placement": "host", "reuse": True}, "reuse=true"),
+        (InfiniGen(pool_frac=0.5, eviction="artifact"), {}, "method.eviction=artifact.*replay"),
+        (Full(), {"placement": "gpu"}, "placement=gpu: must be device or host"),
+    ],
+)
+def test_combinations_without_meaning_are_refused(method, options, message):
+    with attached_with_link() as (attached, link), pytest.raises(UserError, match=message):
+        open_live(attached, Case(method), link=link, **options)
+
+
+def test_host_placement_without_a_link_is_refused():
+    with attached_with_link() as (attached, _), pytest.raises(ValueError, match="placement=host: needs a link"):
+        open_live(attached, Case(Full()), placement="host")
+
+
+def test_a_method_that_leaves_no_layer_is_refused():
+    with attached_with_link() as (attached, _), pytest.raises(ValueError, match="num_exempt_layers=4.*4 layers"):
+        open_live(attached, Case(H2O(num_exempt_layers=4)))
+
+
+def test_infinigen_without_its_calibration_is_refused():
+    ids, real = token_batch(EVEN)
+    with attached_with_link() as (attached, _), pytest.raises(ValueError, match="method.skew=true.*calibration"):
+        LiveSession(attached, InfiniGen(), max_new_tokens=2).prefill(ids, real)
+
+
+def test_a_codec_of_fewer_bits_applies_to_the_layers_it_says():
+    """An integer codec leaves the exempt layers exact, a float one does not."""
+    with attached_with_link() as (attached, _):
+        widths = {}
+        for codec in ("int8", "fp16"):
+            session = open_live(attached, Case(Full(), Codec(codec)))
+            force(session, EVEN)
+            widths[codec] = [store.codec.name for store in session.stores]
+    assert widths == {"int8": ["fp32"] * 2 + ["int8"] * 2, "fp16": ["fp16"] * 4}
+
+
+def test_a_pageable_link_without_overlap_gives_the_same():
+    with attached_with_link() as (attached, _), EmulatedLink(1e12, overlap=False) as link:
+        for name in ("full", "infinigen", "pool-lru"):
+            device = live(attached, CASES[name], EVEN).logits
+            assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, device)
