@@ -34,7 +34,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup lint test accuracy speedup plots clean
+.PHONY: help setup lint test accuracy speedup calibrate modelled plots report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,8 +55,18 @@ accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=,
 speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
 	$(PY) run.py grid=$(SPEED_GRID) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
 
+calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
+	$(PY) -m harness.costmodel --calibrate
+
+modelled: $(STAMP)  ## the cost model's table and all figures, for the paper's machine (ARGS="--results-dir DIR")
+	$(PY) -m harness.costmodel --write $(ARGS)
+	$(PY) -m plots $(ARGS)
+
 plots: $(STAMP)  ## draw all figures again from results/tables
 	$(PY) -m plots $(ARGS)
+
+report: $(STAMP)  ## results/report.html, one file with all tables and figures there are (ARGS="--results-dir DIR")
+	$(PY) -m harness.report $(ARGS)
 
 clean:  ## remove caches and build leftovers (.venv and results stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

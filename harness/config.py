@@ -19,9 +19,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from harness import labels
+from harness.analysis_config import AnalysisConfig, check_analysis
 from harness.errors import UserError, nearest
 from harness.live_config import LatencyConfig, PlatformConfig, check_live, group_latency, running
 from harness.schema import build
+from harness.source_config import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig, check_range
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -43,74 +45,6 @@ LOWEST = {
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Which model, from where, in which precision.
-
-    `path` and `hub_id` are both None where the model comes from a package or has random weights;
-    `shape` is a transformers config as a plain mapping (with `model_type`), used where `weights` is random.
-    """
-
-    name: str
-    path: str | None = None
-    hub_id: str | None = None
-    weights: Literal["pretrained", "random"] = "pretrained"
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    trust_remote_code: bool = False
-    seed: int = 0
-    shape: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.path is not None and not Path(self.path).exists():
-            raise UserError(f"model.path={self.path}: no such file or folder")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Where tasks and texts come from; `root` is the folder of `local`."""
-
-    name: Literal["offline", "local", "hub"]
-    root: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.name == "local" and self.root is None:
-            raise UserError("data=local needs data.root=DIR, the folder with one sub-folder a data set")
-        if self.name != "local" and self.root is not None:
-            raise UserError(f"data.root={self.root} is read by data=local only, not by data={self.name}")
-        if self.root is not None and not Path(self.root).is_dir():
-            raise UserError(f"data.root={self.root}: no such folder")
-
-
-@dataclass(frozen=True)
-class CorpusConfig:
-    """The text of the windows: a named one, or the file `path`.
-
-    `offset_tokens` is where the first window begins; None: after the calibration text where both are the
-    offline text, else 0.
-    """
-
-    name: Literal["offline", "wikitext2"]
-    path: str | None = None
-    offset_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_file("corpus.path", self.path)
-        _check_range("corpus.offset_tokens", self.offset_tokens, 0)
-
-
-@dataclass(frozen=True)
-class CalibrationConfig:
-    """The first `num_tokens` tokens of the calibration text: the file `path`, or the offline text."""
-
-    path: str | None = None
-    num_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        _check_file("calibration.path", self.path)
-        _check_range("calibration.num_tokens", self.num_tokens, 1)
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie in (0, 1].
 
@@ -119,7 +53,7 @@ class RunConfig:
     """
 
     experiment: str
-    kind: Literal["tasks", "perplexity", "latency", "generate"]
+    kind: Literal["tasks", "perplexity", "latency", "generate", "analysis"]
     model: ModelConfig
     method: Method
     method_name: str
@@ -142,6 +76,7 @@ class RunConfig:
     placement: Literal["device", "host"] = "host"
     reuse: bool = False
     latency: LatencyConfig = LatencyConfig()
+    analysis: AnalysisConfig = AnalysisConfig()
     prompt: str | None = None
     max_new_tokens: int = 64
     results_dir: str = "results"
@@ -151,7 +86,7 @@ class RunConfig:
         if self.experiment not in known:
             raise UserError(f"experiment={self.experiment}: {nearest(self.experiment, known)}")
         for setting, low in LOWEST.items():
-            _check_range(setting, getattr(self, setting), low)
+            check_range(setting, getattr(self, setting), low)
         self._check_size()
         self._check_codec()
         self._check_tasks()
@@ -159,6 +94,8 @@ class RunConfig:
             self._check_windows()
         if self.kind in LIVE_KINDS:
             check_live(self)
+        if self.kind == "analysis":
+            check_analysis(self)
 
     def _check_size(self) -> None:
         if self.target_kv_frac is None:
@@ -297,13 +234,3 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if "model.name" not in given:
         model["name"] = Path(source).resolve().name.removesuffix(".gguf")
     return model
-
-
-def _check_file(setting: str, path: str | None) -> None:
-    if path is not None and not Path(path).is_file():
-        raise UserError(f"{setting}={path}: no such file")
-
-
-def _check_range(setting: str, value: int | None, low: int) -> None:
-    if value is not None and value < low:
-        raise UserError(f"{setting}={value}: must be at least {low}")

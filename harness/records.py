@@ -33,8 +33,9 @@ ONLY_OF_KIND = {
     "perplexity": ("corpus", "seq_len", "prefill_len", "num_windows"),
     "latency": ("platform", "placement", "reuse", "latency"),
     "generate": ("prompt", "max_new_tokens"),
+    "analysis": ("analysis", "corpus"),
 }
-"""Settings that change the numbers of one kind of run only."""
+"""Settings that change the numbers of these kinds of run only."""
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,18 @@ def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
     settings = plain(config)
     for name in ("results_dir", *DISPLAY):
         settings.pop(name)
-    for kind, names in ONLY_OF_KIND.items():
-        for name in names if kind != config.kind else ():
-            settings.pop(name)
+    for name in foreign_settings(config.kind):
+        settings.pop(name)
     for group, names in LOCATIONS.items():
         for name in names if group in settings else ():
             settings[group].pop(name)
     canonical = json.dumps({"schema": SCHEMA, "config": settings, "inputs": dict(inputs)}, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def foreign_settings(kind: str) -> set[str]:
+    """Settings that play no part in a run of this kind."""
+    return {name for names in ONLY_OF_KIND.values() for name in names}.difference(ONLY_OF_KIND[kind])
 
 
 def record_path(results_dir: str | Path, experiment: str, run: str) -> Path:

@@ -27,6 +27,7 @@ LOWER = {
     "tasks": ("num_fewshot",),
     "perplexity": ("seq_len", "num_windows"),
     "latency": ("batch_size", "prompt_len"),
+    "analysis": ("num_tokens",),
 }
 """The settings on which the memory of each kind of run depends most."""
 
@@ -135,8 +136,14 @@ def _unfinished(config: RunConfig, digests: dict[str, str], run_id: str) -> dict
 
 def _measure(config: RunConfig) -> dict[str, Any]:
     """The part of the record that the run itself makes."""
+    if config.kind == "analysis" and config.analysis.statistic == "memory":
+        from harness.analysis.memory import run_memory
+
+        return asdict(run_memory(config)) | {"environment": environment.describe()}
     loaded = loaded_model(config.model)
-    if config.kind == "tasks":
+    if config.kind == "analysis":
+        from harness.analysis.study import run_analysis as measure
+    elif config.kind == "tasks":
         from harness.accuracy.tasks import run_tasks as measure
     elif config.kind == "latency":
         from harness.speed import run_latency as measure
@@ -162,9 +169,12 @@ def _as_user_error(error: Exception, config: RunConfig) -> Exception:
     said = str(error)
     torch_says = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in said  # CUDA, CPU
     if isinstance(error, MemoryError) or torch_says:
-        settings = config.latency if config.kind == "latency" else config
+        settings = {"latency": config.latency, "analysis": config.analysis}.get(config.kind, config)
         values = {name: getattr(settings, name) for name in LOWER[config.kind]}
-        lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values.items())
+        group = "analysis." if config.kind == "analysis" else ""
+        lower = " or ".join(
+            group + (name if value is None else f"{name}={value}") for name, value in values.items()
+        )
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):
         return UserError(said)  # `methods` knows no UserError

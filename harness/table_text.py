@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from harness.records import ONLY_OF_KIND
+from harness.records import foreign_settings
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
@@ -98,7 +98,7 @@ class Sheet(NamedTuple):
 
 def render_markdown(experiment: str, pairs: Pairs) -> str:
     """The whole `.md` file: a table per model, accuracy and latency apart, chunks of perplexity below."""
-    return _markdown(experiment, NOTE, _sheets(pairs))
+    return markdown(experiment, NOTE, _sheets(pairs))
 
 
 def render_modelled(rows: Sequence[Row]) -> str:
@@ -109,10 +109,11 @@ def render_modelled(rows: Sequence[Row]) -> str:
         figure, model, platform = key
         own = [row for row in rows if (row["experiment"], row["model"], row["platform"]) == key]
         sheets.append(_latency_sheet(f"{figure}: {model} on {platform}, modelled", own))
-    return _markdown("modelled", MODELLED_NOTE, sheets)
+    return markdown("modelled", MODELLED_NOTE, sheets)
 
 
-def _markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
+def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
+    """A whole `.md` file: heading, note, tables."""
     parts = [f"# {title}", note]
     for sheet in sheets:
         table = [sheet.header, ["---"] * len(sheet.header), *sheet.lines]
@@ -124,11 +125,11 @@ def _markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
 def render_terminal(pairs: Pairs) -> str:
     """The same tables, the `BRIEF` metrics alone and no chunks, in columns aligned by blanks."""
     brief = [(record, [row for row in rows if _is_brief(row)]) for record, rows in pairs]
-    return "\n\n".join(_aligned(sheet) for sheet in _sheets([pair for pair in brief if pair[1]]))
+    return "\n\n".join(aligned(sheet) for sheet in _sheets([pair for pair in brief if pair[1]]))
 
 
-def _aligned(sheet: Sheet) -> str:
-    """Headings wrap to as many lines as the longest needs; words stand left, numbers right."""
+def aligned(sheet: Sheet) -> str:
+    """A table for a terminal. Headings wrap to as many lines as the longest needs; words stand left, numbers right."""
     wrapped = [textwrap.wrap(heading, HEADING_LETTERS) for heading in sheet.header]
     rows = [list(cells) for cells in zip_longest(*wrapped, fillvalue="")] + sheet.lines
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -256,7 +257,7 @@ def _method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    foreign = [name for kind, names in ONLY_OF_KIND.items() if kind != config["kind"] for name in names]
+    foreign = foreign_settings(config["kind"])
     return _flatten({key: value for key, value in config.items() if key not in (*NOT_OF_RUNS, *foreign)})
 
 

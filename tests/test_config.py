@@ -170,7 +170,7 @@ REFUSED = {
     "method=full target_kv_frac=0.5": "target_kv_frac=0.5: ",
     "seq_len=1": "seq_len=1: must be at least 2",
     "seq_len=1.5": "seq_len=1.5: must be a whole number",
-    "prefill_len=1024": "prefill_len=1024: must be below seq_len=1024",
+    "prefill_len=1024": "prefill_len=1024, seq_len=1024: seq_len must be at least 1026",
     "prefill_len=-1": "prefill_len=-1: must be at least 0",
     "prefill_len=0": "prefill_len=0: must be at least 1, infinigen",
     "num_windows=0": "num_windows=0: must be at least 1",

@@ -7,6 +7,7 @@ import io
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from harness.costmodel.__main__ import main
 from harness.costmodel.counts import SCHEMES, Layer, Work, decode_block, layers_of, prefill_block, tokens_read
 from harness.costmodel.hardware import CONF_DIR, Efficiency, ModelShape, load_platform, load_shape
 from harness.costmodel.predict import FITTED, Setup, predict
+from harness.costmodel.published import FIGURES
 from harness.costmodel.timeline import BlockTimes, Task, block_ends, walk
 from harness.errors import UserError
 from harness.memory.codec import Codec
@@ -290,6 +292,24 @@ def test_the_command_prints_a_line_per_number_and_a_figures_rows(capsys, compari
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["label"] for row in rows] == [*published.OFFLOADED, "ideal"]
     assert {row["platform"] for row in rows} == {"rtx4090-pcie4"}
+
+
+def test_the_table_holds_the_rows_of_every_figure(tmp_path, capsys):
+    assert main(["--write", "--results-dir", str(tmp_path)]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path == tmp_path / "tables" / "modelled.csv"
+    rows = list(csv.DictReader(path.open()))
+    assert list(rows[0]) == list(BLOCK_COLUMNS) and {row["source"] for row in rows} == {"modelled"}
+    cells = [(row["experiment"], row["label"], row["model"], int(row["batch_size"])) for row in rows]
+    assert cells == [(name, cell.label, cell.model, cell.batch_size) for name, all in FIGURES.items() for cell in all]
+    titles = re.findall("^## (.*)$", path.with_suffix(".md").read_text(), re.MULTILINE)
+    assert "fig16b: opt-30b on a6000-pcie3, modelled" in titles and len(titles) == len(FIGURES) + 2
+    before = path.read_bytes()
+    published.write_table(tmp_path)
+    assert path.read_bytes() == before
+    (tmp_path / "file").touch()
+    assert main(["--write", "--results-dir", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.startswith("error: results_dir: ")
 
 
 # refusals

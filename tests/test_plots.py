@@ -2,7 +2,6 @@
 
 import ast
 import csv
-import itertools
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from matplotlib.figure import Figure
 
 import plots
 from harness import tables as harness_tables
+from harness.costmodel import published as costmodel
 from harness.errors import UserError
 from plots import data, fig11, fig13, style
 
@@ -192,6 +192,7 @@ WRITERS = {
     "fig16b": write_fig16b,
     "fig17": write_fig17,
     "fig18": write_fig18,
+    **{f"{name}-modelled": costmodel.write_table for name in costmodel.FIGURES},
 }
 
 
@@ -217,13 +218,17 @@ def bar_heights(axes: Axes) -> dict[str, list[float]]:
     return {str(bar.get_label()): [patch.get_height() for patch in bar.patches] for bar in bars}
 
 
+def tick_labels(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.get_xticklabels()]
+
+
 def lines(axes: Axes) -> dict[str, ErrorbarContainer]:
     containers = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
     return {str(container.get_label()): container for container in containers}
 
 
 def hollow_points(axes: Axes) -> list[tuple[float, float]]:
-    marks = [line for line in axes.lines if line.get_label() == style.PUBLISHED]
+    marks = [line for line in axes.lines if str(line.get_label()).startswith(style.PUBLISHED)]
     return [(float(mark.get_xdata()[0]), float(mark.get_ydata()[0])) for mark in marks]
 
 
@@ -406,6 +411,37 @@ PAPER_SHAPE = {
 }
 
 
+def test_modelled_figures_take_their_own_rows_and_say_so(tmp_path: Path) -> None:
+    costmodel.write_table(tmp_path)
+    tables = data.Tables(tmp_path / "tables")
+    for name, cells in costmodel.FIGURES.items():
+        assert list(tables.modelled(name).label) == [cell.label for cell in cells]
+        assert "source: modelled" in draw(f"{name}-modelled", tmp_path).get_supxlabel().replace("\n", " ")
+        assert plots.FIGURES[name](tables) is None, "what is modelled is no timed cell"
+
+
+def test_modelled_figures_stand_beside_the_published_numbers(tmp_path: Path) -> None:
+    costmodel.write_table(tmp_path)
+    kinds = [f"{style.PUBLISHED}, {kind}" for kind in ("derived", "approximate")]
+    assert legend(draw("fig14-modelled", tmp_path))[-2:] == kinds
+    speedup, decode = draw("fig16b-modelled", tmp_path).axes
+    assert {point[1] for point in hollow_points(speedup)} == {1.18, 1.28, 1.34} and not hollow_points(decode)
+    centres = {patch.get_center()[0] for bar in speedup.containers for patch in bar.patches}
+    assert all(any(abs(x - centre) < 1e-9 for centre in centres) for x, _ in hollow_points(speedup))
+    costmodel.write_table(tmp_path, "h100-pcie5")
+    for name in costmodel.FIGURES:
+        assert not any(map(hollow_points, draw(f"{name}-modelled", tmp_path).axes)), name
+
+
+def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path: Path) -> None:
+    slow = time_rows(["offload-pageable"], scale=4)
+    write_latency(tmp_path, "latency", [*time_rows(["offload", "infinigen", "ideal"]), *slow])
+    everything, close_up = draw("fig14", tmp_path).axes
+    assert "offload-pageable" in tick_labels(everything)
+    assert close_up.get_title() == "offload and faster"
+    assert tick_labels(close_up) == ["ideal", "offload", "infinigen"]
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "expected"),
     [
@@ -422,10 +458,11 @@ def test_published_points_only_where_the_setup_matches(
     rows = time_rows(batch_size=batch, **(PAPER_SHAPE | (segments if name == "fig18" else {})))
     write_latency(tmp_path, "latency", rows)
     figure = draw(name, tmp_path)
-    assert style.PUBLISHED in legend(figure)
+    assert any(text.startswith(style.PUBLISHED) for text in legend(figure))
     assert {y for _, y in hollow_points(figure.axes[0])} == expected
     for change in (
         {"source": "emulated"},
+        {"source": "modelled"},
         {"model": "opt-6.7b"},
         {"prompt_len": 1024},
         {"batch_size": batch + 1},
@@ -444,7 +481,7 @@ def test_a_published_point_stands_on_its_bar(tmp_path: Path) -> None:
 
 def test_looks_are_distinct_in_colour_and_in_black_and_white() -> None:
     accuracy = [label for label in style.LOOKS if label[0].isupper()]
-    for family in (accuracy, list(TIMES)):
+    for family in (accuracy, [*TIMES, "uvm", "uvm+h2o"]):
         marks = [(style.look(label).marker, style.look(label).hatch) for label in family if label != "INT8"]
         assert len(set(marks)) == len(marks), marks
     assert style.look("a label of the user's") == style.look("a label of the user's")
@@ -519,5 +556,6 @@ def test_columns_and_labels_agree_with_the_tables() -> None:
     assert set(harness_tables.LABELS.values()) <= set(style.LOOKS)
     unskewed = harness_tables.label_of({"method_name": "infinigen", "method": {"skew": False}})
     assert unskewed.endswith(fig13.UNSKEWED) and unskewed in style.LOOKS
-    assert set(itertools.chain(TIMES)) <= set(style.LOOKS)
+    assert {*TIMES, *costmodel.COMPARED} <= set(style.LOOKS)
+    assert data.PAPER_PLATFORM == costmodel.PAPER_PLATFORM
     assert set(fig11.CHANCE.values()) == {0.25, 0.5}

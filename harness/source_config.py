@@ -1,0 +1,89 @@
+"""The settings that say where things come from: the model, the data sets, the texts. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, from where, in which precision.
+
+    `path` and `hub_id` are both None where the model comes from a package or has random weights;
+    `shape` is a transformers config as a plain mapping (with `model_type`), used where `weights` is random.
+    """
+
+    name: str
+    path: str | None = None
+    hub_id: str | None = None
+    weights: Literal["pretrained", "random"] = "pretrained"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    trust_remote_code: bool = False
+    seed: int = 0
+    shape: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not Path(self.path).exists():
+            raise UserError(f"model.path={self.path}: no such file or folder")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tasks and texts come from; `root` is the folder of `local`."""
+
+    name: Literal["offline", "local", "hub"]
+    root: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == "local" and self.root is None:
+            raise UserError("data=local needs data.root=DIR, the folder with one sub-folder a data set")
+        if self.name != "local" and self.root is not None:
+            raise UserError(f"data.root={self.root} is read by data=local only, not by data={self.name}")
+        if self.root is not None and not Path(self.root).is_dir():
+            raise UserError(f"data.root={self.root}: no such folder")
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """The text of the windows: a named one, or the file `path`.
+
+    `offset_tokens` is where the first window begins; None: after the calibration text where both are the
+    offline text, else 0.
+    """
+
+    name: Literal["offline", "wikitext2"]
+    path: str | None = None
+    offset_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_file("corpus.path", self.path)
+        check_range("corpus.offset_tokens", self.offset_tokens, 0)
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """The first `num_tokens` tokens of the calibration text: the file `path`, or the offline text."""
+
+    path: str | None = None
+    num_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        _check_file("calibration.path", self.path)
+        check_range("calibration.num_tokens", self.num_tokens, 1)
+
+
+def check_range(setting: str, value: int | None, low: int) -> None:
+    """UserError where `value` is given and below `low`."""
+    if value is not None and value < low:
+        raise UserError(f"{setting}={value}: must be at least {low}")
+
+
+def _check_file(setting: str, path: str | None) -> None:
+    if path is not None and not Path(path).is_file():
+        raise UserError(f"{setting}={path}: no such file")
