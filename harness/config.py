@@ -112,13 +112,9 @@ class RunConfig:
             return
         made = f"int{self.method.num_bits}"  # type: ignore[attr-defined]
         if made != self.method_name:
-            raise UserError(
-                f"method.num_bits={made[3:]} contradicts method={self.method_name}: choose method={made}"
-            )
+            raise UserError(f"method.num_bits={made[3:]} contradicts method={self.method_name}: choose method={made}")
         if self.codec not in (None, self.method_name):
-            raise UserError(
-                f"codec={self.codec} contradicts method={self.method_name}: leave it out, or method=full"
-            )
+            raise UserError(f"codec={self.codec} contradicts method={self.method_name}: leave it out, or method=full")
 
     def _check_tasks(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
@@ -128,9 +124,7 @@ class RunConfig:
                 raise UserError(f"tasks={task}: {nearest(task, TASKS)}")
             if task not in GENERATED_TASKS and self.data.name == "offline" and self.kind == "tasks":
                 here = ", ".join(GENERATED_TASKS)
-                raise UserError(
-                    f"tasks={task}: needs data=local data.root=DIR or data=hub; data=offline has {here}"
-                )
+                raise UserError(f"tasks={task}: needs data=local data.root=DIR or data=hub; data=offline has {here}")
 
     def _check_windows(self) -> None:
         if self.seq_len < max(1, self.prefill_len) + 2:
@@ -139,9 +133,7 @@ class RunConfig:
                 f"{max(1, self.prefill_len) + 2}, so that a decode row predicts a token of the window"
             )
         if self.method.rehearses and self.prefill_len < 1:
-            raise UserError(
-                f"prefill_len=0: must be at least 1, {self.method_name} learns columns from the prompt"
-            )
+            raise UserError(f"prefill_len=0: must be at least 1, {self.method_name} learns columns from the prompt")
 
     def prefill_of(self, task: str) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.

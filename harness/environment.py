@@ -83,9 +83,7 @@ def _is_dirty() -> bool | None:
 def _git(*arguments: str) -> str | None:
     """Output of git in the project's folder; None where it is no repository or has no commit yet."""
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False
-        )
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -112,12 +112,8 @@ def _check_gguf(gguf: Path) -> None:
 
     try:
         tensors = GGUFReader(gguf).tensors
-    except (
-        Exception
-    ) as error:  # the reader indexes a memory map unchecked: what it raises depends on where it is cut
-        raise UserError(
-            f"{gguf}: damaged or truncated GGUF ({_first_line(error)}); fetch the file again"
-        ) from error
+    except Exception as error:  # the reader indexes a memory map unchecked: what it raises depends on where it is cut
+        raise UserError(f"{gguf}: damaged or truncated GGUF ({_first_line(error)}); fetch the file again") from error
     if not tensors:
         raise UserError(f"{gguf}: damaged or truncated GGUF (it holds no tensors); fetch the file again")
 

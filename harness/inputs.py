@@ -50,9 +50,7 @@ def _task(task: str, config: RunConfig) -> str | None:
     folder = Path(config.data.root).expanduser() / TASK_FOLDERS.get(task, task)
     files = list(folder.glob("*.jsonl"))
     if not files:
-        raise UserError(
-            f"data.root={config.data.root}: tasks={task} needs *.jsonl in {folder}, there are none"
-        )
+        raise UserError(f"data.root={config.data.root}: tasks={task} needs *.jsonl in {folder}, there are none")
     return _of_files(files)
 
 

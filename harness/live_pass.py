@@ -122,7 +122,7 @@ class StepPass(Handler):
         slots = self.session.slots_of(layer)
         if not self.session.padded and slots.shape[1] == 1:
             return None
-        return (slots[:, :, None, :-1] >= self.session.positions[:, None, None, None])
+        return slots[:, :, None, :-1] >= self.session.positions[:, None, None, None]
 
     def _select(self, layer: int, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""

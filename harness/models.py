@@ -136,9 +136,7 @@ def _source(config: ModelConfig) -> _Source:
         return _Source(snapshot.directory, _hash(config.hub_id, snapshot.revision))
     if config.name == PACKAGED_NAME:
         return _from_gguf(_packaged_gguf())
-    raise UserError(
-        f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load"
-    )
+    raise UserError(f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load")
 
 
 def _model_at(path: Path) -> Path:
@@ -149,9 +147,7 @@ def _model_at(path: Path) -> Path:
     if len(files) == 1:
         return files[0]
     found = f"{len(files)} GGUF files, name one of them" if files else "neither a config.json nor a GGUF"
-    raise UserError(
-        f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file"
-    )
+    raise UserError(f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file")
 
 
 def _from_gguf(gguf: Path) -> _Source:
@@ -236,9 +232,7 @@ def _pretrained(
     return model
 
 
-def _random(
-    shape: "PreTrainedConfig", *, seed: int, device: "torch.device", dtype: "torch.dtype"
-) -> "PreTrainedModel":
+def _random(shape: "PreTrainedConfig", *, seed: int, device: "torch.device", dtype: "torch.dtype") -> "PreTrainedModel":
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -261,9 +255,7 @@ def _tokenizer(directory: Path | None, config: ModelConfig) -> "PreTrainedTokeni
 
 
 def _random_fingerprint(shape: "PreTrainedConfig", seed: int) -> str:
-    values = {
-        key: value for key, value in shape.to_dict().items() if key not in ("transformers_version", "dtype")
-    }
+    values = {key: value for key, value in shape.to_dict().items() if key not in ("transformers_version", "dtype")}
     return _hash("random", json.dumps(values, sort_keys=True, default=str), str(seed))
 
 

@@ -16,25 +16,29 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
 from harness.catalogue import ENTRIES, Entry
+from harness.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.costmodel.published import Cell, published_rows, quantity
 from harness.errors import UserError, nearest
 from harness.records import write_atomic
 from harness.report_data import all_records, environment, gaps, read_rows, read_sheets, unfinished
-from harness.table_text import MISSING, Sheet
+from harness.table_text import MISSING, WORDS, Sheet
 from harness.tables import BLOCK_SEGMENTS
 
-TEMPLATE = "report.html.j2"
 MAX_WIDTH = 1120
 """Pixels of an embedded image: three panels stay readable on a phone that scrolls them."""
 NUM_COLORS = 64
+PUBLISHED = "published"
+POINT = ("model", "series", "x_name", "x", "metric")
+"""What names a published number, and a row of an analysis table."""
 SOURCES = {
     "measured": "on a GPU, or accuracy computed by the model itself",
     "emulated": "on a CPU whose second memory stands behind a link of limited rate",
@@ -92,9 +96,7 @@ def write_report(results_dir: str | Path = "results") -> Path:
     if not sections:
         raise UserError(f"results_dir={folder}: neither table nor figure; `make accuracy` makes some")
     shown = {section.entry.name for section in sections}
-    loader = FileSystemLoader(Path(__file__).parent)
-    template = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    text = template.get_template(TEMPLATE).render(
+    text = _template().render(
         sections=sections,
         sources=SOURCES,
         absent=[entry for entry in entries if entry.name not in shown],
@@ -102,18 +104,25 @@ def write_report(results_dir: str | Path = "results") -> Path:
         unfinished=unfinished(records),
         environment=environment(records),
         is_number=is_number,
+        words=WORDS,
     )
     path = folder / "report.html"
     write_atomic(path, text)
     return path
 
 
+def _template() -> Template:
+    loader = FileSystemLoader(Path(__file__).parent)
+    options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=loader, **options).get_template("report.html.j2")
+
+
 def embed(path: Path) -> str:
     """A PNG as a data URI, at most `MAX_WIDTH` pixels wide. Raises UserError for a file that is no image."""
     data = io.BytesIO()
     try:
-        with Image.open(path) as image:
-            image = image.convert("RGB")
+        with Image.open(path) as stored:
+            image = stored.convert("RGB")
             image.thumbnail((MAX_WIDTH, image.height), Image.Resampling.LANCZOS)
             few = image.quantize(NUM_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
             few.save(data, "PNG", optimize=True)
@@ -129,7 +138,7 @@ def is_number(cell: str) -> bool:
 
 def published_sheet(entry: Entry, rows: Sequence[Mapping[str, str]]) -> Sheet | None:
     """The paper's numbers for a figure, with ours beside them where `rows` holds that model and setup; None where
-    nothing is known. Ours are made of timed runs by the same arithmetic as the cost model's calibration."""
+    nothing is known. Those of speed are made of timed runs by the same arithmetic as the cost model's calibration."""
     figure = entry.part or entry.name
     lines = []
     for line in published_rows():
@@ -139,10 +148,13 @@ def published_sheet(entry: Entry, rows: Sequence[Mapping[str, str]]) -> Sheet | 
             ours = _ours(line, rows)
             beside = [MISSING, MISSING] if ours is None else [f"{ours:.4g}", f"{ours / float(line['value']):.2f}"]
             series, metric = line["series"].replace("_", " "), line["metric"].replace("_", " ")
-            lines.append([line["model"], series, setup.replace("_", " "), metric, value, line["kind"], *beside, line["note"]])
+            lines.append(
+                [line["model"], series, setup.replace("_", " "), metric, value, line["kind"], *beside, line["note"]]
+            )
     header = ["model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note"]
-    columns = [column for column in zip(header, *lines, strict=True) if set(column[1:]) - {MISSING, ""}]
-    return Sheet("published", *map(list, (zip(*columns, strict=True)))) if lines else None
+    known = [any(line[column] not in (MISSING, "") for line in lines) for column in range(len(header))]
+    kept = [list(compress(line, known)) for line in (header, *lines)]
+    return Sheet(PUBLISHED, kept[0], kept[1:]) if lines else None
 
 
 def _ours(line: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> float | None:
@@ -160,7 +172,10 @@ def _ours(line: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> float |
         return TimedRow(row)
 
     try:
-        return quantity(line, timed)
+        if line["figure"] in TIMED_FIGURES:
+            return quantity(line, timed)
+        (row,) = (row for row in rows if all(row.get(name) == line[name] for name in POINT))
+        return float(row["value"])
     except ValueError:  # no row or several
         return None
 
@@ -184,9 +199,11 @@ def _sections(folder: Path, entries: Sequence[Entry], findings: Mapping[str, str
 
 def _read_tables(folder: Path, entry: Entry) -> tuple[dict[str, list[Sheet]], list[dict[str, str]]]:
     """What an entry's tables hold of it: as people read it, by table, and as rows."""
-    sheets, rows = {}, []
+    sheets: dict[str, list[Sheet]] = {}
+    rows: list[dict[str, str]] = []
     for table in entry.tables:
         read, part = read_sheets(folder / f"{table}.md"), entry.part
+        read = [sheet for sheet in read if sheet.title != PUBLISHED]  # stands in the section, beside our numbers
         found = [sheet for sheet in read if part is None or sheet.title.startswith(f"{part}:")]
         sheets |= {table: found} if found else {}
         rows += [row for row in read_rows(folder / f"{table}.csv") if part is None or row["experiment"] == part]

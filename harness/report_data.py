@@ -75,8 +75,8 @@ def environment(records: Sequence[Record]) -> list[tuple[str, str]]:
     for name in dict.fromkeys(name for values in flat for name in values):
         counts = Counter(values.get(name, "unknown") for values in flat)
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        one = len(ranked) == 1
-        said.append((name, "; ".join(value if one else f"{value} ({count} runs)" for value, count in ranked)))
+        parts = [f"{value} ({count} of {len(flat)} runs)" if count < len(flat) else value for value, count in ranked]
+        said.append((name, "; ".join(parts)))
     return said
 
 

@@ -172,9 +172,7 @@ def _as_user_error(error: Exception, config: RunConfig) -> Exception:
         settings = {"latency": config.latency, "analysis": config.analysis}.get(config.kind, config)
         values = {name: getattr(settings, name) for name in LOWER[config.kind]}
         group = "analysis." if config.kind == "analysis" else ""
-        lower = " or ".join(
-            group + (name if value is None else f"{name}={value}") for name, value in values.items()
-        )
+        lower = " or ".join(group + (name if value is None else f"{name}={value}") for name, value in values.items())
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):
         return UserError(said)  # `methods` knows no UserError

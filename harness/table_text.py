@@ -167,9 +167,7 @@ def _is_chunk(row: Row) -> bool:
 
 
 def _latency_sheet(title: str, rows: Sequence[Row]) -> Sheet:
-    shown = {
-        name: quantity for name, quantity in LATENCY.items() if any(row.get(name) is not None for row in rows)
-    }
+    shown = {name: quantity for name, quantity in LATENCY.items() if any(row.get(name) is not None for row in rows)}
     cells = [
         [row["label"], KV_READ.show(row.get("kv_frac")), *(shown[name].show(row.get(name)) for name in shown)]
         for row in rows
@@ -185,9 +183,7 @@ class _Line(NamedTuple):
     runs: dict[str, str]
     cells: dict[tuple[str, str], Row]
 
-    def takes(
-        self, label: str, settings: str, kind: str, run: str, cells: Mapping[tuple[str, str], Row]
-    ) -> bool:
+    def takes(self, label: str, settings: str, kind: str, run: str, cells: Mapping[tuple[str, str], Row]) -> bool:
         """Whether a run belongs here: the same method and conditions, and none of its cells taken."""
         same = (self.label, self.settings, self.runs.get(kind, run)) == (label, settings, run)
         return same and self.cells.keys().isdisjoint(cells)
@@ -206,9 +202,7 @@ def _accuracy_sheet(title: str, pairs: Pairs, wanted: Callable[[Row], bool]) -> 
         line.runs[kind] = run
         line.cells.update(cells)
     filled = [line for line in lines if line.cells]
-    columns = sorted(
-        dict.fromkeys(key for line in filled for key in line.cells), key=lambda key: rank(key[1])
-    )
+    columns = sorted(dict.fromkeys(key for line in filled for key in line.cells), key=lambda key: rank(key[1]))
     headings = [f"{task} {_quantity(metric).heading}" for task, metric in columns]
     return Sheet(title, [*WORDS, KV_READ.heading, *headings], [_texts(line, columns) for line in filled])
 
@@ -218,9 +212,7 @@ def _texts(line: _Line, columns: Sequence[tuple[str, str]]) -> list[str]:
     rows = [line.cells.get(key) for key in columns]
     sizes = [row["kv_frac"] for row in rows if row is not None and row["kv_frac"] is not None]
     ends = dict.fromkeys(KV_READ.show(size) for size in (min(sizes), max(sizes))) if sizes else [MISSING]
-    cells = [
-        MISSING if row is None else _quantity(row["metric"]).show(row["value"], row["stderr"]) for row in rows
-    ]
+    cells = [MISSING if row is None else _quantity(row["metric"]).show(row["value"], row["stderr"]) for row in rows]
     return [line.label, settings or MISSING, "-".join(ends), *cells]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import analysis_text
 from harness.records import read_records, write_atomic
 from harness.table_text import rank, render_markdown, render_terminal
 
@@ -35,6 +36,11 @@ BLOCK_SEGMENTS = ("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s
 BLOCK_COLUMNS = (*LATENCY_COLUMNS, *BLOCK_SEGMENTS)
 """Latency tables add the seconds of one block in one decode step by segment (Fig 18); transfer is the wait that no
 compute hides."""
+ANALYSIS_COLUMNS = (
+    "experiment", "model", "series", "layer", "x_name", "x", "metric", "value", "stderr", "num_samples", "source",
+    "run_id",
+)  # fmt: skip
+"""Analysis tables: `value` of `series` at `x`, in the unit that `metric` says (harness.analysis_text.METRICS)."""
 
 CHUNK_TOKENS = 256
 CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
@@ -66,6 +72,11 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """
     pairs = _with_rows(read_records(results_dir, experiment))
     path = Path(results_dir) / "tables" / f"{experiment}.csv"
+    points = _points_of(pairs)
+    if points:
+        write_atomic(path, render_csv(ANALYSIS_COLUMNS, points))
+        write_atomic(path.with_suffix(".md"), analysis_text.render_markdown(experiment, points))
+        return path
     columns = BLOCK_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
     rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
     write_atomic(path, render_csv(columns, rows))
@@ -79,7 +90,10 @@ def summary(records: Iterable[Record]) -> str:
     Returns:
         Aligned text, without a final newline; "" where no record is finished.
     """
-    return render_terminal(_with_rows(records))
+    pairs = _with_rows(records)
+    others = [(record, rows) for record, rows in pairs if not _is_analysis(record)]
+    parts = [render_terminal(others), analysis_text.render_terminal(_points_of(pairs))]
+    return "\n\n".join(filter(None, parts))
 
 
 def render_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
@@ -92,7 +106,8 @@ def render_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 def rows_of(record: Record) -> list[Row]:
-    """The rows of one finished record: one for latency, else one per task and metric, and one per chunk.
+    """The rows of one finished record: one for latency, an analysis' points, else one per task and metric, and one per
+    chunk.
 
     A chunk's row has the metric `perplexity` and its range of tokens in the task, such as `offline[256:512]`.
     A metric that was not measured (None) has no row.
@@ -107,6 +122,9 @@ def rows_of(record: Record) -> list[Row]:
     }
     if _is_latency(record):
         return [common | dict(record["metrics"])]
+    if _is_analysis(record):
+        metrics = record["metrics"]
+        return [common | {"source": metrics["source"]} | dict(point) for point in metrics["points"]]
     return [*_task_rows(record, common), *_chunk_rows(record, common)]
 
 
@@ -123,6 +141,15 @@ def label_of(config: Mapping[str, Any]) -> str:
 
 def _is_latency(record: Record) -> bool:
     return record.get("kind") == "latency"
+
+
+def _is_analysis(record: Record) -> bool:
+    return record.get("kind") == "analysis"
+
+
+def _points_of(pairs: Sequence[tuple[Record, list[Row]]]) -> list[Row]:
+    """The rows of the analyses among `pairs`, in the order in which they were made. Two kinds share no table."""
+    return [row for record, rows in pairs if _is_analysis(record) for row in rows]
 
 
 def _task_rows(record: Record, common: Row) -> Iterator[Row]:
@@ -182,6 +209,4 @@ def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[Row]]]:
         if rows:
             pairs.append((record, rows))
     methods = {method: index for index, method in enumerate(LABELS)}
-    return sorted(
-        pairs, key=lambda pair: (methods.get(pair[1][0]["method"], len(methods)), *_sort_key(pair[1][0]))
-    )
+    return sorted(pairs, key=lambda pair: (methods.get(pair[1][0]["method"], len(methods)), *_sort_key(pair[1][0])))

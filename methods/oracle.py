@@ -32,6 +32,4 @@ class OracleState(State):
     def select(self, layer: int, rows: Rows) -> Selection:
         """Step 4 over the true scores of the cached tokens."""
         hidden = ~rows.visible().unsqueeze(2)
-        return self.method.select(
-            rows.true_scores().masked_fill(hidden, float("-inf")), rows.positions, self.geometry
-        )
+        return self.method.select(rows.true_scores().masked_fill(hidden, float("-inf")), rows.positions, self.geometry)

@@ -24,7 +24,7 @@ from methods.base import (
 
 @dataclass(frozen=True)
 class Streaming(Method):
-    """Keeps floor(kv_frac * T) cached tokens: the `num_sinks` first and the most recent. Positions are not renumbered."""
+    """Keeps floor(kv_frac * T) cached tokens: the `num_sinks` first and the most recent, at their own positions."""
 
     kv_frac: float = 0.2
     num_sinks: int = 4

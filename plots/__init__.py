@@ -1,8 +1,8 @@
 """Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>.png` and `.pdf`.
 
 One module per figure; each offers `draw`, which takes the tables, or rows of a latency table, and returns the figure,
-or None where it has no rows. What was timed comes from `latency.csv`, what the cost model predicts, `<figure>-modelled`,
-from `modelled.csv`; one function draws both. The same tables give the same bytes.
+or None where it has no rows. What was timed comes from `latency.csv`; what the cost model predicts, `modelled.csv`,
+is `<figure>-modelled`, drawn by the same function. The same tables give the same bytes.
 
     python -m plots --results-dir results
 """
@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.errors import UserError
-from plots import fig11, fig12, fig13, fig14, fig15, fig16, fig17, fig18, style
+from plots import fig2, fig4, fig5, fig7, fig11, fig12, fig13, fig14, fig15, fig16, fig17, fig18, fig20, style
 from plots.data import Tables
 
 Draw = Callable[[Tables], Figure | None]
@@ -29,6 +29,10 @@ def _of_latency(name: str, draw: Callable[[pd.DataFrame], Figure | None]) -> dic
 
 
 FIGURES: dict[str, Draw] = {
+    "fig2": fig2.draw,
+    "fig4": fig4.draw,
+    "fig5": fig5.draw,
+    "fig7": fig7.draw,
     "fig11": fig11.draw,
     "fig12": fig12.draw,
     "fig13": fig13.draw,
@@ -38,6 +42,7 @@ FIGURES: dict[str, Draw] = {
     **_of_latency("fig16b", fig16.draw_model),
     "fig17": fig17.draw,
     **_of_latency("fig18", fig18.draw),
+    "fig20": fig20.draw,
 }
 
 
@@ -65,7 +70,5 @@ def main(results_dir: str | Path = "results") -> list[Path]:
     if refusals:
         raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
     if not paths:
-        raise UserError(
-            f"{tables.folder}: no table yet; `make accuracy` or `python run.py experiment=fig11` makes one"
-        )
+        raise UserError(f"{tables.folder}: no table yet; `make accuracy` or `python run.py experiment=fig11` makes one")
     return paths

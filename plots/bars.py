@@ -37,9 +37,7 @@ def slots(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> Places:
     return {label: Slots(centres + shift[label], width) for label in labels}
 
 
-def grouped(
-    axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
-) -> Places:
+def grouped(axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]) -> Places:
     """One bar per cell of `values` (a row per group, a column per label); NaN is a gap."""
     places = slots(axes, style.ordered(values.columns), groups)
     for label, (x, width) in places.items():

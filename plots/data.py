@@ -16,10 +16,15 @@ LATENCY_COLUMNS = (
     "experiment", "platform", "source", "model", "label", "batch_size", "prompt_len", "gen_len", "prefill_s",
     "decode_s", "total_s",
 )  # fmt: skip
+ANALYSIS_COLUMNS = (
+    "experiment", "model", "series", "layer", "x_name", "x", "metric", "value", "stderr", "source", "run_id",
+)  # fmt: skip
 SEGMENT_COLUMNS = ("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s")
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
-WORDS = ("platform", "source", "model", "method", "label", "task", "metric", "experiment", "run_id")
+WORDS = (
+    "platform", "source", "model", "method", "label", "task", "metric", "experiment", "run_id", "series", "x_name",
+)  # fmt: skip
 
 FAR = 2
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
@@ -34,7 +39,10 @@ NAMES = {
     "prompt_len": "prompt {:,.0f}",
     "gen_len": "{:,.0f} generated",
     "source": "source: {}",
-    "metric": "",  # said by the axis
+    "layer": "layer {:.0f}",
+    "run_id": "run {}",
+    "metric": "",  # said by the axis, as is x_name
+    "x_name": "",
 }
 
 
@@ -60,6 +68,10 @@ class Tables:
         """The cost model's rows of a figure, as `latency` gives them."""
         rows = self.latency("modelled")
         return rows[rows.experiment == figure]
+
+    def analysis(self, name: str) -> pd.DataFrame:
+        """Rows of (model, run_id, metric, series, layer, x); numbers are floats, an empty cell is NaN."""
+        return self._read(name, ANALYSIS_COLUMNS)
 
     def _read(self, name: str, columns: Sequence[str]) -> pd.DataFrame:
         path = self.folder / f"{name}.csv"
@@ -166,7 +178,7 @@ def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str,
     The panel is measured, or modelled for the paper's machine; an emulated one never has them, nor does another model
     or shape.
     """
-    on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.platform == PAPER_PLATFORM))
+    on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM))
     if not on_gpu.all() or not all((panel[name] == value).all() for name, value in setup.items()):
         return []
     table = pd.read_csv(PUBLISHED)

@@ -24,9 +24,7 @@ def draw(tables: data.Tables) -> Figure | None:
     rows = rows[rows.start.notna() & (rows.metric == "perplexity")]
     if rows.empty:
         return None
-    return style.draw_panels(
-        data.split(rows, SETUP), _draw_panel, note="%: KV cache read; bars: one standard error"
-    )
+    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="%: KV cache read; bars: one standard error")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -141,14 +141,10 @@ def draw_panels(panels: Panels, draw: Callable[[Axes, pd.DataFrame], None], *, n
     return finish(figure, "; ".join(filter(None, [panels.shared, note])))
 
 
-def error_line(
-    axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str
-) -> None:
+def error_line(axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str) -> None:
     """A line with markers and error bars of one standard error, broken where `y` is NaN."""
     color, marker, line, _ = look(like)
-    axes.errorbar(
-        x, y, yerr=stderr, label=name, color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8
-    )
+    axes.errorbar(x, y, yerr=stderr, label=name, color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8)
 
 
 def log_y(axes: Axes) -> None:

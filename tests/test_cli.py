@@ -32,8 +32,7 @@ def only_error(capsys) -> str:
     "command",
     [
         "method=infinigen model=llama2-7b",
-        "method=h2o method.heavy_frac=0.1 model=smollm2-135m data=local data.root=data experiment=tasks "
-        "tasks=[copa]",
+        "method=h2o method.heavy_frac=0.1 model=smollm2-135m data=local data.root=data experiment=tasks tasks=[copa]",
         "",
         "method=full experiment=fig12 corpus=offline num_windows=2",
     ],
@@ -173,9 +172,7 @@ def test_leaves_the_process_as_it_was(runs):
 
 
 def entry_point(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, ROOT / "run.py", *arguments], capture_output=True, text=True, cwd=cwd
-    )
+    return subprocess.run([sys.executable, ROOT / "run.py", *arguments], capture_output=True, text=True, cwd=cwd)
 
 
 def test_entry_point(tmp_path):

@@ -22,11 +22,7 @@ def given(group: str, choice: str, folder) -> list[str]:
 
 @pytest.mark.parametrize(
     ("group", "choice"),
-    [
-        (path.parent.name, path.stem)
-        for path in sorted(CONF_DIR.glob("*/*.yaml"))
-        if path.parent.name != "grid"
-    ],
+    [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml")) if path.parent.name != "grid"],
 )
 def test_every_choice_composes(group, choice, tmp_path):
     config = load(given(group, choice, tmp_path))
@@ -217,11 +213,7 @@ METHOD_SETTINGS = {
     for key in leaves(OmegaConf.to_container(compose([f"method={choice}"]).method), "method.")
 }
 SETTINGS = [
-    *(
-        key
-        for key in leaves(OmegaConf.to_container(compose()))
-        if not key.startswith(("method.", "model.shape."))
-    ),
+    *(key for key in leaves(OmegaConf.to_container(compose())) if not key.startswith(("method.", "model.shape."))),
     "model.shape",
     *METHOD_SETTINGS,
 ]

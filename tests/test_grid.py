@@ -129,9 +129,7 @@ LLAMA = [(5, 0.2), (7, 0.2), (7, 0.6), (9, 0.6)], [(4096, 5.2)]
 OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"), [("llama2-7b", LLAMA), ("opt-6.7b", OPT), ("qwen2.5-0.5b", LLAMA)]
-)
+@pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("opt-6.7b", OPT), ("qwen2.5-0.5b", LLAMA)])
 def test_paper_grid_follows_the_family(model, expected):
     data = [f"model={model}", "data=hub"]
     chosen = [c for c in cells(compose(["grid=paper", *data]).grid, data) if c.method_name == "infinigen"]
@@ -165,9 +163,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
     assert main(["grid=accuracy"]) == 0
     assert [config.method_name for config in runs.configs] == ["h2o", "int4"]
     printed = capsys.readouterr().out
-    assert (
-        "1 of 3 cells were finished before, skipped" in printed and "interrupted before, run again" in printed
-    )
+    assert "1 of 3 cells were finished before, skipped" in printed and "interrupted before, run again" in printed
     assert "Full cache" in printed
 
 

@@ -34,9 +34,7 @@ def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_help_lists_every_target():
-    targets = (
-        re.search(r"^\.PHONY: (help .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
-    )
+    targets = re.search(r"^\.PHONY: (help .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1).split()
     lines = make(ROOT).stdout.splitlines()
     assert [line.split()[0] for line in lines] == targets
     assert all(len(line.split()) > 1 for line in lines)

@@ -31,9 +31,7 @@ ALL_BYTES = BATCH * HEADS * CAPACITY * ROW_BYTES  # 49,152
 
 def make_store(codec="fp32", device=CPU, **overrides):
     shape = {"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY, "head_dim": HEAD_DIM}
-    return KVStore(
-        **shape, dtype=torch.float32, codec=Codec(codec), placement="host", device=device, **overrides
-    )
+    return KVStore(**shape, dtype=torch.float32, codec=Codec(codec), placement="host", device=device, **overrides)
 
 
 def filled_store(codec="fp32"):
@@ -91,9 +89,7 @@ def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap)
         assert link.take_transfers() == []
     sizes = [BATCH * HEADS * num_rows * ROW_BYTES for _, num_rows in moves]
     assert [transfer.num_bytes for transfer in transfers] == sizes
-    assert [transfer.direction for transfer in transfers] == [
-        "d2h" if kind == "write" else "h2d" for kind, _ in moves
-    ]
+    assert [transfer.direction for transfer in transfers] == ["d2h" if kind == "write" else "h2d" for kind, _ in moves]
     assert store.h2d_bytes == sum(transfer.num_bytes for transfer in transfers if transfer.direction == "h2d")
     assert store.d2h_bytes - already == sum(t.num_bytes for t in transfers if t.direction == "d2h")
     for earlier, later in zip(transfers, transfers[1:], strict=False):

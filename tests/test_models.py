@@ -67,9 +67,7 @@ def own_caches(request, tmp_path, monkeypatch):
     if "default_model" not in request.fixturenames:
         monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(
-        "huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9"
-    )  # discard: nothing listens
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
 
 
 @pytest.fixture
@@ -236,9 +234,7 @@ def test_refuses_truncated_safetensors(model_dir):
     refused("cannot be loaded", configured(path=str(model_dir)))
 
 
-@pytest.mark.parametrize(
-    "change", [{"num_hidden_layers": 5}, {"intermediate_size": 96}], ids=["missing", "mismatched"]
-)
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 5}, {"intermediate_size": 96}], ids=["missing", "mismatched"])
 def test_refuses_weights_that_do_not_fill_the_shape(model_dir, change):
     file = model_dir / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -274,9 +270,7 @@ def test_refuses_a_device_that_is_not_there():
 
 
 def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, capsys):
-    origin = AutoModelForCausalLM.from_pretrained(
-        tiny_gguf.parent, gguf_file=tiny_gguf.name, dtype=torch.float32
-    )
+    origin = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name, dtype=torch.float32)
     first = load_model(configured(path=str(tiny_gguf)))
     assert torch.equal(first.model(IDS).logits, origin.eval()(IDS).logits)
     assert str(gguf_cache.cache_dir()) in capsys.readouterr().err
@@ -332,9 +326,7 @@ def test_a_digest_follows_the_content(tmp_path):
 
 def test_the_default_model_equals_its_gguf_bit_for_bit(default_model):
     path = models._packaged_gguf()
-    origin = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    origin = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     text = (ROOT / "LICENSE").read_text()[:4000] + "\n\n  Naïve café: 12,345 × 7 ≠ 8\t\r\n<|im_end|> end"
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -411,9 +403,7 @@ class FakeHub:
         self.files, self.author = files, author
 
     def model_info(self, hub_id, timeout):
-        return SimpleNamespace(
-            sha="main-sha", siblings=[SimpleNamespace(rfilename=name) for name in self.files]
-        )
+        return SimpleNamespace(sha="main-sha", siblings=[SimpleNamespace(rfilename=name) for name in self.files])
 
     def get_repo_discussions(self, hub_id, author, discussion_type):
         request = SimpleNamespace(title=hub.CONVERTED_TITLE, num=7)

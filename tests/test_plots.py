@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import analysis_tables
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
@@ -65,9 +66,7 @@ def write_latency(results: Path, name: str, rows: Rows) -> None:
 
 
 def task_rows(task: str) -> list[dict[str, Any]]:
-    rows = [
-        {"method": "full", "label": "Full cache", "task": task, "metric": "acc", "value": 0.85, "kv_frac": 1}
-    ]
+    rows = [{"method": "full", "label": "Full cache", "task": task, "metric": "acc", "value": 0.85, "kv_frac": 1}]
     for label, sizes in SIZES.items():
         for size in sizes:
             value = 0.8 - 0.02 / size if label == "InfiniGen" else 0.5 - 0.01 / size
@@ -83,9 +82,7 @@ def fidelity_rows() -> list[dict[str, Any]]:
         for size in sizes:
             kl = (0.01 if label == "InfiniGen" else 0.05) / size
             rows.append({"label": label, "kv_frac": size, "metric": "kl_nats", "value": kl, "stderr": kl / 5})
-            rows.append(
-                {"label": label, "kv_frac": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01}
-            )
+            rows.append({"label": label, "kv_frac": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01})
     return [common | row for row in rows]
 
 
@@ -98,10 +95,7 @@ def chunk_rows(label: str, kv_frac: float, values: Mapping[int, float]) -> list[
         "num_samples": 3,
         "stderr": 1,
     }
-    return [
-        common | {"task": f"offline[{256 * i}:{256 * i + 256}]", "value": value}
-        for i, value in values.items()
-    ]
+    return [common | {"task": f"offline[{256 * i}:{256 * i + 256}]", "value": value} for i, value in values.items()]
 
 
 def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[dict[str, Any]]:
@@ -142,9 +136,7 @@ def write_fig13(results: Path) -> None:
 
 
 def write_fig15(results: Path) -> None:
-    write_latency(
-        results, "latency", (row for batch in (1, 4, 8) for row in time_rows(scale=batch, batch_size=batch))
-    )
+    write_latency(results, "latency", (row for batch in (1, 4, 8) for row in time_rows(scale=batch, batch_size=batch)))
 
 
 def write_fig16a(results: Path) -> None:
@@ -162,13 +154,9 @@ def write_fig17(results: Path) -> None:
     for name, numbers in (("alpha", (1, 3, 5, 7, 9)), ("partial_weight_ratio", (0.1, 0.3, 0.6, 1.0))):
         for index, number in enumerate(numbers):
             row = {"label": f"{name}={number}"}
-            accuracy.append(
-                row | {"task": "winogrande", "metric": "acc", "value": 0.5 + 0.03 * index, "kv_frac": 0.1}
-            )
+            accuracy.append(row | {"task": "winogrande", "metric": "acc", "value": 0.5 + 0.03 * index, "kv_frac": 0.1})
             latency.append(row | {"prefill_s": 1, "decode_s": 2 + 0.1 * index, "total_s": 3 + 0.1 * index})
-    accuracy.append(
-        {"label": "alpha=inf", "task": "winogrande", "metric": "acc", "value": 0.7, "kv_frac": 0.2}
-    )
+    accuracy.append({"label": "alpha=inf", "task": "winogrande", "metric": "acc", "value": 0.7, "kv_frac": 0.2})
     write_accuracy(results, "fig17-accuracy", accuracy)
     write_latency(results, "fig17-latency", latency)
 
@@ -192,6 +180,7 @@ WRITERS = {
     "fig16b": write_fig16b,
     "fig17": write_fig17,
     "fig18": write_fig18,
+    **analysis_tables.WRITERS,
     **{f"{name}-modelled": costmodel.write_table for name in costmodel.FIGURES},
 }
 
@@ -210,11 +199,7 @@ def legend(figure: Figure) -> list[str]:
 
 def bar_heights(axes: Axes) -> dict[str, list[float]]:
     """Heights by label; a legend entry without bars is left out."""
-    bars = [
-        container
-        for container in axes.containers
-        if isinstance(container, BarContainer) and container.patches
-    ]
+    bars = [container for container in axes.containers if isinstance(container, BarContainer) and container.patches]
     return {str(bar.get_label()): [patch.get_height() for patch in bar.patches] for bar in bars}
 
 
@@ -240,7 +225,7 @@ def test_every_figure_has_a_made_up_table() -> None:
 def test_axes_say_quantity_and_unit_and_nothing_overlaps(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path)
     figure = draw(name, tmp_path)
-    units = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity")
+    units = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity", "(GiB)", "(tokens)", "cosine similarity", "mean |")
     for axes in figure.axes:
         assert any(unit in axes.get_ylabel() for unit in units), axes.get_ylabel()
     assert len(set(legend(figure))) == len(legend(figure)) > 0
@@ -381,9 +366,7 @@ def test_fig17_has_two_axes_a_setting(tmp_path: Path) -> None:
     assert legend(figure) == ["accuracy", "latency"]
     alpha, alpha_right, ratio, _ = sorted(figure.axes, key=lambda axes: (axes.bbox.x0, axes.get_ylabel()))
     np.testing.assert_allclose(lines(alpha)["accuracy"][0].get_xdata(orig=False), [1, 3, 5, 7, 9])
-    np.testing.assert_allclose(
-        lines(alpha_right)["latency"][0].get_ydata(orig=False), [3, 3.1, 3.2, 3.3, 3.4]
-    )
+    np.testing.assert_allclose(lines(alpha_right)["latency"][0].get_ydata(orig=False), [3, 3.1, 3.2, 3.3, 3.4])
     assert ratio.get_xlabel() == "partial weight ratio"
 
 
@@ -544,9 +527,7 @@ def test_plots_import_nothing_that_reads_records() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                assert name.split(".")[0] in allowed or name == "harness.errors", (
-                    f"{path.name} imports {name}"
-                )
+                assert name.split(".")[0] in allowed or name == "harness.errors", f"{path.name} imports {name}"
 
 
 def test_columns_and_labels_agree_with_the_tables() -> None:

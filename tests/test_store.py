@@ -95,9 +95,7 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
         elif operation == "gather":
             index = distinct_slots(CAPACITY, generator, ragged=ragged)
             index = index.masked_fill(index >= filled, -1)[..., :num_rows]
-            zero = Codec(codec).decode(
-                torch.zeros(Codec(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32
-            )
+            zero = Codec(codec).decode(torch.zeros(Codec(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32)
             reference.check(store.fetch(index), index, untouched=zero)
     crossed = placement == "host"
     assert store.h2d_bytes == reference.loaded * store.slot_bytes * crossed
@@ -183,7 +181,5 @@ def test_bad_settings_are_refused(monkeypatch):
     with pytest.raises(UserError, match="placement='disk' is unknown; allowed: device, host"):
         make_store(placement="disk")
     monkeypatch.setattr(store_module, "_available_bytes", lambda home: 2**30)
-    with pytest.raises(
-        UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"
-    ):
+    with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
         make_store("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)

@@ -1,7 +1,7 @@
 """Figure 7: magnitude of the columns of Q and K before and after skewing.
 
-A column's magnitude is the mean over tokens of its absolute values. The columns of a KV head are ordered by what
-InfiniGen chooses partial columns by, |q| + |k|, so partial columns are the leftmost; Q is the mean of the group's heads.
+A column's magnitude is the mean over tokens of its absolute values; Q's is the mean over the group's heads. The columns
+of a KV head are ordered by |q| + |k|, as InfiniGen chooses partial columns, which are therefore the leftmost.
 """
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ def _points(layer: int, counts: Tensor) -> Iterator[Point]:
     num_tokens = counts.shape[-1]
     width = 2 ** max(0, (num_tokens // MAX_BINS).bit_length() - 1)
     for index, share in enumerate(histogram(counts, width).unbind(-1)):
-        where = {"x_name": "key_tokens", "x": float(index * width), "layer": layer}
-        yield mean_point(share, series=series, metric="share_of_queries", **where)
+        x = index * width
+        yield mean_point(share, series=series, metric="share_of_queries", x_name="key_tokens", x=x, layer=layer)
     for query in QUERIES:
         if query < num_tokens:
-            where = {"x_name": "query_token", "x": float(query), "layer": layer}
-            yield mean_point(counts[:, query], series=series, metric=f"key_tokens_for_{MASS:g}", **where)
+            of_heads, metric = counts[:, query], f"key_tokens_for_{MASS:g}"
+            yield mean_point(of_heads, series=series, metric=metric, x_name="query_token", x=query, layer=layer)
 
 
 def histogram(counts: Tensor, width: int) -> Tensor:

@@ -28,7 +28,8 @@ def measure(subject: Subject) -> list[Point]:
     """
     model, adapter = subject.loaded.model, subject.attached.adapter
     if not getattr(model.config, "do_layer_norm_before", True):
-        raise UserError(f"model {subject.loaded.name}: norms after the residual sum; Table 1 needs one that does before")
+        name = subject.loaded.name
+        raise UserError(f"model {name}: norms after the residual sum; Table 1 needs a model that norms before it")
     num_layers = subject.attached.geometry.num_layers
     chosen = subject.layers(()) or tuple(range(1, num_layers))
     if 0 in chosen:
@@ -75,7 +76,8 @@ class _ResidualStream:
 def _points(similarities: Tensor, layers: tuple[int, ...]) -> list[Point]:
     """similarities: [layers, 3]."""
     metric = "cosine_similarity"
-    points = [mean_point(column, series=name, metric=metric) for name, column in zip(SERIES, similarities.T, strict=True)]
+    columns = zip(SERIES, similarities.T, strict=True)
+    points = [mean_point(column, series=name, metric=metric) for name, column in columns]
     for layer, row in zip(layers, similarities.tolist(), strict=True):
         points += [Point(name, metric, value, "layer", layer, layer) for name, value in zip(SERIES, row, strict=True)]
     return points

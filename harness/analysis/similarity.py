@@ -90,7 +90,7 @@ def _compared(subject: Subject) -> tuple[Method, Oracle]:
     method = subject.config.method.with_size(kept)
     budget = method.tokens_read(num_tokens, num_tokens)
     if not budget:
-        raise UserError(f"analysis.kept_frac={kept}: keeps none of {num_tokens} tokens; raise it or analysis.num_tokens")
+        raise UserError(f"analysis.kept_frac={kept}: keeps none of {num_tokens} tokens; raise one of them")
     return method, Oracle(fixed_fetch=int(budget))
 
 

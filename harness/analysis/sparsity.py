@@ -41,8 +41,8 @@ class WatchedKeys:
         """Take the keys' weights in the block's rows."""
         begin = max(block.start, self.first)
         if begin < block.stop:
-            probs = block.probs()[self.head, begin - block.start :, self.keys.to(block.scores.device)]
-            self.weights[:, begin - self.first : block.stop - self.first] = probs.T.cpu()
+            probs = block.probs()[self.head, begin - block.start :].cpu()
+            self.weights[:, begin - self.first : block.stop - self.first] = probs[:, self.keys].T
 
 
 def measure(subject: Subject) -> list[Point]:

@@ -1,6 +1,6 @@
 """One analysis of a loaded model: its text, its layers, its statistic.
 
-    python run.py experiment=fig5 analysis.num_tokens=4096 analysis.layers=[0,10,20]
+python run.py experiment=fig5 analysis.num_tokens=4096 analysis.layers=[0,10,20]
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def published_rows() -> list[dict[str, str]]:
 def calibrate(efficiency: Efficiency = FITTED) -> list[Comparison]:
     """Every published number that the cost model predicts, in the order of the file."""
     compared = []
-    for row in published_rows():
+    for row in (row for row in published_rows() if row["figure"] in FIGURES):
         predicted = quantity(row, lambda cell: _predict(cell, PAPER_PLATFORM, efficiency))
         if predicted is not None:
             names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
@@ -136,13 +136,11 @@ def render(comparisons: Sequence[Comparison]) -> str:
 
 
 def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | None:
-    """What a line of the file gives, made of our runs, in the file's unit; None for what is no time of `FIGURES`.
+    """What a line of the file about one of `FIGURES` gives, made of our runs, in its unit; None for what is no time.
 
     timed: our run of a setup of the paper; what it raises for one that is missing is passed on.
     """
     figure, series, metric = row["figure"], row["series"], row["metric"]
-    if figure not in FIGURES:
-        return None
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
     batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
 

@@ -101,9 +101,7 @@ def open_link(device: torch.device, *, bytes_per_s: float | None = None, overlap
         from harness.memory.cuda_link import CudaLink
 
         if bytes_per_s is not None:
-            raise UserError(
-                f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda"
-            )
+            raise UserError(f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda")
         return CudaLink(device, overlap=overlap)
     from harness.memory.emulated_link import EmulatedLink, default_bytes_per_s, measure_copy_rate
 

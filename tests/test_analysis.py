@@ -1,0 +1,418 @@
+"""Each statistic of the analyses against a direct computation on a tiny model; every experiment at toy size."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import MAX_LENGTH, tiny_model
+from torch import Tensor
+
+import plots
+from harness import models, runner, tables
+from harness.analysis import dense
+from harness.analysis.key_tokens import histogram, tokens_for_mass
+from harness.analysis.memory import run_memory
+from harness.analysis.study import run_analysis
+from harness.attach import Handler, attach
+from harness.attention import dense_attention
+from harness.calibration import calibrate
+from harness.cli import main
+from harness.config import CONF_DIR, RunConfig, load
+from harness.errors import UserError
+from harness.models import LoadedModel, model_config
+
+NUM_TOKENS = 60
+FAMILIES = ("tiny_llama", "tiny_gqa", "tiny_opt", "tiny_qwen3")
+EXPERIMENTS = (CONF_DIR / "experiment").glob("*.yaml")
+ANALYSES = sorted(path.stem for path in EXPERIMENTS if "kind: analysis" in path.read_text())
+Points = dict[tuple[str, int | None, str, float | None], dict]
+
+
+class ByteTokenizer:
+    """A token a byte."""
+
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+        assert options["add_special_tokens"] is False
+        return {"input_ids": list(text.encode())}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch, tmp_path):
+    """Chunks that do not divide the length, and no cache outside the test's folder."""
+    monkeypatch.setattr(dense, "MAX_CHUNK", 7)
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=900)))
+    return file
+
+
+def loaded(model) -> LoadedModel:
+    return LoadedModel(model, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+
+
+def settings(text: Path, experiment: str, *overrides: str, num_tokens: int = NUM_TOKENS) -> RunConfig:
+    files = [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
+    return load([f"experiment={experiment}", *files, f"analysis.num_tokens={num_tokens}", *overrides])
+
+
+def measured(model, config: RunConfig) -> Points:
+    """The points by series, layer, metric and x."""
+    points = run_analysis(config, loaded(model)).metrics["points"]
+    found = {(each["series"], each["layer"], each["metric"], each["x"]): each for each in points}
+    assert len(found) == len(points)
+    return found
+
+
+def ids_of(text: Path, num_tokens: int = NUM_TOKENS) -> Tensor:
+    return torch.tensor([list(text.read_bytes())[:num_tokens]])
+
+
+def attention_weights(model, ids: Tensor) -> list[np.ndarray]:
+    """Of transformers' own eager attention: by layer, fp64 [heads, tokens, tokens]."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            output = model(ids, output_attentions=True)
+    finally:
+        model.set_attn_implementation(before)
+    return [weights[0].double().numpy() for weights in output.attentions]
+
+
+def num_needed(weights: np.ndarray) -> int:
+    """Key tokens that hold 0.9 of one query's attention."""
+    held = 0.0
+    for count, weight in enumerate(sorted(weights, reverse=True), start=1):
+        held += weight
+        if held >= 0.9:
+            return count
+    raise AssertionError("the weights sum to less than 0.9")
+
+
+def check_mean(point: dict, values) -> None:
+    values = np.asarray(values, dtype=float)
+    assert point["value"] == pytest.approx(values.mean(), rel=1e-4)
+    assert point["stderr"] == pytest.approx(values.std(ddof=1) / math.sqrt(len(values)), rel=1e-3, abs=1e-7)
+    assert point["num_samples"] == len(values)
+
+
+# Figure 5
+
+
+def test_key_tokens_are_the_direct_ones(model, text):
+    points = measured(model, settings(text, "fig5", "analysis.layers=[0,3]"))
+    weights = attention_weights(model, ids_of(text))
+    for layer in (0, 3):
+        counts = [[num_needed(row[: t + 1]) for t, row in enumerate(head)] for head in weights[layer]]
+        shown = {key[3]: point for key, point in points.items() if key[1] == layer}
+        assert max(map(max, counts)) == max(shown), "the last bin is the largest count"
+        for x, point in shown.items():
+            check_mean(point, [np.mean([count == x for count in head]) for head in counts])
+
+
+def test_key_tokens_of_single_queries(tiny_gqa, text):
+    points = measured(tiny_gqa, settings(text, "fig5", "analysis.layers=[2]", num_tokens=MAX_LENGTH))
+    weights = attention_weights(tiny_gqa, ids_of(text, MAX_LENGTH))[2]
+    single = {key[3]: point for key, point in points.items() if key[2] == "key_tokens_for_0.9"}
+    assert list(single) == [500], "the others lie behind the text"
+    check_mean(single[500], [num_needed(head[500]) for head in weights])
+
+
+def test_fewest_tokens_that_hold_a_mass():
+    probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    assert tokens_for_mass(probs, 0.75).tolist() == [2, 1, 3]
+    assert tokens_for_mass(probs, 1.0).tolist() == [4, 1, 4]
+
+
+def test_histogram_holds_every_query():
+    counts = torch.tensor([[1, 1, 4, 5], [1, 2, 3, 9]])
+    assert histogram(counts, 4).tolist() == [[0.5, 0.5, 0], [0.75, 0, 0.25]]
+
+
+# Figure 4
+
+
+def direct_similarities(weights: np.ndarray, num_kv_heads: int, heavy: int, recent: int) -> dict[str, np.ndarray]:
+    """Cosines by series [heads, tokens], one token at a time; weights: [heads, tokens, tokens]."""
+    heads, tokens, _ = weights.shape
+    found = {name: np.ones((heads, tokens)) for name in ("H2O", "Oracle")}
+    for members in np.arange(heads).reshape(num_kv_heads, -1):
+        mass: dict[int, float] = defaultdict(float)
+        for t in range(tokens):
+            with np.errstate(divide="ignore"):
+                scores = np.log(weights[members, t, :t])
+            relative = (scores - scores.max(-1, keepdims=True)).max(0) if t else np.zeros(0)
+            best = np.argsort(-relative, kind="stable")[: heavy + recent]
+            for name, read in (("H2O", sorted(mass)), ("Oracle", list(best))):
+                kept = np.zeros(tokens)
+                kept[[*read, t]] = 1
+                for head in members:
+                    full = weights[head, t]
+                    partial = full * kept / (full * kept).sum()
+                    cosine = full @ partial / np.linalg.norm(full) / np.linalg.norm(partial)
+                    found[name][head, t] = cosine
+            visible = [*mass, t]
+            for head in members:
+                total = weights[head, t, visible].sum()
+                for token in visible:
+                    mass[token] += weights[head, t, token] / total
+            if len(mass) > heavy + recent:
+                del mass[min((token for token in mass if token <= t - recent), key=mass.__getitem__)]
+    return found
+
+
+def test_similarities_are_the_direct_ones(model, text):
+    points = measured(model, settings(text, "fig4", "analysis.layers=[0,2]", "analysis.kept_frac=0.2"))
+    weights = attention_weights(model, ids_of(text))
+    num_kv_heads = getattr(model.config, "num_key_value_heads", 4)
+    for layer in (0, 2):
+        direct = direct_similarities(weights[layer], num_kv_heads, heavy=6, recent=6)
+        for name, cosines in direct.items():
+            assert cosines.min() < 0.999, "something is left out"
+            for t in range(1, NUM_TOKENS):
+                check_mean(points[name, layer, "cosine_similarity", t], cosines[:, t])
+
+
+def test_the_oracle_is_never_worse_than_what_it_bounds(tiny_llama, text):
+    points = measured(tiny_llama, settings(text, "fig4", "analysis.layers=[1]"))
+    for (name, *place), point in points.items():
+        assert name == "Oracle" or point["value"] <= points["Oracle", *place]["value"] + 1e-6
+
+
+def test_tokens_are_binned(tiny_llama, text):
+    points = measured(tiny_llama, settings(text, "fig4", "analysis.layers=[1]", num_tokens=252))
+    xs = sorted({x for *_, x in points})
+    assert len(xs) == 84 and xs[:2] == [2, 5], "three tokens a bin, its middle one as x"
+
+
+# Table 1
+
+
+def direct_layer_inputs(model, ids: Tensor) -> dict[str, list[Tensor]]:
+    """Cosines [tokens] for each layer from the second on, from the modules' own outputs."""
+    kept: dict[str, list[Tensor]] = {"attn": [], "ffn": []}
+    hooks = []
+    for layer in model.get_decoder().layers:
+        ffn = layer.mlp if hasattr(layer, "mlp") else layer.fc2
+        hooks.append(layer.self_attn.register_forward_hook(lambda m, a, out: kept["attn"].append(out[0][0])))
+        hooks.append(ffn.register_forward_hook(lambda m, a, out: kept["ffn"].append(out.reshape(ids.shape[1], -1))))
+    with torch.inference_mode():
+        inputs = [hidden[0] for hidden in model(ids, output_hidden_states=True).hidden_states]
+    for hook in hooks:
+        hook.remove()
+    earlier = {"block_input_prev": inputs, "attn_out_prev": kept["attn"], "ffn_out_prev": kept["ffn"]}
+    layers = range(1, len(kept["attn"]))
+    return {
+        name: [torch.cosine_similarity(inputs[layer], source[layer - 1], dim=-1) for layer in layers]
+        for name, source in earlier.items()
+    }
+
+
+def test_layer_inputs_are_the_direct_ones(model, text):
+    points = measured(model, settings(text, "table1"))
+    for name, layers in direct_layer_inputs(model, ids_of(text)).items():
+        means = [float(cosines.mean()) for cosines in layers]
+        assert len(means) == 3
+        check_mean(points[name, None, "cosine_similarity", None], means)
+        for layer, mean in enumerate(means, start=1):
+            assert points[name, layer, "cosine_similarity", layer]["value"] == pytest.approx(mean, abs=1e-5)
+
+
+def test_layer_inputs_of_chosen_layers(tiny_llama, text):
+    every, one = (measured(tiny_llama, settings(text, "table1", *chosen)) for chosen in ([], ["analysis.layers=[2]"]))
+    key = ("ffn_out_prev", 2, "cosine_similarity", 2)
+    assert one[key] == every[key] and len(one) == 6
+
+
+def test_layer_inputs_leave_no_hook(text):
+    model = tiny_model("llama", num_key_value_heads=4)
+    measured(model, settings(text, "table1"))
+    for layer in model.get_decoder().layers:
+        assert not layer._forward_pre_hooks and not layer.self_attn._forward_hooks
+
+
+# Figure 20
+
+
+def test_sparse_queries_are_the_direct_ones(tiny_gqa, text, monkeypatch):
+    monkeypatch.setattr("harness.analysis.sparsity.SMALL", 0.75)  # 1 % of so few keys is none
+    points = measured(tiny_gqa, settings(text, "fig20", "analysis.layers=[0,3]", num_tokens=MAX_LENGTH))
+    weights = attention_weights(tiny_gqa, ids_of(text, MAX_LENGTH))
+    for layer in (0, 3):
+        few = [[num_needed(row[: t + 1]) < 0.75 * (t + 1) for t, row in enumerate(head)] for head in weights[layer]]
+        for length in (256, 512):
+            shares = [np.mean(head[:length]) for head in few]
+            assert 0 < np.mean(shares) < 1
+            check_mean(points[f"layer {layer}", layer, "share_of_sparse_queries", length], shares)
+
+
+def test_watched_keys_have_their_weights(tiny_gqa, text):
+    points = measured(tiny_gqa, settings(text, "fig20", "analysis.layers=[1]", num_tokens=80))
+    weights = attention_weights(tiny_gqa, ids_of(text, 80))[1][30 * 4 // 32]
+    watched = {key: point for key, point in points.items() if key[2] == "attention_weight"}
+    assert {x for *_, x in watched} == set(range(60, 80))
+    spread = weights[60:, :60].std(0)
+    names = {name for name, *_ in watched}
+    assert names == {f"key {key}" for key in np.argsort(spread)[-4:]}, "all 60 are sampled, the 4 that vary most shown"
+    for (name, _, _, x), point in watched.items():
+        assert point["value"] == pytest.approx(weights[int(x), int(name.removeprefix("key "))], rel=1e-4, abs=1e-7)
+
+
+# Figure 7
+
+
+class Capture(Handler):
+    """Keeps queries and keys by layer."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.rows = scale, {}
+
+    def attention(self, layer, query, key, value):
+        self.rows[layer] = query[0].double(), key[0].double()
+        return dense_attention(query, key, value, self.scale)
+
+
+def test_column_magnitudes_are_the_direct_ones(model, text):
+    points = measured(model, settings(text, "fig7", "analysis.layers=[2]"))
+    with attach(model) as attached:
+        rotation = calibrate(attached, list(text.read_bytes())[:80]).rotation[2].double()
+        capture = Capture(attached.geometry.scale)
+        attached.forward(ids_of(text), torch.arange(NUM_TOKENS)[None], capture)
+    query, key = capture.rows[2]
+    group = len(query) // len(key)
+    identity = torch.eye(key.shape[-1]).double()
+    for series in ("before skewing", "after skewing"):
+        heads = []
+        for head in range(len(key)):
+            basis = identity if series.startswith("before") else rotation[head]
+            of_query = (query[head * group : (head + 1) * group] @ basis).abs().mean((0, 1))
+            of_key = (key[head] @ basis).abs().mean(0)
+            order = (of_query + of_key).argsort(descending=True)
+            heads.append((of_query[order], of_key[order]))
+        for rank in range(key.shape[-1]):
+            for index, metric in enumerate(("query_magnitude", "key_magnitude")):
+                check_mean(points[series, 2, metric, rank], [float(head[index][rank]) for head in heads])
+
+
+# Figure 2
+
+
+def test_memory_of_the_papers_model():
+    points = run_memory(load(["experiment=fig2", "model=opt-30b"])).metrics["points"]
+    found = {(each["series"], each["x_name"], each["x"]): each["value"] for each in points}
+    for x_name, x in (("seq_len", 2048), ("batch_size", 16)):
+        assert found["KV cache", x_name, x] == 16 * 2048 * 48 * 2 * 7168 * 2
+    assert found["KV cache", "batch_size", 1] * 64 == found["KV cache", "batch_size", 64]
+    assert {value for (series, *_), value in found.items() if series == "weights"} == {found["weights", "seq_len", 256]}
+
+
+@pytest.mark.parametrize("name", ["opt-6.7b", "llama2-7b", "smollm2-135m", "qwen2.5-0.5b"])
+def test_weights_are_those_of_the_model(name):
+    from transformers import AutoModelForCausalLM
+
+    config = load(["experiment=fig2", f"model={name}"])
+    weights = run_memory(config).metrics["points"][1]["value"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(config.model))
+    assert weights == pytest.approx(2 * sum(each.numel() for each in model.parameters()), rel=2e-3)
+
+
+# whole runs
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_every_analysis_runs_and_is_drawn(name, tiny_gqa, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load_model", lambda config: loaded(tiny_gqa))
+    monkeypatch.setattr(runner, "_loaded", None)
+    config = settings(text, name, f"results_dir={tmp_path / 'results'}", num_tokens=300)
+    path = runner.run(config)
+    assert runner.report([path]).splitlines()[0].startswith("smollm2-135m, ")
+    with (tmp_path / "results" / "tables" / f"{name}.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert tuple(rows[0]) == tables.ANALYSIS_COLUMNS
+    assert {row["experiment"] for row in rows} == {name}
+    assert {row["source"] for row in rows} == {"modelled" if name == "fig2" else "measured"}
+    markdown = (tmp_path / "results" / "tables" / f"{name}.md").read_text()
+    assert ("## published" in markdown) == (name in ("fig5", "table1"))
+    if name != "table1":
+        assert f"{name}.png" in {drawn.name for drawn in plots.main(tmp_path / "results")}
+
+
+def test_the_sizes_need_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "loaded_model", lambda config: pytest.fail("a model is loaded"))
+    runner.run(load(["experiment=fig2", "model=opt-30b", f"results_dir={tmp_path}"]))
+
+
+def test_settings_of_other_kinds_make_no_other_run():
+    from harness.records import run_id
+
+    one, same, other = (
+        run_id(load(["experiment=fig5", *more]), {}) for more in ([], ["seq_len=99"], ["analysis.num_tokens=99"])
+    )
+    assert one == same != other
+    plain = [run_id(load(["method=full", *more]), {}) for more in ([], ["analysis.num_tokens=99"])]
+    assert plain[0] == plain[1]
+
+
+# bad input
+
+REFUSED = {
+    "experiment=fig5 analysis.num_tokens=1": "analysis.num_tokens=1: must be at least 2",
+    "experiment=fig5 analysis.layers=[]": "analysis.layers=[]: must name at least one layer",
+    "experiment=fig5 analysis.layers=[1,1]": "analysis.layers=[1,1]: must name at least one layer",
+    "experiment=fig5 analysis.layers=[-1]": "analysis.layers=[-1]: must name at least one layer",
+    "experiment=fig5 analysis.statistic=tokens": "analysis.statistic=tokens: did you mean 'key_tokens'?",
+    "experiment=fig5 analysis.num_token=9": "unknown setting analysis.num_token: did you mean 'num_tokens'?",
+    "experiment=fig4 analysis.kept_frac=0": "analysis.kept_frac=0.0: must be above 0 and at most 1",
+    "experiment=fig4 method=infinigen": "method=infinigen: analysis.statistic=similarity compares h2o or streaming",
+    "experiment=fig4 method=full": "method=full: analysis.statistic=similarity compares h2o or streaming",
+    "experiment=fig4 codec=int4": "codec=int4: plays no part in kind=analysis",
+    "experiment=fig5 target_kv_frac=0.1 method=h2o": "target_kv_frac=0.1: plays no part in kind=analysis",
+    "kind=analysis": "analysis.statistic=null: kind=analysis needs one of memory, similarity",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {REFUSED[command]}") and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "message"),
+    [
+        ("fig5", ["analysis.layers=[0,4]"], r"analysis.layers=\[0,4\]: tiny has layers 0 to 3"),
+        ("fig7", ["analysis.layers=[9]"], r"analysis.layers=\[9\]: tiny has layers 0 to 3"),
+        ("table1", ["analysis.layers=[0]"], "layer 0 has no layer before it"),
+        ("fig5", ["analysis.num_tokens=513"], "analysis.num_tokens=513: tiny takes at most 512 tokens"),
+        ("fig5", ["corpus.offset_tokens=850"], "analysis.num_tokens=60: the text has 50 tokens from token 850 on"),
+        ("fig4", ["analysis.kept_frac=0.01", "method=streaming"], "analysis.kept_frac=0.01: keeps none of 60 tokens"),
+    ],
+)
+def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):
+    with pytest.raises(UserError, match=message):
+        run_analysis(settings(text, experiment, *overrides), loaded(tiny_llama))
+
+
+def test_refuses_a_model_that_norms_after_the_sum(text):
+    post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
+    with pytest.raises(UserError, match="norms after the residual sum"):
+        run_analysis(settings(text, "table1"), loaded(post_norm))
