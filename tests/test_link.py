@@ -211,8 +211,10 @@ def test_an_error_while_transferring_leaves_no_thread():
 
 
 def test_interrupting_a_wait_ends_the_process():
+    # A shell starts its background jobs with SIGINT ignored, and their children inherit that.
     script = """
-import torch
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from tests.test_link import *
 store, _, _ = filled_store()
 with EmulatedLink(ALL_BYTES / 600) as link:
@@ -222,10 +224,13 @@ with EmulatedLink(ALL_BYTES / 600) as link:
 """
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=5)
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=5)
+        finally:
+            process.kill()
     assert process.returncode != 0 and "KeyboardInterrupt" in errors
 
 
