@@ -291,11 +291,9 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     batch, num_kv_heads, slots, head_dim = key.shape
     rows = query.shape[2]
     stacked = (query * scale).reshape(batch, num_kv_heads, -1, head_dim)
-    if rows == 1:
-        # Keys first: over slots that hold K and V side by side this thin product takes half the time on a CPU.
-        scores = (key @ stacked.transpose(-1, -2)).transpose(-1, -2)
-    else:
-        scores = stacked @ key.transpose(-1, -2)
+    # A thin product takes half the time on a CPU with the keys first, where slots hold K and V side by side.
+    keys_first = rows == 1
+    scores = (key @ stacked.mT).mT if keys_first else stacked @ key.mT
     return scores.reshape(batch, num_kv_heads, -1, rows, slots).float()
 
 
