@@ -6,7 +6,7 @@ are on the device, and are written back while later layers compute.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
-        for token in generate(session, ids, valid): ...
+        for logits in generate(session, session.prefill(ids, real)): ...
 
 The selection functions are those of replay, called with one row.
 """

@@ -56,3 +56,5 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
         slots = {label: bars.Slots(places[[index]], WIDTH) for index, label in enumerate(rows.index)}
         points = data.published("fig18", "block_latency", panel, PAPER)
         bars.published(axes, slots, [BATCH_SIZE], points)
+    axes.use_sticky_edges = False  # an empty segment on top of the tallest stack would end the axis there
+    axes.set_ylim(bottom=0)
