@@ -28,9 +28,6 @@ _names = (f"kv_harness_{number}" for number in count())
 class Handler:
     """Who computes attention during a forward pass. Only `attention` must be given."""
 
-    rehearsing = False
-    """Whether the query of each following layer is wanted early."""
-
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a layer's fresh rows.
 
@@ -38,6 +35,10 @@ class Handler:
         num_kv_heads, rows, head_dim]. Returns [batch, rows, heads, head_dim].
         """
         raise NotImplementedError
+
+    def rehearses(self, layer: int) -> bool:
+        """Whether the query of `layer` is wanted early."""
+        return False
 
     def rehearse(self, layer: int, query: Tensor) -> None:
         """The query `layer` would have, made from the attention input of the layer before; called there."""
@@ -97,7 +98,7 @@ class Attached:
             return
         self._handler.layer_begins(module.layer_idx)
         following = module.layer_idx + 1
-        if self._handler.rehearsing and following < len(self.attentions):
+        if following < len(self.attentions) and self._handler.rehearses(following):
             hidden = args[0] if args else call["hidden_states"]
             query = self.adapter.query(self.attentions[following], hidden, call)
             self._handler.rehearse(following, query)

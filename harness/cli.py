@@ -1,6 +1,7 @@
 """The command line: Hydra in front, one line for whatever the user got wrong behind.
 
-Exit codes: 0; 2 for what a user can put right; 1 for a defect of ours; 130 after Ctrl-C.
+Exit codes: 0; 2 for what a user can put right; 1 for a defect of ours; 75 for a grid that put cells off, since their
+minutes were spent (the same command goes on); 130 after Ctrl-C.
 HYDRA_FULL_ERROR=1 shows tracebacks.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,67 +22,87 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness import grid, runner
 from harness.config import CONF_DIR, parse
-from harness.errors import UserError, nearest
+from harness.errors import Unfinished, UserError, nearest
+from harness.plan import read_plan
+from harness.records import until_settled
 
 TRACEBACKS = "HYDRA_FULL_ERROR"
+UNFINISHED = 75
+"""EX_TEMPFAIL of sysexits.h: not done yet, invited to try again."""
 
 
 @dataclass
 class Jobs:
     """What Hydra calls, once, or for each job of a sweep (`-m`); a job that fails does not stop the others.
 
-    tracebacks: show them. paths: records of the finished runs. exit_code: the last failure's, else 0.
-    draws: a grid ran, so draw its figures. process: where failures and tables are gathered.
+    A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
+
+    tracebacks: show them. paths: records of the finished runs. left_out: what a grid did without, a line each.
+    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
     """
 
     tracebacks: bool
     paths: list[Path] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     exit_code: int = 0
     draws: bool = False
-    process: int = field(default_factory=os.getpid)
+    is_copy: bool = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, is_copy=True)
 
     def __call__(self, config: DictConfig) -> None:
         try:
             self._execute(config)
         except Exception as error:
-            if os.getpid() != self.process:
-                raise  # a launcher with processes of its own brings it back
             self.fail(error)
-        if os.getpid() != self.process:
-            self.report()
+            if self.is_copy:
+                raise
+        finally:
+            if self.is_copy:
+                self.report()
 
     def _execute(self, config: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
-        if "grid" not in config:
-            checked = parse(config, overrides)
-            if checked.kind == "generate":
-                runner.generate(checked)
-            else:
-                self.paths.append(runner.run(checked))
+        if HydraConfig.get().runtime.choices.get("grid") is None:
+            self._run_one(config, overrides)
             return
         self.draws = True
-        for path in grid.run_cells(grid.cells(config.grid, overrides)):
+        plan = read_plan(config.grid, overrides)
+        self.left_out += plan.left_out
+        print(*plan.left_out, sep="\n", end="\n" * bool(plan.left_out))
+        for path in grid.run_cells(plan.cells, plan.minutes):
             self.paths.append(path)
+
+    def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
+        checked = parse(config, overrides)
+        if checked.kind == "generate":
+            runner.generate(checked)
+        else:
+            self.paths.append(runner.run(checked))
 
     def fail(self, error: Exception) -> None:
         """Say in one line on stderr what went wrong."""
         users_fault = isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError)
-        self.exit_code = 2 if users_fault else 1
+        self.exit_code = UNFINISHED if isinstance(error, Unfinished) else 2 if users_fault else 1
         if self.tracebacks:
             traceback.print_exception(error)
         hint = "" if users_fault else f" ({type(error).__name__}, a defect; {TRACEBACKS}=1 shows where)"
-        print(f"error: {one_line(error)}{hint}", file=sys.stderr)
+        word = "unfinished" if self.exit_code == UNFINISHED else "error"
+        print(f"{word}: {one_line(error)}{hint}", file=sys.stderr)
 
     def report(self) -> None:
-        """Write the tables of what has run, print its table, and name the figures."""
-        if not self.paths:
-            return
-        print(runner.report(self.paths))
-        if self.draws:
+        """Write the tables of what has run, print its table, and name the figures and what was left out."""
+        if self.paths:
+            print(runner.report(self.paths))
+        if self.paths and self.draws:
             from plots import main as draw
 
-            for figure in draw(self.paths[0].parents[3]):
+            results = self.paths[0].parents[3]
+            for figure in until_settled(results, "tables/*.csv", lambda: draw(results)):
                 print(figure)
+        for line in self.left_out:
+            print(line)
 
 
 def main(argv: Sequence[str]) -> int:

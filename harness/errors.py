@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Something the user can put right: a setting, a file, the machine's memory. One line, no traceback."""
 
 
+class Unfinished(UserError):
+    """Nothing is wrong, and the same command goes on: a grid's time allotment is spent."""
+
+
 def nearest(name: object, allowed: Iterable[str]) -> str:
     """Point from an unknown name to the known ones.
 

@@ -3,6 +3,10 @@
 Under host placement a request starts a transfer into one of two buffers that take turns, since at most two layers'
 rows are under way: the one computing and the next. Under device placement it is remembered and read in place.
 With `reuse` each layer keeps a buffer of its own, and only rows that are not in it yet cross the link.
+
+Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
+ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
+the others computes, one part of what the next step's exempt layers will read.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.memory.link import Link, Ticket
-from harness.memory.store import KVStore, Request
+from harness.memory.store import KVStore, Part, Request
 
 
 class Fetched(NamedTuple):
@@ -29,10 +33,13 @@ class Fetched(NamedTuple):
 
 
 class _Pending(NamedTuple):
+    """What a layer was asked for. rows: where the transfers put it; None is read in place."""
+
     store: KVStore
     request: Request
     present: Tensor | None
-    ticket: Ticket | None
+    rows: Tensor | None
+    tickets: list[Ticket]
 
 
 class Fetcher:
@@ -43,15 +50,19 @@ class Fetcher:
         self.reuse = reuse
         self._pending: dict[int, _Pending] = {}
         self._buffers: list[Tensor] = []
+        self._ahead: list[Tensor] = []
         self._resident: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
 
-    def open(self, stores: list[KVStore], selected: int) -> None:
-        """Make the buffers: for every slot of any store, and with reuse for `selected` rows of each layer."""
+    def open(self, stores: list[KVStore], selected: int, ahead: int = 0) -> None:
+        """Make the buffers: one for each of the first `ahead` layers, two in turn for any other layer's slots, and
+        with reuse one for `selected` rows of each layer.
+        """
         self.selected = selected
-        largest = max(stores, key=lambda store: store.nbytes)
         if self.link is not None:
-            self._buffers = [largest.new_buffer(largest.capacity) for _ in range(2)]
+            self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]
+            largest = max(stores[ahead:], key=lambda store: store.nbytes)
+            self._buffers = [largest.new_buffer(selected if ahead else largest.capacity) for _ in range(2)]
 
     def pending(self, layer: int) -> bool:
         """Whether the layer's rows have been asked for."""
@@ -59,7 +70,18 @@ class Fetcher:
 
     def request_all(self, layer: int, store: KVStore, count: int) -> None:
         """Ask for the first `count` slots."""
-        self._submit(layer, store, count, None, self._turn())
+        self._submit(layer, store, count, None, self._ahead[layer] if layer < len(self._ahead) else self._turn())
+
+    def request_ahead(self, stores: list[KVStore], count: int, part: int, parts: int) -> None:
+        """Ask for one of `parts` parts of the first `count` slots of the layers that come ahead."""
+        begin, end = (len(self._ahead) * count * edge // parts for edge in (part, part + 1))
+        for layer, buffer in enumerate(self._ahead):
+            first, last = (min(max(edge - layer * count, 0), count) for edge in (begin, end))
+            if first == last:
+                continue
+            if layer not in self._pending:
+                self._pending[layer] = _Pending(stores[layer], count, None, stores[layer].rows_in(buffer, count), [])
+            self._prefetch(layer, Part(first, last, count), buffer)
 
     def request_selected(self, layer: int, store: KVStore, mask: Tensor, cap: int) -> None:
         """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head."""
@@ -77,19 +99,19 @@ class Fetcher:
 
     def wait(self, layer: int) -> None:
         """Let the computation wait until the layer's rows are there."""
-        ticket = self._pending[layer].ticket
-        if ticket is not None:
+        for ticket in self._pending[layer].tickets:
             ticket.wait()
 
     def take(self, layer: int) -> Fetched:
         """The layer's rows, waiting for them if need be."""
-        store, request, present, ticket = self._pending.pop(layer)
-        keys, values = store.fetch(request) if ticket is None else store.unpack(ticket.wait())
+        self.wait(layer)
+        store, request, present, rows, _ = self._pending.pop(layer)
+        keys, values = store.fetch(request) if rows is None else store.unpack(rows)
         if present is not None:
             values = values.masked_fill_(~present.unsqueeze(-1), 0)  # what lay there before may be no number
         return Fetched(keys, values, present)
 
-    def write_back(self, layer: int, store: KVStore, rows: Tensor, at: Request) -> None:
+    def write_back(self, layer: int, store: KVStore, rows: Tensor, at: int | Tensor) -> None:
         """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
         if layer in self._resident and not isinstance(at, int):
             self._resident[layer].masked_fill_(self._resident[layer] == at, -1)
@@ -101,7 +123,7 @@ class Fetcher:
     @property
     def device_bytes(self) -> int:
         """Bytes of the buffers on the device."""
-        return sum(buffer.nbytes for buffer in (*self._buffers, *self._kept.values()))
+        return sum(buffer.nbytes for buffer in (*self._buffers, *self._ahead, *self._kept.values()))
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the error of a transfer that failed."""
@@ -113,7 +135,7 @@ class Fetcher:
         try:
             self.drain()
         finally:
-            for held in (self._pending, self._buffers, self._resident, self._kept):
+            for held in (self._pending, self._buffers, self._ahead, self._resident, self._kept):
                 held.clear()
 
     def _turn(self) -> Tensor | None:
@@ -125,10 +147,15 @@ class Fetcher:
     def _submit(
         self, layer: int, store: KVStore, request: Request, present: Tensor | None, buffer: Tensor | None
     ) -> None:
-        ticket = None
-        if self.link is not None and buffer is not None:
-            ticket = self.link.prefetch(store, request, buffer)
-        self._pending[layer] = _Pending(store, request, present, ticket)
+        rows = None if buffer is None else store.rows_in(buffer, request)
+        self._pending[layer] = _Pending(store, request, present, rows, [])
+        if buffer is not None:
+            self._prefetch(layer, request, buffer)
+
+    def _prefetch(self, layer: int, request: Request, buffer: Tensor) -> None:
+        assert self.link is not None
+        pending = self._pending[layer]
+        pending.tickets.append(self.link.prefetch(pending.store, request, buffer))
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:

@@ -72,8 +72,9 @@ def converted(gguf: Path) -> Path:
             target = Path(scratch) / "model"
             _convert(gguf, target)
             _seal(target, digest)
-            shutil.rmtree(directory, ignore_errors=True)  # a damaged copy
-            target.rename(directory)
+            if not _is_intact(directory, digest):  # else another process was faster, and may be reading it
+                shutil.rmtree(directory, ignore_errors=True)  # a damaged copy
+                target.rename(directory)
     except OSError as error:
         if _is_intact(directory, digest):  # another process was faster
             return directory

@@ -1,64 +1,37 @@
-"""A grid: many runs in one process, described by `conf/grid/<name>.yaml`.
+"""A grid: many runs in one process, one after another, as `harness.plan` reads them from `conf/grid/<name>.yaml`.
 
-settings: {num_windows: 3}            # for every cell, unless the command line says otherwise
-cells:
-  - method: infinigen                 # one value, or
-    method.alpha: [4, 5, 6]           # a list of alternatives: a cell for each combination of them
-    experiment: [fig11, fig12]        # the last key varies fastest
-  - method: h2o                       # settings named together vary together
-    method.heavy_frac method.recent_frac: [[0.25, 0.25], [0.125, 0.125]]
+A cell that fails does not stop the others; one that is finished is not run again; one whose experiment has used up its
+minutes is put off to the next start.
 
 python run.py grid=accuracy results_dir=/tmp/results
 """
 
 import itertools
+import math
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from harness.apart import run_apart, shape_of
-from harness.config import RunConfig, load
-from harness.errors import UserError
+from harness.config import RunConfig
+from harness.errors import Unfinished, UserError
+from harness.plan import groups
 from harness.runner import is_finished, run, title
 
 
-def cells(node: DictConfig, overrides: Sequence[str]) -> list[RunConfig]:
-    """All cells of a grid, checked before the first of them runs.
+def run_cells(configs: Sequence[RunConfig], minutes: Mapping[str, float | None] | None = None) -> Iterator[Path]:
+    """Run the cells one after another; yields the path of each finished record, those finished before first.
 
     Args:
-        node: the chosen `conf/grid/*.yaml`, composed.
-        overrides: the user's; they hold for every cell, and win over what the grid sets without varying it.
-
-    Raises:
-        UserError: a malformed grid, a wrong setting in any cell, or an override of what the cells vary.
-    """
-    grid = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(grid, dict)
-    given = {override.split("=", 1)[0]: override for override in overrides}
-    given = {key: override for key, override in given.items() if key.partition(".")[0] != "grid"}
-    settings = _group(grid.get("settings") or {}, "grid.settings")
-    entries = grid.get("cells")
-    if not isinstance(entries, list) or not entries:
-        raise UserError("grid.cells: must be a list of cells; see harness/grid.py")
-    every = [cell for entry in entries for cell in _combinations(_group(entry, "grid.cells"))]
-    for key in given:
-        if len({str(cell[key]) for cell in every if key in cell}) > 1:
-            raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
-    fixed = [{key: value for key, value in (settings | cell).items() if key not in given} for cell in every]
-    configs = [load([*itertools.starmap(_override, cell.items()), *given.values()]) for cell in fixed]
-    if any(config.kind == "generate" for config in configs):
-        raise UserError("grid.cells: experiment=generate writes no record, so it is no cell")
-    return configs
-
-
-def run_cells(configs: Sequence[RunConfig]) -> Iterator[Path]:
-    """Run the cells one after another; yields the path of each finished record, those finished before first.
+        configs: the cells.
+        minutes: by experiment, after which no further cell of it begins.
 
     Raises:
         UserError: at the end, where cells failed: how many, and the first error. The others have run.
+        Unfinished: at the end, where none failed and some were put off; each is named.
     """
     finished = [is_finished(config, tqdm.write) for config in configs]
     for config in itertools.compress(configs, finished):
@@ -67,29 +40,56 @@ def run_cells(configs: Sequence[RunConfig]) -> Iterator[Path]:
     if len(todo) < len(configs):
         tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
     failures: list[tuple[str, Exception]] = []
+    put_off: list[RunConfig] = []
     with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
-        for group in _groups(todo):
-            outcomes = run_apart(group) if shape_of(group[0]) else map(_run_here, group)
-            for config in group:
-                progress.set_description(title(config))
-                outcome = next(outcomes)
-                progress.update()
-                if isinstance(outcome, Path):
-                    yield outcome
-                    continue
+        for config, outcome in _outcomes(todo, minutes or {}, progress):
+            progress.update()
+            if outcome is None:
+                put_off.append(config)
+            elif isinstance(outcome, Path):
+                yield outcome
+            else:
                 failures.append((f"{title(config)}: {str(outcome) or type(outcome).__name__}", outcome))
                 tqdm.write(f"failed: {failures[-1][0]}")
+    _raise_at_the_end(len(configs), failures, put_off)
+
+
+def _outcomes(
+    todo: Sequence[RunConfig], minutes: Mapping[str, float | None], progress: tqdm
+) -> Iterator[tuple[RunConfig, Path | Exception | None]]:
+    """Each cell with its record's path, with its error, or with None where it is put off."""
+    spent: Counter[str] = Counter()
+    for group in groups(todo):
+        begins = [spent[config.experiment] < _seconds(minutes, config) for config in group]
+        yield from ((config, None) for config, now in zip(group, begins, strict=True) if not now)
+        now = list(itertools.compress(group, begins))
+        outcomes = run_apart(now) if now and shape_of(now[0]) else map(_run_here, now)
+        for config in now:
+            progress.set_description(title(config))
+            start = time.perf_counter()
+            outcome = next(outcomes)
+            spent[config.experiment] += time.perf_counter() - start
+            yield config, outcome
+
+
+def _seconds(minutes: Mapping[str, float | None], config: RunConfig) -> float:
+    """What all cells of `config`'s experiment together may take."""
+    limit = minutes.get(config.experiment)
+    return math.inf if limit is None else 60 * limit
+
+
+def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put_off: Sequence[RunConfig]) -> None:
+    for config in put_off:
+        tqdm.write(f"put off: {title(config)}")
+    by_experiment = Counter(config.experiment for config in put_off)
+    counts = ", ".join(f"{count} of {experiment}" for experiment, count in by_experiment.items())
+    later = f"put off, their minutes are spent: {counts}; the same command goes on"
     if failures:
         said, first = failures[0]
-        raise UserError(f"{len(failures)} of {len(configs)} cells failed; the first, {said}") from first
-
-
-def _groups(todo: Sequence[RunConfig]) -> list[list[RunConfig]]:
-    """The cells that share a process of their own, in the order of the first of each; any other cell is alone."""
-    groups: dict[Any, list[RunConfig]] = {}
-    for index, config in enumerate(todo):
-        groups.setdefault(shape_of(config) or index, []).append(config)
-    return list(groups.values())
+        more = f"; {later}" if put_off else ""
+        raise UserError(f"{len(failures)} of {total} cells failed; the first, {said}{more}") from first
+    if put_off:
+        raise Unfinished(f"{len(put_off)} of {total} cells {later}")
 
 
 def _run_here(config: RunConfig) -> Path | Exception:
@@ -97,35 +97,6 @@ def _run_here(config: RunConfig) -> Path | Exception:
         return run(config, say=_silent)
     except Exception as error:
         return error
-
-
-def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The cells of one entry: setting to value, for each combination of the alternatives."""
-    axes = []
-    for key, value in entry.items():
-        names = key.split()
-        alternatives = value if isinstance(value, list) else [value]
-        rows = [item if len(names) > 1 else [item] for item in alternatives]
-        if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
-            raise UserError(f"grid.cells: {key} needs a list of lists of {len(names)} values, not {value}")
-        axes.append([dict(zip(names, row, strict=True)) for row in rows])
-    for chosen in itertools.product(*axes):
-        yield {name: value for part in chosen for name, value in part.items()}
-
-
-def _group(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(f"{where}={value}: must map settings to values")
-    return {str(key): item for key, item in value.items()}
-
-
-def _override(key: str, value: Any) -> str:
-    """`key=value` as Hydra reads it on a command line."""
-    if value is None or isinstance(value, bool):
-        value = {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        value = f"[{','.join(map(str, value))}]"
-    return f"{key}={value}"
 
 
 def _silent(line: str) -> None:

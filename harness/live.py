@@ -1,7 +1,8 @@
 """Live decoding: prefill, then one token a step through two memories.
 
 Under host placement every layer's cache lies in host memory. A layer's rows are asked for while the layer before
-computes: all of them, or those that InfiniGen's rehearsal there selects. The own row never waits: its key and value
+computes: all of them, or those that InfiniGen's rehearsal there selects; those of the exempt layers, where the others
+read less, during the whole step before. The own row never waits: its key and value
 are on the device, and are written back while later layers compute.
 
     with attach(model) as attached, open_link(attached.device) as link:
@@ -30,6 +31,7 @@ from harness.reads import share_of_cache
 from harness.timeline import Timeline
 from methods.base import EMPTY, EvictingState, Method, PromptRows, Rows, State, require
 from methods.infinigen import Rotations
+from methods.quantization import require_codec
 
 
 def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> Prompt:
@@ -65,6 +67,7 @@ class LiveSession:
         timeline: Timeline | None = None,
     ) -> None:
         check_combination(method, placement, reuse)
+        require_codec(method, codec)
         if placement == "host" and link is None:
             raise ValueError("placement=host: needs a link")
         exempt, layers = method.num_exempt_layers, attached.geometry.num_layers
@@ -109,8 +112,9 @@ class LiveSession:
         """Decode one token of every sequence, ids int [batch]; returns logits [batch, vocab] for the next."""
         if self.steps >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
-        if not self.fetcher.pending(0):
-            self.request(0, self.columns)  # the first step: nothing computed before it
+        for layer in range(max(1, self.ahead)):
+            if not self.fetcher.pending(layer):
+                self.request(layer, self.columns)  # the first step: nothing computed before it
         step = StepPass(self)
         hidden = self.attached.forward(ids[:, None], self.positions[:, None], step)
         self.timeline.switch("other")
@@ -123,8 +127,8 @@ class LiveSession:
 
     @property
     def last_step(self) -> bool:
-        """Whether no step follows the one under way."""
-        return self.steps + 1 >= self.max_new_tokens
+        """Whether none need follow the step under way: the last new token is not fed. A step that comes asks late."""
+        return self.steps + 2 >= self.max_new_tokens
 
     @property
     def h2d_bytes(self) -> int:
@@ -180,10 +184,21 @@ class LiveSession:
         store = self.stores[layer]
         self.fetcher.request_all(layer, store, min(columns, store.capacity))
 
+    def request_ahead(self, layer: int, columns: int) -> None:
+        """Ask, in a layer that is not exempt, for its part of what the exempt ones read of `columns` in the next step."""
+        parts = self.attached.geometry.num_layers - self.ahead
+        self.fetcher.request_ahead(self.stores, columns, layer - self.ahead, parts)
+
     def request_selected(self, layer: int, mask: Tensor) -> None:
         """Ask for the slots of a selection, bool [batch, 1 or num_kv_heads, slots]."""
         cap = self.method.max_tokens_read(self.slots_in_use(layer), self.longest)
         self.fetcher.request_selected(layer, self.stores[layer], mask, cap)
+
+    @property
+    def ahead(self) -> int:
+        """Leading layers whose rows cross during the step before: the exempt ones, where the others read less."""
+        reads_less = not self.method.reads_all or not self.codec.is_float
+        return self.method.num_exempt_layers if self.fetcher.link is not None and reads_less else 0
 
     def selecting(self, layer: int) -> State | None:
         """The state that selects in `layer`; None where all is read."""
@@ -257,7 +272,7 @@ class LiveSession:
             )
             for capacity, codec in layout
         ]
-        self.fetcher.open(self.stores, self.method.max_tokens_read(self.stores[-1].capacity, self.longest))
+        self.fetcher.open(self.stores, self.method.max_tokens_read(self.stores[-1].capacity, self.longest), self.ahead)
 
     def _layout(self, layer: int, total: int) -> tuple[int, Codec]:
         """Slots of a layer's store, where `total` columns are the most, and the codec of its rows."""

@@ -64,7 +64,6 @@ class StepPass(Handler):
 
     def __init__(self, session: LiveSession) -> None:
         self.session = session
-        self.rehearsing = session.method.rehearses
         self.read = torch.zeros(len(session.positions), dtype=torch.float64, device=session.positions.device)
         self.timeline = session.timeline
 
@@ -72,16 +71,17 @@ class StepPass(Handler):
         """The rehearsal comes first, the next layer's query projection included."""
         following = layer + 1
         is_last = following == self.session.attached.geometry.num_layers
-        rehearses = self.rehearsing and not is_last and self.session.selecting(following) is not None
-        self.timeline.switch("prediction" if rehearses else "attention")
+        self.timeline.switch("prediction" if not is_last and self.rehearses(following) else "attention")
 
     def layer_ends(self, layer: int) -> None:
         self.timeline.switch("ffn")
 
+    def rehearses(self, layer: int) -> bool:
+        return self.session.method.rehearses and self.session.selecting(layer) is not None
+
     def rehearse(self, layer: int, query: Tensor) -> None:
         state = self.session.selecting(layer)
-        if state is None:
-            return
+        assert state is not None, "only layers that select are rehearsed"
         selection = state.select(layer, self.session.rows(query, self.session.slots_of(layer), _no_scores))
         self.read += selection.num_read[:, 0]
         assert selection.mask is not None
@@ -108,14 +108,18 @@ class StepPass(Handler):
         return heads_last(output.unsqueeze(3))
 
     def _request_next(self, layer: int) -> None:
-        """Ask for the next layer's rows where they are known; behind the last layer, for the next step's first."""
+        """Ask for the next layer's rows where they are known, and for the next step's first ones."""
         session = self.session
-        following = layer + 1
-        if following == session.attached.geometry.num_layers:
-            if not session.last_step:
-                session.request(0, session.columns + 1)
-        elif not (self.rehearsing and session.selecting(following)):
+        following, num_layers = layer + 1, session.attached.geometry.num_layers
+        is_known = not self.rehearses(following)
+        if session.ahead <= following < num_layers and is_known:
             session.request(following, session.columns)
+        if session.last_step:
+            return
+        if layer >= session.ahead > 0:
+            session.request_ahead(layer, session.columns + 1)
+        elif following == num_layers:
+            session.request(0, session.columns + 1)
 
     def _hidden(self, layer: int) -> Tensor | None:
         """Fetched slots that hold no token this row may see, bool [batch, 1 or kv, 1, n]; None where all do."""
@@ -131,7 +135,7 @@ class StepPass(Handler):
         if state is None:
             if layer >= session.method.num_exempt_layers:
                 self.read += session.positions
-        elif not self.rehearsing:
+        elif not self.rehearses(layer):
             selection = state.select(layer, session.rows(query, session.slots_of(layer), lambda: scores))
             self.read += selection.num_read[:, 0]
             if selection.mask is not None:

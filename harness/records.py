@@ -14,13 +14,15 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.config import RunConfig
 from harness.errors import UserError
+
+T = TypeVar("T")
 
 SCHEMA = 1
 STATUSES = ("finished", "failed", "interrupted")
@@ -150,6 +152,24 @@ def write_atomic(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(scratch)  # there only where something failed
+
+
+def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
+    """Do `derive` until no file matching `pattern` under `folder`, all that it reads, has changed meanwhile.
+
+    Where several processes write the same table or figure, the last to write then has read what all of them left.
+    """
+    while True:
+        before = _stamps(folder, pattern)
+        derived = derive()
+        if _stamps(folder, pattern) == before:
+            return derived
+
+
+def _stamps(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
+    """Inode and time of change: every atomic write makes a new inode."""
+    stats = ((path, path.stat()) for path in folder.glob(pattern))
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats}
 
 
 def _readable(folder: Path) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from harness.memory.codec import Codec
 from harness.reads import ReadStats, share_of_cache
 from methods.base import EMPTY, Method, PromptRows, Rows, Selection, attention_scores, require
 from methods.infinigen import Rotations
+from methods.quantization import require_codec
 
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: what exceeds a CPU's last-level cache is slower."""
@@ -29,7 +30,7 @@ class ReplaySession:
 
     final_lengths: int [batch], T of each sequence. num_columns: columns the batch will ever use.
     measure_recall: also measure attention_recall, at the cost of a second pass over the scores.
-    Raises ValueError where the method cannot work at these lengths, or the model has too few layers for it.
+    Raises ValueError where the method cannot work at these lengths, in so few layers, or without its codec.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class ReplaySession:
         calibration: Rotations | None = None,
         measure_recall: bool = False,
     ) -> None:
+        require_codec(method, codec)
         geometry = attached.geometry
         self.dense = method.reads_all and codec is None
-        exempt = method.num_exempt_layers
-        acts = self.dense or exempt < geometry.num_layers
-        require(acts, "num_exempt_layers", exempt, f"< {geometry.num_layers} layers")
+        exempt, layers = method.num_exempt_layers, geometry.num_layers
+        require(self.dense or exempt < layers, "num_exempt_layers", exempt, f"< {layers} layers")
         attached.require_window(int(final_lengths.max()))
         self.attached = attached
         self.method = method
@@ -58,8 +59,7 @@ class ReplaySession:
         self.reads = self._no_reads()
         shape = (len(final_lengths), geometry.num_kv_heads, num_columns, geometry.head_dim)
         self.history = [
-            tuple(torch.empty(shape, dtype=attached.dtype, device=attached.device) for _ in "kv")
-            for _ in range(geometry.num_layers)
+            tuple(torch.empty(shape, dtype=attached.dtype, device=attached.device) for _ in "kv") for _ in range(layers)
         ]
         self.tokens = torch.full((len(final_lengths), num_columns), EMPTY, dtype=torch.int32, device=attached.device)
 
@@ -158,15 +158,16 @@ class _DecodePass(Handler):
         self.valid = valid
         self.start = session.length - valid.shape[1]
         self.padded = bool((session.tokens[:, : session.length] == EMPTY).any())
-        self.rehearsing = session.method.rehearses
         self.rehearsed: dict[int, Tensor] = {}
         self.read = torch.zeros(valid.shape, dtype=torch.float64, device=valid.device)  # tokens, summed over layers
         self.recall = torch.zeros(valid.shape, dtype=torch.float64, device=valid.device)
         self.layers_fired = 0
 
+    def rehearses(self, layer: int) -> bool:
+        return self.session.method.rehearses and layer >= self.session.method.num_exempt_layers
+
     def rehearse(self, layer: int, query: Tensor) -> None:
-        if layer >= self.session.method.num_exempt_layers:
-            self.rehearsed[layer] = query
+        self.rehearsed[layer] = query
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         session = self.session
@@ -248,7 +249,8 @@ class _Block:
             self.rows_pass.recall[:, self.rows] += recall.mean((1, 2))
         output, probs = weigh(scores, self.value)
         if exact is not None:
-            output += self._own(probs).unsqueeze(-1) * (value - self._stored(self.value)).unsqueeze(2)
+            stored = self.value[:, :, self.first_own :]
+            output += self._own(probs).unsqueeze(-1) * (value - stored).unsqueeze(2)
         return heads_last(output)
 
     def _select(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
@@ -291,9 +293,6 @@ class _Block:
     def _own(self, over_columns: Tensor) -> Tensor:
         """The view of each row's own column, last axis rows."""
         return over_columns.diagonal(self.first_own, -2, -1)
-
-    def _stored(self, part: Tensor) -> Tensor:
-        return part[:, :, self.first_own : self.stop]
 
 
 def _weights(valid: Tensor, multiplicity: Tensor | None) -> Tensor:

@@ -102,7 +102,8 @@ def is_finished(config: RunConfig, say: Callable[[str], None] = print) -> bool:
 def report(paths: Sequence[Path]) -> str:
     """Bring the tables of the records' experiments up to date; returns these records as a table to print."""
     for folder in dict.fromkeys(path.parent.parent for path in paths):
-        tables.update(folder.parent.parent, folder.name)
+        update = partial(tables.update, folder.parent.parent, folder.name)
+        records.until_settled(folder, "*/record.json", update)
     return tables.summary(records.read_record(path) for path in dict.fromkeys(paths))
 
 

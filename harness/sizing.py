@@ -42,21 +42,23 @@ def sized(method: Method, rows: Sequence[DecodeRow], num_layers: int, target: fl
     """`method` with the setting whose reported kv_frac over `rows` is nearest to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
-    Raises UserError where nothing lands within `TOLERANCE`, or the method has no size to set.
+    Raises UserError where nothing lands within `TOLERANCE`, ValueError where the method has no size to set, or allows
+    none at these lengths.
     """
     counted = _merge(rows)
-    low, high = 0.0, 1.0
+    least = method.min_size(min(row.final_length for row in counted))
+    low, high = least, 1.0
     for _ in range(24):
         middle = (low + high) / 2
         if kv_frac(method.with_size(middle), counted, num_layers) < target:
             low = middle
         else:
             high = middle
-    candidates = [method.with_size(size) for size in (low, high) if size > 0]
+    candidates = [method.with_size(size) for size in (low, high)]
     best = min(candidates, key=lambda each: abs(kv_frac(each, counted, num_layers) - target))
     reached = kv_frac(best, counted, num_layers)
     if abs(reached - target) > TOLERANCE:
-        smallest = kv_frac(method.with_size(2**-24), counted, num_layers)
+        smallest = kv_frac(method.with_size(least), counted, num_layers)
         raise UserError(
             f"target_kv_frac={target}: the nearest size is {reached:.3f}; allowed here: {smallest:.3f} to 1 "
             f"({method.num_exempt_layers} of {num_layers} layers read the full cache)"

@@ -265,6 +265,10 @@ class Method:
         """This method with the one number in (0, 1] that sizes it set; ValueError where it has none."""
         raise ValueError(f"method {type(self).__name__} has no size to set: it reads the same share always")
 
+    def min_size(self, final_length: int) -> float:
+        """The least number for `with_size` that sequences of this length allow; ValueError where none is."""
+        return 2**-24
+
     def artifact_budget(self) -> float:
         """Share of a sequence that `prefill=artifact` takes as its dense prompt (the artifact's `budget`)."""
         raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from methods.base import require
+from methods.base import Method, require
 from methods.full import Full
 
 BITS = (8, 4, 2, 1)
@@ -34,3 +34,9 @@ class Quantized(Full):
     def artifact_budget(self) -> float:
         """Every row past the first reads quantized tokens."""
         return 0.0
+
+
+def require_codec(method: Method, codec: object | None) -> None:
+    """Raise ValueError for a quantized method without its codec: it would read the cache exactly."""
+    if isinstance(method, Quantized) and codec is None:
+        raise ValueError(f"codec=None: method={method.name} reads a quantized cache; pass the codec {method.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,12 @@ class Streaming(Method):
     def with_size(self, frac: float) -> Streaming:
         """Sized by `kv_frac`."""
         return replace(self, kv_frac=frac)
+
+    def min_size(self, final_length: int) -> float:
+        """What keeps one token more than the sinks."""
+        least, longest = self.num_sinks + 1, f"below {final_length}, the tokens of the shortest sequence"
+        require(least <= final_length, "num_sinks", self.num_sinks, longest)
+        return min(1.0, math.nextafter(least / final_length, 1))  # rounded up, so that the floor is `least`
 
     def artifact_budget(self) -> float:
         """The kept share."""

@@ -5,6 +5,7 @@ Colours: Okabe and Ito's palette, safe for the common kinds of colour blindness.
 """
 
 import io
+import os
 import re
 import textwrap
 import zlib
@@ -194,7 +195,9 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         path = stem.with_name(f"{stem.name}.{kind}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data.getvalue())
+            scratch = path.with_name(f".{path.name}.{os.getpid()}")
+            scratch.write_bytes(data.getvalue())
+            scratch.replace(path)  # whole or not at all, whoever else draws it
         except OSError as error:
             raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error
         paths.append(path)

@@ -25,8 +25,10 @@ from replaying import (
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from harness import replay
+from harness.adapters import Adapter
 from harness.attach import attach
 from harness.errors import UserError
+from methods.quantization import Quantized
 
 # Order of calls, refusals
 
@@ -48,6 +50,20 @@ def test_a_method_that_leaves_no_layer_is_refused(tiny_gqa, name):
     message = r"num_exempt_layers=4: must be .*4 layers"
     with attach(tiny_gqa) as attached, pytest.raises(ValueError, match=message):
         open_session(attached, Case(method, CASES[name].codec), [20], 20)
+
+
+def test_a_quantized_method_without_its_codec_is_refused(tiny_gqa):
+    with attach(tiny_gqa) as attached, pytest.raises(ValueError, match="codec=None: method=int4 .* int4"):
+        open_session(attached, Case(Quantized()), [20], 20)
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infinigen-union"])
+def test_only_the_layers_that_select_by_a_rehearsal_are_rehearsed(tiny_gqa, name, monkeypatch):
+    method, asked = CASES[name].method, []
+    original = Adapter.query
+    monkeypatch.setattr(Adapter, "query", lambda *a: (asked.append(a[1].layer_idx), original(*a))[1])
+    run_one(tiny_gqa, CASES[name])
+    assert asked == (list(range(method.num_exempt_layers, 4)) if method.rehearses else [])
 
 
 def test_a_window_shorter_than_the_sequence_is_refused():

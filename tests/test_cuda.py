@@ -257,7 +257,6 @@ def test_sequences_leave_the_gpus_memory_where_it_was(attached, link):
         for number in range(count):
             _, session = decode(attached, CASES[("full", "infinigen", "h2o")[number % 3]], placement="host", link=link)
             session.close()
-            link.take_transfers()
 
     run(10)
     torch.cuda.synchronize()

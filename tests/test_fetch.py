@@ -13,7 +13,7 @@ from harness.fetch import Fetcher, indices, place
 from harness.memory.codec import Codec
 from harness.memory.emulated_link import EmulatedLink
 from harness.memory.link import Link, Ticket, Transfer
-from harness.memory.store import KVStore
+from harness.memory.store import KVStore, Part, Request
 
 CPU = torch.device("cpu")
 
@@ -86,11 +86,11 @@ def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token():
         assert store.h2d_bytes - moved == store.slot_bytes
 
 
-def small_store() -> KVStore:
+def small_store(capacity: int = 4) -> KVStore:
     return KVStore(
         batch=1,
         num_kv_heads=1,
-        capacity=4,
+        capacity=capacity,
         head_dim=2,
         dtype=torch.float32,
         codec=Codec("fp32"),
@@ -162,9 +162,9 @@ class LatestLink(Link):
     def __init__(self) -> None:
         self.queue: list[Deferred] = []
 
-    def prefetch(self, store: KVStore, request: int | Tensor, buffer: Tensor) -> Ticket:
+    def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
-        moving = torch.ones(rows.shape[:3], dtype=torch.bool) if isinstance(request, int) else request >= 0
+        moving = request >= 0 if isinstance(request, Tensor) else torch.ones(rows.shape[:3], dtype=torch.bool)
         rows[moving] = 0xFF
         return self._submit(rows, lambda: store.load(request, rows))
 
@@ -210,15 +210,15 @@ def test_a_slow_link_gives_the_same_logits(name, overlap):
         assert torch.equal(live(attached, CASES[name], prompts, placement="host", link=slow).logits, expected.logits)
 
 
-def test_at_most_two_layers_are_under_way():
-    """The one computing and the next: more would need more buffers."""
+def test_at_most_two_layers_share_the_buffers_that_take_turns():
+    """The one computing and the next: more would need more buffers. Exempt layers ahead have their own."""
     most = 0
     original = Fetcher._submit
 
     def counting(fetcher, *arguments):
         nonlocal most
         original(fetcher, *arguments)
-        most = max(most, len(fetcher._pending))
+        most = max(most, sum(layer >= len(fetcher._ahead) for layer in fetcher._pending))
 
     with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fetcher, "_submit", counting)
@@ -228,3 +228,41 @@ def test_at_most_two_layers_are_under_way():
             assert session.steps == STEPS
             session.close()
     assert most == 2
+
+
+@given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 9))
+def test_parts_ahead_are_every_row_once(layers, count, parts):
+    stores = [small_store(capacity=count) for _ in range(layers + 1)]
+    for number, store in enumerate(stores):
+        write(store, 0, torch.arange(float(count)) + 10 * number)
+    with EmulatedLink(1e12) as link:
+        fetcher = Fetcher(link, reuse=False)
+        fetcher.open(stores, 1, ahead=layers)
+        for part in range(parts):
+            fetcher.request_ahead(stores, count, part, parts)
+        for layer in range(layers):
+            assert fetcher.pending(layer)
+            keys, values, present = fetcher.take(layer)
+            assert present is None and torch.equal(keys, values)
+            assert keys[0, 0, :, 0].tolist() == [10 * layer + slot for slot in range(count)]
+            assert stores[layer].h2d_bytes == count * stores[layer].slot_bytes
+        assert not fetcher.pending(layers)
+
+
+def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():
+    """No layer of a step asks for more of them than its share, rounded up: what one layer's work can hide."""
+    shares = []
+    original = Fetcher._prefetch
+
+    def noting(fetcher, layer, request, buffer):
+        if isinstance(request, Part):
+            shares.append(request.end - request.begin)
+        original(fetcher, layer, request, buffer)
+
+    with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fetcher, "_prefetch", noting)
+        session = open_live(attached, CASES["infinigen"], placement="host", link=link)
+        force(session, PROMPTS["even"])
+        layers, columns = attached.geometry.num_layers, session.columns
+        assert shares and max(shares) <= -(-session.ahead * columns // (layers - session.ahead))
+        session.close()

@@ -82,12 +82,15 @@ def test_any_method_prints_text_and_what_it_moved(tiny, capsys, settings):
     assert 0 < share < 100
 
 
-def test_fetched_rows_are_those_of_the_full_cache(tiny, capsys):
-    text, summary = generated(capsys, "method=full", max_new_tokens=5)
-    assert len(text) == 5
-    cached = [len(PROMPT) + step for step in range(4)]  # before each decode step
-    ahead = len(PROMPT) + 4  # the first layer's, asked for in case a step follows
-    assert f"fetched {2 * (4 * sum(cached) + ahead)} rows" in summary
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_fetched_rows_are_those_of_the_full_cache_and_none_is_asked_for_in_vain(tiny, capsys, count):
+    text, summary = generated(capsys, "method=full", max_new_tokens=count)
+    assert len(text) == count
+    cached = [len(PROMPT) + step for step in range(count - 1)]  # before each decode step: the last token is not fed
+    rows = 2 * 4 * sum(cached)  # KV heads, layers
+    written = 2 * 4 * (len(PROMPT) + count - 1)
+    mib = [f"{each * 2 * 16 * 4 / 2**20:.2f} MiB to the {side}" for each, side in ((rows, "device"), (written, "host"))]
+    assert f"fetched {rows} rows" in summary and ", ".join(mib) in summary
 
 
 def test_no_record_is_written_and_nothing_is_skipped(tiny, capsys):

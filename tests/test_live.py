@@ -31,6 +31,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
+from methods.quantization import Quantized
 from methods.streaming import Streaming
 
 BATCH, KV_HEADS, HEAD_DIM, LAYERS = 2, 2, 16, 4  # of `gqa`
@@ -155,7 +156,8 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
             session.decode_step(ids[:, PROMPT + step])
             session.fetcher.drain()
             for layer in range(CASES[name].method.num_exempt_layers):
-                ahead = 1 if layer == 0 and step + 1 < STEPS else 0  # the next step's first layer is asked for
+                early = layer == 0 or session.ahead  # asked for in the step before, unless the next token is the last
+                ahead = 1 if early and step + 2 < STEPS else 0
                 crossed = sum(CACHED[: step + 1 + ahead])
                 assert session.stores[layer].h2d_bytes == HEADS * crossed * session.stores[layer].slot_bytes
 
@@ -357,6 +359,11 @@ def test_host_placement_without_a_link_is_refused():
 def test_a_method_that_leaves_no_layer_is_refused():
     with attached_with_link() as (attached, _), pytest.raises(ValueError, match="num_exempt_layers=4.*4 layers"):
         open_live(attached, Case(H2O(num_exempt_layers=4)))
+
+
+def test_a_quantized_method_without_its_codec_is_refused():
+    with attached_with_link() as (attached, _), pytest.raises(ValueError, match="codec=None: method=int2 .* int2"):
+        open_live(attached, Case(Quantized(num_bits=2)))
 
 
 def test_infinigen_without_its_calibration_is_refused():

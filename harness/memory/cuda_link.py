@@ -50,18 +50,18 @@ class CudaLink(Link):
     def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
         self.device, self.overlap = device, overlap
         self.stream = torch.cuda.Stream(device)
-        self._records: list[_Record] = []
+        self._records: list[_Record] | None = None
         self._origin = _event(self.stream)
 
     def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
-        used = (buffer,) if isinstance(request, int) else (buffer, request)
+        used = (buffer, request) if isinstance(request, Tensor) else (buffer,)
         ticket = _CudaTicket(rows, partial(self._transfer, "h2d", partial(store.load, request, rows), used))
         if self.overlap:
             ticket.submit()
         return ticket
 
-    def write_back(self, store: KVStore, rows: Tensor, at: Request) -> Ticket:
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
         used = (rows,) if isinstance(at, int) else (rows, at)
         ticket = _CudaTicket(rows, partial(self._transfer, "d2h", partial(store.write, rows, at), used))
         if self.overlap:
@@ -74,9 +74,10 @@ class CudaLink(Link):
         self.stream.synchronize()
 
     def take_transfers(self) -> list[Transfer]:
-        taken, self._records = self._records, []
+        self.drain()
+        taken, self._records = self._records or [], []
         for record in taken:
-            record.end.synchronize()
+            record.end.synchronize()  # without overlap it ran on another stream
         return [
             Transfer(direction, self._seconds(start), self._seconds(end), int(num_bytes))
             for direction, start, end, num_bytes in taken
@@ -101,7 +102,8 @@ class CudaLink(Link):
             end = _event(stream)
         for tensor in used:
             tensor.record_stream(stream)
-        self._records.append(_Record(direction, start, end, num_bytes))
+        if self._records is not None:
+            self._records.append(_Record(direction, start, end, num_bytes))
         return end
 
 

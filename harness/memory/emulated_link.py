@@ -67,7 +67,7 @@ class EmulatedLink(Link):
             raise UserError(f"link_gbps={bytes_per_s / 1e9} must be positive")
         self.bytes_per_s, self.overlap = bytes_per_s, overlap
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Transfer] | None = None
         self._last: _Job | None = None
         self._error: BaseException | None = None
         self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
@@ -80,7 +80,7 @@ class EmulatedLink(Link):
             ticket.submit()
         return ticket
 
-    def write_back(self, store: KVStore, rows: Tensor, at: Request) -> Ticket:
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
         ticket = _EmulatedTicket(self, rows, "d2h", partial(store.write, rows, at))
         ticket.submit()
         if not self.overlap:
@@ -94,7 +94,7 @@ class EmulatedLink(Link):
     def take_transfers(self) -> list[Transfer]:
         self.drain()
         taken, self._transfers = self._transfers, []
-        return taken
+        return taken or []
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -131,7 +131,8 @@ class EmulatedLink(Link):
                 return
             start_s = max(job.submitted_s, free_s)
             job.end_s = free_s = max(start_s + num_bytes / self.bytes_per_s, time.perf_counter())
-            self._transfers.append(Transfer(job.direction, start_s, free_s, num_bytes))
+            if self._transfers is not None:
+                self._transfers.append(Transfer(job.direction, start_s, free_s, num_bytes))
             job.done.set()
 
 

@@ -1,4 +1,4 @@
-"""The link between host and device memory: asynchronous transfers, one after another, each of them recorded.
+"""The link between host and device memory: asynchronous transfers, one after another, recorded for who measures.
 
     with open_link(device) as link:
         ticket = link.prefetch(store, index, buffer)   # returns at once; layer l computes meanwhile
@@ -66,7 +66,7 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def write_back(self, store: KVStore, rows: Tensor, at: Request) -> Ticket:
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
         """Starts writing `rows` (from `store.pack`, not to be changed any more) into slots `at` of the store.
 
         Reads submitted later see them, so the ticket needs no waiting. Raises as `prefetch`.
@@ -78,7 +78,10 @@ class Link(ABC):
 
     @abstractmethod
     def take_transfers(self) -> list[Transfer]:
-        """The transfers finished since the last call, after draining the link; forgets them."""
+        """The transfers finished since the last call, after draining the link; forgets them.
+
+        The first call returns none and starts the recording: where nobody measures, nothing is kept.
+        """
 
     @abstractmethod
     def close(self) -> None:

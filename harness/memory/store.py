@@ -10,8 +10,8 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     store.write(store.pack(k, v), at=0)
     k, v = store.fetch(index)
 
-A read is described by a `Request`: the first n slots (int), or slot indices [batch, num_kv_heads, n] of which
-negative ones read nothing. `load` and `write` are what a `Link` runs beside the computation; while it does,
+A read is described by a `Request`: the first n slots (int), a part of them (`Part`), or slot indices
+[batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the computation; while it does,
 the store belongs to the link, which keeps the order of its reads and writes.
 """
 
@@ -29,7 +29,17 @@ from harness.memory.codec import Codec
 from harness.memory.gather import gather_rows, scatter_rows
 
 Placement = Literal["device", "host"]
-Request = int | Tensor
+
+
+class Part(NamedTuple):
+    """Slots `begin` to `end` of a read of the first `num_slots`, which comes in several parts into one buffer."""
+
+    begin: int
+    end: int
+    num_slots: int
+
+
+Request = int | Part | Tensor
 # Copies queued one by one, a head each, pay only above some 28 KiB a piece; one kernel does smaller writes.
 _MIN_COPY_BYTES = 28 * 1024
 
@@ -104,7 +114,9 @@ class KVStore:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def rows_in(self, buffer: Tensor, request: Request) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills, at the start of a flat buffer."""
+        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, a whole request its start."""
+        if isinstance(request, Part):
+            return self.rows_in(buffer, request.num_slots)[:, :, request.begin : request.end]
         shape = (*self.slots.shape[:2], num_requested(request), self.slot_bytes)
         return buffer[: torch.Size(shape).numel()].view(shape)
 
@@ -131,16 +143,16 @@ class KVStore:
         return self.unpack(rows)
 
     def load(self, request: Request, rows: Tensor) -> int | Tensor:
-        """Copies the requested slots into `rows` (on the device, contiguous); returns and counts the bytes
-        moved.
+        """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and
         pinned memory, the count of an index being a 0-d device tensor; from pageable memory the call waits.
         Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
         capacity.
         """
-        if isinstance(request, int):
-            _copy(self.slots[:, :, : self._checked(request)], rows)
+        if not isinstance(request, Tensor):
+            begin, end = (0, request) if isinstance(request, int) else request[:2]
+            _copy(self.slots[:, :, begin : self._checked(end)], rows)
             moved: int | Tensor = rows.numel() // self.slot_bytes
         elif rows.is_cuda and not self._reachable:
             staged = torch.zeros(rows.shape, dtype=torch.uint8)
@@ -153,7 +165,7 @@ class KVStore:
             self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
 
-    def write(self, rows: Tensor, at: Request) -> int | Tensor:
+    def write(self, rows: Tensor, at: int | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
 
         at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative
@@ -207,6 +219,8 @@ class KVStore:
 
 def num_requested(request: Request) -> int:
     """Rows per batch element and KV head that a request asks for, negative indices included."""
+    if isinstance(request, Part):
+        return request.end - request.begin
     return request if isinstance(request, int) else request.shape[-1]
 
 
