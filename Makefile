@@ -2,6 +2,15 @@
 #   make accuracy MODEL=llama2-7b DATA=hub      the paper's grid for one model
 #   make accuracy ARGS="results_dir=/tmp/r"     further settings, passed on as they are
 #   make speedup PLATFORM=cuda MODEL=opt-13b WEIGHTS=random      the paper's shapes on a GPU
+#   make paper DATA_ROOT=DIR                    all figures and tables on the default model, in under 75 minutes
+#   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub             the same with the paper's parameters, on one GPU
+# The same cells as eight jobs of a cluster, from this folder; started again, they go on where they stopped:
+#   .venv/bin/python run.py -m hydra/launcher=submitit_slurm hydra.launcher.gpus_per_node=1 \
+#     hydra.launcher.timeout_min=720 grid=paper model=opt-6.7b platform=cuda data=hub data.root=null \
+#     grid.data_root=hub grid.share=1/8,2/8,3/8,4/8,5/8,6/8,7/8,8/8
+# As two processes of one machine, which is for accuracy only, as timed cells want it to themselves:
+#   OMP_NUM_THREADS=1 .venv/bin/python run.py -m hydra/launcher=joblib hydra.launcher.n_jobs=2 \
+#     grid=accuracy grid.share=1/2,2/2
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
 
@@ -21,8 +30,17 @@ DATA ?= offline
 PLATFORM ?= cpu
 WEIGHTS ?= pretrained
 ARGS ?=
-GRID = $(if $(filter offline,$(DATA)),accuracy,paper)
+DATA_ROOT ?=
+RESULTS ?= results
+GRID = $(if $(filter offline,$(DATA)),accuracy,accuracy-paper)
 SPEED_GRID = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
+
+# The small grid's accuracy cells stay with the offline data: DATA_ROOT is for what needs more.
+SMALL := $(filter smollm2-135m,$(MODEL))
+LOCAL_DATA = $(if $(SMALL),,data=local data.root=$(DATA_ROOT)) grid.data_root=$(DATA_ROOT)
+OTHER_DATA = $(if $(filter hub,$(DATA)),data=hub data.root=null grid.data_root=hub,data=$(DATA))
+PAPER_DATA = $(if $(DATA_ROOT),$(LOCAL_DATA),$(OTHER_DATA))
+UNFINISHED := 75
 
 # The first interpreter that runs (a name on the PATH may be a shim that does not), has venv, and is supported.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -34,7 +52,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup lint test accuracy speedup calibrate modelled plots report clean
+.PHONY: help setup lint test accuracy speedup paper calibrate modelled plots report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +72,15 @@ accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=,
 
 speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
 	$(PY) run.py grid=$(SPEED_GRID) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
+
+paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
+	@code=0; $(PY) run.py grid=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \
+		results_dir=$(RESULTS) $(ARGS) || code=$$?; \
+	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
+	$(PY) -m harness.costmodel --write --results-dir $(RESULTS); \
+	$(PY) -m plots --results-dir $(RESULTS); \
+	$(PY) -m harness.report --results-dir $(RESULTS); \
+	exit $$code
 
 calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
 	$(PY) -m harness.costmodel --calibrate

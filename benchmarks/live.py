@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from harness.attach import Attached, attach
 from harness.calibration import Calibration, calibrate
-from harness.errors import UserError
+from harness.errors import exit_code
 from harness.labels import LABELS, System
 from harness.latency import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
 from harness.live_config import LatencyConfig
@@ -195,12 +195,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both parts; returns the exit code."""
     options = parse(argv)
-    try:
-        _run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """What differs between model families: where the attention input is turned into a query, and how queries are scaled.
 
-A family is one small class here. It needs the attention modules (`self_attn` with `layer_idx`), a rehearsed query
-from another layer's attention input, and whether the attention function receives queries that are scaled already.
+A family is one small class here. It needs the attention modules (with `layer_idx`), a rehearsed query from another
+layer's attention input, and whether the attention function receives queries that are scaled already.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 from harness.errors import UserError
 from methods.base import Geometry
@@ -36,13 +37,21 @@ class Adapter:
         call: keyword arguments of the attention call that `hidden` was made for, positions among them.
         Returns [batch, heads, rows, head_dim], post-position and before the softmax scale.
         """
+        query = self.projected(attention, hidden)
+        cos, sin = call["position_embeddings"]
+        rotate = import_module(type(attention).__module__).apply_rotary_pos_emb
+        return rotate(query, query[:, :1], cos, sin)[0]
+
+    def projected(self, attention: Any, hidden: Tensor) -> Tensor:
+        """The query before its position is applied, [batch, heads, rows, head_dim]."""
         query = attention.q_proj(hidden).view(*hidden.shape[:-1], -1, attention.head_dim)
         if hasattr(attention, "q_norm"):
             query = attention.q_norm(query)
-        cos, sin = call["position_embeddings"]
-        rotate = import_module(type(attention).__module__).apply_rotary_pos_emb
-        query = query.transpose(1, 2)
-        return rotate(query, query[:, :1], cos, sin)[0]
+        return query.transpose(1, 2)
+
+    def head_dim(self, attention: Any) -> int:
+        """Elements of a head."""
+        return attention.head_dim
 
     def geometry(self, model: Any) -> Geometry:
         """The shape a method sees; `scale` is the softmax scale of the first attention module."""
@@ -53,7 +62,7 @@ class Adapter:
             num_layers=config.num_hidden_layers,
             num_heads=heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=attention.head_dim,
+            head_dim=self.head_dim(attention),
             scale=attention.scaling,
             family=config.model_type,
         )
@@ -66,8 +75,37 @@ class OPTAdapter(Adapter):
 
     def query(self, attention: Any, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
         """Positions are in `hidden` already."""
-        query = attention.q_proj(hidden).view(*hidden.shape[:-1], -1, attention.head_dim)
-        return query.transpose(1, 2)
+        return self.projected(attention, hidden)
+
+
+class Phi3Adapter(Adapter):
+    """Phi-3: query, key and value are one projection, the queries of all heads first."""
+
+    def projected(self, attention: Any, hidden: Tensor) -> Tensor:
+        """The rows of the projection that make queries."""
+        weight = attention.qkv_proj.weight[: attention.config.num_attention_heads * attention.head_dim]
+        return linear(hidden, weight).view(*hidden.shape[:-1], -1, attention.head_dim).transpose(1, 2)
+
+
+class GPTNeoXAdapter(Adapter):
+    """GPT-NeoX: query, key and value are one projection, head by head; a part of each head is rotary."""
+
+    def attention(self, layer: Any) -> Any:
+        """Called otherwise."""
+        return layer.attention
+
+    def head_dim(self, attention: Any) -> int:
+        """Called otherwise."""
+        return attention.head_size
+
+    def projected(self, attention: Any, hidden: Tensor) -> Tensor:
+        """A product a head: the queries' weights lie apart, and together they would be a copy."""
+        fused, size = attention.query_key_value, attention.head_size
+        weight = fused.weight.view(-1, 3, size, fused.in_features)[:, 0]  # [heads, head_dim, hidden_size]
+        query = hidden.flatten(0, 1) @ weight.mT  # [heads, batch * rows, head_dim]
+        if fused.bias is not None:
+            query = query + fused.bias.view(-1, 3, 1, size)[:, 0]
+        return query.unflatten(1, hidden.shape[:2]).transpose(0, 1)
 
 
 ADAPTERS: dict[str, Adapter] = {
@@ -76,6 +114,8 @@ ADAPTERS: dict[str, Adapter] = {
     "qwen2": Adapter(),
     "qwen3": Adapter(),
     "opt": OPTAdapter(),
+    "phi3": Phi3Adapter(),
+    "gpt_neox": GPTNeoXAdapter(),
 }
 SUPPORTED_FAMILIES = tuple(ADAPTERS)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from harness.table_text import GIB, MISSING, Quantity, Sheet, aligned, markdown
+from harness.table_text import GIB, MISSING, Quantity, Sheet, aligned, markdown, published
 
 Row = dict[str, Any]
 
-PUBLISHED = Path(__file__).resolve().parent.parent / "plots" / "reference" / "published.csv"
 MAX_COLUMNS = 6
 NOTE = (
     "± is one standard error over heads (over layers, where a number is of the whole model). Of many values of x a few "
@@ -31,7 +28,7 @@ METRICS = {
 
 def render_markdown(experiment: str, rows: Sequence[Row]) -> str:
     """The whole `.md` file; what the paper gives stands at its end."""
-    return markdown(experiment, NOTE, [*_sheets(rows), *_published(experiment)])
+    return markdown(experiment, NOTE, [*_sheets(rows), *published(experiment)])
 
 
 def render_terminal(rows: Sequence[Row]) -> str:
@@ -71,12 +68,3 @@ def _evenly(values: Sequence[float]) -> list[Any]:
     """At most `MAX_COLUMNS` of the values, first and last among them."""
     count = min(MAX_COLUMNS, len(values))
     return [values[index * (len(values) - 1) // max(1, count - 1)] for index in range(count)]
-
-
-def _published(experiment: str) -> Iterator[Sheet]:
-    """What is known of the paper's figure or table of this name, as it stands in `PUBLISHED`."""
-    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["figure"] == experiment]
-    if rows:
-        header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
-        yield Sheet("published", header, [[row[name] or MISSING for name in header] for row in rows])

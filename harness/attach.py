@@ -78,8 +78,16 @@ class Attached:
         return self.model.get_output_embeddings()(hidden).float()
 
     def require_window(self, num_tokens: int) -> None:
-        """UserError where the model's sliding window is shorter than the sequence: its layers would see less."""
+        """UserError where the model's sliding window is shorter than the sequence: its layers would see less.
+
+        Likewise where its rotary frequencies follow the length of the sequence (longrope): rows cached before would
+        have been placed otherwise.
+        """
         config = self.model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        unchanged = rope.get("original_max_position_embeddings", num_tokens)
+        if rope.get("rope_type") == "longrope" and num_tokens > unchanged:
+            raise UserError(f"seq_len={num_tokens}: must be at most {unchanged}, beyond which longrope moves positions")
         window = getattr(config, "sliding_window", None)
         if window and getattr(config, "use_sliding_window", True) and num_tokens > window:
             raise UserError(f"seq_len={num_tokens}: must be at most the model's sliding window, {window} tokens")

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness import grid, runner
 from harness.config import CONF_DIR, parse
-from harness.errors import Unfinished, UserError, nearest
+from harness.errors import UnfinishedError, UserError, nearest
 from harness.plan import read_plan
 from harness.records import until_settled
 
@@ -37,13 +37,13 @@ class Jobs:
 
     A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
 
-    tracebacks: show them. paths: records of the finished runs. left_out: what a grid did without, a line each.
+    tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
     exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
     """
 
     tracebacks: bool
     paths: list[Path] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
     draws: bool = False
     is_copy: bool = False
@@ -69,12 +69,16 @@ class Jobs:
             return
         self.draws = True
         plan = read_plan(config.grid, overrides)
-        self.left_out += plan.left_out
-        print(*plan.left_out, sep="\n", end="\n" * bool(plan.left_out))
+        self.gaps += plan.gaps()
+        for line in plan.gaps():
+            print(line)
         for path in grid.run_cells(plan.cells, plan.minutes):
             self.paths.append(path)
 
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
+        for override in overrides:
+            if override.lstrip("+").startswith("grid."):
+                raise UserError(f"{override}: needs grid=NAME")
         checked = parse(config, overrides)
         if checked.kind == "generate":
             runner.generate(checked)
@@ -84,7 +88,7 @@ class Jobs:
     def fail(self, error: Exception) -> None:
         """Say in one line on stderr what went wrong."""
         users_fault = isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError)
-        self.exit_code = UNFINISHED if isinstance(error, Unfinished) else 2 if users_fault else 1
+        self.exit_code = UNFINISHED if isinstance(error, UnfinishedError) else 2 if users_fault else 1
         if self.tracebacks:
             traceback.print_exception(error)
         hint = "" if users_fault else f" ({type(error).__name__}, a defect; {TRACEBACKS}=1 shows where)"
@@ -96,12 +100,12 @@ class Jobs:
         if self.paths:
             print(runner.report(self.paths))
         if self.paths and self.draws:
-            from plots import main as draw
+            from plots import draw_figures
 
             results = self.paths[0].parents[3]
-            for figure in until_settled(results, "tables/*.csv", lambda: draw(results)):
+            for figure in until_settled(results, "tables/*.csv", lambda: draw_figures(results)):
                 print(figure)
-        for line in self.left_out:
+        for line in self.gaps:
             print(line)
 
 

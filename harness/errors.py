@@ -5,7 +5,8 @@ Every refusal of the project is a `UserError` whose message names the setting, i
 """
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 MAX_LISTED = 16
 
@@ -14,7 +15,7 @@ class UserError(ValueError):
     """Something the user can put right: a setting, a file, the machine's memory. One line, no traceback."""
 
 
-class Unfinished(UserError):
+class UnfinishedError(UserError):
     """Nothing is wrong, and the same command goes on: a grid's time allotment is spent."""
 
 
@@ -35,3 +36,13 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     question = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     more = ", ..." if len(names) > MAX_LISTED else ""
     return f"{question}allowed: {', '.join(names[:MAX_LISTED])}{more}"
+
+
+def exit_code(command: Callable[[], None]) -> int:
+    """Run a command: 0, or 2 after a line on stderr for what a user can put right."""
+    try:
+        command()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -9,7 +9,7 @@ python run.py grid=accuracy results_dir=/tmp/results
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from harness.apart import run_apart, shape_of
 from harness.config import RunConfig
-from harness.errors import Unfinished, UserError
-from harness.plan import groups
+from harness.errors import UnfinishedError, UserError
+from harness.plan import counted, groups
 from harness.runner import is_finished, run, title
 
 
@@ -31,7 +31,7 @@ def run_cells(configs: Sequence[RunConfig], minutes: Mapping[str, float | None] 
 
     Raises:
         UserError: at the end, where cells failed: how many, and the first error. The others have run.
-        Unfinished: at the end, where none failed and some were put off; each is named.
+        UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
     finished = [is_finished(config, tqdm.write) for config in configs]
     for config in itertools.compress(configs, finished):
@@ -58,7 +58,7 @@ def _outcomes(
     todo: Sequence[RunConfig], minutes: Mapping[str, float | None], progress: tqdm
 ) -> Iterator[tuple[RunConfig, Path | Exception | None]]:
     """Each cell with its record's path, with its error, or with None where it is put off."""
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     for group in groups(todo):
         begins = [spent[config.experiment] < _seconds(minutes, config) for config in group]
         yield from ((config, None) for config, now in zip(group, begins, strict=True) if not now)
@@ -81,15 +81,14 @@ def _seconds(minutes: Mapping[str, float | None], config: RunConfig) -> float:
 def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put_off: Sequence[RunConfig]) -> None:
     for config in put_off:
         tqdm.write(f"put off: {title(config)}")
-    by_experiment = Counter(config.experiment for config in put_off)
-    counts = ", ".join(f"{count} of {experiment}" for experiment, count in by_experiment.items())
-    later = f"put off, their minutes are spent: {counts}; the same command goes on"
+    counts = counted(Counter(config.experiment for config in put_off))
+    later = f"put off, as their minutes are spent: {counts}; the same command goes on"
     if failures:
         said, first = failures[0]
         more = f"; {later}" if put_off else ""
         raise UserError(f"{len(failures)} of {total} cells failed; the first, {said}{more}") from first
     if put_off:
-        raise Unfinished(f"{len(put_off)} of {total} cells {later}")
+        raise UnfinishedError(later)
 
 
 def _run_here(config: RunConfig) -> Path | Exception:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from harness.attach import Attached
-from harness.live import LiveSession, run_prompt
+from harness.live import LiveSession
 from harness.live_config import LatencyConfig
-from harness.live_pass import Prompt
+from harness.live_pass import Prompt, run_prompt
 from harness.memory.codec import Codec
 from harness.memory.link import Link, Transfer
 from harness.memory.store import Placement

@@ -23,7 +23,7 @@ from torch import Tensor
 from harness.attach import Attached
 from harness.fetch import Fetcher
 from harness.live_config import check_combination
-from harness.live_pass import Prompt, PromptKeeper, PromptPass, StepPass, positions_of
+from harness.live_pass import Prompt, PromptPass, StepPass, positions_of
 from harness.memory.codec import FLOAT_DTYPES, Codec
 from harness.memory.link import Link
 from harness.memory.store import KVStore, Placement, require_memory
@@ -32,13 +32,6 @@ from harness.timeline import Timeline
 from methods.base import EMPTY, EvictingState, Method, PromptRows, Rows, State, require
 from methods.infinigen import Rotations
 from methods.quantization import require_codec
-
-
-def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> Prompt:
-    """One dense pass over left-padded prompts, ids and real [batch, prompt]."""
-    keeper = PromptKeeper(attached.geometry.scale, real)
-    hidden = attached.forward(ids, positions_of(real), keeper)
-    return Prompt(real, keeper.layers, hidden[:, -1])
 
 
 class LiveSession:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from harness.attach import Handler
+from harness.attach import Attached, Handler
 from harness.attention import dense_attention, heads_last, visible_to_prompt
 from methods.base import attention_scores
 
@@ -45,6 +45,13 @@ class PromptKeeper(Handler):
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.layers.append((query, key, value))
         return dense_attention(query, key, value, self.scale, self.visible)
+
+
+def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> Prompt:
+    """One dense pass over left-padded prompts, ids and real [batch, prompt]."""
+    keeper = PromptKeeper(attached.geometry.scale, real)
+    hidden = attached.forward(ids, positions_of(real), keeper)
+    return Prompt(real, keeper.layers, hidden[:, -1])
 
 
 class PromptPass(Handler):

@@ -20,6 +20,7 @@ timed at one shape stay together, as they share a process and its prefill.
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,12 +34,24 @@ from harness.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class Plan:
-    """cells: checked, none has run. left_out: a line for each entry without what it needs. minutes: by experiment,
-    what its cells may take in one start; None, or not named: as long as it takes."""
+    """cells: checked, none has run. left_out: experiment and unmet condition of each cell that `when` leaves out.
+    minutes: by experiment, what its cells may take in one start; None, or not named: as long as it takes."""
 
     cells: tuple[RunConfig, ...]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
     minutes: Mapping[str, float | None] = field(default_factory=dict)
+
+    def gaps(self) -> list[str]:
+        """What is left out, a line for each condition."""
+        by_condition: dict[str, Counter[str]] = {}
+        for experiment, condition in self.left_out:
+            by_condition.setdefault(condition, Counter())[experiment] += 1
+        return [f"left out, as {name} is not given: {counted(found)}" for name, found in by_condition.items()]
+
+
+def counted(cells: Mapping[str, int]) -> str:
+    """Numbers of cells by experiment, in words."""
+    return "cells of " + ", ".join(f"{name} ({number})" for name, number in cells.items())
 
 
 def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
@@ -52,6 +65,10 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
         UserError: a malformed grid, a wrong setting in any cell, or an override of what the cells vary.
     """
     plan = _read(node, overrides, ())
+    known = {config.experiment: None for config in plan.cells} | dict(plan.left_out)
+    for name in plan.minutes:
+        if name not in known:
+            raise UserError(f"grid.minutes.{name}={plan.minutes[name]}: {nearest(name, known)}")
     share = node.get("share")
     return plan if share is None else replace(plan, cells=_share_of(plan.cells, str(share)))
 
@@ -85,14 +102,14 @@ def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -
     conditions = [entry.pop("when", True) for entry in entries]
     kept = [entry for entry, condition in zip(entries, conditions, strict=True) if condition is not None]
     left_out = [
-        _left_out(settings | entries[index], written["cells"][index]["when"])
-        for index, condition in enumerate(conditions)
-        if condition is None
+        (str((settings | cell).get("experiment", "perplexity")), str(source["when"]).strip("${}"))
+        for entry, source, condition in zip(entries, written.get("cells") or [], conditions, strict=True)
+        for cell in (_combinations(entry) if condition is None else ())
     ]
     minutes = {name: limit for part in parts for name, limit in part.minutes.items()}
     return Plan(
         cells=(*_cells(kept, settings, overrides), *(cell for part in parts for cell in part.cells)),
-        left_out=(*left_out, *(line for part in parts for line in part.left_out)),
+        left_out=(*left_out, *(cell for part in parts for cell in part.left_out)),
         minutes=minutes | _minutes(grid.get("minutes")),  # the outer grid's word holds
     )
 
@@ -121,18 +138,9 @@ def _cells(entries: Sequence[dict[str, Any]], settings: dict[str, Any], override
     return configs
 
 
-def _left_out(entry: dict[str, Any], condition: str) -> str:
-    experiments = entry.get("experiment", "perplexity")
-    named = ", ".join(experiments if isinstance(experiments, list) else [experiments])
-    count = len(list(_combinations(entry)))
-    return f"left out: {count} cells of {named}, for want of {condition.strip('${}')}"
-
-
 def _minutes(node: Any) -> dict[str, float | None]:
     minutes = _group(node or {}, "grid.minutes")
     for name, limit in minutes.items():
-        if name not in options("experiment"):
-            raise UserError(f"grid.minutes.{name}={limit}: {nearest(name, options('experiment'))}")
         number = isinstance(limit, int | float) and not isinstance(limit, bool)
         if limit is not None and not (number and limit > 0):
             raise UserError(f"grid.minutes.{name}={limit}: must be a number above 0, or null for no limit")
@@ -153,7 +161,7 @@ def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {name: value for part in chosen for name, value in part.items()}
 
 
-def _list(grid: Mapping[str, Any], name: str) -> list[Any]:
+def _list(grid: Mapping[Any, Any], name: str) -> list[Any]:
     value = grid.get(name) or []
     if not isinstance(value, list):
         raise UserError(f"grid.{name}: must be a list of {name}; see harness/plan.py")
@@ -189,6 +197,9 @@ def _override(key: str, value: Any) -> str:
     """`key=value` as Hydra reads it on a command line."""
     if value is None or isinstance(value, bool):
         value = {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
+    elif isinstance(value, list):
         value = f"[{','.join(map(str, value))}]"
+    elif isinstance(value, str):  # quoted, as a label or a folder may hold what the command line reads as syntax
+        escaped = value.replace("'", "\\'")
+        value = f"'{escaped}'"
     return f"{key}={value}"

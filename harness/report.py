@@ -24,10 +24,10 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
-from harness.catalogue import ENTRIES, Entry
+from harness.catalogue import ENTRIES, MODELLED, Entry
 from harness.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.costmodel.published import Cell, published_rows, quantity
-from harness.errors import UserError, nearest
+from harness.errors import UserError, exit_code, nearest
 from harness.records import write_atomic
 from harness.report_data import all_records, environment, gaps, read_rows, read_sheets, unfinished
 from harness.table_text import MISSING, WORDS, Sheet
@@ -139,7 +139,7 @@ def is_number(cell: str) -> bool:
 def published_sheet(entry: Entry, rows: Sequence[Mapping[str, str]]) -> Sheet | None:
     """The paper's numbers for a figure, with ours beside them where `rows` holds that model and setup; None where
     nothing is known. Those of speed are made of timed runs by the same arithmetic as the cost model's calibration."""
-    figure = entry.part or entry.name
+    figure = entry.name.removesuffix(MODELLED)
     lines = []
     for line in published_rows():
         if line["figure"] == figure:
@@ -184,7 +184,7 @@ def _sections(folder: Path, entries: Sequence[Entry], findings: Mapping[str, str
     for entry in entries:
         image = folder / "figures" / f"{entry.name}.png"
         sheets, rows = _read_tables(folder / "tables", entry)
-        own = {table: found for table, found in sheets.items() if _home(table, entries) == entry.name or entry.part}
+        own = {table: found for table, found in sheets.items() if _home(table, entries) == entry.name}
         if image.exists() or own:
             yield Section(
                 entry=entry,
@@ -202,11 +202,10 @@ def _read_tables(folder: Path, entry: Entry) -> tuple[dict[str, list[Sheet]], li
     sheets: dict[str, list[Sheet]] = {}
     rows: list[dict[str, str]] = []
     for table in entry.tables:
-        read, part = read_sheets(folder / f"{table}.md"), entry.part
-        read = [sheet for sheet in read if sheet.title != PUBLISHED]  # stands in the section, beside our numbers
-        found = [sheet for sheet in read if part is None or sheet.title.startswith(f"{part}:")]
+        read = read_sheets(folder / f"{table}.md")
+        found = [sheet for sheet in read if sheet.title != PUBLISHED]  # stands in the section, beside our numbers
         sheets |= {table: found} if found else {}
-        rows += [row for row in read_rows(folder / f"{table}.csv") if part is None or row["experiment"] == part]
+        rows += read_rows(folder / f"{table}.csv")
     return sheets, rows
 
 
@@ -244,12 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print its path; returns the exit code, 2 for a user's mistake."""
     parser = argparse.ArgumentParser(prog="python -m harness.report", description="Write DIR/report.html.")
     parser.add_argument("--results-dir", default="results", metavar="DIR", help="results to report (default results)")
-    try:
-        print(write_report(parser.parse_args(argv).results_dir))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    args = parser.parse_args(argv)
+    return exit_code(lambda: print(write_report(args.results_dir)))
 
 
 if __name__ == "__main__":

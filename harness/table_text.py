@@ -4,10 +4,12 @@ Accuracy is wide over tasks, so runs of the same method and settings join in one
 `settings` says what tells the lines of a method apart. Seconds become ms and bytes GiB here, and only here.
 """
 
+import csv
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.records import foreign_settings
@@ -16,6 +18,7 @@ Record = Mapping[str, Any]
 Row = dict[str, Any]
 Pairs = Sequence[tuple[Record, list[Row]]]
 
+PUBLISHED = Path(__file__).resolve().parent.parent / "plots" / "reference" / "published.csv"
 MISSING = "-"
 NOTE = (
     "± is one standard error. KV read is the share of the full cache that a decode row reads; two numbers "
@@ -97,19 +100,28 @@ class Sheet(NamedTuple):
 
 
 def render_markdown(experiment: str, pairs: Pairs) -> str:
-    """The whole `.md` file: a table per model, accuracy and latency apart, chunks of perplexity below."""
-    return markdown(experiment, NOTE, _sheets(pairs))
+    """The whole `.md` file: a table per model, accuracy and latency apart, chunks of perplexity below; what the paper
+    gives stands at its end."""
+    return markdown(experiment, NOTE, [*_sheets(pairs), *published(experiment)])
 
 
-def render_modelled(rows: Sequence[Row]) -> str:
-    """The whole `.md` file of what the cost model predicts: a table per figure, platform and model."""
-    keys = dict.fromkeys((row["experiment"], row["model"], row["platform"]) for row in rows)
+def render_modelled(figure: str, rows: Sequence[Row]) -> str:
+    """The whole `.md` file of what the cost model predicts of a figure: a table per platform and model."""
+    keys = dict.fromkeys((row["model"], row["platform"]) for row in rows)
     sheets = []
-    for key in keys:
-        figure, model, platform = key
-        own = [row for row in rows if (row["experiment"], row["model"], row["platform"]) == key]
-        sheets.append(_latency_sheet(f"{figure}: {model} on {platform}, modelled", own))
-    return markdown("modelled", MODELLED_NOTE, sheets)
+    for model, platform in keys:
+        own = [row for row in rows if (row["model"], row["platform"]) == (model, platform)]
+        sheets.append(_latency_sheet(f"{model} on {platform}, modelled", own))
+    return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets)
+
+
+def published(experiment: str) -> Iterator[Sheet]:
+    """What is known of the paper's figure or table of this name, as it stands in `PUBLISHED`."""
+    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["figure"] == experiment]
+    if rows:
+        header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
+        yield Sheet("published", header, [[row[name] or MISSING for name in header] for row in rows])
 
 
 def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:

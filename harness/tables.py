@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import analysis_text
+from harness import analysis_text, speed_tables
 from harness.records import read_records, write_atomic
 from harness.table_text import rank, render_markdown, render_terminal
 
@@ -42,6 +42,8 @@ ANALYSIS_COLUMNS = (
 )  # fmt: skip
 """Analysis tables: `value` of `series` at `x`, in the unit that `metric` says (harness.analysis_text.METRICS)."""
 
+TIMED_CELLS = "latency"
+"""The experiment whose records are the cells of all figures of speed."""
 CHUNK_TOKENS = 256
 CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
 """What a record keeps beside the metrics of a task and the table has columns for."""
@@ -59,7 +61,8 @@ LABELS = {
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
-    """Write `tables/<experiment>.csv` and `.md` anew from the experiment's finished records.
+    """Write `tables/<experiment>.csv` and `.md` anew from the experiment's finished records; from those of `latency`
+    also the tables of the figures that show some of its rows.
 
     A damaged record is skipped with a warning that names it, a failed or interrupted one silently: it has no
     numbers.
@@ -77,10 +80,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         write_atomic(path, render_csv(ANALYSIS_COLUMNS, points))
         write_atomic(path.with_suffix(".md"), analysis_text.render_markdown(experiment, points))
         return path
-    columns = BLOCK_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
-    rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
-    write_atomic(path, render_csv(columns, rows))
-    write_atomic(path.with_suffix(".md"), render_markdown(experiment, pairs))
+    _write(path, pairs)
+    if experiment == TIMED_CELLS:
+        _write_figures(path.parent, pairs)
     return path
 
 
@@ -103,6 +105,28 @@ def render_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _write(path: Path, pairs: Sequence[tuple[Record, list[Row]]]) -> None:
+    columns = BLOCK_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
+    rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
+    write_atomic(path, render_csv(columns, rows))
+    write_atomic(path.with_suffix(".md"), render_markdown(path.stem, pairs))
+
+
+def _write_figures(folder: Path, pairs: Sequence[tuple[Record, list[Row]]]) -> None:
+    """The table of each figure of speed; one that has no rows any more is removed."""
+    every = [row for _, rows in pairs for row in rows]
+    for figure, choose in speed_tables.FIGURES.items():
+        chosen = {row["run_id"] for row in choose(every)}
+        own = [(record, [row | {"experiment": figure} for row in rows]) for record, rows in pairs]
+        own = [(record, rows) for record, rows in own if rows[0]["run_id"] in chosen]
+        path = folder / f"{figure}.csv"
+        if own:
+            _write(path, own)
+        else:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".md").unlink(missing_ok=True)
 
 
 def rows_of(record: Record) -> list[Row]:

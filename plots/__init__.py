@@ -1,8 +1,8 @@
 """Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>.png` and `.pdf`.
 
 One module per figure; each offers `draw`, which takes the tables, or rows of a latency table, and returns the figure,
-or None where it has no rows. What was timed comes from `latency.csv`; what the cost model predicts, `modelled.csv`,
-is `<figure>-modelled`, drawn by the same function. The same tables give the same bytes.
+or None where it has no rows. What the cost model predicts of a figure, in the table `<figure>-modelled`, is a figure of
+that name, drawn by the same function. The same tables give the same bytes.
 
     python -m plots --results-dir results
 """
@@ -14,7 +14,25 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from harness.errors import UserError
-from plots import fig2, fig4, fig5, fig7, fig11, fig12, fig13, fig14, fig15, fig16, fig17, fig18, fig20, style
+from plots import (
+    choices,
+    fig2,
+    fig4,
+    fig5,
+    fig7,
+    fig11,
+    fig12,
+    fig13,
+    fig14,
+    fig15,
+    fig16,
+    fig17,
+    fig18,
+    fig19,
+    fig20,
+    style,
+    table2,
+)
 from plots.data import Tables
 
 Draw = Callable[[Tables], Figure | None]
@@ -22,10 +40,11 @@ Draw = Callable[[Tables], Figure | None]
 
 def _of_latency(name: str, draw: Callable[[pd.DataFrame], Figure | None]) -> dict[str, Draw]:
     """The two figures that `draw` makes of rows of a latency table: of what was timed, and of what is modelled."""
-    return {
-        name: lambda tables: draw(tables.latency("latency")),
-        f"{name}-modelled": lambda tables: draw(tables.modelled(name)),
-    }
+
+    def of(table: str) -> Draw:
+        return lambda tables: draw(tables.latency(table))
+
+    return {table: of(table) for table in (name, f"{name}-modelled")}
 
 
 FIGURES: dict[str, Draw] = {
@@ -42,18 +61,30 @@ FIGURES: dict[str, Draw] = {
     **_of_latency("fig16b", fig16.draw_model),
     "fig17": fig17.draw,
     **_of_latency("fig18", fig18.draw),
+    "fig19": fig19.draw,
     "fig20": fig20.draw,
+    "table2": table2.draw,
+    "choices": choices.draw,
 }
 
 
 def main(results_dir: str | Path = "results") -> list[Path]:
+    """`draw_figures`, where there must be one. Raises UserError as well where no figure has a table."""
+    paths = draw_figures(results_dir)
+    if not paths:
+        folder = Path(results_dir) / "tables"
+        raise UserError(f"{folder}: no table yet; `make accuracy` or `python run.py experiment=fig11` makes one")
+    return paths
+
+
+def draw_figures(results_dir: str | Path) -> list[Path]:
     """Draw every figure whose table exists. A damaged table keeps no other figure from being drawn.
 
     Returns:
         The files written: a PNG and a PDF per figure, in the order of the figures' numbers.
 
     Raises:
-        UserError: no table of any figure, a damaged table, or a folder that cannot be written.
+        UserError: a damaged table, or a folder that cannot be written.
     """
     tables = Tables(Path(results_dir) / "tables")
     paths: list[Path] = []
@@ -69,6 +100,4 @@ def main(results_dir: str | Path = "results") -> list[Path]:
                 paths += style.save(figure, Path(results_dir) / "figures" / name)
     if refusals:
         raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
-    if not paths:
-        raise UserError(f"{tables.folder}: no table yet; `make accuracy` or `python run.py experiment=fig11` makes one")
     return paths

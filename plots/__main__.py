@@ -3,12 +3,10 @@
 import argparse
 import sys
 
-from harness.errors import UserError
+from harness.errors import exit_code
 from plots import main
 
 parser = argparse.ArgumentParser(prog="python -m plots", description="Draw the figures from DIR/tables.")
 parser.add_argument("--results-dir", default="results", metavar="DIR", help="figures go to DIR/figures")
-try:
-    print(*main(parser.parse_args().results_dir), sep="\n")
-except UserError as error:
-    sys.exit(f"error: {error}")
+args = parser.parse_args()
+sys.exit(exit_code(lambda: print(*main(args.results_dir), sep="\n")))

@@ -50,6 +50,12 @@ def grouped(axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = N
     return places
 
 
+def of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> Places:
+    """A bar with its standard error for each row, all in the look of the label `name`; `groups` names the bars."""
+    values, errors = (rows[[column]].set_axis([name], axis=1) for column in ("value", "stderr"))
+    return grouped(axes, values, errors=errors, groups=groups)
+
+
 def stacked_times(
     axes: Axes, prefill: pd.DataFrame, decode: pd.DataFrame, *, groups: Sequence[str], in_legend: bool = True
 ) -> Places:

@@ -40,6 +40,7 @@ NAMES = {
     "gen_len": "{:,.0f} generated",
     "source": "source: {}",
     "layer": "layer {:.0f}",
+    "kept": "{} tokens kept",
     "run_id": "run {}",
     "metric": "",  # said by the axis, as is x_name
     "x_name": "",
@@ -63,11 +64,6 @@ class Tables:
     def latency(self, name: str) -> pd.DataFrame:
         """Rows of (source, model, shape, label) in seconds, the segments of a block among them."""
         return self._read(name, LATENCY_COLUMNS + SEGMENT_COLUMNS)
-
-    def modelled(self, figure: str) -> pd.DataFrame:
-        """The cost model's rows of a figure, as `latency` gives them."""
-        rows = self.latency("modelled")
-        return rows[rows.experiment == figure]
 
     def analysis(self, name: str) -> pd.DataFrame:
         """Rows of (model, run_id, metric, series, layer, x); numbers are floats, an empty cell is NaN."""
@@ -126,13 +122,6 @@ def describe(row: Mapping[Any, Any] | pd.Series, columns: Sequence[str]) -> str:
     """Words for the row's values in `columns`, such as "opt-13b, batch 20"; an empty cell is left out."""
     texts = (NAMES.get(name, "{}").format(row[name]) for name in columns if not pd.isna(row[name]))
     return ", ".join(text for text in texts if text)
-
-
-def sweep(frame: pd.DataFrame, axis: str, setup: Sequence[str]) -> pd.DataFrame:
-    """The rows of the widest sweep over `axis`: those setups that have the most values of it, by model and source."""
-    machine = [name for name in ("model", "platform", "source") if name in setup]
-    points = frame.groupby(list(setup), dropna=False)[axis].transform("nunique")
-    return frame[points == points.groupby([frame[name] for name in machine]).transform("max")]
 
 
 def pivot(frame: pd.DataFrame, index: str, value: str) -> pd.DataFrame:

@@ -40,18 +40,11 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     metric = panel.metric.iloc[0]
     words, factor = AXES[metric]
     axes.set(xlabel=KV_AXIS, ylabel=words)
-    is_full = panel.label == style.FULL
     if metric == "kl_nats":
         style.log_y(axes)  # without the full cache, whose divergence from itself is 0
     else:
-        for value, stderr in panel.loc[is_full, ["value", "stderr"]].to_numpy():
-            style.full_line(axes, factor * value, factor * stderr)
+        style.full_lines(axes, panel[panel.label == style.FULL], factor)
     chance = CHANCE.get(panel.task.iloc[0])
     if chance is not None:
-        axes.axhline(factor * chance, color=style.GREY, linestyle=":", linewidth=1, label=style.CHANCE)
-    names = panel.label[~is_full].map(style.line_of)
-    for name in style.ordered(names):
-        line = panel.loc[names.index[names == name]].sort_values("kv_frac")
-        x, y, stderr = 100 * line.kv_frac, factor * line.value, factor * line.stderr
-        style.error_line(axes, x, y, stderr, name=name, like=name)
-    axes.set_xlim(left=0)
+        style.chance_line(axes, factor * chance)
+    style.size_lines(axes, panel, factor)

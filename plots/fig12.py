@@ -12,8 +12,6 @@ from plots import data, style
 
 SETUP = ("model", "corpus", "seq_len", "num_samples", "source")
 MAX_TICKS = 6
-LOG_ABOVE = 10
-"""Ratio of the largest to the smallest perplexity from which the axis is logarithmic."""
 
 
 def draw(tables: data.Tables) -> Figure | None:
@@ -43,5 +41,4 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
         xticks=edges[::every],
         xlim=(edges[0], edges[-1]),
     )
-    if panel.value.max() > LOG_ABOVE * panel.value.min():
-        style.log_y(axes)
+    style.log_y_where_wide(axes, panel.value)

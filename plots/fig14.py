@@ -1,7 +1,5 @@
 """Figure 14: prefill and decode seconds, stacked, one bar per label.
 
-The shape is the largest batch of figure 15, as in the paper.
-
 Published totals (OPT-13B, batch 20, 1,920 + 128 tokens, RTX A6000) are hollow markers on panels of that shape,
 measured, or modelled for that machine.
 """
@@ -10,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots import bars, data, fig15, style
+from plots import bars, data, style
 
 SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 PAPER = {"model": "opt-13b", "batch_size": 20, "prompt_len": 1920, "gen_len": 128}
@@ -20,10 +18,7 @@ def draw(table: pd.DataFrame) -> Figure | None:
     """The figure from rows of a latency table; None without any."""
     if table.empty:
         return None
-    batches = data.sweep(table, "batch_size", fig15.SETUP)
-    largest = batches.groupby(list(fig15.SETUP)).batch_size.transform("max")
-    panels = data.split(batches[batches.batch_size == largest], SETUP)
-    return style.draw_panels(data.with_close_ups(panels), _draw_panel)
+    return style.draw_panels(data.with_close_ups(data.split(table, SETUP)), _draw_panel)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -1,5 +1,4 @@
-"""Figure 15: prefill and decode seconds, stacked, against the batch size: the lengths that were timed with the most
-batch sizes.
+"""Figure 15: prefill and decode seconds, stacked, against the batch size.
 
 Published rates (OPT-13B, 1,920 + 128 tokens, RTX A6000) are drawn as the total they stand for, batch * 128 /
 (tokens/s), as hollow markers on panels of that shape, measured, or modelled for that machine.
@@ -20,8 +19,7 @@ def draw(table: pd.DataFrame) -> Figure | None:
     """The figure from rows of a latency table; None without any."""
     if table.empty:
         return None
-    panels = data.split(data.sweep(table, "batch_size", SETUP), SETUP)
-    return style.draw_panels(data.with_close_ups(panels), _draw_panel)
+    return style.draw_panels(data.with_close_ups(data.split(table, SETUP)), _draw_panel)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -1,8 +1,8 @@
 """Figure 17: accuracy and latency on two axes, against alpha and against the partial weight ratio.
 
-Accuracy comes from `fig17-accuracy.csv`, seconds of prefill and decode from `fig17-latency.csv`; either may
-be absent. A run's label says which setting it varies: `alpha=4` or `partial_weight_ratio=0.3`. No published
-point is known.
+Accuracy comes from `fig17.csv`, the full cache's and chance beside it; seconds of decode from `fig17-latency.csv`, as
+the settings change no prefill. Either may be absent. A run's label says which setting it varies: `alpha=4` or
+`partial_weight_ratio=0.3`. No published point is known.
 """
 
 import pandas as pd
@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from plots import data, style
+from plots.fig11 import CHANCE
 
 SETTINGS = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
 ACCURACY_SETUP = ("model", "task", "num_samples", "num_fewshot", "source")
@@ -19,9 +20,9 @@ PANEL_INCHES = (4.2, 2.5)  # room for the second axis
 
 def draw(tables: data.Tables) -> Figure | None:
     """The figure; None without both tables, or where no label names a setting."""
-    accuracy = _with_setting(tables.accuracy("fig17-accuracy"))
-    latency = _with_setting(tables.latency("fig17-latency"))
-    accuracy = accuracy[accuracy.metric == "acc"]
+    table = tables.accuracy("fig17")
+    table = table[table.metric == "acc"]
+    accuracy, latency = _with_setting(table), _with_setting(tables.latency("fig17-latency"))
     named = [name for name in SETTINGS if name in {*accuracy.setting, *latency.setting}]
     if not named:
         return None
@@ -29,9 +30,10 @@ def draw(tables: data.Tables) -> Figure | None:
     for axes, name in zip(all_axes, named, strict=True):
         axes.set(xlabel=SETTINGS[name], ylabel="accuracy (%)")
         right = axes.twinx()
-        right.set_ylabel("latency, prefill + decode (s)")
+        right.set_ylabel("latency, decode (s)")
         right.spines["right"].set_visible(True)
         right.grid(visible=False)
+        _draw_references(axes, table)
         _draw_lines(axes, accuracy[accuracy.setting == name], ACCURACY_SETUP, "accuracy")
         _draw_lines(right, latency[latency.setting == name], LATENCY_SETUP, "latency")
     kinds = (("accuracy", accuracy, ACCURACY_SETUP), ("latency", latency, LATENCY_SETUP))
@@ -45,6 +47,13 @@ def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
 
 
+def _draw_references(axes: Axes, table: pd.DataFrame) -> None:
+    """The full cache's accuracy, and chance."""
+    style.full_lines(axes, table[table.label == style.FULL], 100)
+    for task in sorted(set(table.task) & set(CHANCE)):
+        style.chance_line(axes, 100 * CHANCE[task])
+
+
 def _draw_lines(axes: Axes, rows: pd.DataFrame, setup: tuple[str, ...], word: str) -> None:
     """A line per setup: of accuracy in percent with its standard error, of latency in seconds."""
     if rows.empty:
@@ -56,5 +65,5 @@ def _draw_lines(axes: Axes, rows: pd.DataFrame, setup: tuple[str, ...], word: st
         if word == "accuracy":
             y, stderr = 100 * line.value, 100 * line.stderr
         else:
-            y, stderr = line.total_s, None
+            y, stderr = line.decode_s, None
         style.error_line(axes, line.x, y, stderr, name=name, like=name)

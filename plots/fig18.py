@@ -1,7 +1,5 @@
 """Figure 18: milliseconds of one transformer block in one decode step, by segment.
 
-The shape is the longest of figure 16a, as in the paper.
-
 Transfer is the wait for the link that no compute hides, so the segments sum to the block. Published sums
 (OPT-13B, batch 8, 2,048 tokens, RTX A6000) are hollow markers on panels of that shape, measured, or
 modelled for that machine.
@@ -12,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots import bars, data, fig16, style
+from plots import bars, data, style
 
 SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 BATCH_SIZE = 8
@@ -32,9 +30,7 @@ def draw(table: pd.DataFrame) -> Figure | None:
     """The figure from rows of a latency table; None without any."""
     if table.empty:
         return None
-    lengths = data.sweep(table, "prompt_len", fig16.LENGTH_SETUP)
-    longest = lengths.groupby(list(fig16.LENGTH_SETUP)).prompt_len.transform("max")
-    panels = data.with_close_ups(data.split(lengths[lengths.prompt_len == longest], SETUP))
+    panels = data.with_close_ups(data.split(table, SETUP))
     return style.draw_panels(panels, _draw_panel, note="transfer: the wait that compute does not hide")
 
 

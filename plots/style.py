@@ -26,6 +26,7 @@ from plots.data import Panels
 
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
+WIDE = 10
 NOTE_LETTERS_PER_INCH = 22
 DPI = 160
 FORMATS: dict[str, dict[str, None]] = {
@@ -148,6 +149,23 @@ def error_line(axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None,
     axes.errorbar(x, y, yerr=stderr, label=name, color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8)
 
 
+def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
+    """A line per method, `factor` times the value by the percentage of the full cache that it reads; the full cache,
+    which has no size to vary, is left out."""
+    methods = rows[rows.label != FULL]
+    names = methods.label.map(line_of)
+    for name in ordered(names):
+        line = methods[names == name].sort_values("kv_frac")
+        error_line(axes, 100 * line.kv_frac, factor * line.value, factor * line.stderr, name=name, like=name)
+    axes.set_xlim(left=0)
+
+
+def log_y_where_wide(axes: Axes, values: pd.Series) -> None:
+    """A logarithmic y axis for values of which the largest is over `WIDE` times the smallest."""
+    if values.max() > WIDE * values.min():
+        log_y(axes)
+
+
 def log_y(axes: Axes) -> None:
     """A logarithmic y axis with plain numbers at 1, 2 and 5."""
     axes.set_yscale("log")
@@ -162,6 +180,17 @@ def full_line(axes: Axes, value: float, stderr: float) -> None:
     axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
     if not pd.isna(stderr):
         axes.axhspan(value - stderr, value + stderr, color=color, alpha=0.08, linewidth=0)
+
+
+def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
+    """A `full_line` for each distinct value of `rows`, `factor` times it."""
+    for value, stderr in rows[["value", "stderr"]].drop_duplicates().to_numpy():
+        full_line(axes, factor * value, factor * stderr)
+
+
+def chance_line(axes: Axes, value: float) -> None:
+    """What guessing scores: a dotted line over the whole width."""
+    axes.axhline(value, color=GREY, linestyle=":", linewidth=1, label=CHANCE)
 
 
 def finish(figure: Figure, note: str) -> Figure:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 256
 MAX_LENGTH = 512
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 # The same examples every time, and no deadline: the cores are shared, a slow example is no failure.
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -85,6 +86,18 @@ def tiny_qwen3() -> PreTrainedModel:
 def tiny_mistral() -> PreTrainedModel:
     """Mistral without its sliding window."""
     return tiny_model("mistral", num_key_value_heads=2, sliding_window=None)
+
+
+@pytest.fixture(scope="session")
+def tiny_phi3() -> PreTrainedModel:
+    """Phi-3: query, key and value in one projection, here with two query heads per KV head and half rotary."""
+    return tiny_model("phi3", num_key_value_heads=2, rope_parameters=HALF_ROTARY)
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt_neox() -> PreTrainedModel:
+    """GPT-NeoX: one projection interleaved by head, a quarter of each head rotary, parallel residual, biases."""
+    return tiny_model("gpt_neox")
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from conftest import tiny_model
+from conftest import HALF_ROTARY, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -92,7 +92,7 @@ CASES = {
     "pool-tie": Case(InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
     "pool+smooth": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru"), Smooth()),
 }
-FAMILIES = ("llama", "gqa", "opt")
+FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
 
 
 class Result(NamedTuple):
@@ -109,6 +109,8 @@ def tiny(family: str) -> PreTrainedModel:
         "llama": ("llama", {"num_key_value_heads": 4}),
         "gqa": ("llama", {"num_key_value_heads": 2}),
         "opt": ("opt", {"word_embed_proj_dim": 64}),
+        "phi3": ("phi3", {"num_key_value_heads": 2, "rope_parameters": HALF_ROTARY}),
+        "gpt_neox": ("gpt_neox", {}),
     }
     model_type, shape = shapes[family]
     return tiny_model(model_type, **shape)

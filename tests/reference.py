@@ -139,7 +139,7 @@ class Reference:
         self.final_length = final_length
         self.prefill_len = prefill_len
         self.codec = codec
-        self.family = (OPTBlocks if model.config.model_type == "opt" else LlamaBlocks)(model)
+        self.family = BLOCKS.get(model.config.model_type, LlamaBlocks)(model)
         skewed = isinstance(method, InfiniGen) and method.skew
         self.rotation = rotation.double().numpy() if skewed and rotation is not None else None
         self.margin = math.inf
@@ -323,7 +323,7 @@ class LlamaBlocks:
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = getattr(config, "num_key_value_heads", self.num_heads)
         self.group = self.num_heads // self.num_kv_heads
-        self.head_dim = self.layers[0].self_attn.head_dim
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.scale = 1 / math.sqrt(self.head_dim)
 
     def _decoder(self) -> nn.Module:
@@ -350,10 +350,12 @@ class LlamaBlocks:
         return list(heads.double().numpy())
 
     def _placed(self, heads: Tensor, position: int) -> list[Vector]:
-        """Rotary positions: the halves of a head turn against each other."""
+        """Rotary positions: the halves of a head, or of its rotary part, turn against each other."""
         cos, sin = self.decoder.rotary_emb(heads[None], torch.tensor([[position]]))
-        first, second = heads.chunk(2, -1)
-        return list((heads * cos[0, 0] + torch.cat([-second, first], -1) * sin[0, 0]).double().numpy())
+        turning, still = heads.tensor_split([cos.shape[-1]], -1)
+        first, second = turning.chunk(2, -1)
+        turned = turning * cos[0, 0] + torch.cat([-second, first], -1) * sin[0, 0]
+        return list(torch.cat([turned, still], -1).double().numpy())
 
     def after_attention(self, layer: int, hidden: Tensor, output: Vector) -> Tensor:
         block = self.layers[layer]
@@ -389,3 +391,47 @@ class OPTBlocks(LlamaBlocks):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(self.decoder.final_layer_norm(hidden))
+
+
+class Phi3Blocks(LlamaBlocks):
+    """The same of Phi-3: one projection makes all queries, then all keys, then all values."""
+
+    def queries(self, layer: int, attention_input: Tensor, position: int) -> list[Vector]:
+        return self._placed(self._projected(layer, attention_input)[0], position)
+
+    def keys(self, layer: int, attention_input: Tensor, position: int) -> list[Vector]:
+        return self._placed(self._projected(layer, attention_input)[1], position)
+
+    def values(self, layer: int, attention_input: Tensor) -> list[Vector]:
+        return list(self._projected(layer, attention_input)[2].double().numpy())
+
+    def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
+        heads = self.layers[layer].self_attn.qkv_proj(attention_input).view(-1, self.head_dim)
+        return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
+
+
+class GPTNeoXBlocks(Phi3Blocks):
+    """The same of GPT-NeoX: query, key and value head by head; attention and FFN read the same residual."""
+
+    name = "gpt_neox"
+
+    def _decoder(self) -> nn.Module:
+        return self.model.gpt_neox
+
+    def embed(self, token: int, position: int) -> Tensor:
+        return self.decoder.embed_in(torch.tensor(token))
+
+    def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
+        fused = self.layers[layer].attention.query_key_value(attention_input)
+        return fused.view(self.num_heads, 3, self.head_dim).unbind(1)
+
+    def after_attention(self, layer: int, hidden: Tensor, output: Vector) -> Tensor:
+        block = self.layers[layer]
+        attended = block.attention.dense(torch.from_numpy(output).float())
+        return hidden + attended + block.mlp(block.post_attention_layernorm(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.model.lm_head(self.decoder.final_layer_norm(hidden))
+
+
+BLOCKS = {"opt": OPTBlocks, "phi3": Phi3Blocks, "gpt_neox": GPTNeoXBlocks}

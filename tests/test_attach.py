@@ -11,6 +11,7 @@ from replaying import (
     CASES,
     LENGTH,
     PROMPT,
+    TOLERANCE,
     Case,
     assert_close,
     every_model,
@@ -28,6 +29,7 @@ from harness import replay
 from harness.adapters import Adapter
 from harness.attach import attach
 from harness.errors import UserError
+from harness.live_pass import run_prompt
 from methods.quantization import Quantized
 
 # Order of calls, refusals
@@ -82,6 +84,21 @@ def test_a_window_shorter_than_the_sequence_is_refused():
         assert_close(got, model(ids).logits)
 
 
+def test_a_sequence_at_whose_length_rotary_frequencies_change_is_refused():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    shape = {"rope_parameters": rope, "original_max_position_embeddings": 20}
+    model = tiny_model("phi3", num_key_value_heads=2, **shape)
+    with attach(model) as attached:
+        got = attached.logits(run_prompt(attached, ids := torch.tensor([token_ids(20)]), ids > 0).hidden)
+        open_session(attached, CASES["full"], [20], 20)
+        with pytest.raises(UserError, match="seq_len=21: must be at most 20, .*longrope"):
+            open_session(attached, CASES["full"], [21], 21)
+    with torch.inference_mode():
+        assert_close(got, model(ids).logits[:, -1])
+        longer = model(torch.tensor([token_ids(20) + [5]])).logits[:, -2]
+    assert float((got - longer).abs().max()) > TOLERANCE, "otherwise there is nothing to refuse"
+
+
 def test_the_window_of_a_model_that_does_not_use_it_is_none():
     model = tiny_model("qwen2", num_key_value_heads=2, use_sliding_window=False, sliding_window=16)
     assert_close(run_one(model, CASES["full"]).logits[0], trace(model, "full").logits)
@@ -89,7 +106,7 @@ def test_the_window_of_a_model_that_does_not_use_it_is_none():
 
 def test_an_unsupported_family_is_refused_with_the_supported_ones():
     model = tiny_model("gpt2")
-    message = r"gpt2.*not supported.*llama, mistral, qwen2, qwen3, opt"
+    message = r"gpt2.*not supported.*llama, mistral, qwen2, qwen3, opt, phi3, gpt_neox"
     with pytest.raises(UserError, match=message), attach(model):
         pass
 

@@ -1,17 +1,19 @@
 """Grids: cells, overrides, going on where an interrupted one stopped, and what is reported in the end."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 import plots
 from harness import inputs, records
-from harness.cli import main
+from harness.cli import UNFINISHED, main
 from harness.config import CONF_DIR, compose
 from harness.errors import UserError
-from harness.grid import cells
+from harness.plan import Plan, read_plan
 from tests.runs import outcome, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
@@ -21,7 +23,7 @@ EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
 def runs(monkeypatch, tmp_path):
     """Stand-ins for model, experiments and figures, in an empty current folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots, "main", lambda folder: [folder / "figures" / "fig11.png"])
+    monkeypatch.setattr(plots, "draw_figures", lambda folder: [folder / "figures" / "fig11.png"])
     return stand_in(monkeypatch)
 
 
@@ -33,14 +35,22 @@ def small(monkeypatch):
         "cells": [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}],
     }
 
-    def cells_of_small(_, overrides):
-        return cells(OmegaConf.create(node), overrides)
+    def read_small(_, overrides):
+        return read_plan(OmegaConf.create(node), overrides)
 
-    monkeypatch.setattr("harness.grid.cells", cells_of_small)
+    monkeypatch.setattr("harness.cli.read_plan", read_small)
+
+
+def plan_of(grid, *overrides) -> Plan:
+    return read_plan(OmegaConf.create({"grid": grid}).grid, overrides)
 
 
 def made(grid, *overrides):
-    return cells(OmegaConf.create(grid), overrides)
+    return list(plan_of(grid, *overrides).cells)
+
+
+def read(*overrides) -> Plan:
+    return read_plan(compose(overrides).grid, overrides)
 
 
 def test_alternatives_are_combined_and_the_last_key_varies_fastest():
@@ -101,7 +111,19 @@ def test_what_the_grid_varies_cannot_be_given():
     [
         ({}, "grid.cells: must be a list"),
         ({"cells": []}, "grid.cells: must be a list"),
+        ({"cells": {"method": "full"}}, "grid.cells: must be a list"),
         ({"cells": ["method"]}, "grid.cells=method: must map settings to values"),
+        ({"grids": "accuracy"}, "grid.grids: must be a list"),
+        ({"grids": ["acuracy"]}, "grid.grids=acuracy: did you mean 'accuracy'"),
+        ({"cells": [{}], "minutes": 5}, "grid.minutes=5: must map settings to values"),
+        ({"cells": [{}], "minutes": {"fig12": 5}}, "grid.minutes.fig12=5: allowed: perplexity$"),
+        ({"cells": [{}], "minutes": {"fig11": 0}}, "grid.minutes.fig11=0: must be a number above 0"),
+        ({"cells": [{}], "minutes": {"fig11": "long"}}, "grid.minutes.fig11=long: must be a number above 0"),
+        ({"cells": [{}], "minutes": {"fig11": True}}, "grid.minutes.fig11=True: must be a number above 0"),
+        *(
+            ({"cells": [{}], "share": share}, f"grid.share={share}: must be K/N with K from 1 to N")
+            for share in ("9/8", "0/2", "1/0", "2", "a/b", "-1/2")
+        ),
         ({"settings": [1], "cells": [{"method": "full"}]}, "grid.settings=.* must map settings to values"),
         (
             {"cells": [{"seq_len prefill_len": [512, 64]}]},
@@ -115,14 +137,35 @@ def test_refuses_a_malformed_grid(grid, message):
         made(grid)
 
 
-@pytest.mark.parametrize("grid", EVERY)
+HUB = ["data=hub", "data.root=null"]
+PARTS = {name: list(OmegaConf.load(CONF_DIR / "grid" / f"{name}.yaml").get("grids", [])) for name in EVERY}
+
+
+def with_hub(grid: str) -> Plan:
+    """The plan of a grid with the hub's data, so that no entry is left out."""
+    own = OmegaConf.load(CONF_DIR / "grid" / f"{grid}.yaml")
+    return read(f"grid={grid}", *HUB, *(["grid.data_root=hub"] if "data_root" in own else []))
+
+
+@pytest.mark.parametrize("grid", [name for name in EVERY if not PARTS[name]])
 def test_every_grid_composes_and_repeats_nothing(grid):
-    configs = cells(compose([f"grid={grid}", "data=hub"]).grid, ["data=hub"])
-    digests = inputs.digests(configs[0])
-    ids = Counter((config.experiment, records.run_id(config, digests)) for config in configs)
-    assert max(ids.values()) == 1
-    experiments = {config.experiment for config in configs}
-    assert experiments == {"latency"} or {"fig11", "fig12", "fig13"} <= experiments
+    plan = with_hub(grid)
+    digests = inputs.digests(plan.cells[0])
+    ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)
+    assert max(ids.values()) == 1 and plan.left_out == ()
+
+
+@pytest.mark.parametrize("grid", [name for name in EVERY if PARTS[name]])
+def test_a_grid_of_grids_has_all_figures_and_repeats_nothing(grid, monkeypatch):
+    """Its cells by their overrides alone: each part is composed in a test of its own."""
+    monkeypatch.setattr("harness.plan.load", lambda overrides: SimpleNamespace(kind="", overrides=overrides))
+    plan = with_hub(grid)
+    cells = [tuple(sorted(config.overrides)) for config in plan.cells]
+    assert len(set(cells)) == len(cells) and plan.left_out == ()
+    pairs = [override.partition("=") for cell in cells for override in cell]
+    experiments = {value.strip("'") for key, _, value in pairs if key == "experiment"}
+    figures = {f"fig{number}" for number in (2, 4, 5, 7, 11, 12, 13, 17, 19, 20)}
+    assert figures | {"table1", "table2", "latency"} | set(plan.minutes) <= experiments
 
 
 LLAMA = [(5, 0.2), (7, 0.2), (7, 0.6), (9, 0.6)], [(4096, 5.2)]
@@ -132,10 +175,153 @@ OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 @pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("opt-6.7b", OPT), ("qwen2.5-0.5b", LLAMA)])
 def test_paper_grid_follows_the_family(model, expected):
     data = [f"model={model}", "data=hub"]
-    chosen = [c for c in cells(compose(["grid=paper", *data]).grid, data) if c.method_name == "infinigen"]
+    every = read_plan(compose(["grid=accuracy-paper", *data]).grid, data).cells
+    chosen = [c for c in every if c.method_name == "infinigen"]
     fig11 = [(c.method.alpha, c.method.max_fetch_frac) for c in chosen if c.experiment == "fig11"]
     fig12 = [(c.seq_len, c.method.alpha) for c in chosen if c.experiment == "fig12"]
     assert (fig11, fig12) == expected
+
+
+# grids of grids
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """Takes the place of `conf/`; `grid(name, text)` adds a grid to it."""
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF_DIR, conf)
+    for module in ("harness.config", "harness.plan", "harness.cli"):
+        monkeypatch.setattr(f"{module}.CONF_DIR", conf)
+
+    def grid(name: str, text: str) -> None:
+        (conf / "grid" / f"{name}.yaml").write_text(text)
+
+    return grid
+
+
+def test_a_grid_may_consist_of_grids(library):
+    library("inner", "cells: [{method: infinigen, method.alpha: '${grid.alpha}'}]\nalpha: 4\nonly: 1")
+    library("other", "cells: [{method: [full, h2o], num_windows: '${grid.windows}'}]\nwindows: 2")
+    library("outer", "cells: [{method: oracle}]\ngrids: [inner, other]\nalpha: 4")
+    plan = read("grid=outer", "grid.alpha=9", "seed=3")
+    assert [config.method_name for config in plan.cells] == ["oracle", "infinigen", "full", "h2o"]
+    assert plan.cells[1].method.alpha == 9 and {config.seed for config in plan.cells} == {3}
+    assert [config.num_windows for config in plan.cells[2:]] == [2, 2]
+
+
+def test_a_grid_cannot_contain_itself(library):
+    library("snake", "grids: [snake]")
+    with pytest.raises(UserError, match="grid.grids=snake: contains itself"):
+        read("grid=snake")
+
+
+NEEDY = """
+settings: {experiment: fig11, tasks: [passkey]}
+cells:
+  - when: ${grid.data_root}
+    method: [full, h2o]
+  - method: int4
+    experiment: fig12
+data_root: null
+"""
+
+
+def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_path):
+    library("needy", NEEDY)
+    library("outer", "grids: [needy]\ndata_root: null")
+    plan = read("grid=outer")
+    assert [config.method_name for config in plan.cells] == ["int4"]
+    gap = "left out, as grid.data_root is not given: cells of fig11 (2)"
+    assert plan.gaps() == [gap]
+    given = read("grid=outer", "grid.data_root=DIR")
+    assert [config.method_name for config in given.cells] == ["full", "h2o", "int4"] and not given.gaps()
+    assert main(["grid=outer"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
+
+
+def test_the_outer_grid_says_how_many_minutes(library):
+    library("inner", "cells: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
+    library("outer", "grids: [inner]\nminutes: {fig11: 7, fig12: null}")
+    assert read("grid=outer").minutes == {"fig11": 7, "fig12": None, "fig13": 5}
+    assert read("grid=outer", "grid.minutes.fig11=9").minutes["fig11"] == 9
+
+
+# shares
+
+
+def test_shares_are_disjoint_and_make_the_whole():
+    cells = [{"method": ["full", "h2o", "int4", "oracle", "infinigen"]}]
+    shares = [[c.method_name for c in made({"cells": cells, "share": f"{k}/3"})] for k in (1, 2, 3)]
+    assert shares == [["full", "oracle"], ["h2o", "infinigen"], ["int4"]]
+    assert made({"cells": cells, "share": "7/7"}) == []
+
+
+def test_cells_timed_at_one_shape_stay_in_one_share():
+    entry = {"experiment": "latency", "label": ["ideal", "offload"], "batch_size": [1, 2, 3]}
+    for k in (1, 2):
+        plan = plan_of({"cells": [entry], "share": f"{k}/2"})
+        labels = Counter(config.latency.batch_size for config in plan.cells)
+        assert set(labels.values()) == {2}
+
+
+def test_a_share_of_any_grid_can_be_asked_for(library):
+    library("pair", "cells: [{method: [full, h2o]}]")
+    library("outer", "grids: [pair]")
+    for grid in ("pair", "outer"):
+        assert [c.method_name for c in read(f"grid={grid}", "grid.share=2/2").cells] == ["h2o"]
+
+
+def test_a_share_without_a_grid_is_refused(runs, capsys):
+    assert main(["grid.share=1/2"]) == 2
+    assert capsys.readouterr().err == "error: grid.share=1/2: needs grid=NAME\n"
+    assert runs.configs == []
+
+
+# time allotments
+
+
+@pytest.fixture
+def clock(monkeypatch, runs):
+    """A clock that a cell moves on by a minute."""
+    now = [0.0]
+
+    def measure(config):
+        now[0] += 60
+        return outcome(config)
+
+    runs.measure = measure
+    monkeypatch.setattr("harness.grid.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+
+def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, clock, capsys):
+    library("timed", "cells: [{experiment: [fig11, fig12], method: [full, h2o, int4]}]\nminutes: {fig11: 1.5}")
+    assert main(["grid=timed"]) == UNFINISHED
+    ran = [(config.experiment, config.method_name) for config in runs.configs]
+    every = [(figure, method) for figure in ("fig11", "fig12") for method in ("full", "h2o", "int4")]
+    assert ran == [cell for cell in every if cell != ("fig11", "int4")]
+    printed = capsys.readouterr()
+    assert "put off: fig11 int4\n" in printed.out
+    said = "unfinished: put off, as their minutes are spent: cells of fig11 (1); the same command goes on\n"
+    assert printed.err.endswith(said)
+    assert "H2O" in Path("results/tables/fig11.md").read_text(), "what ran is in the tables"
+    runs.configs.clear()
+    assert main(["grid=timed"]) == 0
+    assert [(config.experiment, config.method_name) for config in runs.configs] == [("fig11", "int4")]
+
+
+def test_a_failure_counts_for_more_than_what_is_put_off(library, runs, clock, capsys):
+    library("timed", "cells: [{method: [full, h2o]}]\nminutes: {perplexity: 1}")
+    runs.measure = lambda config, spend=runs.measure: spend(config) and break_down()
+    assert main(["grid=timed"]) == 2
+    assert "1 of 2 cells failed" in capsys.readouterr().err
+
+
+def break_down():
+    raise UserError("not well")
+
+
+# a grid from start to end
 
 
 def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):

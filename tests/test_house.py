@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from harness.cli import UNFINISHED
 from harness.config import ModelConfig, load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +47,8 @@ case "$1 $2" in
   "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo made >> log ;;
   "-m pip") echo pip >> log; [ ! -e pip-fails ] ;;
   "-c import hydra"*) [ ! -e import-fails ] ;;
+  "run.py "*) [ ! -e code ] || exit "$(cat code)" ;;
+  "-m harness.report") echo reported >> log ;;
 esac
 """
 
@@ -105,11 +108,37 @@ def test_setup_refuses_an_unsupported_interpreter(checkout, python, message):
     assert not (checkout / ".venv").exists()
 
 
-@pytest.mark.parametrize("data, grid", [("offline", "accuracy"), ("local", "paper"), ("hub", "paper")])
+@pytest.mark.parametrize("data, grid", [("offline", "accuracy"), ("local", "accuracy-paper"), ("hub", "accuracy-paper")])
 def test_accuracy_chooses_the_grid_by_the_data(checkout, data, grid):
     make(checkout, "setup", f"PYTHON={checkout}/python")
     commands = make(checkout, "-n", "accuracy", f"DATA={data}", "MODEL=opt-13b", "ARGS=seed=3").stdout
     assert f"run.py grid={grid} model=opt-13b data={data} seed=3" in commands
+
+
+PAPER = {
+    "": "grid=paper-small model=smollm2-135m platform=cpu data=offline results_dir=results",
+    "DATA_ROOT=texts": "grid=paper-small model=smollm2-135m platform=cpu grid.data_root=texts results_dir=results",
+    "MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "grid=paper model=opt-13b platform=cpu data=local data.root=texts "
+    "grid.data_root=texts results_dir=r",
+    "MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "grid=paper model=opt-13b platform=cuda data=hub data.root=null "
+    "grid.data_root=hub results_dir=results seed=3",
+}
+
+
+@pytest.mark.parametrize("variables", PAPER)
+def test_paper_chooses_the_grid_by_the_model(checkout, variables):
+    make(checkout, "setup", f"PYTHON={checkout}/python")
+    commands = make(checkout, "-n", "paper", *variables.split()).stdout
+    assert f"run.py {PAPER[variables]}" in " ".join(commands.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize("code, reported", [(0, True), (UNFINISHED, True), (2, False)])
+def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, reported):
+    make(checkout, "setup", f"PYTHON={checkout}/python")
+    (checkout / "code").write_text(str(code))
+    done = make(checkout, "paper")
+    assert (done.returncode == 0) == (code == 0) and (code == 0 or f"Error {code}" in done.stderr)
+    assert ("reported" in (checkout / "log").read_text()) == reported
 
 
 def test_clean_keeps_results_and_the_environment(checkout):
@@ -135,6 +164,7 @@ def locked() -> dict[str, str]:
 def test_the_lock_pins_every_dependency_within_its_range():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = locked()
-    for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras["cluster"], *extras["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text

@@ -24,6 +24,7 @@ from harness.live_config import LatencyConfig, check_combination
 from harness.memory.codec import Codec
 from harness.memory.link import open_link
 from harness.models import LoadedModel
+from harness.plan import groups, read_plan
 from harness.timeline import SEGMENTS, Timeline
 from methods.full import Full
 from methods.h2o import H2O
@@ -389,8 +390,8 @@ def test_cells_of_a_shape_are_grouped_whatever_their_order():
     cells = [(shape, label) for label in ("ideal", "offload") for shape in (a, b)]
     configs = [load(["experiment=latency", *shape, f"label={label}"]) for shape, label in cells]
     configs.append(load(["experiment=perplexity"]))
-    groups = [[(c.latency.batch_size, c.label) for c in group] for group in grid._groups(configs)]
-    assert groups == [[(2, "ideal"), (2, "offload")], [(3, "ideal"), (3, "offload")], [(4, None)]]
+    found = [[(c.latency.batch_size, c.label) for c in group] for group in groups(configs)]
+    assert found == [[(2, "ideal"), (2, "offload")], [(3, "ideal"), (3, "offload")], [(4, None)]]
 
 
 def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch):
@@ -406,7 +407,7 @@ def test_speed_grids_time_every_label_at_every_shape(name):
     from harness.config import compose
 
     chosen = [f"grid={name}", "grid.fixed_fetch=64"]
-    configs = grid.cells(compose(chosen).grid, chosen)
+    configs = read_plan(compose(chosen).grid, chosen).cells
     shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
     assert len(configs) == len(shapes) * len(LABELS)
     assert {config.label for config in configs} == set(LABELS)

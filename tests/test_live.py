@@ -22,7 +22,8 @@ from transformers import AttentionInterface
 
 from harness.attach import attach
 from harness.errors import UserError
-from harness.live import LiveSession, generate, run_prompt
+from harness.live import LiveSession, generate
+from harness.live_pass import run_prompt
 from harness.memory.codec import Codec
 from harness.memory.emulated_link import EmulatedLink
 from harness.timeline import SEGMENTS, Timeline

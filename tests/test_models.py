@@ -37,6 +37,8 @@ PARAMETER_COUNTS = {
     "llama2-7b-32k": 6_738_415_616,
     "llama3-8b-1048k": 8_030_261_248,
     "qwen2.5-0.5b": 494_032_768,
+    "phi3-mini": 3_821_079_552,
+    "pythia-1.4b": 1_414_647_808,
 }
 MAX_LENGTHS = {"llama2-7b": 4096, "llama2-7b-32k": 32768, "llama3-8b-1048k": 1048576, "opt-13b": 2048}
 
@@ -249,7 +251,7 @@ def test_refuses_a_config_that_describes_no_model(model_dir, text):
 
 def test_refuses_an_unsupported_family_and_lists_the_supported():
     message = refused("gpt2", configured(weights="random", shape={"model_type": "gpt2"}))
-    assert all(family in message for family in ("llama", "mistral", "qwen2", "qwen3", "opt"))
+    assert all(family in message for family in ("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gpt_neox"))
 
 
 def test_refuses_a_model_without_any_source():

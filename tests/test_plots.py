@@ -136,17 +136,17 @@ def write_fig13(results: Path) -> None:
 
 
 def write_fig15(results: Path) -> None:
-    write_latency(results, "latency", (row for batch in (1, 4, 8) for row in time_rows(scale=batch, batch_size=batch)))
+    write_latency(results, "fig15", (row for batch in (1, 4, 8) for row in time_rows(scale=batch, batch_size=batch)))
 
 
 def write_fig16a(results: Path) -> None:
     lengths = (512, 1024, 2048)
-    write_latency(results, "latency", (row for n in lengths for row in time_rows(scale=n / 512, prompt_len=n)))
+    write_latency(results, "fig16a", (row for n in lengths for row in time_rows(scale=n / 512, prompt_len=n)))
 
 
 def write_fig16b(results: Path) -> None:
     models = ("opt-13b", "opt-30b", "opt-6.7b")
-    write_latency(results, "latency", (row for model in models for row in time_rows(model=model)))
+    write_latency(results, "fig16b", (row for model in models for row in time_rows(model=model)))
 
 
 def write_fig17(results: Path) -> None:
@@ -157,7 +157,8 @@ def write_fig17(results: Path) -> None:
             accuracy.append(row | {"task": "winogrande", "metric": "acc", "value": 0.5 + 0.03 * index, "kv_frac": 0.1})
             latency.append(row | {"prefill_s": 1, "decode_s": 2 + 0.1 * index, "total_s": 3 + 0.1 * index})
     accuracy.append({"label": "alpha=inf", "task": "winogrande", "metric": "acc", "value": 0.7, "kv_frac": 0.2})
-    write_accuracy(results, "fig17-accuracy", accuracy)
+    accuracy.append({"label": "Full cache", "task": "winogrande", "metric": "acc", "value": 0.8, "kv_frac": 1})
+    write_accuracy(results, "fig17", accuracy)
     write_latency(results, "fig17-latency", latency)
 
 
@@ -167,21 +168,48 @@ def write_fig18(results: Path) -> None:
         waited = 0.0 if row["label"] == "ideal" else row["decode_s"] / 1000
         rows.append(row | {"attention_s": 0.001, "ffn_s": 0.0008, "transfer_s": waited, "other_s": 0.0001})
     rows[-1]["prediction_s"] = 0.0003
-    write_latency(results, "latency", rows)
+    write_latency(results, "fig18", rows)
+
+
+def text_rows(label: str, kv_frac: float, value: float, full: float = 10.0, **shape: Any) -> list[dict[str, Any]]:
+    common = {"label": label, "task": "wikitext2", "kv_frac": kv_frac, "seq_len": 2048, "num_fewshot": None} | shape
+    values = {"perplexity": value, "perplexity_full": full}
+    return [common | {"metric": metric, "value": number} for metric, number in values.items()]
+
+
+def write_table2(results: Path, **shape: Any) -> None:
+    values = {"80 % lru": 12.0, "100 %": 11.0, "80 % fifo": 40.0}  # in another order than drawn, one missing
+    rows = [row for pool, value in values.items() for row in text_rows(f"InfiniGen, pool {pool}", 0.2, value, **shape)]
+    rows.append(rows[0] | {"task": "wikitext2[256:512]", "value": 500.0})
+    rows.append(rows[0] | {"label": "InfiniGen", "value": 500.0})
+    write_accuracy(results, "table2", rows)
+
+
+def write_fig19(results: Path) -> None:
+    rows = text_rows("INT4", 0.33, 11.0) + text_rows("INT8", 0.56, 10.1)
+    for size in (0.4, 0.1, 0.2):
+        rows += text_rows("InfiniGen", size, 10 + 1 / size) + text_rows("H2O", size, 10 + 2 / size)
+    for length, full in ((8192, 8.0), (1024, 14.0)):
+        shape = {"seq_len": length, "num_samples": 8192 // length}
+        rows += text_rows("InfiniGen with 64 tokens", 64 / length, 2 * full, full, **shape)
+        rows += text_rows("H2O with 64 tokens", 64 / length, 200.0, full, **shape)
+    write_accuracy(results, "fig19", rows)
 
 
 WRITERS = {
     "fig11": write_fig11,
     "fig12": write_fig12,
     "fig13": write_fig13,
-    "fig14": lambda results: write_latency(results, "latency", time_rows()),
+    "fig14": lambda results: write_latency(results, "fig14", time_rows()),
     "fig15": write_fig15,
     "fig16a": write_fig16a,
     "fig16b": write_fig16b,
     "fig17": write_fig17,
     "fig18": write_fig18,
+    "fig19": write_fig19,
+    "table2": write_table2,
     **analysis_tables.WRITERS,
-    **{f"{name}-modelled": costmodel.write_table for name in costmodel.FIGURES},
+    **{f"{name}-modelled": costmodel.write_tables for name in costmodel.FIGURES},
 }
 
 
@@ -307,7 +335,7 @@ def test_fig13_without_a_partner_leaves_a_gap(tmp_path: Path) -> None:
 
 
 def test_fig14_stacks_decode_on_prefill(tmp_path: Path) -> None:
-    write_latency(tmp_path, "latency", time_rows())
+    write_latency(tmp_path, "fig14", time_rows())
     figure = draw("fig14", tmp_path)
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_xticklabels()] == list(TIMES)
@@ -318,28 +346,14 @@ def test_fig14_stacks_decode_on_prefill(tmp_path: Path) -> None:
 
 
 def test_sources_never_share_a_panel(tmp_path: Path) -> None:
-    write_latency(tmp_path, "latency", [*time_rows(), *time_rows(source="modelled")])
+    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(source="modelled")])
     titles = [axes.get_title() for axes in draw("fig14", tmp_path).axes]
     assert titles == ["source: emulated", "source: modelled"]
 
 
-def test_each_latency_figure_takes_its_sweep_from_one_table(tmp_path: Path) -> None:
-    shapes = [(1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048)]
-    rows = [row for batch, prompt in shapes for row in time_rows(batch_size=batch, prompt_len=prompt)]
-    write_latency(tmp_path, "latency", rows)
-    notes = {name: draw(name, tmp_path).get_supxlabel() for name in ("fig14", "fig15", "fig16a", "fig18")}
-    assert "batch 8, prompt 1,024" in notes["fig14"], "the largest batch of figure 15"
-    assert "prompt 1,024" in notes["fig15"] and "batch 4" in notes["fig16a"]
-    assert "batch 4, prompt 2,048" in notes["fig18"].replace("\n", " "), "the longest of figure 16a"
-    batches = [text.get_text() for text in draw("fig15", tmp_path).axes[0].get_xticklabels()]
-    lengths = [text.get_text() for text in draw("fig16a", tmp_path).axes[0].get_xticklabels()]
-    assert (batches, lengths) == (["1", "4", "8"], ["520", "1,032", "2,056"])
-    assert plots.FIGURES["fig16b"](data.Tables(tmp_path / "tables")) is None, "one model is no comparison"
-
-
 def test_fig15_groups_by_batch_and_leaves_gaps(tmp_path: Path) -> None:
     rows = [*time_rows(batch_size=1), *time_rows(["ideal", "offload"], batch_size=8)]
-    write_latency(tmp_path, "latency", rows)
+    write_latency(tmp_path, "fig15", rows)
     (axes,) = draw("fig15", tmp_path).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "8"]
     np.testing.assert_allclose(bar_heights(axes)["infinigen"], [1.9, np.nan])
@@ -347,7 +361,7 @@ def test_fig15_groups_by_batch_and_leaves_gaps(tmp_path: Path) -> None:
 
 def test_fig16_divides_offload_by_the_label(tmp_path: Path) -> None:
     rows = [*time_rows(), *time_rows(["infinigen"], prompt_len=512)]  # no offload at 512
-    write_latency(tmp_path, "latency", rows)
+    write_latency(tmp_path, "fig16a", rows)
     total, decode = draw("fig16a", tmp_path).axes
     np.testing.assert_allclose(bar_heights(total)["infinigen"], [np.nan, 10.2 / 3.2])
     np.testing.assert_allclose(bar_heights(decode)["infinigen"], [np.nan, 9.0 / 1.9])
@@ -363,17 +377,57 @@ def test_fig16b_orders_models_by_size(tmp_path: Path) -> None:
 def test_fig17_has_two_axes_a_setting(tmp_path: Path) -> None:
     write_fig17(tmp_path)
     figure = draw("fig17", tmp_path)
-    assert legend(figure) == ["accuracy", "latency"]
+    assert legend(figure) == ["Full cache", "accuracy", "latency", "chance"]
     alpha, alpha_right, ratio, _ = sorted(figure.axes, key=lambda axes: (axes.bbox.x0, axes.get_ylabel()))
     np.testing.assert_allclose(lines(alpha)["accuracy"][0].get_xdata(orig=False), [1, 3, 5, 7, 9])
-    np.testing.assert_allclose(lines(alpha_right)["latency"][0].get_ydata(orig=False), [3, 3.1, 3.2, 3.3, 3.4])
+    np.testing.assert_allclose(lines(alpha_right)["latency"][0].get_ydata(orig=False), [2, 2.1, 2.2, 2.3, 2.4])
     assert ratio.get_xlabel() == "partial weight ratio"
+    for axes in (alpha, ratio):
+        flat = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        assert flat["Full cache"] == [80, 80] and flat["chance"] == [50, 50]
 
 
 def test_fig17_draws_what_there_is(tmp_path: Path) -> None:
     write_fig17(tmp_path)
     (tmp_path / "tables" / "fig17-latency.csv").unlink()
-    assert legend(draw("fig17", tmp_path)) == ["accuracy"]
+    assert legend(draw("fig17", tmp_path)) == ["Full cache", "accuracy", "chance"]
+
+
+def test_fig19_has_sizes_and_lengths_apart(tmp_path: Path) -> None:
+    write_fig19(tmp_path)
+    figure = draw("fig19", tmp_path)
+    assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT8/4/2/1"]
+    sizes, lengths = figure.axes
+    np.testing.assert_allclose(lines(sizes)["H2O"][0].get_data(orig=False), [[10, 20, 40], [30, 20, 15]])
+    np.testing.assert_allclose(lines(sizes)["INT8/4/2/1"][0].get_xdata(orig=False), [33, 56])
+    (full,) = {tuple(line.get_ydata()) for line in sizes.lines if line.get_label() == "Full cache"}
+    assert full == (10, 10) and sizes.get_yscale() == "linear"
+    np.testing.assert_allclose(lines(lengths)["Full cache"][0].get_data(orig=False), [[1024, 8192], [14, 8]])
+    np.testing.assert_allclose(lines(lengths)["InfiniGen"][0].get_data(orig=False), [[1024, 8192], [28, 16]])
+    assert lengths.get_yscale() == "log" and tick_labels(lengths) == ["1,024", "8,192"]
+    assert "64 tokens kept" in figure.get_supxlabel() and "2,048 tokens" in figure.get_supxlabel()
+
+
+def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(tmp_path: Path) -> None:
+    write_table2(tmp_path)
+    figure = draw("table2", tmp_path)
+    assert legend(figure) == ["Full cache", "InfiniGen", f"{style.PUBLISHED}, quoted"]
+    ours, *others = figure.axes
+    assert ours.get_title() == "tiny" and not hollow_points(ours)
+    assert tick_labels(ours) == ["100 %", "80 %\nfifo", "80 %\nlru"]
+    assert bar_heights(ours) == {"InfiniGen": [11, 40, 12]}
+    names = ["opt-6.7b", "opt-13b", "opt-30b", "llama2-7b", "llama2-13b"]
+    assert [axes.get_title() for axes in others] == [f"{name}, published" for name in names]
+    assert not any(map(bar_heights, others))
+    assert hollow_points(others[0]) == [(0, 11.68), (1, 19.64), (2, 11.68), (3, 11.68)], "WikiText-2 alone"
+
+
+@pytest.mark.parametrize(("change", "count"), [({}, 3), ({"task": "ptb"}, 0), ({"seq_len": 1024}, 0)])
+def test_table2_of_the_papers_model_has_them_on_its_bars(change, count: int, tmp_path: Path) -> None:
+    write_table2(tmp_path, model="opt-13b", **change)
+    ours, *others = draw("table2", tmp_path).axes
+    assert len(others) == 4
+    assert hollow_points(ours) == [(0, 10.55), (1, 30.99), (2, 10.55)][:count]
 
 
 def test_fig18_segments_sum_to_the_block(tmp_path: Path) -> None:
@@ -395,30 +449,30 @@ PAPER_SHAPE = {
 
 
 def test_modelled_figures_take_their_own_rows_and_say_so(tmp_path: Path) -> None:
-    costmodel.write_table(tmp_path)
+    costmodel.write_tables(tmp_path)
     tables = data.Tables(tmp_path / "tables")
     for name, cells in costmodel.FIGURES.items():
-        assert list(tables.modelled(name).label) == [cell.label for cell in cells]
+        assert list(tables.latency(f"{name}-modelled").label) == [cell.label for cell in cells]
         assert "source: modelled" in draw(f"{name}-modelled", tmp_path).get_supxlabel().replace("\n", " ")
         assert plots.FIGURES[name](tables) is None, "what is modelled is no timed cell"
 
 
 def test_modelled_figures_stand_beside_the_published_numbers(tmp_path: Path) -> None:
-    costmodel.write_table(tmp_path)
+    costmodel.write_tables(tmp_path)
     kinds = [f"{style.PUBLISHED}, {kind}" for kind in ("derived", "approximate")]
     assert legend(draw("fig14-modelled", tmp_path))[-2:] == kinds
     speedup, decode = draw("fig16b-modelled", tmp_path).axes
     assert {point[1] for point in hollow_points(speedup)} == {1.18, 1.28, 1.34} and not hollow_points(decode)
     centres = {patch.get_center()[0] for bar in speedup.containers for patch in bar.patches}
     assert all(any(abs(x - centre) < 1e-9 for centre in centres) for x, _ in hollow_points(speedup))
-    costmodel.write_table(tmp_path, "h100-pcie5")
+    costmodel.write_tables(tmp_path, "h100-pcie5")
     for name in costmodel.FIGURES:
         assert not any(map(hollow_points, draw(f"{name}-modelled", tmp_path).axes)), name
 
 
 def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path: Path) -> None:
     slow = time_rows(["offload-pageable"], scale=4)
-    write_latency(tmp_path, "latency", [*time_rows(["offload", "infinigen", "ideal"]), *slow])
+    write_latency(tmp_path, "fig14", [*time_rows(["offload", "infinigen", "ideal"]), *slow])
     everything, close_up = draw("fig14", tmp_path).axes
     assert "offload-pageable" in tick_labels(everything)
     assert close_up.get_title() == "offload and faster"
@@ -439,7 +493,7 @@ def test_published_points_only_where_the_setup_matches(
 ) -> None:
     segments = dict.fromkeys(harness_tables.BLOCK_SEGMENTS, 0.001)
     rows = time_rows(batch_size=batch, **(PAPER_SHAPE | (segments if name == "fig18" else {})))
-    write_latency(tmp_path, "latency", rows)
+    write_latency(tmp_path, name, rows)
     figure = draw(name, tmp_path)
     assert any(text.startswith(style.PUBLISHED) for text in legend(figure))
     assert {y for _, y in hollow_points(figure.axes[0])} == expected
@@ -450,12 +504,12 @@ def test_published_points_only_where_the_setup_matches(
         {"prompt_len": 1024},
         {"batch_size": batch + 1},
     ):
-        write_latency(tmp_path, "latency", [row | change for row in rows])
+        write_latency(tmp_path, name, [row | change for row in rows])
         assert not any(map(hollow_points, draw(name, tmp_path).axes)), change
 
 
 def test_a_published_point_stands_on_its_bar(tmp_path: Path) -> None:
-    write_latency(tmp_path, "latency", (r for b in (4, 20) for r in time_rows(batch_size=b, **PAPER_SHAPE)))
+    write_latency(tmp_path, "fig15", (r for b in (4, 20) for r in time_rows(batch_size=b, **PAPER_SHAPE)))
     (axes,) = draw("fig15", tmp_path).axes
     (bars,) = [bar for bar in axes.containers if bar.get_label() == "infinigen"]
     x, _ = min(hollow_points(axes), key=lambda point: abs(point[1] - 20 * 128 / 41.99))
@@ -471,9 +525,9 @@ def test_looks_are_distinct_in_colour_and_in_black_and_white() -> None:
 
 
 def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path: Path) -> None:
-    write_latency(tmp_path, "latency", [*time_rows(), *time_rows(["ideal"])])
+    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(["ideal"])])
     write_fig12(tmp_path)
-    with pytest.raises(UserError, match=r"^latency: several rows with label=ideal at tiny, batch 4[^;]*$"):
+    with pytest.raises(UserError, match=r"^fig14: several rows with label=ideal at tiny, batch 4[^;]*$"):
         plots.main(tmp_path)
     assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == ["fig12.pdf", "fig12.png"]
 

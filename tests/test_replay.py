@@ -43,7 +43,7 @@ def test_replay_is_the_reference(model, name):
     assert_close(run_one(model, CASES[name]).logits[0], expected.logits)
 
 
-@pytest.mark.parametrize("fixture", ["tiny_qwen2", "tiny_qwen3", "tiny_mistral"])
+@pytest.mark.parametrize("fixture", ["tiny_qwen2", "tiny_qwen3", "tiny_mistral", "tiny_phi3", "tiny_gpt_neox"])
 @pytest.mark.parametrize("name", ["full", "infinigen"])
 def test_replay_is_the_reference_in_other_families(fixture, name, request):
     model = request.getfixturevalue(fixture)

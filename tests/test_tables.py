@@ -328,6 +328,48 @@ def test_latency_has_the_segments_of_a_block(tmp_path: Path) -> None:
     assert [row[name] for name in tables.BLOCK_SEGMENTS] == ["0.001", "0.002", "", "0.004", "0.0"]
 
 
+def save_cells(results: Path, shapes: list[dict[str, Any]], **fields: Any) -> None:
+    for shape in shapes:
+        for label in ("ideal", "offload"):
+            given = [f"label={label}", *(f"{name}={value}" for name, value in shape.items())]
+            save(results, ["experiment=latency", *given], LATENCY_METRICS | fields | shape, text=str(fields))
+
+
+def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path: Path) -> None:
+    shapes = [(1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048)]
+    save_cells(tmp_path, [{"batch_size": batch, "prompt_len": prompt} for batch, prompt in shapes])
+    save_cells(tmp_path, [{"batch_size": 2, "prompt_len": 64}], platform="cuda", source="measured")
+    assert len(rows(tables.update(tmp_path, "latency"))) == 12
+    found = {}
+    for figure in ("fig14", "fig15", "fig16a", "fig18"):
+        path = tmp_path / "tables" / f"{figure}.csv"
+        assert path.with_suffix(".md").read_text().startswith(f"# {figure}\n")
+        read = rows(path)
+        assert {row["experiment"] for row in read} == {figure}
+        assert [row["label"] for row in read if row["source"] == "measured"] == ["ideal", "offload"]
+        emulated = [row for row in read if row["source"] == "emulated"]
+        found[figure] = sorted({(int(row["batch_size"]), int(row["prompt_len"])) for row in emulated})
+        assert len(emulated) == 2 * len(found[figure])
+    assert found["fig15"] == [(1, 1024), (4, 1024), (8, 1024)] and found["fig14"] == [(8, 1024)], "its largest batch"
+    assert found["fig16a"] == [(4, 512), (4, 1024), (4, 2048)] and found["fig18"] == [(4, 2048)], "its longest"
+    assert not (tmp_path / "tables" / "fig16b.csv").exists(), "one model is no comparison"
+
+
+def test_fig16b_is_of_the_shapes_that_several_models_were_timed_at(tmp_path: Path) -> None:
+    save_cells(tmp_path, [{"batch_size": 1}, {"batch_size": 4}])
+    save_cells(tmp_path, [{"batch_size": 4, "model": "opt-125m"}])
+    tables.update(tmp_path, "latency")
+    read = rows(tmp_path / "tables" / "fig16b.csv")
+    assert sorted((row["model"], row["batch_size"]) for row in read) == 2 * [("opt-125m", "4")] + 2 * [
+        ("smollm2-135m", "4")
+    ]
+    for path in (tmp_path / "runs" / "latency").glob("*"):
+        if json.loads((path / "record.json").read_text())["config"]["model"]["name"] == "opt-125m":
+            (path / "record.json").unlink()
+    tables.update(tmp_path, "latency")
+    assert not list((tmp_path / "tables").glob("fig16b.*")), "a table that has no rows any more"
+
+
 def test_tables_import_no_torch() -> None:
     program = "import sys, harness.tables; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

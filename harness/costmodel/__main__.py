@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from harness.costmodel.published import PAPER_PLATFORM, calibrate, figure_rows, render, write_table
-from harness.errors import UserError
+from harness.costmodel.published import PAPER_PLATFORM, calibrate, figure_rows, render, write_tables
+from harness.errors import exit_code
 from harness.tables import BLOCK_COLUMNS, render_csv
 
 
@@ -17,21 +17,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--calibrate", action="store_true", help="compare with every published number")
     wanted.add_argument("--figure", help="print a figure's rows as CSV, in the columns of the latency table")
-    wanted.add_argument("--write", action="store_true", help="write the rows of all figures to DIR/tables/modelled.csv")
+    wanted.add_argument("--write", action="store_true", help="write DIR/tables/<figure>-modelled.csv")
     parser.add_argument("--platform", default=PAPER_PLATFORM, help=f"not with --calibrate (default {PAPER_PLATFORM})")
     parser.add_argument("--results-dir", default="results", metavar="DIR", help="with --write (default results)")
     args = parser.parse_args(argv)
-    try:
-        if args.calibrate:
-            print(render(calibrate()))
-        elif args.write:
-            print(write_table(args.results_dir, args.platform))
-        else:
-            print(render_csv(BLOCK_COLUMNS, figure_rows(args.figure, args.platform)), end="")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: print(_asked_for(args)))
+
+
+def _asked_for(args: argparse.Namespace) -> str:
+    if args.calibrate:
+        return render(calibrate())
+    if args.write:
+        return "\n".join(map(str, write_tables(args.results_dir, args.platform)))
+    return render_csv(BLOCK_COLUMNS, figure_rows(args.figure, args.platform)).removesuffix("\n")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, name: str, shape: Mapping[str, Any]) -> ModelShape:
-        """The shape behind a transformers config as a plain mapping; only OPT's FFN is not gated here."""
+        """The shape behind a transformers config as a plain mapping; the FFNs of OPT and GPT-NeoX are not gated."""
         opt = shape["model_type"] == "opt"
         heads = shape["num_attention_heads"]
         tied = shape.get("tie_word_embeddings", opt)
@@ -103,7 +103,7 @@ class ModelShape:
             num_kv_heads=shape.get("num_key_value_heads", heads),
             head_dim=shape.get("head_dim", shape["hidden_size"] // heads),
             ffn_size=shape["ffn_dim" if opt else "intermediate_size"],
-            ffn_matrices=2 if opt else 3,
+            ffn_matrices=2 if shape["model_type"] in ("opt", "gpt_neox") else 3,
             vocab_size=shape["vocab_size"],
             num_vocab_matrices=1 if tied else 2,
         )

@@ -88,17 +88,19 @@ def figure_rows(figure: str, platform: str) -> list[dict[str, Any]]:
     return [_predict(cell, platform, FITTED).row(figure) for cell in FIGURES[figure]]
 
 
-def write_table(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> Path:
-    """Write `tables/modelled.csv` and `.md`: the rows of all figures. Returns the path of the CSV.
+def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> list[Path]:
+    """Write `tables/<figure>-modelled.csv` and `.md` for every figure. Returns the paths of the CSVs.
 
     Raises:
         UserError: an unknown platform, or a folder that cannot be written.
     """
-    rows = [row for figure in FIGURES for row in figure_rows(figure, platform)]
-    path = Path(results_dir) / "tables" / "modelled.csv"
-    write_atomic(path, render_csv(BLOCK_COLUMNS, rows))
-    write_atomic(path.with_suffix(".md"), render_modelled(rows))
-    return path
+    paths = []
+    for figure in FIGURES:
+        rows = figure_rows(figure, platform)
+        paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
+        write_atomic(paths[-1], render_csv(BLOCK_COLUMNS, rows))
+        write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
+    return paths
 
 
 def published_rows() -> list[dict[str, str]]:

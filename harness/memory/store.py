@@ -11,8 +11,8 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     k, v = store.fetch(index)
 
 A read is described by a `Request`: the first n slots (int), a part of them (`Part`), or slot indices
-[batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the computation; while it does,
-the store belongs to the link, which keeps the order of its reads and writes.
+[batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the
+computation; while it does, the store belongs to the link, which keeps the order of its reads and writes.
 """
 
 from __future__ import annotations

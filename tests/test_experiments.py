@@ -1,0 +1,173 @@
+"""Every experiment of conf/ runs, on one tiny model in this process; every grid's labels are those its figure reads.
+
+A new file in conf/experiment is a new test by itself.
+"""
+
+import csv
+import math
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny_model
+from matplotlib.axes import Axes
+from omegaconf import OmegaConf
+from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_latency
+from tokens import byte_tokenizer
+
+import plots
+from harness import models, records, runner, speed
+from harness.cli import main
+from harness.config import CONF_DIR, RunConfig, compose
+from harness.models import LoadedModel
+from harness.plan import read_plan
+from harness.table_text import PUBLISHED
+from harness.tables import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS, label_of
+
+FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
+KINDS = {name: node.kind for name, node in FILES.items()}
+MAX_LENGTH = 2048
+NUM_QUESTIONS = 8
+TOY = {
+    "tasks": ["tasks=[kv_recall]", f"num_samples={NUM_QUESTIONS}"],
+    "perplexity": ["seq_len=400", "prefill_len=150", "num_windows=2"],
+    "latency": ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"],
+    "analysis": ["analysis.num_tokens=300"],
+    "generate": ["max_new_tokens=3"],
+}
+COLUMNS = {
+    "tasks": (ACCURACY_COLUMNS, "value"),
+    "perplexity": (ACCURACY_COLUMNS, "value"),
+    "latency": (BLOCK_COLUMNS, "total_s"),
+    "analysis": (ANALYSIS_COLUMNS, "value"),
+}
+SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind == "latency"} | {"fig2": "modelled"}
+OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "table2")
+"""Figures that a single run without a label does not draw."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=MAX_LENGTH)
+    return LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+
+
+@pytest.fixture
+def text(loaded, monkeypatch, tmp_path) -> Path:
+    """Random letters to read; the tiny model in place of any other, and no cache outside the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "load_model", lambda config: loaded)
+    monkeypatch.setattr(runner, "_loaded", None)
+    monkeypatch.setattr(speed, "_shared", {})
+    file = tmp_path / "text.txt"
+    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
+    return file
+
+
+def start(name: str, text: Path) -> None:
+    files = [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
+    rate = ["platform.link_gbps=1"] if KINDS[name] in ("latency", "generate") else []
+    assert main([f"experiment={name}", *files, *rate, *TOY[KINDS[name]]]) == 0
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind != "generate"])
+def test_every_experiment_makes_its_table_and_figure(name, text, capsys):
+    start(name, text)
+    assert capsys.readouterr().out.startswith("smollm2-135m, ")
+    columns, value = COLUMNS[KINDS[name]]
+    table = FILES[name].experiment  # the figures of speed share one
+    with Path(f"results/tables/{table}.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert rows and tuple(rows[0]) == columns
+    assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
+    assert all(math.isfinite(float(row[value])) for row in rows)
+    in_paper = {line.partition(",")[0] for line in PUBLISHED.read_text().splitlines()}
+    assert ("## published" in Path(f"results/tables/{table}.md").read_text()) == (table in in_paper)
+    drawn = plots.FIGURES[name](plots.Tables(Path("results/tables"))) if name in plots.FIGURES else None
+    assert (drawn is not None) == (name in plots.FIGURES and name not in OF_SEVERAL_RUNS)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind == "generate"])
+def test_every_generation_prints_its_speed(name, text, capsys):
+    start(name, text)
+    printed = capsys.readouterr().out
+    assert "3 new tokens" in printed and "tokens/s" in printed and not Path("results").exists()
+
+
+# Grids and the figures made for them
+
+
+@cache
+def cells_of(grid: str) -> tuple[RunConfig, ...]:
+    root = ["grid.data_root=."] if "data_root" in compose([f"grid={grid}"]).grid else []
+    given = [f"grid={grid}", *root]
+    return read_plan(compose(given).grid, given).cells
+
+
+def row_of(cell: RunConfig, **values: Any) -> dict[str, Any]:
+    """A made-up row of a cell, under the label that its record would have."""
+    return {"label": label_of(records.plain(cell)), "kv_frac": cell.target_kv_frac or 0.3, **values}
+
+
+def score_of(cell: RunConfig, metric: str, task: str = "wikitext2") -> dict[str, Any]:
+    shape = {"seq_len": cell.seq_len, "num_samples": cell.num_windows}
+    return row_of(cell, task=task, metric=metric, value=0.5, **shape)
+
+
+def drawn_x(axes: Axes) -> dict[str, list[float]]:
+    return {name: list(line[0].get_xdata(orig=False)) for name, line in lines(axes).items()}
+
+
+def test_table2_has_a_bar_for_every_cell_of_its_grid(tmp_path):
+    cells = cells_of("table2")
+    write_accuracy(tmp_path, "table2", [score_of(cell, "perplexity") for cell in cells])
+    ours, *_ = draw("table2", tmp_path).axes
+    assert bar_heights(ours) == {"InfiniGen": [0.5] * len(cells)}
+    pools = [text.get_text().replace("\n", " ") for text in ours.get_xticklabels()]
+    assert pools == ["100 %", "80 % fifo", "80 % lru", "80 % counter", "80 % artifact"]
+    for cell, pool in zip(cells, pools, strict=True):
+        assert f"{100 * (cell.method.pool_frac or 1):.0f} %" in pool
+        assert pool.split()[-1] in ("%", cell.method.pool_policy, cell.method.eviction)
+
+
+def test_fig17_has_both_halves_of_every_setting_of_its_grid(tmp_path):
+    tasks, timed = ([cell for cell in cells_of("fig17") if cell.kind == kind] for kind in ("tasks", "latency"))
+    write_accuracy(tmp_path, "fig17", [score_of(cell, "acc", "kv_recall") for cell in tasks])
+    write_latency(tmp_path, "fig17-latency", [row_of(cell, decode_s=1.0) for cell in timed])
+    figure = draw("fig17", tmp_path)
+    assert legend(figure) == ["Full cache", "accuracy", "latency", "chance"]
+    for cells in ([cell for cell in tasks if cell.label], timed):
+        assert {cell.method_name for cell in cells} == {"infinigen"}
+        for cell in cells:
+            setting, _, value = cell.label.partition("=")
+            assert getattr(cell.method, setting) == float(value)
+    scores = [axes for axes in figure.axes if "accuracy (%)" in axes.get_ylabel()]
+    seconds = [axes for axes in figure.axes if axes not in scores]
+    for left, right, name in zip(scores, seconds, ("alpha", "partial_weight_ratio"), strict=True):
+        values = [getattr(cell.method, name) for cell in timed if cell.label.startswith(name)]
+        assert len(values) == 5 and drawn_x(left) == {"accuracy": values} and drawn_x(right) == {"latency": values}
+
+
+def test_fig19_has_a_point_for_every_cell_of_its_grid(tmp_path):
+    cells = cells_of("fig19")
+    scores = [score_of(cell, metric) for cell in cells for metric in ("perplexity", "perplexity_full")]
+    write_accuracy(tmp_path, "fig19", scores)
+    sizes, lengths = (drawn_x(axes) for axes in draw("fig19", tmp_path).axes)
+    assert {name: len(x) for name, x in sizes.items()} == {"InfiniGen": 3, "H2O": 3, "INT8/4/2/1": 1}
+    kept = sorted({cell.seq_len for cell in cells if cell.label})
+    assert lengths == dict.fromkeys(("Full cache", "InfiniGen", "H2O"), kept) and kept[-1] == 8192
+
+
+def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
+    for cell in (cell for cell in cells_of("fig19") if cell.label):
+        assert cell.method.tokens_read(cell.seq_len - 1, cell.seq_len) == 64
+        assert cell.seq_len * cell.num_windows == 8192
+
+
+def test_choices_all_read_the_same_share():
+    cells = cells_of("choices")
+    assert len({cell.label for cell in cells}) == len(cells) == len({cell.method for cell in cells})
+    assert {cell.target_kv_frac for cell in cells} == {0.2}

@@ -1,0 +1,94 @@
+"""A grid in shares through Hydra's launchers with processes of their own, on a tiny model; what several processes
+write at the same time."""
+
+import csv
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import tiny_model
+from tokens import byte_tokenizer
+
+from harness import records
+from harness.cli import Jobs
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = {
+    "joblib": ("hydra_plugins.hydra_joblib_launcher", ["hydra.launcher.n_jobs=2"]),
+    "submitit_local": ("hydra_plugins.hydra_submitit_launcher", ["hydra.launcher.timeout_min=5"]),
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> list[str]:
+    """Settings for a tiny model in a folder of its own, and a text of random letters."""
+    folder = tmp_path_factory.mktemp("toy")
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    text = folder / "text.txt"
+    text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
+    texts = [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
+    return [f"model.path={folder / 'model'}", *texts, "seq_len=200", "prefill_len=100", "num_windows=1"]
+
+
+def sweep(launcher: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """`run.py -m` in a process of its own, as a user starts it."""
+    plugin, settings = LAUNCHERS[launcher]
+    pytest.importorskip(plugin)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "KV_HARNESS_CACHE": str(cwd / "cache"),
+    }
+    command = [sys.executable, str(ROOT / "run.py"), "-m", f"hydra/launcher={launcher}", *settings, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_shares_of_a_grid_run_as_jobs(launcher, toy, tmp_path):
+    """One cell of conf/grid/choices.yaml exempts all four layers of the tiny model, which no other job notices."""
+    done = sweep(launcher, tmp_path, "grid=choices", "grid.share=1/2,2/2", "target_kv_frac=null", *toy)
+    found = records.read_records(tmp_path / "results", "choices")
+    statuses = {record["config"]["label"]: record["status"] for record in found}
+    (failed,) = (label for label, status in statuses.items() if status != "finished")
+    assert failed == "InfiniGen, num_exempt_layers=4" and len(statuses) == 7
+    with (tmp_path / "results/tables/choices.csv").open(newline="") as stream:
+        assert {row["label"] for row in csv.DictReader(stream)} == set(statuses) - {failed}, "of both jobs"
+    said = f"error: 1 of [34] cells failed; the first, choices {failed}: .*must be < 4 layers"
+    assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_a_copy_in_another_process_reports_by_itself(monkeypatch, capsys):
+    """It hands its error on as well, since the launcher's process decides on the exit code."""
+    copy = pickle.loads(pickle.dumps(Jobs(tracebacks=False)))
+    reports = []
+    monkeypatch.setattr(Jobs, "report", lambda self: reports.append(self))
+    monkeypatch.setattr(Jobs, "_execute", lambda self, config: 1 / 0)
+    Jobs(tracebacks=False)(None)
+    assert reports == []
+    with pytest.raises(ZeroDivisionError):
+        copy(None)
+    assert reports == [copy] and "a defect" in capsys.readouterr().err
+
+
+def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_path):
+    """Two processes that end together: the one that writes the table last has read the other's record."""
+    records.write_atomic(tmp_path / "a" / "record.json", "1")
+    others = iter(["2", "3"])
+    seen = []
+
+    def derive():
+        seen.append(sorted(path.read_text() for path in tmp_path.glob("*/record.json")))
+        if other := next(others, None):
+            records.write_atomic(tmp_path / ("b" if other == "2" else "a") / "record.json", other)
+        return seen[-1]
+
+    assert records.until_settled(tmp_path, "*/record.json", derive) == ["2", "3"]
+    assert seen == [["1"], ["1", "2"], ["2", "3"]]
