@@ -178,7 +178,7 @@ class LiveSession:
         self.fetcher.request_all(layer, store, min(columns, store.capacity))
 
     def request_ahead(self, layer: int, columns: int) -> None:
-        """Ask, in a layer that is not exempt, for its part of what the exempt ones read of `columns` in the next step."""
+        """Ask, in a layer that is not exempt, for a part of what the exempt ones read of `columns` in the next step."""
         parts = self.attached.geometry.num_layers - self.ahead
         self.fetcher.request_ahead(self.stores, columns, layer - self.ahead, parts)
 

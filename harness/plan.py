@@ -11,7 +11,7 @@ cells:
     data: local
     data.root: ${grid.data_root}
 data_root: null                       # a setting of the grid's own: grid.data_root=DIR
-grids: [speedup, table2]              # further grids, whose cells follow; `grid.x=...` reaches those that have x
+grids: [speedup, table2]              # further grids, whose cells follow; a setting of this grid's own replaces theirs
 minutes: {fig11: 12}                  # by experiment, for one start: what would begin later is put off
 
 `grid.share=K/N` is the K-th of N shares of any grid, for as many processes that know nothing of one another. The cells
@@ -25,11 +25,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from harness.apart import shape_of
-from harness.config import CONF_DIR, RunConfig, compose, load, options
+from harness.config import RunConfig, compose, load, options
 from harness.errors import UserError, nearest
+
+KEYWORDS = {"settings", "cells", "grids", "minutes", "share"}
+"""What every grid may have; any other key is a setting of the grid's own."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -
     """The cells of one file, then those of the grids in it. within: the names of the grids around it."""
     grid, written = (OmegaConf.to_container(node, resolve=resolve) for resolve in (True, False))
     assert isinstance(grid, dict) and isinstance(written, dict)
-    parts = [_part(str(name), overrides, within) for name in _list(grid, "grids")]
+    parts = [_part(str(name), grid, overrides, within) for name in _list(grid, "grids")]
     entries = [_group(entry, "grid.cells") for entry in _list(grid, "cells")]
     if not entries and not parts:
         raise UserError("grid.cells: must be a list of cells; see harness/plan.py")
@@ -114,15 +118,16 @@ def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -
     )
 
 
-def _part(name: str, overrides: Sequence[str], within: tuple[str, ...]) -> Plan:
-    """A grid within a grid, composed with the user's overrides, of those for grids the ones whose setting it has."""
+def _part(name: str, outer: Mapping[Any, Any], overrides: Sequence[str], within: tuple[str, ...]) -> Plan:
+    """A grid within a grid, with the user's overrides; settings of its own that `outer` has too are as there."""
     if name not in options("grid"):
         raise UserError(f"grid.grids={name}: {nearest(name, options('grid'))}")
     if name in within:
         raise UserError(f"grid.grids={name}: contains itself")
-    own = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "grid" / f"{name}.yaml"))
-    passed = [override for override in overrides if not _of_grid(override) or _has(own, _key(override).split(".")[1:])]
-    return _read(compose([f"grid={name}", *passed]).grid, overrides, (*within, name))
+    node = compose([f"grid={name}", *(override for override in overrides if not _of_grid(override))]).grid
+    for key in outer.keys() & node.keys() - KEYWORDS:
+        node[key] = outer[key]
+    return _read(node, overrides, (*within, name))
 
 
 def _cells(entries: Sequence[dict[str, Any]], settings: dict[str, Any], overrides: Sequence[str]) -> list[RunConfig]:
@@ -184,15 +189,6 @@ def _of_grid(override: str) -> bool:
     return _key(override).partition(".")[0] == "grid"
 
 
-def _has(node: Any, path: Sequence[str]) -> bool:
-    """Whether plain `node` has a setting at `path`; the choice of the grid itself is none."""
-    for key in path:
-        if not isinstance(node, dict) or key not in node:
-            return False
-        node = node[key]
-    return bool(path)
-
-
 def _override(key: str, value: Any) -> str:
     """`key=value` as Hydra reads it on a command line."""
     if value is None or isinstance(value, bool):
@@ -200,6 +196,5 @@ def _override(key: str, value: Any) -> str:
     elif isinstance(value, list):
         value = f"[{','.join(map(str, value))}]"
     elif isinstance(value, str):  # quoted, as a label or a folder may hold what the command line reads as syntax
-        escaped = value.replace("'", "\\'")
-        value = f"'{escaped}'"
+        value = QuotedString(value, Quote.single).with_quotes()
     return f"{key}={value}"

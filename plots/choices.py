@@ -35,7 +35,8 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, metric: str) -> None:
     data.refuse_repeats(own, ["label"])
     changed = own.label.str.removeprefix(NAME).str.removeprefix(", ").replace("", "default")
     bars.of_one(axes, own, name=NAME, groups=list(changed.str.replace(", ", ",\n")))
-    axes.tick_params(axis="x", rotation=60)
+    for text in axes.get_xticklabels():
+        text.set(rotation=40, ha="right", rotation_mode="anchor")
     if metric == "perplexity":
         style.full_lines(axes, panel[panel.metric == "perplexity_full"])
 

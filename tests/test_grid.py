@@ -89,6 +89,11 @@ def test_values_of_every_type_arrive():
     assert second.tasks == ("passkey", "kv_recall")
 
 
+@pytest.mark.parametrize("label", ["alpha=1", "InfiniGen, pool 80 %", "it's {a} [b]", r"a\b\'c\\", "null", "4"])
+def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
+    assert [config.label for config in made({"cells": [{"method": "full", "label": label}]})] == [label]
+
+
 GRID = {
     "settings": {"num_windows": 3},
     "cells": [{"method": ["full", "h2o"]}, {"method": "int4", "seq_len": 2048}],
@@ -122,7 +127,7 @@ def test_what_the_grid_varies_cannot_be_given():
         ({"cells": [{}], "minutes": {"fig11": True}}, "grid.minutes.fig11=True: must be a number above 0"),
         *(
             ({"cells": [{}], "share": share}, f"grid.share={share}: must be K/N with K from 1 to N")
-            for share in ("9/8", "0/2", "1/0", "2", "a/b", "-1/2")
+            for share in ("9/8", "0/2", "1/0", "2", "a/b", "-1/2", "1/2/3")
         ),
         ({"settings": [1], "cells": [{"method": "full"}]}, "grid.settings=.* must map settings to values"),
         (
@@ -158,14 +163,16 @@ def test_every_grid_composes_and_repeats_nothing(grid):
 @pytest.mark.parametrize("grid", [name for name in EVERY if PARTS[name]])
 def test_a_grid_of_grids_has_all_figures_and_repeats_nothing(grid, monkeypatch):
     """Its cells by their overrides alone: each part is composed in a test of its own."""
-    monkeypatch.setattr("harness.plan.load", lambda overrides: SimpleNamespace(kind="", overrides=overrides))
+
+    def load(overrides):
+        experiment = dict(override.split("=", 1) for override in overrides).get("experiment", "perplexity")
+        return SimpleNamespace(kind=None, experiment=experiment.strip("'"), overrides=tuple(sorted(overrides)))
+
+    monkeypatch.setattr("harness.plan.load", load)
     plan = with_hub(grid)
-    cells = [tuple(sorted(config.overrides)) for config in plan.cells]
-    assert len(set(cells)) == len(cells) and plan.left_out == ()
-    pairs = [override.partition("=") for cell in cells for override in cell]
-    experiments = {value.strip("'") for key, _, value in pairs if key == "experiment"}
+    assert max(Counter(cell.overrides for cell in plan.cells).values()) == 1 and plan.left_out == ()
     figures = {f"fig{number}" for number in (2, 4, 5, 7, 11, 12, 13, 17, 19, 20)}
-    assert figures | {"table1", "table2", "latency"} | set(plan.minutes) <= experiments
+    assert figures | {"table1", "table2", "latency"} <= {cell.experiment for cell in plan.cells}
 
 
 LLAMA = [(5, 0.2), (7, 0.2), (7, 0.6), (9, 0.6)], [(4096, 5.2)]
@@ -190,7 +197,7 @@ def library(monkeypatch, tmp_path):
     """Takes the place of `conf/`; `grid(name, text)` adds a grid to it."""
     conf = tmp_path / "conf"
     shutil.copytree(CONF_DIR, conf)
-    for module in ("harness.config", "harness.plan", "harness.cli"):
+    for module in ("harness.config", "harness.cli"):
         monkeypatch.setattr(f"{module}.CONF_DIR", conf)
 
     def grid(name: str, text: str) -> None:
@@ -200,13 +207,14 @@ def library(monkeypatch, tmp_path):
 
 
 def test_a_grid_may_consist_of_grids(library):
-    library("inner", "cells: [{method: infinigen, method.alpha: '${grid.alpha}'}]\nalpha: 4\nonly: 1")
+    library("inner", "cells: [{method: infinigen, method.alpha: '${grid.alpha}'}]\nalpha: 4")
     library("other", "cells: [{method: [full, h2o], num_windows: '${grid.windows}'}]\nwindows: 2")
-    library("outer", "cells: [{method: oracle}]\ngrids: [inner, other]\nalpha: 4")
-    plan = read("grid=outer", "grid.alpha=9", "seed=3")
-    assert [config.method_name for config in plan.cells] == ["oracle", "infinigen", "full", "h2o"]
-    assert plan.cells[1].method.alpha == 9 and {config.seed for config in plan.cells} == {3}
-    assert [config.num_windows for config in plan.cells[2:]] == [2, 2]
+    library("outer", "cells: [{method: oracle}]\ngrids: [inner, other]\nalpha: 5")
+    for given, alpha in ([], 5), (["grid.alpha=9"], 9):
+        plan = read("grid=outer", "seed=3", *given)
+        assert [config.method_name for config in plan.cells] == ["oracle", "infinigen", "full", "h2o"]
+        assert plan.cells[1].method.alpha == alpha and {config.seed for config in plan.cells} == {3}
+        assert [config.num_windows for config in plan.cells[2:]] == [2, 2]
 
 
 def test_a_grid_cannot_contain_itself(library):

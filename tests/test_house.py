@@ -108,7 +108,9 @@ def test_setup_refuses_an_unsupported_interpreter(checkout, python, message):
     assert not (checkout / ".venv").exists()
 
 
-@pytest.mark.parametrize("data, grid", [("offline", "accuracy"), ("local", "accuracy-paper"), ("hub", "accuracy-paper")])
+@pytest.mark.parametrize(
+    "data, grid", [("offline", "accuracy"), ("local", "accuracy-paper"), ("hub", "accuracy-paper")]
+)
 def test_accuracy_chooses_the_grid_by_the_data(checkout, data, grid):
     make(checkout, "setup", f"PYTHON={checkout}/python")
     commands = make(checkout, "-n", "accuracy", f"DATA={data}", "MODEL=opt-13b", "ARGS=seed=3").stdout
@@ -120,8 +122,8 @@ PAPER = {
     "DATA_ROOT=texts": "grid=paper-small model=smollm2-135m platform=cpu grid.data_root=texts results_dir=results",
     "MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "grid=paper model=opt-13b platform=cpu data=local data.root=texts "
     "grid.data_root=texts results_dir=r",
-    "MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "grid=paper model=opt-13b platform=cuda data=hub data.root=null "
-    "grid.data_root=hub results_dir=results seed=3",
+    "MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "grid=paper model=opt-13b platform=cuda data=hub "
+    "data.root=null grid.data_root=hub results_dir=results seed=3",
 }
 
 

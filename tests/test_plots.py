@@ -196,6 +196,16 @@ def write_fig19(results: Path) -> None:
     write_accuracy(results, "fig19", rows)
 
 
+def write_choices(results: Path) -> None:
+    choices = {"": (12, 0.06), ", columns=query": (11, 0.05), ", pool_frac=0.5, eviction=artifact": (14, 0.07)}
+    rows = []
+    for choice, (perplexity, kl) in choices.items():
+        rows += text_rows(f"InfiniGen{choice}", 0.2, perplexity)
+        rows.append(rows[-1] | {"metric": "kl_nats", "value": kl})
+    rows.append(rows[0] | {"task": "wikitext2[256:512]", "value": 500.0})
+    write_accuracy(results, "choices", rows)
+
+
 WRITERS = {
     "fig11": write_fig11,
     "fig12": write_fig12,
@@ -208,6 +218,7 @@ WRITERS = {
     "fig18": write_fig18,
     "fig19": write_fig19,
     "table2": write_table2,
+    "choices": write_choices,
     **analysis_tables.WRITERS,
     **{f"{name}-modelled": costmodel.write_tables for name in costmodel.FIGURES},
 }
@@ -428,6 +439,17 @@ def test_table2_of_the_papers_model_has_them_on_its_bars(change, count: int, tmp
     ours, *others = draw("table2", tmp_path).axes
     assert len(others) == 4
     assert hollow_points(ours) == [(0, 10.55), (1, 30.99), (2, 10.55)][:count]
+
+
+def test_choices_have_a_bar_each(tmp_path: Path) -> None:
+    write_choices(tmp_path)
+    kl, perplexity = draw("choices", tmp_path).axes
+    assert bar_heights(kl) == {"InfiniGen": [0.06, 0.05, 0.07]}
+    assert bar_heights(perplexity) == {"InfiniGen": [12, 11, 14]}
+    assert (
+        tick_labels(kl) == tick_labels(perplexity) == ["default", "columns=query", "pool_frac=0.5,\neviction=artifact"]
+    )
+    assert [list(line.get_ydata()) for line in perplexity.lines if line.get_label() == "Full cache"] == [[10, 10]]
 
 
 def test_fig18_segments_sum_to_the_block(tmp_path: Path) -> None:
