@@ -592,7 +592,7 @@ def test_command_line(tmp_path: Path) -> None:
         [sys.executable, "-c", program, "--results-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
