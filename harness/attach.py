@@ -85,12 +85,17 @@ class Attached:
         """
         config = self.model.config
         rope = getattr(config, "rope_parameters", None) or {}
-        unchanged = rope.get("original_max_position_embeddings", num_tokens)
-        if rope.get("rope_type") == "longrope" and num_tokens > unchanged:
-            raise UserError(f"seq_len={num_tokens}: must be at most {unchanged}, beyond which longrope moves positions")
-        window = getattr(config, "sliding_window", None)
-        if window and getattr(config, "use_sliding_window", True) and num_tokens > window:
-            raise UserError(f"seq_len={num_tokens}: must be at most the model's sliding window, {window} tokens")
+        limits = {}
+        if rope.get("rope_type") == "longrope":
+            limits["length up to which longrope keeps its positions"] = rope.get("original_max_position_embeddings")
+        if getattr(config, "use_sliding_window", True):
+            limits["sliding window"] = getattr(config, "sliding_window", None)
+        for name, limit in limits.items():
+            if limit and num_tokens > limit:
+                raise UserError(
+                    f"a sequence of {num_tokens} tokens: {limit} is the model's {name}; lower seq_len, or prompt_len, "
+                    "gen_len or max_new_tokens"
+                )
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any

@@ -28,7 +28,7 @@ def _of_latency(name: str, title: str) -> tuple[Entry, Entry]:
 
 
 def _of_run(name: str, title: str) -> Entry:
-    return Entry(name, title, f"python run.py experiment={name}", (name,))
+    return Entry(name, title, f"python run.py experiment={name} && make plots", (name,))
 
 
 def _of_grid(name: str, title: str, *settings: str, tables: tuple[str, ...] = ()) -> Entry:
