@@ -36,9 +36,9 @@ COMMON = 3 / 4
 GIB = 2**30
 NOT_OF_RUNS = (
     "experiment", "kind", "label", "method", "method_name", "codec", "target_kv_frac", "model", "tasks",
-    "results_dir",
+    "results_dir", "data.root",
 )  # fmt: skip
-"""Settings that a table says elsewhere than among those of a run."""
+"""Settings that a table says elsewhere than among those of a run, or that play no part: where files lie."""
 BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
 """Metrics shown in a terminal."""
 
@@ -262,7 +262,8 @@ def _method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     foreign = foreign_settings(config["kind"])
-    return _flatten({key: value for key, value in config.items() if key not in (*NOT_OF_RUNS, *foreign)})
+    flat = _flatten({key: value for key, value in config.items() if key not in (*NOT_OF_RUNS, *foreign)})
+    return {key: value for key, value in flat.items() if key not in NOT_OF_RUNS}
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
