@@ -36,7 +36,7 @@ class _Pending(NamedTuple):
     """What a layer was asked for. rows: where the transfers put it; None is read in place."""
 
     store: KVStore
-    request: Request
+    request: int | Tensor
     present: Tensor | None
     rows: Tensor | None
     tickets: list[Ticket]
@@ -73,10 +73,11 @@ class Fetcher:
         self._submit(layer, store, count, None, self._ahead[layer] if layer < len(self._ahead) else self._turn())
 
     def request_ahead(self, stores: list[KVStore], count: int, part: int, parts: int) -> None:
-        """Ask for one of `parts` parts of the first `count` slots of the layers that come ahead."""
-        begin, end = (len(self._ahead) * count * edge // parts for edge in (part, part + 1))
+        """Ask for one of `parts` equal parts of the first `count` slots of the layers that come ahead."""
+        rows = count * stores[0].slots.shape[:2].numel()  # of a layer, all heads
+        begin, end = (len(self._ahead) * rows * edge // parts for edge in (part, part + 1))
         for layer, buffer in enumerate(self._ahead):
-            first, last = (min(max(edge - layer * count, 0), count) for edge in (begin, end))
+            first, last = (min(max(edge - layer * rows, 0), rows) for edge in (begin, end))
             if first == last:
                 continue
             if layer not in self._pending:
@@ -145,7 +146,7 @@ class Fetcher:
         return self._buffers[0]
 
     def _submit(
-        self, layer: int, store: KVStore, request: Request, present: Tensor | None, buffer: Tensor | None
+        self, layer: int, store: KVStore, request: int | Tensor, present: Tensor | None, buffer: Tensor | None
     ) -> None:
         rows = None if buffer is None else store.rows_in(buffer, request)
         self._pending[layer] = _Pending(store, request, present, rows, [])

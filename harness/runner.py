@@ -28,6 +28,7 @@ LOWER = {
     "perplexity": ("seq_len", "num_windows"),
     "latency": ("batch_size", "prompt_len"),
     "analysis": ("num_tokens",),
+    "generate": ("max_new_tokens",),
 }
 """The settings on which the memory of each kind of run depends most."""
 
@@ -72,7 +73,13 @@ def generate(config: RunConfig) -> None:
     """Print text as the model of `config` writes it; no record. Raises as `run`."""
     from harness.generate import run_generate
 
-    run_generate(config, loaded_model(config.model), partial(print, end="", flush=True))
+    try:
+        run_generate(config, loaded_model(config.model), partial(print, end="", flush=True))
+    except Exception as error:
+        said = _as_user_error(error, config)
+        if said is error:
+            raise
+        raise said from error
 
 
 def is_finished(config: RunConfig, say: Callable[[str], None] = print) -> bool:

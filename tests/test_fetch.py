@@ -86,10 +86,10 @@ def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token():
         assert store.h2d_bytes - moved == store.slot_bytes
 
 
-def small_store(capacity: int = 4) -> KVStore:
+def small_store(batch: int = 1, heads: int = 1, capacity: int = 4) -> KVStore:
     return KVStore(
-        batch=1,
-        num_kv_heads=1,
+        batch=batch,
+        num_kv_heads=heads,
         capacity=capacity,
         head_dim=2,
         dtype=torch.float32,
@@ -164,8 +164,7 @@ class LatestLink(Link):
 
     def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
-        moving = request >= 0 if isinstance(request, Tensor) else torch.ones(rows.shape[:3], dtype=torch.bool)
-        rows[moving] = 0xFF
+        rows[request >= 0 if isinstance(request, Tensor) else slice(None)] = 0xFF
         return self._submit(rows, lambda: store.load(request, rows))
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
@@ -230,22 +229,22 @@ def test_at_most_two_layers_share_the_buffers_that_take_turns():
     assert most == 2
 
 
-@given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 9))
-def test_parts_ahead_are_every_row_once(layers, count, parts):
-    stores = [small_store(capacity=count) for _ in range(layers + 1)]
+@given(st.integers(1, 3), st.integers(1, 7), st.integers(0, 2), st.integers(1, 9))
+def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
+    stores = [small_store(batch=2, heads=3, capacity=count + spare) for _ in range(layers + 1)]
     for number, store in enumerate(stores):
-        write(store, 0, torch.arange(float(count)) + 10 * number)
+        store.slots.view(torch.float32).copy_(torch.arange(store.slots.numel() // 4).view(*store.slots.shape[:3], -1))
+        store.slots.view(torch.float32).add_(1000 * number)
     with EmulatedLink(1e12) as link:
         fetcher = Fetcher(link, reuse=False)
         fetcher.open(stores, 1, ahead=layers)
         for part in range(parts):
             fetcher.request_ahead(stores, count, part, parts)
         for layer in range(layers):
-            assert fetcher.pending(layer)
-            keys, values, present = fetcher.take(layer)
-            assert present is None and torch.equal(keys, values)
-            assert keys[0, 0, :, 0].tolist() == [10 * layer + slot for slot in range(count)]
-            assert stores[layer].h2d_bytes == count * stores[layer].slot_bytes
+            got, moved = fetcher.take(layer), stores[layer].h2d_bytes
+            assert got.present is None and moved == 2 * 3 * count * stores[layer].slot_bytes
+            expected = stores[layer].fetch(count)
+            assert torch.equal(got.keys, expected.keys) and torch.equal(got.values, expected.values)
         assert not fetcher.pending(layers)
 
 
@@ -264,5 +263,6 @@ def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():
         session = open_live(attached, CASES["infinigen"], placement="host", link=link)
         force(session, PROMPTS["even"])
         layers, columns = attached.geometry.num_layers, session.columns
-        assert shares and max(shares) <= -(-session.ahead * columns // (layers - session.ahead))
+        rows = session.ahead * columns * session.stores[0].slots.shape[:2].numel()
+        assert shares and max(shares) <= -(-rows // (layers - session.ahead))
         session.close()

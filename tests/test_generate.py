@@ -108,3 +108,9 @@ def test_a_model_without_a_tokenizer_is_one_line(tiny, monkeypatch, capsys):
     monkeypatch.setattr(models, "load_model", lambda config: LoadedModel(tiny, None, "tiny", 512, "f" * 64))
     assert main(["experiment=generate"]) == 2
     assert "this model has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_prompt_too_short_for_the_method_is_one_line(tiny, capsys):
+    assert main(["experiment=generate", "prompt=a", "max_new_tokens=8", "method=streaming"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: method.kv_frac=0.2: keeps ") and error.endswith("lower num_sinks\n")

@@ -32,7 +32,8 @@ Placement = Literal["device", "host"]
 
 
 class Part(NamedTuple):
-    """Slots `begin` to `end` of a read of the first `num_slots`, which comes in several parts into one buffer."""
+    """Rows `begin` to `end` of a read of the first `num_slots`, counted through one head after another: a read that
+    comes in several parts into one buffer, each of few long copies."""
 
     begin: int
     end: int
@@ -114,9 +115,10 @@ class KVStore:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def rows_in(self, buffer: Tensor, request: Request) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, a whole request its start."""
+        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills at the start of a flat buffer; of a part, its
+        rows [n, slot_bytes] among them."""
         if isinstance(request, Part):
-            return self.rows_in(buffer, request.num_slots)[:, :, request.begin : request.end]
+            return self.rows_in(buffer, request.num_slots).view(-1, self.slot_bytes)[request.begin : request.end]
         shape = (*self.slots.shape[:2], num_requested(request), self.slot_bytes)
         return buffer[: torch.Size(shape).numel()].view(shape)
 
@@ -129,7 +131,7 @@ class KVStore:
         keys, values = rows.split(self.slot_bytes // 2, dim=-1)
         return KeyValue(*(self.codec.decode(half, self.head_dim, self.dtype) for half in (keys, values)))
 
-    def fetch(self, request: Request, buffer: Tensor | None = None) -> KeyValue:
+    def fetch(self, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
         """K and V of the requested rows, at once and on the current stream.
 
         The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
@@ -150,10 +152,12 @@ class KVStore:
         Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
         capacity.
         """
-        if not isinstance(request, Tensor):
-            begin, end = (0, request) if isinstance(request, int) else request[:2]
-            _copy(self.slots[:, :, begin : self._checked(end)], rows)
+        if isinstance(request, int):
+            _copy(self.slots[:, :, : self._checked(request)], rows)
             moved: int | Tensor = rows.numel() // self.slot_bytes
+        elif isinstance(request, Part):
+            self._load_part(request, rows)
+            moved = len(rows)
         elif rows.is_cuda and not self._reachable:
             staged = torch.zeros(rows.shape, dtype=torch.uint8)
             moved = gather_rows(self.slots, request.cpu(), staged)
@@ -164,6 +168,14 @@ class KVStore:
         if self.placement == "host":
             self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
+
+    def _load_part(self, part: Part, rows: Tensor) -> None:
+        """A copy a head."""
+        count = self._checked(part.num_slots)
+        for head in range(part.begin // count, -(-part.end // count)):
+            first, last = max(part.begin, head * count), min(part.end, (head + 1) * count)
+            slots = self.slots.flatten(0, 1)[head, first - head * count : last - head * count]
+            rows[first - part.begin : last - part.begin].copy_(slots, non_blocking=True)
 
     def write(self, rows: Tensor, at: int | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
@@ -217,10 +229,8 @@ class KVStore:
         return end
 
 
-def num_requested(request: Request) -> int:
+def num_requested(request: int | Tensor) -> int:
     """Rows per batch element and KV head that a request asks for, negative indices included."""
-    if isinstance(request, Part):
-        return request.end - request.begin
     return request if isinstance(request, int) else request.shape[-1]
 
 
