@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         with _as_command_line(argv):
             command()
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted; the same command repeats only what is not finished", file=sys.stderr)
         jobs.exit_code = 130
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0

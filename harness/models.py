@@ -264,4 +264,6 @@ def _hash(*parts: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of what went wrong; the last where the first only says what was checked."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if lines[0].endswith(":") else 0].strip()

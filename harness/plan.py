@@ -66,9 +66,12 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
         overrides: the user's; they hold for every cell, and win over what a grid sets without varying it.
 
     Raises:
-        UserError: a malformed grid, a wrong setting in any cell, or an override of what the cells vary.
+        UserError: a malformed grid, one with every cell left out, a wrong setting in any cell, or an override of what
+                the cells vary.
     """
     plan = _read(node, overrides, ())
+    if not plan.cells:
+        raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
     known = {config.experiment: None for config in plan.cells} | dict(plan.left_out)
     for name in plan.minutes:
         if name not in known:

@@ -51,11 +51,11 @@ class Quantity(NamedTuple):
     digits: int
 
     def show(self, value: float | None, stderr: float | None = None) -> str:
-        """The number in this unit, with its standard error where there is one."""
+        """The number in this unit, without the sign of -0, with its standard error where there is one."""
         if value is None:
             return MISSING
         spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
-        return f"{self.factor * value:.{self.digits}f}{spread}"
+        return f"{self.factor * value:z.{self.digits}f}{spread}"
 
 
 METRICS = {

@@ -248,6 +248,12 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
 
 
+def test_a_grid_of_which_all_is_left_out_is_refused(library):
+    library("needy", "cells: [{experiment: fig11, when: '${grid.data_root}', method: h2o}]\ndata_root: null")
+    with pytest.raises(UserError, match=r"^nothing to run: left out, as grid.data_root is not given: .*fig11 \(1\)$"):
+        read("grid=needy")
+
+
 def test_the_outer_grid_says_how_many_minutes(library):
     library("inner", "cells: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
     library("outer", "grids: [inner]\nminutes: {fig11: 7, fig12: null}")

@@ -254,6 +254,11 @@ def test_refuses_an_unsupported_family_and_lists_the_supported():
     assert all(family in message for family in ("llama", "mistral", "qwen2", "qwen3", "opt", "phi3", "gpt_neox"))
 
 
+def test_says_what_is_wrong_with_a_shape():
+    odd = TINY_SHAPE | {"hidden_size": TINY_SHAPE["num_attention_heads"] * 8 + 1}
+    assert "not a multiple" in refused("its shape is not valid", configured(weights="random", shape=odd))
+
+
 def test_refuses_a_model_without_any_source():
     refused("neither model.path nor model.hub_id", configured(shape=TINY_SHAPE))
 

@@ -14,6 +14,7 @@ import pytest
 from harness import records, tables
 from harness.config import load
 from harness.errors import UserError
+from harness.table_text import METRICS
 
 TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
 TEXT_METRICS = {
@@ -253,6 +254,11 @@ def test_markdown_has_units_and_errors(tmp_path: Path) -> None:
         "offline top-1 agreement (%)": "87.5 ± 1.0",
     }
     assert dict(zip(cells(text, "label"), cells(text, "H2O"), strict=True)) == expected
+
+
+def test_rounding_noise_below_zero_has_no_sign() -> None:
+    shown = METRICS["kl_nats"]
+    assert shown.show(-1e-9, 1e-9) == "0.0000 ± 0.0000" and shown.show(-0.5) == "-0.5000"
 
 
 def test_summary_joins_runs_of_the_same_method_and_settings(tmp_path: Path) -> None:
