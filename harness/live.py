@@ -120,7 +120,7 @@ class LiveSession:
 
     @property
     def last_step(self) -> bool:
-        """Whether none need follow the step under way: the last new token is not fed. A step that comes asks late."""
+        """Whether the step under way is the last one needed: the last new token is not fed."""
         return self.steps + 2 >= self.max_new_tokens
 
     @property
