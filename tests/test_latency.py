@@ -110,7 +110,8 @@ def test_without_overlap_every_transfer_is_waited_for(tiny_gqa, ids):
     }
     exposed = {overlap: row["exposed_transfer_s"] for overlap, row in metrics.items()}
     all_of_it = 11 / 8 * sum(4 * (PROMPT + s) for s in TIMED) * EXACT / slow
-    assert exposed[False] >= 0.95 * all_of_it > exposed[True]
+    assert exposed[False] >= 0.95 * all_of_it
+    assert exposed[True] < exposed[False]
 
 
 def test_segments_sum_to_the_steps(tiny_gqa, ids):
