@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from harness.accuracy.lm import Prefill, ReplayLM
 from harness.accuracy.loading import load_task
 from harness.accuracy.tasks import ReplayScorer
 from harness.config import RunConfig, load
+from harness.errors import exit_code
 from harness.models import LoadedModel, load_model
 
 TARGETS = {"openbookqa": 2.5, "copa": 1.5}  # times faster than HFLM
@@ -102,20 +103,26 @@ def report(task_name: str, result: Comparison) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare both tasks; returns the exit code."""
+    """Compare both tasks; returns the exit code, 1 where they disagree and 2 for a user's mistake."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--data-root", required=True, help="folder with openbookqa/ and copa/ as JSON lines")
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(argv)
+    agree: list[bool] = []
+    return exit_code(lambda: agree.extend(run(options))) or int(not all(agree))
+
+
+def run(options: argparse.Namespace) -> Iterator[bool]:
+    """Whether the two agree, by task."""
     torch.set_num_threads(options.threads)
     settings = ["experiment=tasks", "method=full", "data=local", f"data.root={options.data_root}"]
     config = load([*settings, f"num_samples={options.questions}", "tasks=[openbookqa,copa]"])
     loaded = load_model(config.model)
     print(f"{loaded.name}, {options.questions} questions, {options.threads} threads, {options.repeats} repeats")
-    agree = [report(task, compare(task, config, loaded, options.repeats)) for task in config.tasks]
-    return 0 if all(agree) else 1
+    for task in config.tasks:
+        yield report(task, compare(task, config, loaded, options.repeats))
 
 
 if __name__ == "__main__":

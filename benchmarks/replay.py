@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
     parser.add_argument("--only", choices=list(CASES), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if not 1 <= args.prefill_len < args.seq_len - 1:
+        parser.error(f"--prefill-len {args.prefill_len}: must be from 1 to --seq-len - 2 = {args.seq_len - 2}")
     (memory if args.memory else ratios)(args)
 
 
