@@ -81,7 +81,7 @@ class Fetcher:
             if first == last:
                 continue
             if layer not in self._pending:
-                self._pending[layer] = _Pending(stores[layer], count, None, stores[layer].rows_in(buffer, count), [])
+                self._expect(layer, stores[layer], count, None, buffer)
             self._prefetch(layer, Part(first, last, count), buffer)
 
     def request_selected(self, layer: int, store: KVStore, mask: Tensor, cap: int) -> None:
@@ -148,10 +148,15 @@ class Fetcher:
     def _submit(
         self, layer: int, store: KVStore, request: int | Tensor, present: Tensor | None, buffer: Tensor | None
     ) -> None:
-        rows = None if buffer is None else store.rows_in(buffer, request)
-        self._pending[layer] = _Pending(store, request, present, rows, [])
+        self._expect(layer, store, request, present, buffer)
         if buffer is not None:
             self._prefetch(layer, request, buffer)
+
+    def _expect(
+        self, layer: int, store: KVStore, request: int | Tensor, present: Tensor | None, buffer: Tensor | None
+    ) -> None:
+        rows = None if buffer is None else store.rows_in(buffer, request)
+        self._pending[layer] = _Pending(store, request, present, rows, [])
 
     def _prefetch(self, layer: int, request: Request, buffer: Tensor) -> None:
         assert self.link is not None

@@ -26,11 +26,11 @@ from PIL import Image
 
 from harness.catalogue import ENTRIES, MODELLED, Entry
 from harness.costmodel.published import FIGURES as TIMED_FIGURES
-from harness.costmodel.published import Cell, published_rows, quantity
+from harness.costmodel.published import Cell, quantity
 from harness.errors import UserError, exit_code, nearest
 from harness.records import write_atomic
 from harness.report_data import all_records, environment, gaps, read_rows, read_sheets, unfinished
-from harness.table_text import MISSING, WORDS, Sheet
+from harness.table_text import MISSING, WORDS, Sheet, published_rows
 from harness.tables import BLOCK_SEGMENTS
 
 MAX_WIDTH = 1120

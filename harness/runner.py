@@ -7,7 +7,8 @@ at the next start. The model stays loaded for the next run of the process, so a 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -56,16 +57,14 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> Path:
     records.write_record(path, record)  # before any work, so that an unwritable folder costs nothing
     start = time.perf_counter()
     try:
-        measured = _measure(config)
+        with _in_users_words(config):
+            measured = _measure(config)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
         records.write_record(path, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
-        said = _as_user_error(error, config)
-        failure = {"status": "failed", "error": f"{type(said).__name__}: {said}"}
+        failure = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         records.write_record(path, record | failure | {"seconds": time.perf_counter() - start})
-        if said is error:
-            raise
-        raise said from error
+        raise
     return path
 
 
@@ -73,13 +72,8 @@ def generate(config: RunConfig) -> None:
     """Print text as the model of `config` writes it; no record. Raises as `run`."""
     from harness.generate import run_generate
 
-    try:
+    with _in_users_words(config):
         run_generate(config, loaded_model(config.model), partial(print, end="", flush=True))
-    except Exception as error:
-        said = _as_user_error(error, config)
-        if said is error:
-            raise
-        raise said from error
 
 
 def is_finished(config: RunConfig, say: Callable[[str], None] = print) -> bool:
@@ -170,6 +164,18 @@ def loaded_model(config: ModelConfig) -> "LoadedModel":
         _loaded = None  # frees the last model before the next one comes
         _loaded = (config, load_model(config))
     return _loaded[1]
+
+
+@contextmanager
+def _in_users_words(config: RunConfig) -> Iterator[None]:
+    """Raise what a user can put right as a `UserError`."""
+    try:
+        yield
+    except Exception as error:
+        said = _as_user_error(error, config)
+        if said is error:
+            raise
+        raise said from error
 
 
 def _as_user_error(error: Exception, config: RunConfig) -> Exception:

@@ -115,10 +115,15 @@ def render_modelled(figure: str, rows: Sequence[Row]) -> str:
     return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets)
 
 
+def published_rows() -> list[dict[str, str]]:
+    """All that the paper is known to say, in the columns of `PUBLISHED`."""
+    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
 def published(experiment: str) -> Iterator[Sheet]:
     """What is known of the paper's figure or table of this name, as it stands in `PUBLISHED`."""
-    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["figure"] == experiment]
+    rows = [row for row in published_rows() if row["figure"] == experiment]
     if rows:
         header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
         yield Sheet("published", header, [[row[name] or MISSING for name in header] for row in rows])

@@ -17,8 +17,7 @@ SETUP = ("model", "task", "seq_len", "num_samples", "source")
 
 def draw(tables: data.Tables) -> Figure | None:
     """The figure; None without `choices.csv`."""
-    table = tables.accuracy("choices")
-    rows = table[~table.task.str.endswith("]")]
+    rows = data.whole_texts(tables.accuracy("choices"))
     if rows.empty:
         return None
     panels = data.split(rows, SETUP)

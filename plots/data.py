@@ -124,6 +124,11 @@ def describe(row: Mapping[Any, Any] | pd.Series, columns: Sequence[str]) -> str:
     return ", ".join(text for text in texts if text)
 
 
+def whole_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of an accuracy table that are not of a chunk of their text."""
+    return table[~table.task.str.endswith("]")]
+
+
 def pivot(frame: pd.DataFrame, index: str, value: str) -> pd.DataFrame:
     """A row per value of `index`, a column per label; NaN where the table has no row.
 

@@ -19,9 +19,9 @@ LENGTH_SETUP = ("model", "task", "kept", "source")
 
 def draw(tables: data.Tables) -> Figure | None:
     """The figure; None without `fig19.csv`."""
-    table = tables.accuracy("fig19")
+    table = data.whole_texts(tables.accuracy("fig19"))
     rows = table.join(table.label.str.extract(LABEL))
-    rows = rows[rows.metric.isin(["perplexity", "perplexity_full"]) & ~rows.task.str.endswith("]")]
+    rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
     halves = (rows[rows.kept.isna()], SIZE_SETUP, _draw_sizes), (rows[rows.kept.notna()], LENGTH_SETUP, _draw_lengths)
     parts = [(data.split(half, setup), draw_panel) for half, setup, draw_panel in halves if len(half)]
     cells = [

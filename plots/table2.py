@@ -21,9 +21,9 @@ PAPER = {"task": "wikitext2", "seq_len": 2048}
 
 def draw(tables: data.Tables) -> Figure | None:
     """The figure; None without `table2.csv`, or where no label names a pool."""
-    table = tables.accuracy("table2")
+    table = data.whole_texts(tables.accuracy("table2"))
     rows = table.assign(pool=table.label.str.extract(LABEL, expand=False))
-    rows = rows[rows.pool.notna() & rows.metric.isin(["perplexity", "perplexity_full"]) & ~rows.task.str.endswith("]")]
+    rows = rows[rows.pool.notna() & rows.metric.isin(["perplexity", "perplexity_full"])]
     if rows.empty:
         return None
     published = _published()

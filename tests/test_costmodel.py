@@ -20,6 +20,7 @@ from harness.costmodel.published import FIGURES
 from harness.costmodel.timeline import BlockTimes, Task, block_ends, walk
 from harness.errors import UserError
 from harness.memory.codec import Codec
+from harness.table_text import PUBLISHED
 from harness.tables import BLOCK_COLUMNS
 from methods.base import Method
 from methods.h2o import H2O
@@ -271,7 +272,7 @@ def test_every_published_number_is_within_20_percent(comparisons):
 
 def test_every_time_and_speedup_of_the_file_is_compared(comparisons):
     """What is left out is an input of the model, or a size."""
-    with published.PUBLISHED.open() as lines:
+    with PUBLISHED.open() as lines:
         metrics = {row["metric"] for row in csv.DictReader(lines) if row["figure"] in published.FIGURES}
     left_out = {"tokens_above_threshold", "tokens_loaded", "partial_weight_memory_share", "partial_key_memory_share"}
     assert metrics - {row.metric for row in comparisons} == left_out

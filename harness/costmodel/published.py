@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,10 +13,9 @@ from harness.costmodel.hardware import Efficiency, load_platform, load_shape
 from harness.costmodel.predict import FITTED, Prediction, Setup, predict
 from harness.errors import UserError, nearest
 from harness.records import write_atomic
-from harness.table_text import render_modelled
+from harness.table_text import published_rows, render_modelled
 from harness.tables import BLOCK_COLUMNS, render_csv
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "plots" / "reference" / "published.csv"
 PAPER_PLATFORM = "a6000-pcie3"
 GEN_LEN = 128
 TOTAL_LEN = 2048
@@ -101,12 +99,6 @@ def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> lis
         write_atomic(paths[-1], render_csv(BLOCK_COLUMNS, rows))
         write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
     return paths
-
-
-def published_rows() -> list[dict[str, str]]:
-    """All that the paper is known to say, in the columns of `plots/reference/published.csv`."""
-    with PUBLISHED.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
 
 
 def calibrate(efficiency: Efficiency = FITTED) -> list[Comparison]:
