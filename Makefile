@@ -77,23 +77,23 @@ paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= o
 	@code=0; $(PY) run.py grid=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \
 		results_dir=$(RESULTS) $(ARGS) || code=$$?; \
 	[ $$code = 0 ] || [ $$code = $(UNFINISHED) ] || exit $$code; \
-	$(PY) -m harness.costmodel --write --results-dir $(RESULTS); \
+	$(PY) -m harness.paper.costmodel --write --results-dir $(RESULTS); \
 	$(PY) -m plots --results-dir $(RESULTS); \
-	$(PY) -m harness.report --results-dir $(RESULTS); \
+	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
 	exit $$code
 
 calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
-	$(PY) -m harness.costmodel --calibrate
+	$(PY) -m harness.paper.costmodel --calibrate
 
 modelled: $(STAMP)  ## the cost model's table and all figures, for the paper's machine (ARGS="--results-dir DIR")
-	$(PY) -m harness.costmodel --write $(ARGS)
+	$(PY) -m harness.paper.costmodel --write $(ARGS)
 	$(PY) -m plots $(ARGS)
 
 plots: $(STAMP)  ## draw all figures again from results/tables
 	$(PY) -m plots $(ARGS)
 
 report: $(STAMP)  ## results/report.html, one file with all tables and figures there are (ARGS="--results-dir DIR")
-	$(PY) -m harness.report $(ARGS)
+	$(PY) -m harness.paper.report $(ARGS)
 
 clean:  ## remove caches and build leftovers (.venv and results stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

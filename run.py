@@ -7,7 +7,7 @@ python run.py grid=accuracy
 
 import sys
 
-from harness.cli import main
+from harness.launch.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

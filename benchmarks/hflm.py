@@ -26,11 +26,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
 from harness.accuracy.lm import Prefill, ReplayLM
-from harness.accuracy.loading import load_task
 from harness.accuracy.tasks import ReplayScorer
-from harness.config import RunConfig, load
+from harness.data.tasks import load_task
 from harness.errors import exit_code
-from harness.models import LoadedModel, load_model
+from harness.model.load import LoadedModel, load_model
+from harness.settings.run import RunConfig, load
 
 TARGETS = {"openbookqa": 2.5, "copa": 1.5}  # times faster than HFLM
 HFLM_BATCH_SIZES = (1, 8, 16)

@@ -2,7 +2,7 @@
 
 (a) A decode step of ours, full cache on the device, against one of transformers with its `DynamicCache` (the forward
     pass that `generate` makes for every token), from the same prompt, in turn; medians.
-(b) Every label of `harness.labels` at one shape: the step, what crosses the link in it and at what rate, and the step
+(b) Every system of `harness.settings` at one shape: the step, what crosses the link in it and at what rate, and the step
     that can be had at best, max(ideal's step, its bytes / the link's rate), which says what of the transfer is hidden.
 
 Weights are random, of the shape in `conf/model/<model>.yaml`: they change no time but through what infinigen selects,
@@ -29,15 +29,15 @@ import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from harness.attach import Attached, attach
-from harness.calibration import Calibration, calibrate
 from harness.errors import exit_code
-from harness.labels import LABELS, System
-from harness.latency import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
-from harness.live_config import LatencyConfig
-from harness.memory.codec import Codec
-from harness.memory.emulated_link import default_bytes_per_s, measure_copy_rate
-from harness.memory.link import open_link
+from harness.model.attach import Attached, attach
+from harness.model.calibration import Calibration, calibrate
+from harness.offload.codec import Codec
+from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
+from harness.offload.links.link import open_link
+from harness.settings.speed import LatencyConfig
+from harness.settings.systems import LABELS, System
+from harness.speed.cell import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -233,7 +233,7 @@ def _link_rate(device: torch.device, link_gbps: float | None) -> float:
         return link_gbps * 1e9
     if device.type == "cpu":
         return default_bytes_per_s(measure_copy_rate())
-    from harness.memory.cuda_link import measure_pinned_copy_rate
+    from harness.offload.links.cuda import measure_pinned_copy_rate
 
     return measure_pinned_copy_rate(device)
 

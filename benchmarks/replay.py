@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import torch
 
-from harness.accuracy.setup import Setup, prepare
-from harness.attach import Attached, attach
-from harness.config import load
-from harness.models import load_model
-from harness.replay import ReplaySession
-from harness.text import offline_text, token_ids
+from harness.data.text import offline_text, token_ids
+from harness.model.attach import Attached, attach
+from harness.model.load import load_model
+from harness.replay.session import ReplaySession
+from harness.settings.run import load
+from harness.setup import Setup, prepare
 
 HEAD_CHUNK = 128
 CASES = {

@@ -1,7 +1,7 @@
 """What a user got wrong, said in one line.
 
 Every refusal of the project is a `UserError` whose message names the setting, its value and what is allowed;
-`harness.cli` prints it without a traceback and exits with code 2.
+`harness.launch.cli` prints it without a traceback and exits with code 2.
 """
 
 import difflib

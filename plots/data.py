@@ -29,7 +29,7 @@ WORDS = (
 FAR = 2
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 
-PUBLISHED = Path(__file__).parent / "reference" / "published.csv"
+PUBLISHED = Path(__file__).resolve().parents[1] / "harness" / "tables" / "published.csv"
 
 NAMES = {
     "num_samples": "n = {:,.0f}",
@@ -155,7 +155,7 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
 
 
 class Point(NamedTuple):
-    """A number the paper gives for a label at `x` (a number, or a model), in the unit of `reference/published.csv`.
+    """A number the paper gives for a label at `x` (a number, or a model), in the unit of `published.csv`.
 
     kind: `quoted`, `derived` by arithmetic, or `approximate`.
     """

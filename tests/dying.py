@@ -5,5 +5,5 @@ from typing import Any
 
 
 def die(configs: Any, results: Any) -> None:
-    """What `harness.apart` runs in its child."""
+    """What `harness.launch.child` runs in its child."""
     os._exit(3)

@@ -15,12 +15,12 @@ from conftest import HALF_ROTARY, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.attach import Attached, attach
-from harness.live import LiveSession
-from harness.memory.codec import Codec
-from harness.memory.emulated_link import EmulatedLink
-from harness.memory.link import Link
-from harness.replay import ReplaySession
+from harness.model.attach import Attached, attach
+from harness.offload.codec import Codec
+from harness.offload.links.emulated import EmulatedLink
+from harness.offload.links.link import Link
+from harness.offload.session import LiveSession
+from harness.replay.session import ReplaySession
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

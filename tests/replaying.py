@@ -14,10 +14,10 @@ import reference as plain
 import torch
 from conftest import tiny_model
 
-from harness.attach import attach
-from harness.memory.codec import Codec
+from harness.model.attach import attach
+from harness.offload.codec import Codec
 from harness.reads import ReadStats
-from harness.replay import ReplaySession
+from harness.replay.session import ReplaySession
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

@@ -7,9 +7,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from harness import models, runner
-from harness.config import RunConfig
-from harness.records import Outcome
+from harness.launch import runner
+from harness.model import load as models
+from harness.records.record import Outcome
+from harness.settings.run import RunConfig
 
 
 def outcome(config: RunConfig) -> Outcome:

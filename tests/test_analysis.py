@@ -13,18 +13,18 @@ import torch
 from conftest import MAX_LENGTH, tiny_model
 from torch import Tensor
 
-from harness import runner
-from harness.analysis import dense
-from harness.analysis.key_tokens import histogram, tokens_for_mass
-from harness.analysis.memory import run_memory
-from harness.analysis.study import run_analysis
-from harness.attach import Handler, attach
-from harness.attention import dense_attention
-from harness.calibration import calibrate
-from harness.cli import main
-from harness.config import RunConfig, load
 from harness.errors import UserError
-from harness.models import LoadedModel, model_config
+from harness.launch import runner
+from harness.launch.cli import main
+from harness.model.attach import Handler, attach
+from harness.model.attention import dense_attention
+from harness.model.calibration import calibrate
+from harness.model.load import LoadedModel, model_config
+from harness.paper.analysis import dense
+from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
+from harness.paper.analysis.memory import run_memory
+from harness.paper.analysis.study import run_analysis
+from harness.settings.run import RunConfig, load
 
 NUM_TOKENS = 60
 FAMILIES = ("tiny_llama", "tiny_gqa", "tiny_opt", "tiny_qwen3", "tiny_gpt_neox")
@@ -248,7 +248,7 @@ def test_layer_inputs_leave_no_hook(text):
 
 
 def test_sparse_queries_are_the_direct_ones(tiny_gqa, text, monkeypatch):
-    monkeypatch.setattr("harness.analysis.sparsity.SMALL", 0.75)  # 1 % of so few keys is none
+    monkeypatch.setattr("harness.paper.analysis.sparsity.SMALL", 0.75)  # 1 % of so few keys is none
     points = measured(tiny_gqa, settings(text, "fig20", "analysis.layers=[0,3]", num_tokens=MAX_LENGTH))
     weights = attention_weights(tiny_gqa, ids_of(text, MAX_LENGTH))
     for layer in (0, 3):
@@ -339,7 +339,7 @@ def test_the_sizes_need_no_weights(tmp_path, monkeypatch):
 
 
 def test_settings_of_other_kinds_make_no_other_run():
-    from harness.records import run_id
+    from harness.records.record import run_id
 
     one, same, other = (
         run_id(load(["experiment=fig5", *more]), {}) for more in ([], ["seq_len=99"], ["analysis.num_tokens=99"])

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import plots
-from harness import tables as harness_tables
+from harness.tables import write as harness_tables
 from plots import data, fig5, style
 
 

@@ -25,11 +25,11 @@ from replaying import (
 )
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from harness import replay
-from harness.adapters import Adapter
-from harness.attach import attach
 from harness.errors import UserError
-from harness.live_pass import run_prompt
+from harness.model.adapters import Adapter
+from harness.model.attach import attach
+from harness.offload.passes import run_prompt
+from harness.replay import session as replay
 from methods.quantization import Quantized
 
 # Order of calls, refusals

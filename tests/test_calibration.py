@@ -7,8 +7,8 @@ import pytest
 import reference as plain
 import torch
 
-from harness.attach import attach
-from harness.calibration import cached_calibration, calibrate
+from harness.model.attach import attach
+from harness.model.calibration import cached_calibration, calibrate
 from methods.full import Full
 
 
@@ -57,7 +57,7 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
         calls.append(ids)
         return calibrate(attached, ids)
 
-    monkeypatch.setattr("harness.calibration.calibrate", count_call)
+    monkeypatch.setattr("harness.model.calibration.calibrate", count_call)
 
     def rotation(ids=text, fingerprint="a" * 64):
         return cached_calibration(attached, ids, fingerprint, tmp_path / "new" / "calibration").rotation

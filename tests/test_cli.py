@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
 from harness.errors import UserError
+from harness.launch.cli import main
 from tests.runs import outcome, stand_in
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,8 +9,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config import CONF_DIR, PAPER_TASKS, compose, load, options, parse
 from harness.errors import UserError, nearest
+from harness.settings.run import CONF_DIR, PAPER_TASKS, compose, load, options, parse
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
 
@@ -95,7 +95,7 @@ def test_automatic_settings_of_a_task():
 
 
 def test_codec_names_are_those_of_the_codec():
-    from harness.memory.codec import CODEC_NAMES
+    from harness.offload.codec import CODEC_NAMES
 
     with pytest.raises(UserError) as refused:
         load(["codec=int3"])
@@ -187,7 +187,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("command", "message"), [pair for pair in REFUSED.items() if pair[1]])
 def test_refuses(command, message, capsys):
-    from harness.cli import main
+    from harness.launch.cli import main
 
     assert main(command.split()) == 2
     printed = capsys.readouterr()
@@ -238,7 +238,7 @@ def test_every_setting_refuses_a_wrong_type(setting):
 def test_parse_loads_no_model_library():
     """A wrong setting costs no import of transformers or lm-eval, and composing not even torch."""
     code = (
-        "import sys; from harness.config import load; light = 'torch' not in sys.modules;"
+        "import sys; from harness.settings.run import load; light = 'torch' not in sys.modules;"
         "load(['method=infinigen']);"
         "heavy = [name for name in ('transformers', 'lm_eval', 'datasets') if name in sys.modules];"
         "sys.exit(not light or bool(heavy))"

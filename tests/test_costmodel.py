@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from harness.costmodel import counts, hardware, published
-from harness.costmodel.__main__ import main
-from harness.costmodel.counts import SCHEMES, Layer, Work, decode_block, layers_of, prefill_block, tokens_read
-from harness.costmodel.hardware import CONF_DIR, Efficiency, ModelShape, load_platform, load_shape
-from harness.costmodel.predict import FITTED, Setup, predict
-from harness.costmodel.published import FIGURES
-from harness.costmodel.timeline import BlockTimes, Task, block_ends, walk
 from harness.errors import UserError
-from harness.memory.codec import Codec
-from harness.table_text import PUBLISHED
-from harness.tables import BLOCK_COLUMNS
+from harness.offload.codec import Codec
+from harness.paper.costmodel import counts, hardware, published
+from harness.paper.costmodel.__main__ import main
+from harness.paper.costmodel.counts import SCHEMES, Layer, Work, decode_block, layers_of, prefill_block, tokens_read
+from harness.paper.costmodel.hardware import CONF_DIR, Efficiency, ModelShape, load_platform, load_shape
+from harness.paper.costmodel.predict import FITTED, Setup, predict
+from harness.paper.costmodel.published import FIGURES
+from harness.paper.costmodel.timeline import BlockTimes, Task, block_ends, walk
+from harness.tables.text import PUBLISHED
+from harness.tables.write import BLOCK_COLUMNS
 from methods.base import Method
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

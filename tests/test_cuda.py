@@ -26,11 +26,11 @@ from living import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harness.attach import attach
-from harness.live import LiveSession
-from harness.memory import store as store_module
-from harness.memory.link import Link, Ticket, Transfer, open_link
-from harness.replay import ReplaySession
+from harness.model.attach import attach
+from harness.offload import store as store_module
+from harness.offload.links.link import Link, Ticket, Transfer, open_link
+from harness.offload.session import LiveSession
+from harness.replay.session import ReplaySession
 
 META = torch.device("meta")
 PROMPT_LENGTHS = PROMPTS["padded"]

@@ -18,13 +18,16 @@ from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_l
 from tokens import byte_tokenizer
 
 import plots
-from harness import models, records, runner, speed
-from harness.cli import main
-from harness.config import CONF_DIR, RunConfig, compose
-from harness.models import LoadedModel
-from harness.plan import read_plan
-from harness.table_text import PUBLISHED
-from harness.tables import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS, label_of
+from harness.launch import runner
+from harness.launch.cli import main
+from harness.launch.plan import read_plan
+from harness.model import load as models
+from harness.model.load import LoadedModel
+from harness.records import record as records
+from harness.settings.run import CONF_DIR, RunConfig, compose
+from harness.speed import run as speed
+from harness.tables.text import PUBLISHED
+from harness.tables.write import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS, label_of
 
 FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
 KINDS = {name: node.kind for name, node in FILES.items()}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from living import CASES, PROMPT, PROMPTS, attached_with_link, force, live, open_live, tiny, token_batch
 
-from harness.attach import attach
-from harness.live import generate
-from harness.memory.emulated_link import EmulatedLink
-from harness.memory.store import KVStore
+from harness.model.attach import attach
+from harness.offload.links.emulated import EmulatedLink
+from harness.offload.session import generate
+from harness.offload.store import KVStore
 
 EVEN = PROMPTS["even"]
 DEADLINE_S = 5.0

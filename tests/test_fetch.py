@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from living import CASES, PROMPTS, STEPS, attached_with_link, force, live, open_live
 from torch import Tensor
 
-from harness.fetch import Fetcher, indices, place
-from harness.memory.codec import Codec
-from harness.memory.emulated_link import EmulatedLink
-from harness.memory.link import Link, Ticket, Transfer
-from harness.memory.store import KVStore, Part, Request
+from harness.offload.codec import Codec
+from harness.offload.fetch import Fetcher, indices, place
+from harness.offload.links.emulated import EmulatedLink
+from harness.offload.links.link import Link, Ticket, Transfer
+from harness.offload.store import KVStore, Part, Request
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.memory import gather
+from harness.offload import gather
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
@@ -30,7 +30,7 @@ cases = st.fixed_dictionaries(
 def triton_gather():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (pip install --no-deps triton): its kernel is not covered here")
-    from harness.memory import triton_gather
+    from harness.offload import triton_gather
 
     return triton_gather
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import models, runner
-from harness.cli import main
-from harness.models import LoadedModel
+from harness.launch import runner
+from harness.launch.cli import main
+from harness.model import load as models
+from harness.model.load import LoadedModel
 
 
 class Letters:

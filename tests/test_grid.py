@@ -9,11 +9,12 @@ import pytest
 from omegaconf import OmegaConf
 
 import plots
-from harness import inputs, records
-from harness.cli import UNFINISHED, main
-from harness.config import CONF_DIR, compose
 from harness.errors import UserError
-from harness.plan import Plan, read_plan
+from harness.launch.cli import UNFINISHED, main
+from harness.launch.plan import Plan, read_plan
+from harness.records import inputs
+from harness.records import record as records
+from harness.settings.run import CONF_DIR, compose
 from tests.runs import outcome, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
@@ -38,7 +39,7 @@ def small(monkeypatch):
     def read_small(_, overrides):
         return read_plan(OmegaConf.create(node), overrides)
 
-    monkeypatch.setattr("harness.cli.read_plan", read_small)
+    monkeypatch.setattr("harness.launch.cli.read_plan", read_small)
 
 
 def plan_of(grid, *overrides) -> Plan:
@@ -168,7 +169,7 @@ def test_a_grid_of_grids_has_all_figures_and_repeats_nothing(grid, monkeypatch):
         experiment = dict(override.split("=", 1) for override in overrides).get("experiment", "perplexity")
         return SimpleNamespace(kind=None, experiment=experiment.strip("'"), overrides=tuple(sorted(overrides)))
 
-    monkeypatch.setattr("harness.plan.load", load)
+    monkeypatch.setattr("harness.launch.plan.load", load)
     plan = with_hub(grid)
     assert max(Counter(cell.overrides for cell in plan.cells).values()) == 1 and plan.left_out == ()
     figures = {f"fig{number}" for number in (2, 4, 5, 7, 11, 12, 13, 17, 19, 20)}
@@ -197,7 +198,7 @@ def library(monkeypatch, tmp_path):
     """Takes the place of `conf/`; `grid(name, text)` adds a grid to it."""
     conf = tmp_path / "conf"
     shutil.copytree(CONF_DIR, conf)
-    for module in ("harness.config", "harness.cli"):
+    for module in ("harness.settings.run", "harness.launch.cli"):
         monkeypatch.setattr(f"{module}.CONF_DIR", conf)
 
     def grid(name: str, text: str) -> None:
@@ -305,7 +306,7 @@ def clock(monkeypatch, runs):
         return outcome(config)
 
     runs.measure = measure
-    monkeypatch.setattr("harness.grid.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("harness.launch.grid.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
 
 def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, clock, capsys):

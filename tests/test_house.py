@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from harness.cli import UNFINISHED
-from harness.config import ModelConfig, load
+from harness.launch.cli import UNFINISHED
+from harness.settings.run import ModelConfig, load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,7 +48,7 @@ case "$1 $2" in
   "-m pip") echo pip >> log; [ ! -e pip-fails ] ;;
   "-c import hydra"*) [ ! -e import-fails ] ;;
   "run.py "*) [ ! -e code ] || exit "$(cat code)" ;;
-  "-m harness.report") echo reported >> log ;;
+  "-m harness.paper.report") echo reported >> log ;;
 esac
 """
 

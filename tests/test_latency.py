@@ -12,20 +12,24 @@ import torch
 
 import plots
 from benchmarks import live as benchmark
-from harness import apart, grid, models, runner, speed, tables
-from harness.attach import attach
-from harness.calibration import calibrate
-from harness.cli import main
-from harness.config import load
 from harness.errors import UserError
-from harness.labels import LABELS
-from harness.latency import Cell, run_shared_prompt, time_cell
-from harness.live_config import LatencyConfig, check_combination
-from harness.memory.codec import Codec
-from harness.memory.link import open_link
-from harness.models import LoadedModel
-from harness.plan import groups, read_plan
-from harness.timeline import SEGMENTS, Timeline
+from harness.launch import child as apart
+from harness.launch import grid, runner
+from harness.launch.cli import main
+from harness.launch.plan import groups, read_plan
+from harness.model import load as models
+from harness.model.attach import attach
+from harness.model.calibration import calibrate
+from harness.model.load import LoadedModel
+from harness.offload.codec import Codec
+from harness.offload.links.link import open_link
+from harness.offload.timeline import SEGMENTS, Timeline
+from harness.settings.run import load
+from harness.settings.speed import LatencyConfig, check_combination
+from harness.settings.systems import LABELS
+from harness.speed import run as speed
+from harness.speed.cell import Cell, run_shared_prompt, time_cell
+from harness.tables import write as tables
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -303,7 +307,7 @@ def test_a_record_keeps_what_was_measured(tiny_runs):
 
 def test_the_copy_rate_is_measured_once_a_results_folder(tiny_runs, monkeypatch):
     rates = iter([6.2e10, 0.0])
-    monkeypatch.setattr("harness.link_rate.measure_copy_rate", lambda: next(rates))
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: next(rates))
     without_rate = [setting for setting in CELL if not setting.startswith("platform.link_gbps")]
     for label in ("offload", "offload+int4"):
         assert main([*without_rate, f"label={label}"]) == 0
@@ -358,7 +362,9 @@ def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, ca
 
 def test_the_cache_of_all_layers_is_asked_for_at_once(tiny_gqa, ids, monkeypatch):
     asked = []
-    monkeypatch.setattr("harness.live.require_memory", lambda num_bytes, home: asked.append((num_bytes, home.type)))
+    monkeypatch.setattr(
+        "harness.offload.session.require_memory", lambda num_bytes, home: asked.append((num_bytes, home.type))
+    )
     timed(tiny_gqa, ids, Cell(Full(), SHAPE, codec=Codec("int4")))
     assert asked == [((PROMPT + 12) * 2 * (EXACT + INT4), "cpu")]
 
@@ -380,7 +386,7 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
     dense = {json.loads(path.read_text())["samples"]["dense_s"] for path in paths}
     assert len(dense) == 1, "one prefill, one process"
-    assert "harness.speed._shared" not in sys.modules and not speed._shared, "not in this one"
+    assert "harness.speed.run._shared" not in sys.modules and not speed._shared, "not in this one"
     monkeypatch.setattr(grid, "run_apart", lambda configs: pytest.fail("nothing is left to run"))
     assert list(grid.run_cells(configs)) == paths
     assert "3 of 3 cells were finished before" in capsys.readouterr().out
@@ -405,7 +411,7 @@ def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch):
 
 @pytest.mark.parametrize("name", ["speedup", "speedup-paper"])
 def test_speed_grids_time_every_label_at_every_shape(name):
-    from harness.config import compose
+    from harness.settings.run import compose
 
     chosen = [f"grid={name}", "grid.fixed_fetch=64"]
     configs = read_plan(compose(chosen).grid, chosen).cells

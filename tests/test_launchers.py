@@ -14,8 +14,8 @@ import pytest
 from conftest import tiny_model
 from tokens import byte_tokenizer
 
-from harness import records
-from harness.cli import Jobs
+from harness.launch.cli import Jobs
+from harness.records import record as records
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {

@@ -74,8 +74,8 @@ def packages(names: set[str]) -> set[str]:
 
 def test_the_reader_of_imports_sees_what_there_is():
     assert {"torch", "methods.base"} <= imports("methods.h2o", lazy=False)
-    assert "harness.errors" in reachable("harness.tables")
-    assert "torch" in packages(reachable("harness.replay"))
+    assert "harness.errors" in reachable("harness.tables.write")
+    assert "torch" in packages(reachable("harness.replay.session"))
     text = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    import c\n"
     for lazy, expected in ((False, {"b"}), (True, {"b", "c"})):
         nodes = [node for node in walk(ast.parse(text), lazy) if isinstance(node, ast.Import)]
@@ -109,9 +109,9 @@ def test_the_harness_knows_neither_plots_nor_the_command(module):
 
 
 MEASURING = [
-    *modules_under("harness.memory"),
-    "harness.replay",
-    *(name for name in ("harness.live", "harness.latency") if source(name)),
+    *modules_under("harness.offload"),
+    "harness.replay.session",
+    *(name for name in ("harness.offload.session", "harness.speed.cell") if source(name)),
 ]
 
 
@@ -125,7 +125,13 @@ def test_what_runs_methods_knows_no_metric(module):
     assert not {name for name in reachable(module, lazy=True) if name.startswith("harness.accuracy")}
 
 
-LIGHT = ("harness.errors", "harness.config", "harness.records", "harness.tables", *modules_under("plots"))
+LIGHT = (
+    "harness.errors",
+    "harness.settings.run",
+    "harness.records.record",
+    "harness.tables.write",
+    *modules_under("plots"),
+)
 
 
 def test_light_modules_load_neither_torch_nor_a_model_library():

@@ -20,13 +20,13 @@ from living import (
 )
 from transformers import AttentionInterface
 
-from harness.attach import attach
 from harness.errors import UserError
-from harness.live import LiveSession, generate
-from harness.live_pass import run_prompt
-from harness.memory.codec import Codec
-from harness.memory.emulated_link import EmulatedLink
-from harness.timeline import SEGMENTS, Timeline
+from harness.model.attach import attach
+from harness.offload.codec import Codec
+from harness.offload.links.emulated import EmulatedLink
+from harness.offload.passes import run_prompt
+from harness.offload.session import LiveSession, generate
+from harness.offload.timeline import SEGMENTS, Timeline
 from methods.base import EMPTY
 from methods.full import Full
 from methods.h2o import H2O

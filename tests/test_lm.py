@@ -15,13 +15,13 @@ from harness.accuracy import scoring
 from harness.accuracy.lm import Prefill, ReplayLM
 from harness.accuracy.scoring import Request, Score, score, share
 from harness.accuracy.tasks import decode_rows
-from harness.attach import attach
-from harness.calibration import calibrate
 from harness.errors import UserError
-from harness.memory.codec import Codec
-from harness.models import LoadedModel
+from harness.model.attach import attach
+from harness.model.calibration import calibrate
+from harness.model.load import LoadedModel
+from harness.offload.codec import Codec
 from harness.reads import ReadStats
-from harness.replay import ReplaySession
+from harness.replay.session import ReplaySession
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -16,10 +16,12 @@ import yaml
 from conftest import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness import gguf_cache, hub, models
-from harness.config import ModelConfig
 from harness.errors import UserError
-from harness.models import load_model, model_config
+from harness.model import gguf as gguf_cache
+from harness.model import hub
+from harness.model import load as models
+from harness.model.load import load_model, model_config
+from harness.settings.run import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))
@@ -373,7 +375,7 @@ def test_refuses_a_damaged_package(tmp_path, monkeypatch):
 
 
 def test_importing_the_module_loads_no_torch():
-    code = "import sys, harness.models; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, harness.model.load; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -14,10 +14,10 @@ import torch
 
 from harness.accuracy.fidelity import score_rows
 from harness.accuracy.perplexity import CHUNK, run_perplexity
-from harness.attach import attach
-from harness.config import CalibrationConfig, CorpusConfig, RunConfig, load
 from harness.errors import UserError
-from harness.models import LoadedModel
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
+from harness.settings.run import CalibrationConfig, CorpusConfig, RunConfig, load
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -17,9 +17,9 @@ from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 
 import plots
-from harness import tables as harness_tables
-from harness.costmodel import published as costmodel
 from harness.errors import UserError
+from harness.paper.costmodel import published as costmodel
+from harness.tables import write as harness_tables
 from plots import data, fig11, fig13, style
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -586,7 +586,7 @@ def test_command_line(tmp_path: Path) -> None:
     program = (
         "import runpy, sys\n"
         "try:\n    runpy.run_module('plots', run_name='__main__')\n"
-        "finally:\n    assert not {'torch', 'transformers', 'hydra', 'harness.records'} & set(sys.modules)\n"
+        "finally:\n    assert not {'torch', 'transformers', 'hydra', 'harness.records.record'} & set(sys.modules)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, "--results-dir", str(tmp_path)],

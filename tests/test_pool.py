@@ -11,7 +11,7 @@ from living import FAMILIES, TOLERANCE, Case, calibration, largest_difference, t
 from living import replay as replay_case
 from pool_reference import PooledReference, capacity
 
-from harness.attach import attach
+from harness.model.attach import attach
 from methods.base import EMPTY, Geometry, PromptRows, Rows
 from methods.infinigen import InfiniGen
 from methods.pool import SATURATED

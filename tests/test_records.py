@@ -6,10 +6,12 @@ import os
 
 import pytest
 
-from harness import environment, inputs, records, runner
-from harness.config import load
+from harness.data.text import offline_text, text_sha256
 from harness.errors import UserError
-from harness.text import offline_text, text_sha256
+from harness.launch import runner
+from harness.records import environment, inputs
+from harness.records import record as records
+from harness.settings.run import load
 from tests.runs import outcome, stand_in
 
 

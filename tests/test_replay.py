@@ -25,11 +25,11 @@ from replaying import (
     trace,
 )
 
-from harness import replay
-from harness.attach import attach
 from harness.errors import UserError
-from harness.memory.codec import Codec
+from harness.model.attach import attach
+from harness.offload.codec import Codec
 from harness.reads import ReadStats
+from harness.replay import session as replay
 from methods.quantization import Quantized
 
 # Against the reference

@@ -26,9 +26,9 @@ from replaying import (
     token_ids,
 )
 
-from harness import replay
-from harness.attach import attach
-from harness.memory.codec import Codec
+from harness.model.attach import attach
+from harness.offload.codec import Codec
+from harness.replay import session as replay
 from methods import h2o
 from methods.full import Full
 from methods.h2o import H2O

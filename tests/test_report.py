@@ -16,12 +16,13 @@ from PIL import Image
 from test_tables import LATENCY_METRICS, save, save_task, save_text
 
 import plots
-from harness import report, tables
-from harness.catalogue import ENTRIES
-from harness.costmodel import published
 from harness.errors import UserError
-from harness.report_data import gaps
-from harness.table_text import MISSING, Sheet
+from harness.paper import report
+from harness.paper.catalogue import ENTRIES
+from harness.paper.costmodel import published
+from harness.paper.report_data import gaps
+from harness.tables import write as tables
+from harness.tables.text import MISSING, Sheet
 
 CHROMIUM = shutil.which("chromium")
 WHERE = {"python": "3.11.7", "cpu": "a processor", "memory_bytes": 2**34, "device_name": None, "dirty": True}

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.memory import store as store_module
-from harness.memory.codec import CODEC_NAMES, Codec
-from harness.memory.store import KVStore
+from harness.offload import store as store_module
+from harness.offload.codec import CODEC_NAMES, Codec
+from harness.offload.store import KVStore
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
 CPU = torch.device("cpu")

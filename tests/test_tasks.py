@@ -18,12 +18,12 @@ from lm_eval.api.metrics import mean_stderr
 from tokens import byte_tokenizer
 
 from harness.accuracy import generated
-from harness.accuracy.generated import CONTEXTS, MARKER, questions
-from harness.accuracy.loading import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
 from harness.accuracy.tasks import clustered_stderr, run_tasks
-from harness.config import PAPER_TASKS, TASKS, DataConfig, RunConfig, load
+from harness.data.generated import CONTEXTS, MARKER, questions
+from harness.data.tasks import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
 from harness.errors import UserError
-from harness.models import LoadedModel
+from harness.model.load import LoadedModel
+from harness.settings.run import PAPER_TASKS, TASKS, DataConfig, RunConfig, load
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -5,9 +5,9 @@ import urllib.request
 import pytest
 from tokens import byte_tokenizer
 
-from harness import text
-from harness.config import CalibrationConfig, CorpusConfig, DataConfig
+from harness.data import text
 from harness.errors import UserError
+from harness.settings.run import CalibrationConfig, CorpusConfig, DataConfig
 
 OFFLINE = DataConfig("offline")
 RAW_WIKITEXT = " \n = A title = \n \n First line . \n Second\u2028line . \n \n"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.attach import Attached
+from harness.model.attach import Attached
 
 HEAD_CHUNK = 128
 

@@ -15,7 +15,7 @@ from lm_eval.models.utils import has_bos_prefix
 
 from harness.accuracy.scoring import Document, Request, Score
 from harness.errors import UserError
-from harness.models import LoadedModel
+from harness.model.load import LoadedModel
 
 FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
 

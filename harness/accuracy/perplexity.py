@@ -18,16 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from harness.accuracy.fidelity import RowScores, score_rows
-from harness.accuracy.setup import Setup, prepare
-from harness.attach import Attached, attach
-from harness.config import RunConfig
+from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
-from harness.models import LoadedModel
+from harness.model.attach import Attached, attach
+from harness.model.load import LoadedModel
 from harness.reads import ReadStats
-from harness.records import Outcome
-from harness.replay import ReplaySession
+from harness.records.record import Outcome
+from harness.replay.session import ReplaySession
+from harness.settings.run import RunConfig
+from harness.setup import Setup, prepare
 from harness.sizing import DecodeRow
-from harness.text import corpus_ids, first_window_offset, window_ids
 from methods.full import Full
 
 CHUNK = 256

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from harness.attach import Attached
+from harness.model.attach import Attached
 from harness.reads import ReadStats
-from harness.replay import ReplaySession
+from harness.replay.session import ReplaySession
 
 PROMPT_TOKENS = 1024
 """Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad more."""

@@ -19,18 +19,18 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from tqdm import tqdm
 
-from harness.accuracy.generated import CONTEXTS, MARKER
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
-from harness.accuracy.loading import load_task
 from harness.accuracy.scoring import Request, Score, score
-from harness.accuracy.setup import prepare
-from harness.attach import attach
-from harness.config import RunConfig
+from harness.data.generated import CONTEXTS, MARKER
+from harness.data.tasks import load_task
 from harness.errors import UserError
-from harness.models import LoadedModel
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
 from harness.reads import ReadStats
-from harness.records import Outcome
-from harness.replay import ReplaySession
+from harness.records.record import Outcome
+from harness.replay.session import ReplaySession
+from harness.settings.run import RunConfig
+from harness.setup import prepare
 from harness.sizing import DecodeRow
 
 METRICS = ("acc", "acc_norm")

@@ -1,0 +1,146 @@
+"""Texts and their token ids: evaluation corpora, calibration text, windows.
+
+A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without special
+tokens. Windows and calibration are slices of that one sequence, so a file always gives the same tokens,
+whatever is measured on it.
+
+    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12 ship
+               different versions of it, which is why a record carries the sha256 of the text
+    wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the convention behind
+               published perplexities; the same tokens from the original file and from the hub
+    FILE       `corpus.path=FILE`, as it is
+"""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.data.hub import from_hub
+from harness.errors import UserError
+from harness.settings.run import CalibrationConfig, CorpusConfig, DataConfig
+
+WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root
+
+
+def offline_text() -> str:
+    """The text of all topics of `pydoc_data.topics`, in order of their names, joined by blank lines."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_text(path: str | Path, setting: str) -> str:
+    """The whole file as UTF-8, line ends untouched. `setting` is what an error names, such as `corpus.path`.
+
+    Raises:
+        UserError: the file is missing, unreadable, empty or not UTF-8.
+    """
+    try:
+        text = Path(path).expanduser().read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded") from None
+    except OSError as error:
+        raise UserError(f"{setting}={path}: cannot be read ({error.strerror})") from None
+    if not text:
+        raise UserError(f"{setting}={path}: the file is empty")
+    return text
+
+
+def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
+    """The evaluation text: the file `corpus.path`, else the named one from `data`.
+
+    Raises:
+        UserError: unreadable file, `corpus=wikitext2` with `data=offline`, or an unreachable hub.
+    """
+    if corpus.path is not None:
+        return read_text(corpus.path, "corpus.path")
+    if corpus.name == "offline":
+        return offline_text()
+    if data.name == "local":
+        raw = read_text(Path(str(data.root)) / WIKITEXT_FILE, f"corpus={corpus.name}, file")
+        return "\n\n".join(wikitext_rows(raw))
+    if data.name == "hub":
+        return "\n\n".join(from_hub(WIKITEXT_HUB[0], _hub_rows))
+    raise UserError(
+        f"corpus={corpus.name} needs data=local data.root=DIR or data=hub; without: corpus=offline or corpus.path=FILE"
+    )
+
+
+def wikitext_rows(raw: str) -> list[str]:
+    """The hub's rows of the original file, as its loading script makes them: a row is a line with its line
+    end, and a line of white space is an empty row."""
+    return [line if line.strip() else "" for line in io.StringIO(raw)]
+
+
+def _hub_rows() -> list[str]:
+    from datasets import load_dataset
+
+    return list(load_dataset(*WIKITEXT_HUB, split="test")["text"])
+
+
+def calibration_text(calibration: CalibrationConfig) -> str:
+    """The file `calibration.path`, by default the offline text; raises UserError where it cannot be read."""
+    return offline_text() if calibration.path is None else read_text(calibration.path, "calibration.path")
+
+
+def text_sha256(text: str) -> str:
+    """sha256 of a text's UTF-8 bytes, 64 hex digits: an input's identity in a record."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def token_ids(text: str, tokenizer: Any) -> list[int]:
+    """Ids of the whole text, tokenized in one call without special tokens.
+
+    Raises:
+        UserError: the model has no tokenizer (None).
+    """
+    if tokenizer is None:
+        raise UserError(
+            "this model has no tokenizer, so it cannot read text: choose one that has, such as smollm2-135m"
+        )
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def corpus_ids(corpus: CorpusConfig, data: DataConfig, tokenizer: Any) -> list[int]:
+    """Ids of the whole evaluation text; raises UserError as `corpus_text` and `token_ids` do."""
+    return token_ids(corpus_text(corpus, data), tokenizer)
+
+
+def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]:
+    """The first `calibration.num_tokens` ids of the calibration text.
+
+    Raises:
+        UserError: the text cannot be read, or is shorter than that.
+    """
+    ids = token_ids(calibration_text(calibration), tokenizer)
+    if len(ids) < calibration.num_tokens:
+        raise UserError(f"calibration.num_tokens={calibration.num_tokens}: the calibration text has {len(ids)} tokens")
+    return ids[: calibration.num_tokens]
+
+
+def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
+    """Token at which the first evaluation window starts: `corpus.offset_tokens`; without it, right after the
+    calibration tokens where both are the offline text, so that no method is scored on what it was calibrated
+    on."""
+    if corpus.offset_tokens is not None:
+        return corpus.offset_tokens
+    same_text = corpus.path is None and corpus.name == "offline" and calibration.path is None
+    return calibration.num_tokens if same_text else 0
+
+
+def window_ids(ids: Sequence[int], *, seq_len: int, num_windows: int, offset: int) -> list[list[int]]:
+    """`num_windows` windows of `seq_len` ids that follow one another from token `offset`.
+
+    Raises:
+        UserError: the text is too short; the message says how many tokens there are.
+    """
+    needed = offset + seq_len * num_windows
+    if len(ids) < needed:
+        raise UserError(
+            f"num_windows={num_windows} of seq_len={seq_len} from token {offset} need {needed} tokens, "
+            f"but the text has {len(ids)}: lower them, or choose a longer text"
+        )
+    return [list(ids[start : start + seq_len]) for start in range(offset, needed, seq_len)]

@@ -1,0 +1,161 @@
+"""The command line: Hydra in front, one line for whatever the user got wrong behind.
+
+Exit codes: 0; 2 for what a user can put right; 1 for a defect of ours; 75 for a grid that put cells off, since their
+minutes were spent (the same command goes on); 130 after Ctrl-C.
+HYDRA_FULL_ERROR=1 shows tracebacks.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.errors import UnfinishedError, UserError, nearest
+from harness.launch import grid, runner
+from harness.launch.plan import read_plan
+from harness.records.record import until_settled
+from harness.settings.run import CONF_DIR, parse
+
+TRACEBACKS = "HYDRA_FULL_ERROR"
+UNFINISHED = 75
+"""EX_TEMPFAIL of sysexits.h: not done yet, invited to try again."""
+
+
+@dataclass
+class Jobs:
+    """What Hydra calls, once, or for each job of a sweep (`-m`); a job that fails does not stop the others.
+
+    A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
+
+    tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
+    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
+    """
+
+    tracebacks: bool
+    paths: list[Path] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    exit_code: int = 0
+    draws: bool = False
+    is_copy: bool = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, is_copy=True)
+
+    def __call__(self, config: DictConfig) -> None:
+        try:
+            self._execute(config)
+        except Exception as error:
+            self.fail(error)
+            if self.is_copy:
+                raise
+        finally:
+            if self.is_copy:
+                self.report()
+
+    def _execute(self, config: DictConfig) -> None:
+        overrides = list(HydraConfig.get().overrides.task)
+        if HydraConfig.get().runtime.choices.get("grid") is None:
+            self._run_one(config, overrides)
+            return
+        self.draws = True
+        plan = read_plan(config.grid, overrides)
+        self.gaps += plan.gaps()
+        for line in plan.gaps():
+            print(line)
+        for path in grid.run_cells(plan.cells, plan.minutes):
+            self.paths.append(path)
+
+    def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
+        for override in overrides:
+            if override.lstrip("+").startswith("grid."):
+                raise UserError(f"{override}: needs grid=NAME")
+        checked = parse(config, overrides)
+        if checked.kind == "generate":
+            runner.generate(checked)
+        else:
+            self.paths.append(runner.run(checked))
+
+    def fail(self, error: Exception) -> None:
+        """Say in one line on stderr what went wrong."""
+        users_fault = isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError)
+        self.exit_code = UNFINISHED if isinstance(error, UnfinishedError) else 2 if users_fault else 1
+        if self.tracebacks:
+            traceback.print_exception(error)
+        hint = "" if users_fault else f" ({type(error).__name__}, a defect; {TRACEBACKS}=1 shows where)"
+        word = "unfinished" if self.exit_code == UNFINISHED else "error"
+        print(f"{word}: {one_line(error)}{hint}", file=sys.stderr)
+
+    def report(self) -> None:
+        """Write the tables of what has run, print its table, and name the figures and what was left out."""
+        if self.paths:
+            print(runner.report(self.paths))
+        if self.paths and self.draws:
+            from plots import draw_figures
+
+            results = self.paths[0].parents[3]
+            for figure in until_settled(results, "tables/*.csv", lambda: draw_figures(results)):
+                print(figure)
+        for line in self.gaps:
+            print(line)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command line as a shell would; returns the exit code and raises nothing."""
+    jobs = Jobs(tracebacks=os.environ.get(TRACEBACKS, "0") not in ("0", ""))
+    command = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(jobs)
+    try:
+        with _as_command_line(argv):
+            command()
+    except KeyboardInterrupt:
+        print("interrupted; the same command repeats only what is not finished", file=sys.stderr)
+        jobs.exit_code = 130
+    except SystemExit as end:  # of --help, or of an unknown flag
+        jobs.exit_code = end.code if isinstance(end.code, int) else 0
+    except Exception as error:
+        jobs.fail(error)
+    try:
+        jobs.report()
+    except Exception as error:
+        jobs.fail(error)
+    return jobs.exit_code
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, with the nearest names where a name was unknown."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return f"{group}={choice}: {nearest(choice, error.options)}"
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+        known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
+        if known and str(cause.key) not in known:
+            return f"unknown setting {cause.full_key}: {nearest(cause.key, known)}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _as_command_line(argv: Sequence[str]) -> Iterator[None]:
+    """Hydra reads `sys.argv`, and hands errors on instead of printing them only when asked for full ones."""
+    before, sys.argv = sys.argv, ["run.py", *argv]
+    setting = os.environ.get(TRACEBACKS)
+    os.environ[TRACEBACKS] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        if setting is None:
+            del os.environ[TRACEBACKS]
+        else:
+            os.environ[TRACEBACKS] = setting

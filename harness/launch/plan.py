@@ -1,0 +1,203 @@
+"""What a grid consists of: `conf/grid/<name>.yaml`, read, checked, and cut to a share.
+
+settings: {num_windows: 3}            # for every cell of this file, unless the command line says otherwise
+cells:
+  - method: infinigen                 # one value, or
+    method.alpha: [4, 5, 6]           # a list of alternatives: a cell for each combination of them
+    experiment: [fig11, fig12]        # the last key varies fastest
+  - method: h2o                       # settings named together vary together
+    method.heavy_frac method.recent_frac: [[0.25, 0.25], [0.125, 0.125]]
+  - when: ${grid.data_root}           # where this is null, the entry is left out, and that is said
+    data: local
+    data.root: ${grid.data_root}
+data_root: null                       # a setting of the grid's own: grid.data_root=DIR
+grids: [speedup, table2]              # further grids, whose cells follow; a setting of this grid's own replaces theirs
+minutes: {fig11: 12}                  # by experiment, for one start: what would begin later is put off
+
+`grid.share=K/N` is the K-th of N shares of any grid, for as many processes that know nothing of one another. The cells
+timed at one shape stay together, as they share a process and its prefill.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+
+from harness.errors import UserError, nearest
+from harness.launch.child import shape_of
+from harness.settings.run import RunConfig, compose, load, options
+
+KEYWORDS = {"settings", "cells", "grids", "minutes", "share"}
+"""What every grid may have; any other key is a setting of the grid's own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """cells: checked, none has run. left_out: experiment and unmet condition of each cell that `when` leaves out.
+    minutes: by experiment, what its cells may take in one start; None, or not named: as long as it takes."""
+
+    cells: tuple[RunConfig, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+    minutes: Mapping[str, float | None] = field(default_factory=dict)
+
+    def gaps(self) -> list[str]:
+        """What is left out, a line for each condition."""
+        by_condition: dict[str, Counter[str]] = {}
+        for experiment, condition in self.left_out:
+            by_condition.setdefault(condition, Counter())[experiment] += 1
+        return [f"left out, as {name} is not given: {counted(found)}" for name, found in by_condition.items()]
+
+
+def counted(cells: Mapping[str, int]) -> str:
+    """Numbers of cells by experiment, in words."""
+    return "cells of " + ", ".join(f"{name} ({number})" for name, number in cells.items())
+
+
+def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
+    """All cells of a grid and of the grids in it, or a share of them, checked before the first of them runs.
+
+    Args:
+        node: the chosen `conf/grid/*.yaml`, composed.
+        overrides: the user's; they hold for every cell, and win over what a grid sets without varying it.
+
+    Raises:
+        UserError: a malformed grid, one with every cell left out, a wrong setting in any cell, or an override of what
+                the cells vary.
+    """
+    plan = _read(node, overrides, ())
+    if not plan.cells:
+        raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
+    known = {config.experiment: None for config in plan.cells} | dict(plan.left_out)
+    for name in plan.minutes:
+        if name not in known:
+            raise UserError(f"grid.minutes.{name}={plan.minutes[name]}: {nearest(name, known)}")
+    share = node.get("share")
+    return plan if share is None else replace(plan, cells=_share_of(plan.cells, str(share)))
+
+
+def groups(cells: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    """The cells that share a process of their own, in the order of the first of each; any other cell is alone."""
+    found: dict[Any, list[RunConfig]] = {}
+    for index, config in enumerate(cells):
+        found.setdefault(shape_of(config) or index, []).append(config)
+    return list(found.values())
+
+
+def _share_of(cells: Sequence[RunConfig], share: str) -> tuple[RunConfig, ...]:
+    """The groups dealt out in turn, so that neighbours, which cost about the same, go to different shares."""
+    match = re.fullmatch(r"(\d+)/(\d+)", share)
+    number, shares = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= number <= shares:
+        raise UserError(f"grid.share={share}: must be K/N with K from 1 to N, such as 2/8")
+    return tuple(itertools.chain.from_iterable(groups(cells)[number - 1 :: shares]))
+
+
+def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -> Plan:
+    """The cells of one file, then those of the grids in it. within: the names of the grids around it."""
+    grid, written = (OmegaConf.to_container(node, resolve=resolve) for resolve in (True, False))
+    assert isinstance(grid, dict) and isinstance(written, dict)
+    parts = [_part(str(name), grid, overrides, within) for name in _list(grid, "grids")]
+    entries = [_group(entry, "grid.cells") for entry in _list(grid, "cells")]
+    if not entries and not parts:
+        raise UserError("grid.cells: must be a list of cells; see harness/launch/plan.py")
+    settings = _group(grid.get("settings") or {}, "grid.settings")
+    conditions = [entry.pop("when", True) for entry in entries]
+    kept = [entry for entry, condition in zip(entries, conditions, strict=True) if condition is not None]
+    left_out = [
+        (str((settings | cell).get("experiment", "perplexity")), str(source["when"]).strip("${}"))
+        for entry, source, condition in zip(entries, written.get("cells") or [], conditions, strict=True)
+        for cell in (_combinations(entry) if condition is None else ())
+    ]
+    minutes = {name: limit for part in parts for name, limit in part.minutes.items()}
+    return Plan(
+        cells=(*_cells(kept, settings, overrides), *(cell for part in parts for cell in part.cells)),
+        left_out=(*left_out, *(cell for part in parts for cell in part.left_out)),
+        minutes=minutes | _minutes(grid.get("minutes")),  # the outer grid's word holds
+    )
+
+
+def _part(name: str, outer: Mapping[Any, Any], overrides: Sequence[str], within: tuple[str, ...]) -> Plan:
+    """A grid within a grid, with the user's overrides; settings of its own that `outer` has too are as there."""
+    if name not in options("grid"):
+        raise UserError(f"grid.grids={name}: {nearest(name, options('grid'))}")
+    if name in within:
+        raise UserError(f"grid.grids={name}: contains itself")
+    node = compose([f"grid={name}", *(override for override in overrides if not _of_grid(override))]).grid
+    for key in outer.keys() & node.keys() - KEYWORDS:
+        node[key] = outer[key]
+    return _read(node, overrides, (*within, name))
+
+
+def _cells(entries: Sequence[dict[str, Any]], settings: dict[str, Any], overrides: Sequence[str]) -> list[RunConfig]:
+    given = {_key(override): override for override in overrides if not _of_grid(override)}
+    every = [cell for entry in entries for cell in _combinations(entry)]
+    for key in given:
+        if len({str(cell[key]) for cell in every if key in cell}) > 1:
+            raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
+    fixed = [{key: value for key, value in (settings | cell).items() if key not in given} for cell in every]
+    configs = [load([*itertools.starmap(_override, cell.items()), *given.values()]) for cell in fixed]
+    if any(config.kind == "generate" for config in configs):
+        raise UserError("grid.cells: experiment=generate writes no record, so it is no cell")
+    return configs
+
+
+def _minutes(node: Any) -> dict[str, float | None]:
+    minutes = _group(node or {}, "grid.minutes")
+    for name, limit in minutes.items():
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (number and limit > 0):
+            raise UserError(f"grid.minutes.{name}={limit}: must be a number above 0, or null for no limit")
+    return minutes
+
+
+def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The cells of one entry: setting to value, for each combination of the alternatives."""
+    axes = []
+    for key, value in entry.items():
+        names = key.split()
+        alternatives = value if isinstance(value, list) else [value]
+        rows = [item if len(names) > 1 else [item] for item in alternatives]
+        if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
+            raise UserError(f"grid.cells: {key} needs a list of lists of {len(names)} values, not {value}")
+        axes.append([dict(zip(names, row, strict=True)) for row in rows])
+    for chosen in itertools.product(*axes):
+        yield {name: value for part in chosen for name, value in part.items()}
+
+
+def _list(grid: Mapping[Any, Any], name: str) -> list[Any]:
+    value = grid.get(name) or []
+    if not isinstance(value, list):
+        raise UserError(f"grid.{name}: must be a list of {name}; see harness/launch/plan.py")
+    return value
+
+
+def _group(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}={value}: must map settings to values")
+    return {str(key): item for key, item in value.items()}
+
+
+def _key(override: str) -> str:
+    """The setting that an override gives."""
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def _of_grid(override: str) -> bool:
+    """Whether an override chooses the grid or a setting of its own."""
+    return _key(override).partition(".")[0] == "grid"
+
+
+def _override(key: str, value: Any) -> str:
+    """`key=value` as Hydra reads it on a command line."""
+    if value is None or isinstance(value, bool):
+        value = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, list):
+        value = f"[{','.join(map(str, value))}]"
+    elif isinstance(value, str):  # quoted, as a label or a folder may hold what the command line reads as syntax
+        value = QuotedString(value, Quote.single).with_quotes()
+    return f"{key}={value}"

@@ -1,0 +1,197 @@
+"""Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
+
+Under host placement a request starts a transfer into one of two buffers that take turns, since at most two layers'
+rows are under way: the one computing and the next. Under device placement it is remembered and read in place.
+With `reuse` each layer keeps a buffer of its own, and only rows that are not in it yet cross the link.
+
+Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
+ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
+the others computes, one part of what the next step's exempt layers will read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.offload.links.link import Link, Ticket
+from harness.offload.store import KVStore, Part, Request
+
+
+class Fetched(NamedTuple):
+    """Rows of a layer on the device.
+
+    keys, values: [batch, num_kv_heads, n, head_dim], valid until the layer's attention is done. present: bool
+    [batch, num_kv_heads, n], False for rows of no meaning (their values are 0); None where all are present.
+    """
+
+    keys: Tensor
+    values: Tensor
+    present: Tensor | None
+
+
+class _Pending(NamedTuple):
+    """What a layer was asked for. rows: where the transfers put it; None is read in place."""
+
+    store: KVStore
+    request: int | Tensor
+    present: Tensor | None
+    rows: Tensor | None
+    tickets: list[Ticket]
+
+
+class Fetcher:
+    """Requests and write-backs of one session. link: None under device placement."""
+
+    def __init__(self, link: Link | None, reuse: bool) -> None:
+        self.link = link
+        self.reuse = reuse
+        self._pending: dict[int, _Pending] = {}
+        self._buffers: list[Tensor] = []
+        self._ahead: list[Tensor] = []
+        self._resident: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
+
+    def open(self, stores: list[KVStore], selected: int, ahead: int = 0) -> None:
+        """Make the buffers: one for each of the first `ahead` layers, two in turn for any other layer's slots, and
+        with reuse one for `selected` rows of each layer.
+        """
+        self.selected = selected
+        if self.link is not None:
+            self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]
+            largest = max(stores[ahead:], key=lambda store: store.nbytes)
+            self._buffers = [largest.new_buffer(selected if ahead else largest.capacity) for _ in range(2)]
+
+    def pending(self, layer: int) -> bool:
+        """Whether the layer's rows have been asked for."""
+        return layer in self._pending
+
+    def request_all(self, layer: int, store: KVStore, count: int) -> None:
+        """Ask for the first `count` slots."""
+        self._submit(layer, store, count, None, self._ahead[layer] if layer < len(self._ahead) else self._turn())
+
+    def request_ahead(self, stores: list[KVStore], count: int, part: int, parts: int) -> None:
+        """Ask for one of `parts` equal parts of the first `count` slots of the layers that come ahead."""
+        rows = count * stores[0].slots.shape[:2].numel()  # of a layer, all heads
+        begin, end = (len(self._ahead) * rows * edge // parts for edge in (part, part + 1))
+        for layer, buffer in enumerate(self._ahead):
+            first, last = (min(max(edge - layer * rows, 0), rows) for edge in (begin, end))
+            if first == last:
+                continue
+            if layer not in self._pending:
+                self._expect(layer, stores[layer], count, None, buffer)
+            self._prefetch(layer, Part(first, last, count), buffer)
+
+    def request_selected(self, layer: int, store: KVStore, mask: Tensor, cap: int) -> None:
+        """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head."""
+        mask = mask.expand(-1, store.slots.shape[1], -1)
+        if not self.reuse:
+            index = indices(mask, cap)
+            self._submit(layer, store, index, index >= 0, self._turn())
+            return
+        if layer not in self._resident:
+            self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
+            self._kept[layer] = store.new_buffer(self.selected)
+        index, resident = place(mask, self._resident[layer])
+        self._resident[layer] = resident
+        self._submit(layer, store, index, resident >= 0, self._kept[layer])
+
+    def wait(self, layer: int) -> None:
+        """Let the computation wait until the layer's rows are there."""
+        for ticket in self._pending[layer].tickets:
+            ticket.wait()
+
+    def take(self, layer: int) -> Fetched:
+        """The layer's rows, waiting for them if need be."""
+        self.wait(layer)
+        store, request, present, rows, _ = self._pending.pop(layer)
+        keys, values = store.fetch(request) if rows is None else store.unpack(rows)
+        if present is not None:
+            values = values.masked_fill_(~present.unsqueeze(-1), 0)  # what lay there before may be no number
+        return Fetched(keys, values, present)
+
+    def write_back(self, layer: int, store: KVStore, rows: Tensor, at: int | Tensor) -> None:
+        """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
+        if layer in self._resident and not isinstance(at, int):
+            self._resident[layer].masked_fill_(self._resident[layer] == at, -1)
+        if self.link is None:
+            store.write(rows, at)
+        else:
+            self.link.write_back(store, rows, at)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the buffers on the device."""
+        return sum(buffer.nbytes for buffer in (*self._buffers, *self._ahead, *self._kept.values()))
+
+    def drain(self) -> None:
+        """Wait until nothing is under way. Raises the error of a transfer that failed."""
+        if self.link is not None:
+            self.link.drain()
+
+    def close(self) -> None:
+        """Drain, and give the buffers back: nothing can be taken any more. Raises as `drain`."""
+        try:
+            self.drain()
+        finally:
+            for held in (self._pending, self._buffers, self._ahead, self._resident, self._kept):
+                held.clear()
+
+    def _turn(self) -> Tensor | None:
+        if not self._buffers:
+            return None
+        self._buffers.reverse()
+        return self._buffers[0]
+
+    def _submit(
+        self, layer: int, store: KVStore, request: int | Tensor, present: Tensor | None, buffer: Tensor | None
+    ) -> None:
+        self._expect(layer, store, request, present, buffer)
+        if buffer is not None:
+            self._prefetch(layer, request, buffer)
+
+    def _expect(
+        self, layer: int, store: KVStore, request: int | Tensor, present: Tensor | None, buffer: Tensor | None
+    ) -> None:
+        rows = None if buffer is None else store.rows_in(buffer, request)
+        self._pending[layer] = _Pending(store, request, present, rows, [])
+
+    def _prefetch(self, layer: int, request: Request, buffer: Tensor) -> None:
+        assert self.link is not None
+        pending = self._pending[layer]
+        pending.tickets.append(self.link.prefetch(pending.store, request, buffer))
+
+
+def indices(mask: Tensor, cap: int) -> Tensor:
+    """Slots where `mask` [batch, heads, slots] holds, in order: int64 [batch, heads, cap], -1 behind the last.
+
+    At most `cap` may hold in a head. No device sync.
+    """
+    order = torch.where(mask, mask.cumsum(-1) - 1, cap)
+    slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
+    found = order.new_full((*mask.shape[:-1], cap + 1), -1)
+    return found.scatter_(-1, order, slots)[..., :cap]
+
+
+def place(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the selected slots go in a kept buffer, those that are there already staying.
+
+    mask: bool [batch, heads, slots]; resident: int64 [batch, heads, places], the slot in each place, -1 for none.
+    Returns the slots to fetch by place (-1 for none) and the new `resident`, which holds exactly the selection.
+    """
+    stays = (resident >= 0) & mask.gather(-1, resident.clamp(min=0))
+    places = resident.shape[-1]
+    missing, free = indices(mask & ~_held(mask, resident, stays), places), indices(~stays, places)
+    fetch = resident.new_full((*resident.shape[:-1], places + 1), -1)
+    fetch.scatter_(-1, torch.where(free >= 0, free, places), missing)
+    fetch = fetch[..., :places]
+    return fetch, torch.where(stays, resident, fetch)
+
+
+def _held(mask: Tensor, resident: Tensor, stays: Tensor) -> Tensor:
+    """Slots that stay in the buffer, bool shaped like `mask`."""
+    slots = mask.shape[-1]
+    padded = mask.new_zeros((*mask.shape[:-1], slots + 1))
+    return padded.scatter_(-1, torch.where(stays, resident, slots), True)[..., :slots]

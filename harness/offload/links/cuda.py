@@ -1,0 +1,143 @@
+"""The link of a CUDA machine: copies and gathers between pinned memory and the device, on their own stream.
+
+Streams wait for each other by events; the host waits for neither, except where a result is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.offload.links.link import Direction, Link, Ticket, Transfer
+from harness.offload.store import KVStore, Request
+
+
+def measure_pinned_copy_rate(device: torch.device, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
+    """Payload bytes/s of plain copies from pinned memory to the device, the ceiling of a link; the median."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    seconds = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return num_bytes / sorted(seconds[1:])[repeats // 2]  # the first copy maps the pages
+
+
+class _Record(NamedTuple):
+    """A transfer whose times and size are still on the device."""
+
+    direction: Direction
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    num_bytes: int | Tensor
+
+
+class CudaLink(Link):
+    """Transfers between stores under host placement and `device`, on a stream of their own.
+
+    Each starts after the work that was queued on the current stream when it was submitted. Without overlap
+    they run on the current stream itself.
+    """
+
+    def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
+        self.device, self.overlap = device, overlap
+        self.stream = torch.cuda.Stream(device)
+        self._records: list[_Record] | None = None
+        self._origin = _event(self.stream)
+
+    def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
+        rows = store.rows_in(buffer, request)
+        used = (buffer, request) if isinstance(request, Tensor) else (buffer,)
+        ticket = _CudaTicket(rows, partial(self._transfer, "h2d", partial(store.load, request, rows), used))
+        if self.overlap:
+            ticket.submit()
+        return ticket
+
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
+        used = (rows,) if isinstance(at, int) else (rows, at)
+        ticket = _CudaTicket(rows, partial(self._transfer, "d2h", partial(store.write, rows, at), used))
+        if self.overlap:
+            ticket.submit()
+        else:
+            ticket.wait()
+        return ticket
+
+    def drain(self) -> None:
+        self.stream.synchronize()
+
+    def take_transfers(self) -> list[Transfer]:
+        self.drain()
+        taken, self._records = self._records or [], []
+        for record in taken:
+            record.end.synchronize()  # without overlap it ran on another stream
+        return [
+            Transfer(direction, self._seconds(start), self._seconds(end), int(num_bytes))
+            for direction, start, end, num_bytes in taken
+        ]
+
+    def close(self) -> None:
+        self.drain()  # kernels may still be reading pinned memory that is about to be freed
+
+    def _seconds(self, event: torch.cuda.Event) -> float:
+        return self._origin.elapsed_time(event) / 1e3
+
+    def _transfer(
+        self, direction: Direction, move: Callable[[], int | Tensor], used: tuple[Tensor, ...]
+    ) -> torch.cuda.Event:
+        """Queues `move`; returns the event of its end. `used`: device tensors that must outlive it."""
+        compute = torch.cuda.current_stream(self.device)
+        stream = self.stream if self.overlap else compute
+        stream.wait_stream(compute)
+        with torch.cuda.stream(stream):
+            start = _event(stream)
+            num_bytes = move()
+            end = _event(stream)
+        for tensor in used:
+            tensor.record_stream(stream)
+        if self._records is not None:
+            self._records.append(_Record(direction, start, end, num_bytes))
+        return end
+
+
+class _CudaTicket(Ticket):
+    def __init__(self, rows: Tensor, transfer: Callable[[], torch.cuda.Event]) -> None:
+        super().__init__(rows)
+        self._transfer = transfer
+        self._end: torch.cuda.Event | None = None
+        self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def submit(self) -> torch.cuda.Event:
+        if self._end is None:
+            self._end = self._transfer()
+        return self._end
+
+    def wait(self) -> Tensor:
+        if self._waited is None:
+            compute = torch.cuda.current_stream(self._rows.device)
+            before = _event(compute)
+            compute.wait_event(self.submit())
+            self._waited = (before, _event(compute))
+        return self._rows
+
+    @property
+    def exposed_s(self) -> float:
+        if self._waited is None:
+            return 0.0
+        before, after = self._waited
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A timing event recorded on `stream` now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

@@ -1,0 +1,274 @@
+"""Where cached K and V live: preallocated slots on the device or in host memory.
+
+A slot holds one token's K and V of one KV head side by side, packed by a codec, so fetching a token is one
+contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices
+of each head's own where a method evicts and slots are used again. Rows cross between host and device packed;
+they are encoded and decoded on the device. On a CPU-only machine both memories are RAM.
+
+    store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, dtype=torch.float32,
+                    codec=Codec("int4"), placement="host", device=torch.device("cpu"))
+    store.write(store.pack(k, v), at=0)
+    k, v = store.fetch(index)
+
+A read is described by a `Request`: the first n slots (int), a part of them (`Part`), or slot indices
+[batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the
+computation; while it does, the store belongs to the link, which keeps the order of its reads and writes.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.offload.codec import Codec
+from harness.offload.gather import gather_rows, scatter_rows
+
+Placement = Literal["device", "host"]
+
+
+class Part(NamedTuple):
+    """Rows `begin` to `end` of a read of the first `num_slots`, counted through one head after another: a read that
+    comes in several parts into one buffer, each of few long copies."""
+
+    begin: int
+    end: int
+    num_slots: int
+
+
+Request = int | Part | Tensor
+# Copies queued one by one, a head each, pay only above some 28 KiB a piece; one kernel does smaller writes.
+_MIN_COPY_BYTES = 28 * 1024
+
+
+class KeyValue(NamedTuple):
+    """Keys and values, each [batch, num_kv_heads, n, head_dim] in the compute dtype."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class KVStore:
+    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts what crosses the link exactly.
+
+    dtype and device are the computation's. `pinned` applies to host placement under CUDA: page-locked memory,
+    which asynchronous transfers need (PyTorch rounds such allocations up to a power of two); pageable memory
+    makes every transfer wait. Raises UserError where the slots do not fit into memory, or for an unknown
+    placement.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        codec: Codec,
+        placement: Placement,
+        device: torch.device,
+        pinned: bool = True,
+    ) -> None:
+        if placement not in ("device", "host"):
+            raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
+        self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
+        self.placement: Placement = placement
+        self.device, self.pinned = device, pinned and placement == "host" and device.type == "cuda"
+        self.slots = self._allocate(batch, num_kv_heads, capacity)
+        self._rows_loaded: int | Tensor = 0
+        self._rows_written: int | Tensor = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token's K and V of one KV head; a multiple of 4."""
+        return 2 * self.codec.row_bytes(self.head_dim)
+
+    @property
+    def capacity(self) -> int:
+        """Slots per batch element and KV head."""
+        return self.slots.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots, 0 after `free`."""
+        return self.slots.numel()
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Payload bytes loaded over the link so far, 0 under device placement. Drain the link before."""
+        return int(self._rows_loaded) * self.slot_bytes
+
+    @property
+    def d2h_bytes(self) -> int:
+        """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
+        return int(self._rows_written) * self.slot_bytes
+
+    def new_buffer(self, num_rows: int) -> Tensor:
+        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""
+        batch, num_kv_heads = self.slots.shape[:2]
+        size = batch * num_kv_heads * num_rows * self.slot_bytes
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def rows_in(self, buffer: Tensor, request: Request) -> Tensor:
+        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills at the start of a flat buffer; of a part, its
+        rows [n, slot_bytes] among them."""
+        if isinstance(request, Part):
+            return self.rows_in(buffer, request.num_slots).view(-1, self.slot_bytes)[request.begin : request.end]
+        shape = (*self.slots.shape[:2], num_requested(request), self.slot_bytes)
+        return buffer[: torch.Size(shape).numel()].view(shape)
+
+    def pack(self, keys: Tensor, values: Tensor) -> Tensor:
+        """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
+        return torch.cat([self.codec.encode(keys), self.codec.encode(values)], dim=-1)
+
+    def unpack(self, rows: Tensor) -> KeyValue:
+        """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
+        keys, values = rows.split(self.slot_bytes // 2, dim=-1)
+        return KeyValue(*(self.codec.decode(half, self.head_dim, self.dtype) for half in (keys, values)))
+
+    def fetch(self, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
+        """K and V of the requested rows, at once and on the current stream.
+
+        The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
+        `new_buffer`, and are valid until it is used again; a row of negative index keeps what the buffer
+        held. None takes a new one, so such a row is all zero bytes. Raises as `load`.
+        """
+        if isinstance(request, int) and self.placement == "device":
+            return self.unpack(self.slots[:, :, : self._checked(request)])
+        rows = self.rows_in(self.new_buffer(num_requested(request)) if buffer is None else buffer, request)
+        self.load(request, rows)
+        return self.unpack(rows)
+
+    def load(self, request: Request, rows: Tensor) -> int | Tensor:
+        """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
+
+        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and
+        pinned memory, the count of an index being a 0-d device tensor; from pageable memory the call waits.
+        Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
+        capacity.
+        """
+        if isinstance(request, int):
+            _copy(self.slots[:, :, : self._checked(request)], rows)
+            moved: int | Tensor = rows.numel() // self.slot_bytes
+        elif isinstance(request, Part):
+            self._load_part(request, rows)
+            moved = len(rows)
+        elif rows.is_cuda and not self._reachable:
+            staged = torch.zeros(rows.shape, dtype=torch.uint8)
+            moved = gather_rows(self.slots, request.cpu(), staged)
+            kept = request >= 0
+            rows[kept] = staged.to(self.device)[kept]
+        else:
+            moved = gather_rows(self.slots, request, rows)
+        if self.placement == "host":
+            self._rows_loaded = self._rows_loaded + moved
+        return moved * self.slot_bytes
+
+    def _load_part(self, part: Part, rows: Tensor) -> None:
+        """A copy a head."""
+        count = self._checked(part.num_slots)
+        for head in range(part.begin // count, -(-part.end // count)):
+            first, last = max(part.begin, head * count), min(part.end, (head + 1) * count)
+            slots = self.slots.flatten(0, 1)[head, first - head * count : last - head * count]
+            rows[first - part.begin : last - part.begin].copy_(slots, non_blocking=True)
+
+    def write(self, rows: Tensor, at: int | Tensor) -> int | Tensor:
+        """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
+
+        at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative
+        ones writing nothing. Asynchronous and raising as `load`.
+        """
+        num_rows = rows.shape[2]
+        if isinstance(at, int):
+            column = slice(at, self._checked(at + num_rows))
+            if rows.is_cuda and self._reachable and num_rows * self.slot_bytes < _MIN_COPY_BYTES:
+                index = torch.arange(at, at + num_rows, device=self.device)
+                scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows)
+            else:
+                _copy(rows, self.slots[:, :, column])
+            moved: int | Tensor = rows.numel() // self.slot_bytes
+        elif rows.is_cuda and not self._reachable:
+            moved = scatter_rows(self.slots, at.cpu(), rows.cpu())
+        else:
+            moved = scatter_rows(self.slots, at, rows)
+        if self.placement == "host":
+            self._rows_written = self._rows_written + moved
+        return moved * self.slot_bytes
+
+    def fork(self, index: Tensor) -> KVStore:
+        """A store with copies of the batch elements `index` (int64 [new batch]); its counts start at 0."""
+        forked = copy(self)
+        forked._rows_loaded = forked._rows_written = 0
+        forked.slots = self._allocate(len(index), *self.slots.shape[1:3])
+        torch.index_select(self.slots, 0, index.to(self.slots.device), out=forked.slots)
+        return forked
+
+    def free(self) -> None:
+        """Gives the slots back; the store holds none afterwards. Drain the link before."""
+        self.slots = self.slots.new_empty(0, 0, 0, self.slot_bytes)
+
+    @property
+    def _reachable(self) -> bool:
+        """Whether a kernel on the device can address the slots."""
+        return self.placement == "device" or self.pinned
+
+    def _allocate(self, batch: int, num_kv_heads: int, capacity: int) -> Tensor:
+        home = self.device if self.placement == "device" else torch.device("cpu")
+        shape = (batch, num_kv_heads, capacity, self.slot_bytes)
+        require_memory(torch.Size(shape).numel(), home)
+        return torch.empty(shape, dtype=torch.uint8, device=home, pin_memory=self.pinned)
+
+    def _checked(self, end: int) -> int:
+        if not 0 <= end <= self.capacity:
+            raise ValueError(f"column {end} is beyond the capacity of {self.capacity} slots")
+        return end
+
+
+def num_requested(request: int | Tensor) -> int:
+    """Rows per batch element and KV head that a request asks for, negative indices included."""
+    return request if isinstance(request, int) else request.shape[-1]
+
+
+def require_memory(num_bytes: int, home: torch.device) -> None:
+    """Refuses a cache that does not fit into the memory of device `home`, where what is available is known.
+
+    Raises UserError with the bytes needed and available and the settings to lower.
+    """
+    available = _available_bytes(home)
+    if available is not None and num_bytes > available:
+        raise UserError(
+            f"the KV cache needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
+            f"{available / 2**30:.1f} GiB are available; lower batch_size, prompt_len or gen_len, "
+            "or choose a codec of fewer bits"
+        )
+
+
+def _available_bytes(home: torch.device) -> int | None:
+    """What a new allocation may use, droppable caches included; None where the system does not say."""
+    if home.type == "cuda":
+        unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
+        return torch.cuda.mem_get_info(home)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(sizes["MemAvailable"].split()[0]) * 1024
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """`target.copy_(source)`, [batch, num_kv_heads, n, slot_bytes] on either side, asynchronous where it can
+    be.
+
+    Between host and device a strided copy would be staged by the host; each head's rows are contiguous, so
+    they go one by one as plain asynchronous copies.
+    """
+    if source.device == target.device:
+        target.copy_(source)
+        return
+    for from_head, to_head in zip(source.flatten(0, 1), target.flatten(0, 1), strict=True):
+        to_head.copy_(from_head, non_blocking=True)

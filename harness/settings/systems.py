@@ -1,0 +1,101 @@
+"""The systems that speed runs compare: one word each, and the settings it stands for.
+
+All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only offload-pageable,
+named so, runs as the InfiniGen artifact ran its FlexGen baseline. Imports no torch.
+
+    python run.py experiment=latency label=offload+int4
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from harness.errors import UserError
+from harness.settings.speed import PLATFORMS
+
+
+@dataclass(frozen=True)
+class System:
+    """A method where it runs. overlap, pinned: of the link's transfers, and of the host memory behind it."""
+
+    method: str
+    placement: Literal["device", "host"] = "host"
+    codec: str | None = None
+    reuse: bool = False
+    overlap: bool = True
+    pinned: bool = True
+
+    def settings(self) -> dict[str, Any]:
+        """The same as settings of a run, in the words of the command line."""
+        return {
+            "method": self.method,
+            "placement": self.placement,
+            "codec": self.codec,
+            "reuse": self.reuse,
+            "platform.overlap": self.overlap,
+            "platform.pinned": self.pinned,
+        }
+
+
+LABELS = {
+    "ideal": System("full", "device"),
+    "offload": System("full"),
+    "offload-pageable": System("full", overlap=False, pinned=False),
+    "offload+int4": System("full", codec="int4"),
+    "offload+h2o": System("h2o"),
+    "infinigen": System("infinigen"),
+    "infinigen+reuse": System("infinigen", reuse=True),
+    "infinigen+int4": System("infinigen", codec="int4"),
+}
+
+
+def settle(settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
+    """Give `settings`, a composed run, what its label stands for, or the label that they stand for.
+
+    given: names of the settings on the command line. method_node: reads the YAML of a method by name. Writes into
+    `settings`, the model's device included, which the platform means. A label of the user's own changes nothing
+    else. Raises UserError where a given setting says something else than the label.
+    """
+    if settings["label"] in LABELS:
+        _apply(settings["label"], settings, given, method_node)
+    settings["label"] = settings["label"] or name_of(settings)
+    if settings["model"]["device"] == "auto" and settings["platform"]["name"] in PLATFORMS:
+        settings["model"]["device"] = settings["platform"]["name"]
+
+
+def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
+    method = LABELS[label].method
+    for name, wanted in LABELS[label].settings().items():
+        if name in given and _get(settings, name) != wanted:
+            value = _get(settings, name)
+            raise UserError(f"{name}={value}: label={label} stands for {name}={wanted}; give one of them")
+    if settings["method"]["name"] != method:
+        for name in given:
+            if name.startswith("method."):
+                raise UserError(f"{name}: label={label} stands for method={method}; leave one of them out")
+        settings["method"] = method_node(method)
+    for name, wanted in LABELS[label].settings().items():
+        if name != "method":
+            group, _, key = name.rpartition(".")
+            (settings[group] if group else settings)[key] = wanted
+
+
+def name_of(settings: Mapping[str, Any]) -> str:
+    """The label of composed settings: the system that they are, else words for what they are."""
+    method, codec = _get(settings, "method"), settings["codec"]
+    if method in ("int8", "int4", "int2", "int1"):
+        method, codec = "full", method
+    overlap, pinned = (settings["platform"].get(name, True) for name in ("overlap", "pinned"))
+    system = System(method, settings["placement"], codec, settings["reuse"], overlap, pinned)
+    known = next((label for label, each in LABELS.items() if each == system), None)
+    if known is not None:
+        return known
+    parts = [method, codec, "reuse" if system.reuse else None, None if overlap else "no overlap"]
+    return "+".join(part for part in parts if part) + f" ({system.placement})"
+
+
+def _get(settings: Mapping[str, Any], name: str) -> Any:
+    if name == "method":
+        return settings["method"]["name"]
+    group, _, key = name.rpartition(".")
+    return (settings[group] if group else settings)[key]

@@ -1,0 +1,248 @@
+"""Times one cell: a method, a placement, a codec and a link at one shape. Nothing is timed that is not said here.
+
+prefill_s: from the prompts to the first new token's logits: the dense pass, and what the method does with the prompt.
+  With a `SharedPrompt` the dense pass is timed once for all cells of its shape. Rows still on their way to the host
+  then are not waited for: they travel beside the dense pass of a prefill of its own.
+step_s: one decode step: choosing the token, the forward pass, and whatever of the link's work it waits for, up to the
+  logits. Steps follow one another without a pause; under CUDA each ends with a wait for the compute stream, not for
+  the link. The first `warmup_steps` are not timed.
+decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number, exact where
+  all but the warm-up are timed.
+segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
+
+    with attach(model) as attached, open_link(attached.device) as link:
+        result = time_cell(attached, run_shared_prompt(attached, ids), cell, link=link, calibration=calibration)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.model.attach import Attached
+from harness.offload.codec import Codec
+from harness.offload.links.link import Link, Transfer
+from harness.offload.passes import Prompt, run_prompt
+from harness.offload.session import LiveSession
+from harness.offload.store import Placement
+from harness.offload.timeline import SEGMENTS, Timeline
+from harness.settings.speed import LatencyConfig
+from methods.base import Method
+from methods.infinigen import Rotations
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is timed. The fields are those of `LiveSession`; `shape` says how long and how often."""
+
+    method: Method
+    shape: LatencyConfig
+    placement: Placement = "host"
+    codec: Codec | None = None
+    reuse: bool = False
+    pinned: bool = True
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """A prompt that ran densely once for all cells of its shape, in `dense_s` seconds."""
+
+    prompt: Prompt
+    dense_s: float
+
+
+@dataclass(frozen=True)
+class LatencyResult:
+    """Raw times and counts of a cell; h2d_bytes, d2h_bytes and link_busy_s are those of the timed steps.
+
+    dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
+    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac: over all steps.
+    peak_device_bytes: while decoding; on the CPU the weights, and what the cache and the method keep on the device.
+    """
+
+    shape: LatencyConfig
+    dense_s: float
+    begin_s: float
+    step_s: list[list[float]]
+    segments: list[dict[str, float]]
+    h2d_bytes: int
+    d2h_bytes: int
+    link_busy_s: float
+    peak_device_bytes: int
+    kv_frac: float
+    num_layers: int
+    rehearses: bool
+
+    @property
+    def timed(self) -> list[float]:
+        """Seconds of every timed step."""
+        return [seconds for block in self.step_s for seconds in block]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of gen_len - 1 steps."""
+        return self._of_all_steps(sum(self.timed))
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Payload bytes/s while the link was occupied; None where nothing crossed it."""
+        return (self.h2d_bytes + self.d2h_bytes) / self.link_busy_s if self.link_busy_s else None
+
+    def metrics(self) -> dict[str, Any]:
+        """The columns of a latency table that are measured here. Segments are medians, of one block of the model."""
+        shape, prefill_s = self.shape, self.dense_s + self.begin_s
+        exposed_s = sum(step["transfer"] for step in self.segments) if self.link_busy_s else 0.0
+        p50, p95 = torch.tensor(self.timed, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95]).double()).tolist()
+        return {
+            "batch_size": shape.batch_size,
+            "prompt_len": shape.prompt_len,
+            "gen_len": shape.gen_len,
+            "prefill_s": prefill_s,
+            "decode_s": self.decode_s,
+            "total_s": prefill_s + self.decode_s,
+            "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + self.decode_s),
+            "step_p50_s": p50,
+            "step_p95_s": p95,
+            "h2d_bytes": round(self._of_all_steps(self.h2d_bytes)),
+            "d2h_bytes": round(self._of_all_steps(self.d2h_bytes)),
+            "exposed_transfer_s": self._of_all_steps(exposed_s),
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "peak_device_bytes": self.peak_device_bytes,
+            "kv_frac": self.kv_frac,
+            **{f"{name}_s": self._of_a_block(name) for name in SEGMENTS},
+        }
+
+    def samples(self) -> dict[str, Any]:
+        """Everything raw."""
+        names = ("dense_s", "begin_s", "step_s", "segments", "h2d_bytes", "d2h_bytes", "link_busy_s")
+        return {name: getattr(self, name) for name in names}
+
+    def _of_all_steps(self, timed: float) -> float:
+        return timed / len(self.timed) * (self.shape.gen_len - 1)
+
+    def _of_a_block(self, segment: str) -> float | None:
+        if segment == "prediction" and not self.rehearses:
+            return None
+        return statistics.median(step[segment] for step in self.segments) / self.num_layers
+
+
+def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
+    """Run prompts ids [batch, prompt] densely, timed. Their queries, keys and values stay in memory."""
+    real = torch.ones_like(ids, dtype=torch.bool)
+    run_prompt(attached, ids[:, :1], real[:, :1])  # the first pass of a process finds cold weights
+    began = _now(attached.device)
+    prompt = run_prompt(attached, ids, real)
+    return SharedPrompt(prompt, _now(attached.device) - began)
+
+
+def time_cell(
+    attached: Attached,
+    prompt: SharedPrompt | Tensor,
+    cell: Cell,
+    *,
+    link: Link | None = None,
+    calibration: Rotations | None = None,
+) -> LatencyResult:
+    """Time a cell from its prompt on.
+
+    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. link: needed under host
+    placement; its other transfers must have been taken.
+    Raises UserError where the cache does not fit into memory, ValueError for combinations without meaning.
+    """
+
+    def open_session() -> LiveSession:
+        return LiveSession(
+            attached,
+            cell.method,
+            max_new_tokens=cell.shape.gen_len,
+            codec=cell.codec,
+            placement=cell.placement,
+            link=link if cell.placement == "host" else None,
+            calibration=calibration,
+            reuse=cell.reuse,
+            pinned=cell.pinned,
+            timeline=Timeline(attached.device),
+        )
+
+    if isinstance(prompt, Tensor):
+        with closing(open_session()) as warm_up:
+            _begin(warm_up, prompt)
+    with closing(open_session()) as session:
+        return _time(session, prompt, cell)
+
+
+def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> LatencyResult:
+    device, shape = session.attached.device, cell.shape
+    began = _now(device)
+    logits = _begin(session, prompt)
+    begin_s = _now(device) - began
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(shape.warmup_steps):
+        logits = session.decode_step(logits.argmax(-1))
+    _take_transfers(session)
+    h2d_bytes, d2h_bytes = session.h2d_bytes, session.d2h_bytes
+    step_s: list[list[float]] = []
+    for _ in range(shape.repeats):
+        times = [_now(device)]
+        for _ in range(shape.block_steps):
+            session.timeline.begin_step()
+            logits = session.decode_step(logits.argmax(-1))
+            times.append(_now(device))
+        step_s.append([after - before for before, after in zip(times, times[1:], strict=False)])
+    segments = session.timeline.take()
+    transfers = _take_transfers(session)
+    return LatencyResult(
+        shape=shape,
+        dense_s=prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0,
+        begin_s=begin_s,
+        step_s=step_s,
+        segments=segments,
+        h2d_bytes=session.h2d_bytes - h2d_bytes,
+        d2h_bytes=session.d2h_bytes - d2h_bytes,
+        link_busy_s=_busy(transfers),
+        peak_device_bytes=_peak_device_bytes(session),
+        kv_frac=session.kv_frac,
+        num_layers=session.attached.geometry.num_layers,
+        rehearses=cell.method.rehearses,
+    )
+
+
+def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:
+    if isinstance(prompt, SharedPrompt):
+        return session.start(prompt.prompt)
+    return session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
+
+
+def _take_transfers(session: LiveSession) -> list[Transfer]:
+    """The link's transfers since the last call, once it is idle: the counters of the stores are exact then."""
+    return [] if session.fetcher.link is None else session.fetcher.link.take_transfers()
+
+
+def _busy(transfers: list[Transfer]) -> float:
+    """Seconds in which at least one transfer was under way."""
+    busy = end = 0.0
+    for transfer in sorted(transfers, key=lambda each: each.start_s):
+        busy += max(0.0, transfer.end_s - max(end, transfer.start_s))
+        end = max(end, transfer.end_s)
+    return busy
+
+
+def _peak_device_bytes(session: LiveSession) -> int:
+    device = session.attached.device
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return sum(weight.nbytes for weight in session.attached.model.parameters()) + session.device_bytes
+
+
+def _now(device: torch.device) -> float:
+    """perf_counter once the compute stream is idle; the link's own stream may still be busy."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()

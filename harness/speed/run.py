@@ -1,0 +1,135 @@
+"""`experiment=latency`: one timed cell as a run. What the numbers contain is said in `harness.speed.cell`.
+
+On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process, its state shared by
+the cells that follow; one core is left to the link. Under CUDA every cell prefills for itself.
+
+    python run.py experiment=latency label=infinigen batch_size=8
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.data.text import offline_text, token_ids
+from harness.errors import UserError
+from harness.model.attach import Attached, attach
+from harness.model.calibration import calibrate
+from harness.model.load import LoadedModel
+from harness.offload.links.link import Link, open_link
+from harness.offload.store import require_memory
+from harness.records.record import Outcome
+from harness.settings.run import RunConfig
+from harness.setup import Setup, codec_of, prepare
+from harness.sizing import DecodeRow
+from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.link_rate import LinkRate, link_rate
+
+SOURCES = {"cpu": "emulated", "cuda": "measured"}
+
+_shared: dict[Any, SharedPrompt] = {}
+"""The prompt of the last shape; a cache, nothing else depends on it."""
+
+
+def run_latency(config: RunConfig, loaded: LoadedModel) -> Outcome:
+    """Time the cell that `config` describes.
+
+    Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into memory.
+    """
+    shape = config.latency
+    total = shape.prompt_len + shape.gen_len
+    if total > loaded.max_length:
+        raise UserError(
+            f"prompt_len={shape.prompt_len} and gen_len={shape.gen_len}: {loaded.name} takes at most "
+            f"{loaded.max_length} tokens"
+        )
+    with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
+        rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
+        setup = _setup(config, loaded, attached)
+        cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, config.platform.pinned)
+        with opened_link(config, attached.device, rate) as link:
+            prompt = _prompt(config, loaded, attached)
+            result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
+    marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
+    samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
+    ceiling = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
+    return Outcome(marks | result.metrics() | ceiling, samples | result.samples())
+
+
+@contextmanager
+def opened_link(config: RunConfig, device: torch.device, rate: LinkRate) -> Iterator[Link | None]:
+    """The link of a run, closed in the end; None under device placement."""
+    if config.placement == "device":
+        yield None
+        return
+    bytes_per_s = rate.bytes_per_s if device.type == "cpu" else None
+    with open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap) as link:
+        yield link
+
+
+@contextmanager
+def compute_threads(device: torch.device) -> Iterator[int]:
+    """On the CPU, compute on all cores but one, which is the emulated link's; yields the number of threads.
+
+    The same for every label, ideal included, so that none gains by a core.
+    """
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, cores - 1))
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
+    shape = config.latency
+    textless = loaded.tokenizer is None and config.model.weights == "random" and config.target_kv_frac is None
+    if textless and config.method.needs_calibration:
+        # Random weights make no sense of a text: any ids calibrate as well.
+        ids = random_ids(loaded, 1, min(config.calibration.num_tokens, shape.prompt_len), config.seed)[0]
+        return Setup(config.method, codec_of(config.codec, config.method), calibrate(attached, ids.tolist()))
+    total = shape.prompt_len + shape.gen_len
+    return prepare(config, loaded, attached, lambda: [DecodeRow(n, total) for n in range(shape.prompt_len, total - 1)])
+
+
+def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached) -> SharedPrompt | Tensor:
+    shape = config.latency
+    if attached.device.type == "cuda":
+        return prompt_ids(config, loaded).to(attached.device)
+    key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
+    if key not in _shared:
+        _shared.clear()
+        _require_memory(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
+        _shared[key] = run_shared_prompt(attached, prompt_ids(config, loaded))
+    return _shared[key]
+
+
+def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
+    """Prompts int64 [batch, prompt]: the offline text behind what calibrates, from its start again where it ends;
+    random ids where the model has no tokenizer."""
+    batch, length = config.latency.batch_size, config.latency.prompt_len
+    if loaded.tokenizer is None:
+        return random_ids(loaded, batch, length, config.seed)
+    ids = torch.tensor(token_ids(offline_text(), loaded.tokenizer))
+    return ids[(config.calibration.num_tokens + torch.arange(batch * length)) % len(ids)].view(batch, length)
+
+
+def random_ids(loaded: LoadedModel, batch: int, length: int, seed: int) -> Tensor:
+    """Token ids int64 [batch, length], uniform over the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(loaded.model.config.vocab_size, (batch, length), generator=generator)
+
+
+def _require_memory(attached: Attached, batch: int, prompt: int, gen: int) -> None:
+    """Refuse a shape before its prefill: the shared prompt's queries, keys and values, and the cache, uncompressed."""
+    geometry = attached.geometry
+    row = geometry.num_layers * geometry.head_dim * attached.dtype.itemsize * batch
+    shared = row * prompt * (geometry.num_heads + 2 * geometry.num_kv_heads)
+    require_memory(shared + row * (prompt + gen) * 2 * geometry.num_kv_heads, attached.device)
