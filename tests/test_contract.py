@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 import torch
+from cases import CASES
 from living import (
-    CASES,
     FAMILIES,
     PROMPT,
     PROMPTS,
@@ -28,8 +28,9 @@ PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills")
 every_case = pytest.mark.parametrize("name", CASES)
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_padding = pytest.mark.parametrize("padding", PROMPTS)
-offloaded = pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.method.needs_all_keys])
-rehearsing = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method.rehearses])
+offloaded = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method.selects != "scores"])
+CHOOSING = [name for name, case in CASES.items() if case.method.selects in ("rehearsed", "query")]
+choosing = pytest.mark.parametrize("name", CHOOSING)
 
 
 def tolerance(name: str) -> float:
@@ -69,7 +70,7 @@ def test_host_is_device_bit_for_bit(name, family, padding):
 
 
 @every_family
-@rehearsing
+@choosing
 def test_reuse_changes_the_order_of_rows_only(name, family):
     plain, reused = (decoded(family, name, "padded", "host", reuse) for reuse in (False, True))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)

@@ -9,20 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import CASES, Case
 from conftest import tiny_model
-from living import (
-    CASES,
-    PROMPT,
-    PROMPTS,
-    STEPS,
-    Case,
-    calibration_of,
-    largest_difference,
-    open_live,
-    replay,
-    tiny,
-    token_batch,
-)
+from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, open_live, replay, tiny, token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 

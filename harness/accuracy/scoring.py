@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.reads import ReadStats
 from harness.replay.session import ReplaySession
+from harness.sizes import ReadStats
 
 PROMPT_TOKENS = 1024
 """Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad more."""
@@ -196,12 +196,11 @@ class PromptBatch:
     def decode(self, branches: Sequence[tuple[int, Branch]]) -> tuple[HiddenRows, ReadStats]:
         """Decode the shared rows of `branches`, then each request's own; what was read for both."""
         parents = self._tensor([parent for parent, _ in branches])
-        final_lengths = self.final_lengths[parents]
         rows = HiddenRows()
         rows.add(self.last_hidden[parents], [(branch.requests, 1) for _, branch in branches])
 
         shared, valid = _pad([branch.shared for _, branch in branches], self.device)
-        trunk = self.root.fork(parents, final_lengths, self.num_columns + shared.shape[1])
+        trunk = self.root.fork(parents, self.num_columns + shared.shape[1])
         if shared.shape[1]:
             hidden = trunk.decode(shared, valid, self._tensor([len(branch.requests) for _, branch in branches]))
             rows.add(hidden, [(branch.requests, len(branch.shared)) for _, branch in branches])
@@ -215,7 +214,7 @@ class PromptBatch:
         for group in _alike([leaf for leaf in leaves if leaf.rows]):
             own, valid = _pad([leaf.rows for leaf in group], self.device)
             stems = self._tensor([leaf.branch for leaf in group])
-            tips = trunk.fork(stems, final_lengths[stems], self.num_columns + shared.shape[1] + own.shape[1])
+            tips = trunk.fork(stems, self.num_columns + shared.shape[1] + own.shape[1])
             rows.add(tips.decode(own, valid), [([leaf.request], len(leaf.rows)) for leaf in group])
             reads += tips.reads
         return rows, reads

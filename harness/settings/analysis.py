@@ -67,5 +67,5 @@ def check_analysis(config: RunConfig) -> None:
         if getattr(config, name) is not None:
             raise UserError(f"{name}={getattr(config, name)}: plays no part in kind=analysis; leave it out")
     method = config.method
-    if statistic == "similarity" and (method.reads_all or method.rehearses or method.needs_all_keys):
+    if statistic == "similarity" and (method.reads_all or method.selects != "ahead"):
         raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")

@@ -132,7 +132,7 @@ class RunConfig:
                 f"prefill_len={self.prefill_len}, seq_len={self.seq_len}: seq_len must be at least "
                 f"{max(1, self.prefill_len) + 2}, so that a decode row predicts a token of the window"
             )
-        if self.method.rehearses and self.prefill_len < 1:
+        if self.method.needs_prompt and self.prefill_len < 1:
             raise UserError(f"prefill_len=0: must be at least 1, {self.method_name} learns columns from the prompt")
 
     def prefill_of(self, task: str) -> str:

@@ -28,13 +28,12 @@ from torch import Tensor
 from harness.model.attach import Attached
 from harness.offload.codec import Codec
 from harness.offload.links.link import Link, Transfer
-from harness.offload.passes import Prompt, run_prompt
+from harness.offload.passes import PrefilledPrompt, run_prompt
 from harness.offload.session import LiveSession
 from harness.offload.store import Placement
 from harness.offload.timeline import SEGMENTS, Timeline
 from harness.settings.speed import LatencyConfig
-from methods.base import Method
-from methods.infinigen import Rotations
+from methods.base import Calibration, Method
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,19 @@ class Cell:
 class SharedPrompt:
     """A prompt that ran densely once for all cells of its shape, in `dense_s` seconds."""
 
-    prompt: Prompt
+    prompt: PrefilledPrompt
     dense_s: float
 
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Raw times and counts of a cell; h2d_bytes, d2h_bytes and link_busy_s are those of the timed steps.
+    """Raw times and counts of a cell; h2d_bytes and d2h_bytes are what the timed steps used and wrote.
+
+    transferred_bytes, link_busy_s: of all steps, warm-up included: how much crossed, and how long the link was busy.
 
     dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
-    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac: over all steps.
+    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac, index_frac: over all
+    steps.
     peak_device_bytes: while decoding; on the CPU the weights, and what the cache and the method keep on the device.
     """
 
@@ -73,11 +75,13 @@ class LatencyResult:
     segments: list[dict[str, float]]
     h2d_bytes: int
     d2h_bytes: int
+    transferred_bytes: int
     link_busy_s: float
     peak_device_bytes: int
     kv_frac: float
+    index_frac: float
     num_layers: int
-    rehearses: bool
+    predicts: bool
 
     @property
     def timed(self) -> list[float]:
@@ -92,7 +96,7 @@ class LatencyResult:
     @property
     def link_bytes_per_s(self) -> float | None:
         """Payload bytes/s while the link was occupied; None where nothing crossed it."""
-        return (self.h2d_bytes + self.d2h_bytes) / self.link_busy_s if self.link_busy_s else None
+        return self.transferred_bytes / self.link_busy_s if self.link_busy_s else None
 
     def metrics(self) -> dict[str, Any]:
         """The columns of a latency table that are measured here. Segments are medians, of one block of the model."""
@@ -115,19 +119,20 @@ class LatencyResult:
             "link_bytes_per_s": self.link_bytes_per_s,
             "peak_device_bytes": self.peak_device_bytes,
             "kv_frac": self.kv_frac,
+            "index_frac": self.index_frac,
             **{f"{name}_s": self._of_a_block(name) for name in SEGMENTS},
         }
 
     def samples(self) -> dict[str, Any]:
         """Everything raw."""
         names = ("dense_s", "begin_s", "step_s", "segments", "h2d_bytes", "d2h_bytes", "link_busy_s")
-        return {name: getattr(self, name) for name in names}
+        return {"transferred_bytes": self.transferred_bytes} | {name: getattr(self, name) for name in names}
 
     def _of_all_steps(self, timed: float) -> float:
         return timed / len(self.timed) * (self.shape.gen_len - 1)
 
     def _of_a_block(self, segment: str) -> float | None:
-        if segment == "prediction" and not self.rehearses:
+        if segment == "prediction" and not self.predicts:
             return None
         return statistics.median(step[segment] for step in self.segments) / self.num_layers
 
@@ -147,7 +152,7 @@ def time_cell(
     cell: Cell,
     *,
     link: Link | None = None,
-    calibration: Rotations | None = None,
+    calibration: Calibration | None = None,
 ) -> LatencyResult:
     """Time a cell from its prompt on.
 
@@ -184,10 +189,11 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
     begin_s = _now(device) - began
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    _take_transfers(session)  # the prompt's have ended, and from here on they are recorded
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
-    _take_transfers(session)
-    h2d_bytes, d2h_bytes = session.h2d_bytes, session.d2h_bytes
+    # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
+    h2d_bytes, d2h_bytes = session.fetcher.h2d_bytes, session.fetcher.d2h_bytes
     step_s: list[list[float]] = []
     for _ in range(shape.repeats):
         times = [_now(device)]
@@ -204,13 +210,15 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         begin_s=begin_s,
         step_s=step_s,
         segments=segments,
-        h2d_bytes=session.h2d_bytes - h2d_bytes,
-        d2h_bytes=session.d2h_bytes - d2h_bytes,
+        h2d_bytes=int(session.fetcher.h2d_bytes - h2d_bytes),
+        d2h_bytes=int(session.fetcher.d2h_bytes - d2h_bytes),
+        transferred_bytes=sum(transfer.num_bytes for transfer in transfers),
         link_busy_s=_busy(transfers),
         peak_device_bytes=_peak_device_bytes(session),
         kv_frac=session.kv_frac,
+        index_frac=session.index_frac,
         num_layers=session.attached.geometry.num_layers,
-        rehearses=cell.method.rehearses,
+        predicts=cell.method.selects in ("rehearsed", "query"),
     )
 
 
