@@ -33,6 +33,7 @@ class Result(NamedTuple):
 
     logits: Tensor
     kv_frac: float
+    index_frac: float
 
 
 @cache
@@ -85,7 +86,7 @@ def replay(attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len
     )
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
     rows = session.decode(ids[:, columns:], real[:, columns:])
-    return Result(attached.logits(torch.cat([last, rows], 1)), session.reads.kv_frac)
+    return Result(attached.logits(torch.cat([last, rows], 1)), session.reads.kv_frac, session.reads.index_frac)
 
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:
@@ -112,7 +113,8 @@ def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) ->
 def live(attached: Attached, case: Case, prompts: tuple[int, ...], **options) -> Result:
     """The same rows one step at a time."""
     session = open_live(attached, case, **options)
-    result = Result(force(session, prompts), session.kv_frac)
+    logits = force(session, prompts)
+    result = Result(logits, session.kv_frac, session.index_frac)
     session.close()
     return result
 
