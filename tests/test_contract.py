@@ -34,12 +34,21 @@ moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
 
-every_case = pytest.mark.parametrize("name", CASES)
-every_family = pytest.mark.parametrize("family", FAMILIES)
+WIDE = ("full", "full+smooth", "h2o", "snapkv", "quest", "infinigen", "pool-lru")
+"""Cases that run in every family; the others in those that differ in how a method sees them."""
+
+
+def in_families(names) -> pytest.MarkDecorator:
+    pairs = [(name, family) for name in names for family in (FAMILIES if name in WIDE else FAMILIES[:3])]
+    return pytest.mark.parametrize(("name", "family"), pairs, ids="-".join)
+
+
+every_case = in_families(CASES)
 every_padding = pytest.mark.parametrize("padding", PROMPTS)
-offloaded = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method.selects != "scores"])
+OFFLOADED = [name for name, case in CASES.items() if case.method.selects != "scores"]
+offloaded = in_families(OFFLOADED)
 CHOOSING = [name for name, case in CASES.items() if case.method.selects in ("rehearsed", "query")]
-choosing = pytest.mark.parametrize("name", CHOOSING)
+choosing = in_families(CHOOSING)
 
 
 def tolerance(name: str) -> float:
@@ -60,7 +69,6 @@ def decoded(family: str, name: str, padding: str, placement: str = "device", reu
 
 
 @every_padding
-@every_family
 @every_case
 def test_live_is_replay(name, family, padding):
     expected, got = replayed(family, name, padding), decoded(family, name, padding)
@@ -70,7 +78,6 @@ def test_live_is_replay(name, family, padding):
 
 
 @every_padding
-@every_family
 @offloaded
 def test_host_is_device_bit_for_bit(name, family, padding):
     device, host = (decoded(family, name, padding, placement) for placement in ("device", "host"))
@@ -78,7 +85,6 @@ def test_host_is_device_bit_for_bit(name, family, padding):
     assert host.kv_frac == device.kv_frac
 
 
-@every_family
 @choosing
 def test_reuse_changes_the_order_of_rows_only(name, family):
     plain, reused = (decoded(family, name, "padded", "host", reuse) for reuse in (False, True))
@@ -86,8 +92,7 @@ def test_reuse_changes_the_order_of_rows_only(name, family):
     assert reused.kv_frac == plain.kv_frac
 
 
-@every_family
-@pytest.mark.parametrize("name", [name for name in CASES if name not in FLIPS])  # of those, `smooth` speaks
+@in_families([name for name in CASES if name not in FLIPS])  # of those, `smooth` speaks
 def test_an_off_by_one_prefill_len_shows(name, family):
     right = decoded(family, name, "padded").logits[:, 2:]
     wrong = replayed(family, name, "padded", PROMPT + 1).logits[:, 1:]
@@ -162,7 +167,7 @@ class Counted:
 
 
 @every_padding
-@offloaded
+@pytest.mark.parametrize("name", OFFLOADED)
 def test_over_the_link_go_the_selected_rows_and_the_exempt_layers(name, padding, monkeypatch):
     case, prompts, counted = CASES[name], PROMPTS[padding], Counted(monkeypatch)
     with (

@@ -28,7 +28,7 @@ from harness.paper.costmodel.timeline import BlockTimes, block_ends
 from harness.settings.systems import LABELS
 from harness.tables.text import PUBLISHED
 from harness.tables.write import BLOCK_COLUMNS
-from methods.base import Method
+from methods.base import Method, Row
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 
@@ -144,7 +144,7 @@ def test_constants_are_those_of_the_harness():
     assert tokens_read(SCHEMES["infinigen"], 100, 128, 99) == infinigen.max_fetch_frac * 100 == 20
     assert Codec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
     for cached in (30, 2000):
-        assert tokens_read(SCHEMES["offload+h2o"], cached, 2048) == H2O().tokens_read(cached, 2048)
+        assert tokens_read(SCHEMES["offload+h2o"], cached, 2048) == H2O().tokens_read(Row(cached, 1920, 2048), 2)
 
 
 def test_schemes_are_the_systems_of_a_speed_comparison():

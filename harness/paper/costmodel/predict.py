@@ -21,7 +21,7 @@ from harness.paper.costmodel.counts import (
     managed_bytes,
     prefill_block,
 )
-from harness.paper.costmodel.schemes import tokens_read
+from harness.paper.costmodel.schemes import tokens_kept, tokens_read
 from harness.paper.costmodel.timeline import BlockTimes, block_ends
 
 
@@ -119,7 +119,7 @@ def predict(case: Case) -> Prediction:
 def _prefill_work(case: Case) -> list[BlockWork]:
     """The blocks of prefill."""
     scheme, prompt_len = case.scheme, case.prompt_len
-    kept = _kept(case, prompt_len)
+    kept = tokens_kept(case.scheme, prompt_len, case.final_len)
     sizes = {"batch_size": case.batch_size, "prompt_len": prompt_len}
     held = managed_bytes(case.shape, tokens=_by_layer(case, prompt_len, kept), **sizes)
     paged = held > case.platform.device_bytes
@@ -130,7 +130,8 @@ def _prefill_work(case: Case) -> list[BlockWork]:
 def _decode_work(case: Case) -> list[BlockWork]:
     """The blocks of all decode steps, one step after the other."""
     scheme, shape, batch_size = case.scheme, case.shape, case.batch_size
-    held = _by_layer(case, case.final_len, _kept(case, case.final_len))
+    kept = tokens_kept(case.scheme, case.final_len, case.final_len)
+    held = _by_layer(case, case.final_len, kept)
     paged = managed_bytes(shape, batch_size=batch_size, tokens=held, prompt_len=0) > case.platform.device_bytes
     layers = layers_of(scheme, shape)
     blocks: list[BlockWork] = []
@@ -146,12 +147,6 @@ def _reads(case: Case) -> list[tuple[int, float]]:
     trace = case.trace or [None] * (case.gen_len - 1)
     steps = [(case.prompt_len + step, counts) for step, counts in enumerate(trace)]
     return [(cached, tokens_read(case.scheme, cached, case.final_len, counts)) for cached, counts in steps]
-
-
-def _kept(case: Case, cached: int) -> float:
-    """Tokens of `cached` that a non-exempt layer keeps: H2O evicts, the others select without forgetting."""
-    evicts = case.scheme.reads == "h2o"
-    return tokens_read(case.scheme, cached, case.final_len) if evicts else cached
 
 
 def _by_layer(case: Case, full: float, kept: float) -> list[float]:

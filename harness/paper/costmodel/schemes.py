@@ -19,7 +19,7 @@ from harness.paper.costmodel.timeline import Overlap
 from harness.settings.systems import LABELS, System
 
 if TYPE_CHECKING:
-    from methods.base import Method
+    from methods.base import Method, Row
 
 PAPER_LENGTHS, PAPER_COUNTS = (512, 1024, 1536, 2048), (37.0, 60.0, 66.0, 73.0)
 """Mean tokens above the threshold by length, OPT-13B (paper, section 5.3). The model takes straight lines in between
@@ -82,11 +82,26 @@ def tokens_read(scheme: Scheme, cached: int, final_len: int, counts: float | Non
 
     counts: InfiniGen's measured mean at this step, for a method whose reads depend on the data; None takes the paper's.
     """
-    read, most = _asked(_method(scheme.reads), cached, final_len)
+    method, row, layer = _asked(scheme, cached, final_len)
+    read, most = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
     if read is not None:
         return read
     above = np.interp(cached, PAPER_LENGTHS, PAPER_COUNTS) if counts is None else counts
     return min(max(float(above), 1.0), most)
+
+
+def tokens_kept(scheme: Scheme, cached: int, final_len: int) -> int:
+    """Tokens of `cached` that a non-exempt layer keeps."""
+    method, row, layer = _asked(scheme, cached, final_len)
+    return method.tokens_kept(row, layer)
+
+
+def _asked(scheme: Scheme, cached: int, final_len: int) -> tuple[Method, Row, int]:
+    """The method, and of which row and layer it is asked; none of these methods heeds the prompt's length."""
+    from methods.base import Row
+
+    method = _method(scheme.reads)
+    return method, Row(cached, prompt=cached, final=final_len), method.num_exempt_layers
 
 
 def partial_weight_ratio() -> float:
@@ -94,11 +109,6 @@ def partial_weight_ratio() -> float:
     from methods.infinigen import InfiniGen
 
     return InfiniGen.partial_weight_ratio
-
-
-def _asked(method: Method, cached: int, final_len: int) -> tuple[float | None, int]:
-    """What a row reads as far as the method knows it without data, and the most it reads; the one call of its API."""
-    return method.tokens_read(cached, final_len), method.max_tokens_read(cached, final_len)
 
 
 @cache
