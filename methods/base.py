@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -215,6 +215,8 @@ class Method:
     """Learns from the prompt's rows, so there must be one."""
     calibration_settings: ClassVar[tuple[str, ...]] = ()
     """Fields that `calibrate` heeds."""
+    size_setting: ClassVar[str | None] = None
+    """The field that is the share of the cache, where one number sizes the method."""
 
     def __post_init__(self) -> None:
         require(self.num_exempt_layers >= 0, "num_exempt_layers", self.num_exempt_layers, "an integer >= 0")
@@ -257,9 +259,12 @@ class Method:
         """Tokens that a KV head holds before this row, at most; fewer than are cached where a method evicts."""
         return row.cached
 
-    def with_size(self, frac: float) -> Method:
+    def with_size(self, frac: float) -> Self:
         """This method with the one number in (0, 1] that sizes it set; ValueError where it has none."""
-        raise ValueError(f"method {type(self).__name__} has no size to set: it reads the same share always")
+        if self.size_setting is None:
+            raise ValueError(f"method {type(self).__name__} has no size to set: it reads the same share always")
+        sizes: dict[str, Any] = {self.size_setting: frac}
+        return replace(self, **sizes)
 
     def min_size(self, row: Row) -> float:
         """The least number for `with_size` that a sequence of this prompt and T allows; ValueError where none is."""
@@ -267,7 +272,7 @@ class Method:
 
     def artifact_budget(self) -> float:
         """Share of a sequence that `prefill=artifact` takes as its dense prompt (the artifact's `budget`)."""
-        raise NotImplementedError
+        return 1.0 if self.size_setting is None else getattr(self, self.size_setting)
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

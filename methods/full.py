@@ -17,7 +17,3 @@ class Full(Method):
     def tokens_read(self, row: Row, layer: int) -> float:
         """All that are cached."""
         return row.cached
-
-    def artifact_budget(self) -> float:
-        """The prompt is dense as far as it goes: nothing is ever dropped."""
-        return 1.0

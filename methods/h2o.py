@@ -8,6 +8,7 @@ on the same rows), so the rule here is the stronger baseline.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class H2O(Evicting):
         budget = int(self.heavy_frac * row.final) + int(self.recent_frac * row.final)
         return min(row.cached, max(1, budget))
 
-    def with_size(self, frac: float) -> H2O:
+    def with_size(self, frac: float) -> Self:
         """Half heavy, half recent, as in the paper."""
         return replace(self, heavy_frac=frac / 2, recent_frac=frac / 2)
 

@@ -7,8 +7,8 @@ a page matters only once all its tokens are there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Retrieving(Method):
     page_size: int = 1
 
     selects = "query"
+    size_setting = "read_frac"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,14 +45,6 @@ class Retrieving(Method):
     def max_tokens_read(self, row: Row, layer: int) -> int:
         """As many."""
         return self.pages_read(row.cached) * self.page_size + row.cached % self.page_size
-
-    def with_size(self, frac: float) -> Self:
-        """Sized by `read_frac`."""
-        return replace(self, read_frac=frac)
-
-    def artifact_budget(self) -> float:
-        """The share that is read."""
-        return self.read_frac
 
 
 class RetrievingState(State):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class SnapKV(Evicting):
         """What the prompt left, and all that was generated."""
         return self.budget(row.prompt) + row.cached - row.prompt
 
-    def with_size(self, frac: float) -> SnapKV:
+    def with_size(self, frac: float) -> Self:
         """Sized by `kept_frac`."""
         return replace(self, kept_frac=frac, kept_tokens=None)
 
@@ -72,10 +73,6 @@ class SnapKV(Evicting):
         """What keeps one token more than the window, rounded up so that the floor does."""
         require(self.window < row.prompt, "window", self.window, f"below {row.prompt}, the shortest prompt")
         return min(1.0, math.nextafter((self.window + 1) / row.prompt, 1))
-
-    def artifact_budget(self) -> float:
-        """The prompt is dense as far as it goes: nothing is dropped before its end."""
-        return 1.0
 
 
 class SnapKVState(WorthState):

@@ -1,7 +1,7 @@
 """StreamingLLM's window: the first tokens ("sinks") and the most recent ones (Xiao et al., ICLR 2024)."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ class Streaming(Evicting):
     kv_frac: float = 0.2
     num_sinks: int = 4
     title = "Streaming"
+    size_setting = "kv_frac"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -27,27 +28,19 @@ class Streaming(Evicting):
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> EvictingState:
         """ValueError where a sequence's window would not exceed the sinks."""
         shortest = int(lengths.final.min())
-        if int(self.kv_frac * shortest) <= self.num_sinks:
-            keeps = f"keeps {int(self.kv_frac * shortest)} of {shortest} tokens, which must exceed"
-            raise ValueError(f"method.kv_frac={self.kv_frac:.4g}: {keeps} method.num_sinks={self.num_sinks}")
+        kept = int(self.kv_frac * shortest)
+        more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.num_sinks={self.num_sinks}"
+        require(kept > self.num_sinks, "kv_frac", f"{self.kv_frac:.4g}", more)
         return StreamingState(self, geometry, lengths)
 
     def tokens_kept(self, row: Row, layer: int) -> int:
         """The window, or all that is cached."""
         return min(row.cached, int(self.kv_frac * row.final))
 
-    def with_size(self, frac: float) -> "Streaming":
-        """Sized by `kv_frac`."""
-        return replace(self, kv_frac=frac)
-
     def min_size(self, row: Row) -> float:
         """What keeps one token more than the sinks, rounded up so that the floor does."""
         require(self.num_sinks < row.final, "num_sinks", self.num_sinks, f"below {row.final}, the shortest sequence")
         return min(1.0, math.nextafter((self.num_sinks + 1) / row.final, 1))
-
-    def artifact_budget(self) -> float:
-        """The kept share."""
-        return self.kv_frac
 
 
 class StreamingState(EvictingState):
@@ -58,18 +51,19 @@ class StreamingState(EvictingState):
         self._leave(layer, rows.lengths)
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        mask = rows.visible() & self._stays(rows.slot_positions.unsqueeze(2), rows.positions[:, None, :, None])
+        mask = rows.visible() & self._stays(rows.slot_positions.unsqueeze(2), rows.positions)
         self.enter(layer, rows)
         self._leave(layer, torch.where(rows.real, rows.positions + 1, 0).amax(-1))
-        return Selection(mask, torch.minimum(rows.positions, self._window(rows.positions)).double())
+        return Selection(mask, torch.minimum(rows.positions, self._window).double())
 
-    def _window(self, like: Tensor) -> Tensor:
-        return floor_frac(self.method.kv_frac, self.lengths.final).view(-1, *([1] * (like.dim() - 1)))
+    @property
+    def _window(self) -> Tensor:
+        return floor_frac(self.method.kv_frac, self.lengths.final)[:, None]
 
     def _stays(self, token: Tensor, cached: Tensor) -> Tensor:
-        sinks = self.method.num_sinks
-        return (token < sinks) | (token >= cached - (self._window(cached) - sinks))
+        oldest = (cached - (self._window - self.method.num_sinks))[:, None, :, None]
+        return (token < self.method.num_sinks) | (token >= oldest)
 
     def _leave(self, layer: int, cached: Tensor) -> None:
-        gone = ~self._stays(self.tokens[layer], cached[:, None, None])
-        self.tokens[layer].masked_fill_(gone, EMPTY)
+        stays = self._stays(self.tokens[layer].unsqueeze(2), cached[:, None]).squeeze(2)
+        self.tokens[layer].masked_fill_(~stays, EMPTY)

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.model.attach import attach
 from harness.offload import store as store_module
-from harness.offload.links.link import Link, Ticket, Transfer, open_link
+from harness.offload.links.link import Link, Ticket, Transfer
+from harness.offload.links.open import open_link
 from harness.offload.session import LiveSession
 from harness.replay.session import ReplaySession
 

@@ -22,7 +22,7 @@ from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.codec import Codec
-from harness.offload.links.link import open_link
+from harness.offload.links.open import open_link
 from harness.offload.timeline import SEGMENTS, Timeline
 from harness.settings.run import load
 from harness.settings.speed import LatencyConfig, check_combination

@@ -20,7 +20,8 @@ from lm_eval.evaluator import evaluate
 from tqdm import tqdm
 
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
-from harness.accuracy.scoring import Request, Score, score
+from harness.accuracy.requests import Request
+from harness.accuracy.scoring import Score, score
 from harness.data.generated import CONTEXTS, MARKER
 from harness.data.tasks import load_task
 from harness.errors import UserError

@@ -1,9 +1,9 @@
 """Live decoding: prefill, then one token a step through two memories.
 
 Under host placement every layer's cache lies in host memory. A layer's rows are asked for while the layer before
-computes: all that is kept, or what a rehearsal there selects; a method that selects by the layer's own query asks in the
-layer itself and waits. Rows of the exempt layers, where the others read less, cross during the whole step before.
-The own row never waits: its key and value are on the device, and are written back while later layers compute.
+computes: all that is kept, or what a rehearsal there selects; a method that selects by the layer's own query asks in
+the layer itself and waits. Rows of the exempt layers, where the others read less, cross during the step before. The own
+row never waits: its key and value are on the device, and are written back while later layers compute.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)

@@ -21,7 +21,8 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
-from harness.offload.links.link import Link, open_link
+from harness.offload.links.link import Link
+from harness.offload.links.open import open_link
 from harness.offload.store import require_memory
 from harness.records.record import Outcome
 from harness.settings.run import RunConfig
