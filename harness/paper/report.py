@@ -30,13 +30,12 @@ from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import Cell, quantity
 from harness.paper.report_data import all_records, environment, gaps, read_rows, read_sheets, unfinished
 from harness.records.record import write_atomic
-from harness.tables.text import MISSING, WORDS, Sheet, published_rows
-from harness.tables.write import BLOCK_SEGMENTS
+from harness.tables.columns import MISSING, SEGMENTS, names, published_rows
+from harness.tables.text import WORDS, Sheet
 
 MAX_WIDTH = 1120
 """Pixels of an embedded image: three panels stay readable on a phone that scrolls them."""
 NUM_COLORS = 64
-PUBLISHED = "published"
 POINT = ("model", "series", "x_name", "x", "metric")
 """What names a published number, and a row of an analysis table."""
 SOURCES = {
@@ -65,7 +64,7 @@ class TimedRow:
     @property
     def block(self) -> dict[str, float]:
         """One block in one decode step; a segment that a method lacks takes no time."""
-        return {name.removesuffix("_s"): float(self.row[name] or 0) for name in BLOCK_SEGMENTS}
+        return {name.removesuffix("_s"): float(self.row[name] or 0) for name in names(SEGMENTS)}
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def published_sheet(entry: Entry, rows: Sequence[Mapping[str, str]]) -> Sheet | 
     header = ["model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note"]
     known = [any(line[column] not in (MISSING, "") for line in lines) for column in range(len(header))]
     kept = [list(compress(line, known)) for line in (header, *lines)]
-    return Sheet(PUBLISHED, kept[0], kept[1:]) if lines else None
+    return Sheet("published", kept[0], kept[1:]) if lines else None
 
 
 def _ours(line: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> float | None:
@@ -202,10 +201,10 @@ def _read_tables(folder: Path, entry: Entry) -> tuple[dict[str, list[Sheet]], li
     sheets: dict[str, list[Sheet]] = {}
     rows: list[dict[str, str]] = []
     for table in entry.tables:
-        read = read_sheets(folder / f"{table}.md")
-        found = [sheet for sheet in read if sheet.title != PUBLISHED]  # stands in the section, beside our numbers
+        path = folder / f"{table}.csv"
+        found = read_sheets(path)
         sheets |= {table: found} if found else {}
-        rows += read_rows(folder / f"{table}.csv")
+        rows += read_rows(path)
     return sheets, rows
 
 
@@ -217,7 +216,7 @@ def _home(table: str, entries: Sequence[Entry]) -> str:
 
 def _others(folder: Path) -> list[Entry]:
     """What is there and not in the catalogue: experiments of the user's own."""
-    tables = {path.stem for path in (folder / "tables").glob("*.md")}
+    tables = {path.stem for path in (folder / "tables").glob("*.csv")}
     figures = {path.stem for path in (folder / "figures").glob("*.png")}
     known = {name for entry in ENTRIES for name in (entry.name, *entry.tables)}
     names = sorted((tables | figures) - known)

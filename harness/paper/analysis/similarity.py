@@ -17,7 +17,6 @@ from harness.errors import UserError
 from harness.paper.analysis.dense import Block, observe
 from harness.paper.analysis.points import Point, binned, mean_point
 from harness.paper.analysis.subject import Subject
-from harness.tables.write import LABELS
 from methods.base import Geometry, Method, PromptRows, Rows
 from methods.oracle import Oracle
 
@@ -75,7 +74,7 @@ def measure(subject: Subject) -> list[Point]:
         for layer in subject.layers(PAPER_LAYERS)
     }
     observe(subject.attached, subject.ids, observers)
-    names = [LABELS[each.name] for each in (method, oracle)]
+    names = [getattr(each, "title", each.name) for each in (method, oracle)]
     return [
         point
         for layer, pair in observers.items()
