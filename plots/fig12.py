@@ -14,9 +14,9 @@ SETUP = ("model", "corpus", "seq_len", "num_samples", "source")
 MAX_TICKS = 6
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig12.csv`, or where it has no chunks."""
-    table = tables.accuracy("fig12")
+    table = tables.accuracy(name)
     chunks = table.task.str.extract(r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$")
     rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
     rows = rows[rows.start.notna() & (rows.metric == "perplexity")]

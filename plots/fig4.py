@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from plots import curves, data, style
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig4.csv`."""
-    rows = tables.analysis("fig4")
+    rows = tables.analysis(name)
     if rows.empty:
         return None
     note = "oracle: the paper's Optimal; bands: one standard error over heads"

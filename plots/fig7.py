@@ -11,9 +11,9 @@ from plots import curves, data, style
 AXES = {"query_magnitude": "mean |Q| of the column", "key_magnitude": "mean |K| of the column"}
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig7.csv`."""
-    rows = tables.analysis("fig7")
+    rows = tables.analysis(name)
     if rows.empty:
         return None
     note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"

@@ -66,7 +66,7 @@ VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
 GREY, LIGHT_GREY = "#777777", "#BBBBBB"
 
 FULL, QUANTIZED, CHANCE, PREFILL = "Full cache", "INT8/4/2/1", "chance", "prefill (light)"
-PUBLISHED = "published (RTX A6000)"
+OF_PAPER = "published (RTX A6000)"
 LOOKS = {
     FULL: Look(BLACK, "", "--", ""),
     "Oracle": Look(GREEN, "D", "-.", "xx"),
@@ -109,7 +109,7 @@ def ordered(labels: Iterable[str]) -> list[str]:
 
     What follows a comma, a size for example, plays no part.
     """
-    known = [*LOOKS, "", PREFILL, CHANCE, PUBLISHED]
+    known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
     rank = {label: index for index, label in enumerate(known)}
     return sorted(dict.fromkeys(labels), key=lambda label: rank.get(label.partition(",")[0], rank[""]))
 

@@ -15,7 +15,7 @@ from harness.errors import UserError
 from harness.records import record as records
 from harness.settings.run import load
 from harness.tables import write as tables
-from harness.tables.text import METRICS
+from harness.tables.columns import LATENCY, METRICS, SEGMENTS, names
 
 TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
 TEXT_METRICS = {
@@ -52,21 +52,28 @@ LATENCY_METRICS = {
 }
 
 
+TITLES = {"full": "Full cache", "h2o": "H2O", "infinigen": "InfiniGen", "streaming": "Streaming", "int4": "INT4"}
+SHAPES = {"latency": "latency", "analysis": "analysis"}
+
+
 def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """Write a finished record of these settings; returns it."""
     config = load(overrides)
     run = records.run_id(config, {"text": str(fields.pop("text", ""))})
+    settings = records.plain(config)
+    settings["label"] = settings["label"] or TITLES[config.method_name]
     record = {
         "schema": records.SCHEMA,
         "run_id": run,
         "experiment": config.experiment,
         "kind": config.kind,
         "status": "finished",
-        "config": records.plain(config),
+        "config": settings,
         "metrics": metrics,
         "chunks": [],
     }
     record |= fields
+    record.setdefault("table", SHAPES.get(record["kind"], "accuracy"))
     records.write_record(records.record_path(results, config.experiment, run), record)
     return record
 
@@ -95,14 +102,14 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     save_task(tmp_path)
     header = tables.update(tmp_path, "fig11").read_text().splitlines()[0]
     assert header == (
-        "experiment,model,method,label,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
+        "experiment,model,method,label,settings,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
         "kv_frac_artifact,source,run_id"
     )
     save(tmp_path, ["experiment=tasks"], LATENCY_METRICS, kind="latency")
     header = tables.update(tmp_path, "tasks").read_text().splitlines()[0]
     assert header == (
-        "experiment,platform,source,model,method,label,batch_size,prompt_len,gen_len,prefill_s,decode_s,total_s,"
-        "tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
+        "experiment,platform,source,model,method,label,settings,batch_size,prompt_len,gen_len,prefill_s,decode_s,"
+        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
         "peak_device_bytes,kv_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 
@@ -115,6 +122,7 @@ def test_a_task_row_is_exact(tmp_path: Path) -> None:
         "model": "smollm2-135m",
         "method": "h2o",
         "label": "H2O",
+        "settings": "",
         "task": "passkey",
         "metric": "acc",
         "value": "0.75",
@@ -180,7 +188,7 @@ def test_order_depends_on_the_records_alone(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     lines = texts[0][1].decode().splitlines()
     labels = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith("|")][2:]
-    assert labels == ["Full cache", "InfiniGen", "InfiniGen", "H2O"]
+    assert labels == ["Full cache", "H2O", "InfiniGen", "InfiniGen"]
 
 
 def test_update_replaces_the_table_and_leaves_no_scratch(tmp_path: Path) -> None:
@@ -219,20 +227,6 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tables").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="tables"):
         tables.update(tmp_path, "fig11")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "label"),
-    [
-        (["method=full"], "Full cache"),
-        (["method=int4"], "INT4"),
-        (["method=infinigen", "method.skew=false"], "InfiniGen without skewing"),
-        (["method=infinigen", "codec=int4"], "InfiniGen + int4"),
-        (["method=infinigen", "label=mine", "method.skew=false"], "mine"),
-    ],
-)
-def test_labels(overrides: list[str], label: str) -> None:
-    assert tables.label_of(records.plain(load(overrides))) == label
 
 
 def cells(text: str, start: str) -> list[str]:
@@ -331,8 +325,8 @@ def test_latency_has_the_segments_of_a_block(tmp_path: Path) -> None:
     }
     save(tmp_path, ["experiment=latency"], LATENCY_METRICS | segments)
     (row,) = rows(tables.update(tmp_path, "latency"))
-    assert tuple(row) == tables.BLOCK_COLUMNS
-    assert [row[name] for name in tables.BLOCK_SEGMENTS] == ["0.001", "0.002", "", "0.004", "0.0"]
+    assert tuple(row) == names(LATENCY)
+    assert [row[name] for name in names(SEGMENTS)] == ["0.001", "0.002", "", "0.004", "0.0"]
 
 
 def save_cells(results: Path, shapes: list[dict[str, Any]], **fields: Any) -> None:

@@ -59,11 +59,11 @@ class _Line(NamedTuple):
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """The full cache first, then by label, length and size."""
+        """The full cache first, then by label, size and length."""
         rows = self.cells.values()
         sizes = [row["kv_frac"] or 0 for row in rows]
         _, label, settings, *_ = self.identity
-        return (min(sizes) < 1, label, max(row["seq_len"] or 0 for row in rows), min(sizes), settings or "")
+        return (min(sizes) < 1, label, min(sizes), max(row["seq_len"] or 0 for row in rows), settings or "")
 
     def texts(self, columns: Sequence[Key]) -> list[str]:
         """The cells as they are read; two sizes are the range over the line."""
