@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.tables import columns
-from plots import data, style
+from plots import style
 from plots.style import Look
 
 SETUP = ("model", "source", "run_id")
@@ -36,15 +36,13 @@ def looks(series: Iterable[str]) -> Looks:
 def draw_metrics(rows: pd.DataFrame, draws: Mapping[str, DrawMetric], *, note: str) -> Figure | None:
     """A panel per run and metric, drawn as `draws` says, the looks of a metric's series the same in all its panels;
     None without rows."""
-    if rows.empty:
-        return None
     chosen = {metric: looks(own.sort_values("layer", kind="stable").series) for metric, own in rows.groupby("metric")}
 
     def draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
         draws[metric](axes, panel, chosen[metric])
 
-    return style.draw_panels(data.split(rows, (*SETUP, "metric")), draw_panel, note=note)
+    return style.draw_rows(rows, (*SETUP, "metric"), draw_panel, note=note)
 
 
 def draw(axes: Axes, rows: pd.DataFrame, chosen: Looks) -> None:

@@ -1,6 +1,6 @@
 """The tables as data frames, and their split into panels that never mix setups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,12 @@ def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
     phrases = {name: PHRASES.get(name, columns.column(name).phrase) for name in names}
     texts = (phrase.format(row[name]) for name, phrase in phrases.items() if not pd.isna(row[name]))
     return ", ".join(text for text in texts if text)
+
+
+def of_metrics(tables: Sequence[pd.DataFrame], metrics: Iterable[str]) -> pd.DataFrame:
+    """The rows of the tables that are of these metrics, in the order of the metrics."""
+    rows = pd.concat(tables)
+    return pd.concat([rows[rows.metric == metric] for metric in metrics], ignore_index=True)
 
 
 def whole_texts(table: pd.DataFrame) -> pd.DataFrame:

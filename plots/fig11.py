@@ -25,11 +25,8 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     own, texts = tables.accuracy(name), tables.accuracy("perplexity")
     if own.empty:
         return None
-    candidates = pd.concat([own, texts[texts.metric.isin(["kl_nats", "top1_agreement"])]])
-    rows = pd.concat([candidates[candidates.metric == metric] for metric in AXES], ignore_index=True)
-    if rows.empty:
-        return None
-    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="bars: one standard error")
+    rows = data.of_metrics([own, texts[texts.metric.isin(["kl_nats", "top1_agreement"])]], AXES)
+    return style.draw_rows(rows, SETUP, _draw_panel, note="bars: one standard error")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

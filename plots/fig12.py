@@ -20,9 +20,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     chunks = table.task.str.extract(r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$")
     rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
     rows = rows[rows.start.notna() & (rows.metric == "perplexity")]
-    if rows.empty:
-        return None
-    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="%: KV cache read; bars: one standard error")
+    return style.draw_rows(rows, SETUP, _draw_panel, note="%: KV cache read; bars: one standard error")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -22,12 +22,9 @@ AXES = {"acc": "accuracy (%)", "kl_nats": "KL(full || method) (nats)"}
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig13.csv`, or where it has no run without skewing."""
     own, full = tables.accuracy(name), tables.accuracy("fig11")
-    candidates = pd.concat([own, full[full.label == style.FULL]])
-    rows = pd.concat([candidates[candidates.metric == metric] for metric in AXES], ignore_index=True)
+    rows = data.of_metrics([own, full[full.label == style.FULL]], AXES)
     rows = rows[rows.groupby([*SETUP])["label"].transform(lambda labels: labels.str.endswith(UNSKEWED).any())]
-    if rows.empty:
-        return None
-    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="bars: one standard error")
+    return style.draw_rows(rows, SETUP, _draw_panel, note="bars: one standard error")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -18,9 +18,7 @@ AXES = {
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig2.csv`."""
     rows = tables.analysis(name)
-    if rows.empty:
-        return None
-    return style.draw_panels(data.split(rows, (*curves.SETUP, "x_name")), _draw_panel, note="fp16")
+    return style.draw_rows(rows, (*curves.SETUP, "x_name"), _draw_panel, note="fp16")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -30,7 +30,7 @@ from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import Cell, quantity
 from harness.paper.report_data import all_records, environment, gaps, read_rows, read_sheets, unfinished
 from harness.records.record import write_atomic
-from harness.tables.columns import MISSING, SEGMENTS, names, published_rows
+from harness.tables.columns import MISSING, SEGMENTS, published_rows
 from harness.tables.text import WORDS, Sheet
 
 MAX_WIDTH = 1120
@@ -64,7 +64,7 @@ class TimedRow:
     @property
     def block(self) -> dict[str, float]:
         """One block in one decode step; a segment that a method lacks takes no time."""
-        return {name.removesuffix("_s"): float(self.row[name] or 0) for name in names(SEGMENTS)}
+        return {segment.name.removesuffix("_s"): float(self.row[segment.name] or 0) for segment in SEGMENTS}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from harness.errors import UserError
 from harness.records.record import read_records
 from harness.tables.columns import GIB, MISSING, column, shape_of, typed
-from harness.tables.sheets import sheets
+from harness.tables.sheets import sheets_of
 from harness.tables.text import WORDS, Sheet
 
 Record = Mapping[str, Any]
@@ -40,7 +40,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def read_sheets(path: Path) -> list[Sheet]:
     """The same rows as people read them. Raises UserError for a file that is no table of results."""
     try:
-        return list(sheets([typed(row) for row in read_rows(path)]))
+        return list(sheets_of([typed(row) for row in read_rows(path)]))
     except (ValueError, TypeError) as error:  # a number that is none, or is missing
         raise _not_a_table(path) from error
 

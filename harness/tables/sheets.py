@@ -25,7 +25,7 @@ MODELLED_NOTE = (
 SHAPES = {"latency": speed.sheets, "accuracy": accuracy.sheets, "analysis": analysis.sheets}
 
 
-def sheets(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """A table per model, source and shape of row; chunks of perplexity below, each quantity of an analysis apart."""
     groups: dict[tuple[str, str], list[TableRow]] = {}
     for row in rows:
@@ -40,18 +40,18 @@ def render_markdown(experiment: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file; what the paper gives stands at its end."""
     of_analysis = any(_shape(row) == "analysis" for row in rows)
     note = ANALYSIS_NOTE if of_analysis else NOTE
-    return markdown(experiment, note, [*sheets(rows), *_published(experiment)])
+    return markdown(experiment, note, [*sheets_of(rows), *_published(experiment)])
 
 
 def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of what the cost model predicts of a figure: a table per platform and model."""
-    return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets(rows))
+    return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets_of(rows))
 
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
     """The same tables in columns aligned by blanks, of accuracy the metrics that matter most; "" without rows."""
     shown = [row for row in rows if _shape(row) != "accuracy" or accuracy.is_brief(row)]
-    return "\n\n".join(map(aligned, sheets(shown)))
+    return "\n\n".join(map(aligned, sheets_of(shown)))
 
 
 def _title(row: TableRow) -> str:
