@@ -11,7 +11,9 @@ from typing import Any
 
 import analysis_tables
 import numpy as np
+import pandas as pd
 import pytest
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
@@ -574,6 +576,33 @@ def test_a_damaged_table_is_named(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"fig11\.csv: (not a table|no column)") as refusal:
         plots.main(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_table_of_an_older_version_has_no_settings(tmp_path: Path) -> None:
+    write_fig12(tmp_path)
+    path = tmp_path / "tables" / "fig12.csv"
+    frame = pd.read_csv(path)
+    before = data.Tables(path.parent).accuracy("fig12")
+    frame.drop(columns="settings").to_csv(path, index=False)
+    after = data.Tables(path.parent).accuracy("fig12")
+    assert after.settings.isna().all() and set(after.columns) == set(before.columns)
+    assert legend(draw("fig12", tmp_path)) == ["Full cache", "InfiniGen, 16 %", "H2O, 16 %"]
+
+
+def test_the_registry_says_all_of_a_figure() -> None:
+    entries = yaml.safe_load((ROOT / "plots" / "registry.yaml").read_text())
+    for name, entry in entries.items():
+        assert {"title", "command"} <= set(entry) <= {"title", "command", "tables", "draw"}, name
+        assert name in entry.get("tables", [name]), "a table of its own name"
+    modules = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"__init__", "__main__"}
+    assert {draw.__module__ for draw in DRAWINGS.values()} == {
+        f"plots.{module}" for module in modules - {"bars", "curves", "data", "registry", "style"}
+    }
+
+
+def test_drawing_loads_what_it_needs_when_it_draws() -> None:
+    program = "import sys, plots; sys.exit(bool({'matplotlib', 'pandas'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:

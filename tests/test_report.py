@@ -20,7 +20,7 @@ from harness.errors import UserError
 from harness.paper import report
 from harness.paper.catalogue import ENTRIES
 from harness.paper.costmodel import published
-from harness.paper.report_data import gaps
+from harness.paper.report_data import gaps, read_sheets
 from harness.tables import write as tables
 from harness.tables.columns import ACCURACY, MISSING, names, published_rows
 from harness.tables.text import Sheet
@@ -201,6 +201,20 @@ def test_tables_alone_and_tables_of_the_user_are_reported(tmp_path):
     page = Page(report.write_report(tmp_path).read_text())
     assert not page.all("src") and page.all("id") == ["fig11", "mine", "missing", "environment"]
     assert "there are no records" in page.text("environment")
+
+
+def test_a_table_of_an_older_version_has_a_line_a_run(tmp_path):
+    """It says no settings, so nothing tells which runs belong together."""
+    save_task(tmp_path, "method=h2o", **RAN)
+    save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=h2o", **RAN)
+    path = tables.update(tmp_path, "fig11")
+    (sheet,) = read_sheets(path)
+    assert [line[:2] for line in sheet.lines] == [["H2O", MISSING]]
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    settings = lines[0].index("settings")
+    path.write_text("\n".join(",".join(line[:settings] + line[settings + 1 :]) for line in lines))
+    (sheet,) = read_sheets(path)
+    assert [line[:2] for line in sheet.lines] == 2 * [["H2O", MISSING]]
 
 
 def refusal(results: Path) -> str:

@@ -24,15 +24,19 @@ def tell_apart(pairs: Pairs) -> None:
     """Write `settings` into the rows: the same words for the same method and settings, others for others.
 
     A setting of the method is compared with the other runs of that method, any other setting of a run with those on
-    the same task, or of the same label where speed is timed.
+    the same task. Where speed is timed, both are compared with the runs of the same label, which names a system.
     """
     methods = [_method_settings(record["config"]) for record, _ in pairs]
     runs = [_run_settings(record["config"]) for record, _ in pairs]
-    of_methods = _distinctive(methods, [{(row["method"], row["model"]) for row in rows} for _, rows in pairs])
+    of_methods = _distinctive(methods, [set(map(_method, rows)) for _, rows in pairs])
     of_runs = _distinctive(runs, [set(map(_setup, rows)) for _, rows in pairs])
     for (_, rows), *words in zip(pairs, of_methods, of_runs, strict=True):
         for row in rows:
             row["settings"] = ", ".join(filter(None, words))
+
+
+def _method(row: TableRow) -> tuple[Any, ...]:
+    return (row["model"], row["method"]) if "task" in row else _setup(row)
 
 
 def _setup(row: TableRow) -> tuple[Any, ...]:
