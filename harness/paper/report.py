@@ -20,15 +20,14 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
-from harness.errors import UserError, exit_code, nearest
+from harness.errors import UserError, exit_code
 from harness.paper.catalogue import ENTRIES, MODELLED, Entry
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import Cell, quantity
-from harness.paper.report_data import all_records, environment, gaps, read_rows, read_sheets, unfinished
+from harness.paper.report_data import all_records, environment, findings, gaps, read_rows, read_sheets, unfinished
 from harness.records.record import write_atomic
 from harness.tables.columns import MISSING, SEGMENTS, published_rows
 from harness.tables.text import WORDS, Sheet
@@ -91,7 +90,7 @@ def write_report(results_dir: str | Path = "results") -> Path:
     folder = Path(results_dir)
     records = all_records(folder)
     entries = [*ENTRIES, *_others(folder)]
-    sections = list(_sections(folder, entries, _findings(folder / "findings.yaml", entries)))
+    sections = list(_sections(folder, entries, findings(folder / "findings.yaml", [entry.name for entry in entries])))
     if not sections:
         raise UserError(f"results_dir={folder}: neither table nor figure; `make accuracy` makes some")
     shown = {section.entry.name for section in sections}
@@ -179,7 +178,7 @@ def _ours(line: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> float |
         return None
 
 
-def _sections(folder: Path, entries: Sequence[Entry], findings: Mapping[str, str]) -> Iterator[Section]:
+def _sections(folder: Path, entries: Sequence[Entry], said: Mapping[str, str]) -> Iterator[Section]:
     for entry in entries:
         image = folder / "figures" / f"{entry.name}.png"
         sheets, rows = _read_tables(folder / "tables", entry)
@@ -187,7 +186,7 @@ def _sections(folder: Path, entries: Sequence[Entry], findings: Mapping[str, str
         if image.exists() or own:
             yield Section(
                 entry=entry,
-                finding=findings.get(entry.name),
+                finding=said.get(entry.name),
                 sources=[source for source in SOURCES if source in {row.get("source") for row in rows}],
                 image=embed(image) if image.exists() else None,
                 sheets=own,
@@ -221,21 +220,6 @@ def _others(folder: Path) -> list[Entry]:
     known = {name for entry in ENTRIES for name in (entry.name, *entry.tables)}
     names = sorted((tables | figures) - known)
     return [Entry(name, "Further runs", f"python run.py experiment={name}", (name,)) for name in names]
-
-
-def _findings(path: Path, entries: Sequence[Entry]) -> dict[str, str]:
-    """The sentences of `findings.yaml`; none where there is no file."""
-    try:
-        said: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(said, dict) or not all(isinstance(sentence, str) for sentence in said.values()):
-        raise UserError(f"{path}: must map names of figures to sentences")
-    names = [entry.name for entry in entries]
-    for name in said:
-        if name not in names:
-            raise UserError(f"{path}: {name}: {nearest(name, names)}")
-    return said
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+import yaml
+
+from harness.errors import UserError, nearest
 from harness.records.record import read_records
 from harness.tables.columns import GIB, MISSING, column, shape_of, typed
 from harness.tables.sheets import sheets_of
@@ -16,7 +18,7 @@ from harness.tables.text import WORDS, Sheet
 
 Record = Mapping[str, Any]
 
-SHAPE = tuple(column(name).heading for name in ("batch_size", "prompt_len", "gen_len"))
+SHAPE_HEADINGS = tuple(column(name).heading for name in ("batch_size", "prompt_len", "gen_len"))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -43,6 +45,24 @@ def read_sheets(path: Path) -> list[Sheet]:
         return list(sheets_of([typed(row) for row in read_rows(path)]))
     except (ValueError, TypeError) as error:  # a number that is none, or is missing
         raise _not_a_table(path) from error
+
+
+def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
+    """The sentences of `findings.yaml`, by figure or table; none where there is no file.
+
+    Raises:
+        UserError: another kind of file, or a name that is not among `names`.
+    """
+    try:
+        said: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(said, dict) or not all(isinstance(sentence, str) for sentence in said.values()):
+        raise UserError(f"{path}: must map names of figures to sentences")
+    for name in said:
+        if name not in names:
+            raise UserError(f"{path}: {name}: {nearest(name, names)}")
+    return said
 
 
 def gaps(sheets: Sequence[Sheet]) -> list[str]:
@@ -93,8 +113,8 @@ def _gaps(sheet: Sheet) -> Iterator[str]:
         for heading, cell in line.items():
             if cell == MISSING and heading in sheet.scores:
                 yield f"{name}: {heading}"
-    if set(SHAPE) <= set(sheet.header):
-        timed = [(line["label"], tuple(f"{heading} {line[heading]}" for heading in SHAPE)) for line in lines]
+    if set(SHAPE_HEADINGS) <= set(sheet.header):
+        timed = [(line["label"], tuple(f"{heading} {line[heading]}" for heading in SHAPE_HEADINGS)) for line in lines]
         labels, shapes = (dict.fromkeys(cell[part] for cell in timed) for part in (0, 1))
         for label, shape in product(labels, shapes):
             if (label, shape) not in timed:

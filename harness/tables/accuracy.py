@@ -25,7 +25,7 @@ BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
 """Metrics shown in a terminal."""
 SCORES = ("acc", "perplexity")
 """What every run on a task or text measures."""
-CONDITIONS = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
+TOLD_IN_HEADINGS = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
 
 Key = tuple[str, str]
 """Task and metric: a column."""
@@ -109,7 +109,7 @@ def _lines(rows: Sequence[TableRow]) -> list[_Line]:
 def _conditions(cells: Mapping[Key, Sequence[TableRow]]) -> dict[Key, str]:
     """Words for the columns' headings: conditions that all cells of a column share, where columns differ in them."""
     words = dict.fromkeys(cells, "")
-    for condition in CONDITIONS:
+    for condition in TOLD_IN_HEADINGS:
         values = {key: {row.get(condition.name) for row in rows} for key, rows in cells.items()}
         shared = {key: found.pop() for key, found in values.items() if len(found) == 1 and found != {None}}
         if len(set(shared.values())) > 1:
