@@ -66,6 +66,7 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
     record = {
         "schema": records.SCHEMA,
         "run_id": run,
+        "settings_id": run,
         "experiment": config.experiment,
         "kind": config.kind,
         "status": "finished",
@@ -273,7 +274,8 @@ def test_summary_hides_no_run(tmp_path: Path) -> None:
     """The same settings on another input are another run, and stand in a line of their own."""
     first = save_task(tmp_path, "method=h2o")
     second = copy.deepcopy(first)
-    second["run_id"], second["metrics"]["passkey"]["acc"] = "0" * 16, 0.5
+    second["run_id"] = second["settings_id"] = "0" * 16
+    second["metrics"]["passkey"]["acc"] = 0.5
     text = tables.summary([first, second])
     assert "75.0 ± 6.2" in text and "50.0 ± 6.2" in text
 
