@@ -14,7 +14,6 @@ from harness.offload.codec import Codec
 from harness.settings.run import RunConfig
 from harness.sizing import DecodeRow, sized
 from methods.base import Method
-from methods.quantization import Quantized
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,9 @@ def prepare(
     if method.needs_calibration:
         ids = calibration_ids(config.calibration, loaded.tokenizer)
         calibration = cached_calibration(attached, ids, loaded.fingerprint, cache_dir() / "calibration")
-    return Setup(method, codec_of(config.codec, method), calibration)
+    return Setup(method, codec_of(config), calibration)
 
 
-def codec_of(name: str | None, method: Method) -> Codec | None:
-    """The codec of a run: the setting `codec`, or what the method's preset says; None stores rows exactly."""
-    if isinstance(method, Quantized):
-        return Codec(f"int{method.num_bits}", method.group_size)
-    return None if name is None else Codec(name)
+def codec_of(config: RunConfig) -> Codec | None:
+    """The codec of a run; None stores rows exactly."""
+    return None if config.codec is None else Codec(config.codec, config.group_size)

@@ -245,6 +245,33 @@ class Method:
         require(self.num_exempt_layers >= 0, "num_exempt_layers", self.num_exempt_layers, "an integer >= 0")
 
     @property
+    def title(self) -> str:
+        """What tables and legends call it."""
+        return {"full": "Full cache", "h2o": "H2O", "infinigen": "InfiniGen"}.get(self.name, type(self).__name__)
+
+    @property
+    def label(self) -> str:
+        """The title, and what of the settings makes it another method."""
+        return self.title if getattr(self, "skew", True) else f"{self.title} without skewing"
+
+    @property
+    def selects(self) -> str:
+        """When live decoding calls `select`."""
+        return "scores" if self.needs_all_keys else "rehearsed" if self.rehearses else "ahead"
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Learns from the prompt's rows, so there must be one."""
+        return self.rehearses
+
+    @property
+    def replay_only(self) -> str | None:
+        """Why it can be scored and not decoded live, in words for the user; None where it can."""
+        artifact = getattr(self, "eviction", None) == "artifact"
+        said = "method.eviction=artifact: frees nothing, so it can only be scored (replay), not decoded live"
+        return said if artifact else None
+
+    @property
     def name(self) -> str:
         """What `method=` calls it."""
         return type(self).__name__.lower()

@@ -24,7 +24,8 @@ from harness.paper.analysis import dense
 from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
 from harness.paper.analysis.memory import run_memory
 from harness.paper.analysis.study import run_analysis
-from harness.settings.run import RunConfig, load
+from harness.settings.compose import load
+from harness.settings.run import RunConfig
 
 NUM_TOKENS = 60
 FAMILIES = ("tiny_llama", "tiny_gqa", "tiny_opt", "tiny_qwen3", "tiny_gpt_neox")

@@ -10,7 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.settings.run import CONF_DIR, PAPER_TASKS, compose, load, options, parse
+from harness.settings.compose import CONF_DIR, compose, load, options, parse
+from harness.settings.run import PAPER_TASKS
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
 
@@ -238,7 +239,7 @@ def test_every_setting_refuses_a_wrong_type(setting):
 def test_parse_loads_no_model_library():
     """A wrong setting costs no import of transformers or lm-eval, and composing not even torch."""
     code = (
-        "import sys; from harness.settings.run import load; light = 'torch' not in sys.modules;"
+        "import sys; from harness.settings.compose import load; light = 'torch' not in sys.modules;"
         "load(['method=infinigen']);"
         "heavy = [name for name in ('transformers', 'lm_eval', 'datasets') if name in sys.modules];"
         "sys.exit(not light or bool(heavy))"

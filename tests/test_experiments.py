@@ -24,7 +24,8 @@ from harness.launch.plan import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
 from harness.records import record as records
-from harness.settings.run import CONF_DIR, RunConfig, compose
+from harness.settings.compose import CONF_DIR, compose
+from harness.settings.run import RunConfig
 from harness.speed import run as speed
 from harness.tables.text import PUBLISHED
 from harness.tables.write import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS, label_of

@@ -14,7 +14,7 @@ from harness.launch.cli import UNFINISHED, main
 from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
-from harness.settings.run import CONF_DIR, compose
+from harness.settings.compose import CONF_DIR, compose
 from tests.runs import outcome, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))

@@ -24,7 +24,7 @@ from harness.model.load import LoadedModel
 from harness.offload.codec import Codec
 from harness.offload.links.link import open_link
 from harness.offload.timeline import SEGMENTS, Timeline
-from harness.settings.run import load
+from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import LABELS
 from harness.speed import run as speed
@@ -411,7 +411,7 @@ def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch):
 
 @pytest.mark.parametrize("name", ["speedup", "speedup-paper"])
 def test_speed_grids_time_every_label_at_every_shape(name):
-    from harness.settings.run import compose
+    from harness.settings.compose import compose
 
     chosen = [f"grid={name}", "grid.fixed_fetch=64"]
     configs = read_plan(compose(chosen).grid, chosen).cells

@@ -21,7 +21,7 @@ from harness.model import gguf as gguf_cache
 from harness.model import hub
 from harness.model import load as models
 from harness.model.load import load_model, model_config
-from harness.settings.run import ModelConfig
+from harness.settings.sources import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))

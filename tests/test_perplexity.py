@@ -17,7 +17,9 @@ from harness.accuracy.perplexity import CHUNK, run_perplexity
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.settings.run import CalibrationConfig, CorpusConfig, RunConfig, load
+from harness.settings.compose import load
+from harness.settings.run import RunConfig
+from harness.settings.sources import CalibrationConfig, CorpusConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -11,7 +11,7 @@ from harness.errors import UserError
 from harness.launch import runner
 from harness.records import environment, inputs
 from harness.records import record as records
-from harness.settings.run import load
+from harness.settings.compose import load
 from tests.runs import outcome, stand_in
 
 

@@ -23,7 +23,9 @@ from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.tasks import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
 from harness.errors import UserError
 from harness.model.load import LoadedModel
-from harness.settings.run import PAPER_TASKS, TASKS, DataConfig, RunConfig, load
+from harness.settings.compose import load
+from harness.settings.run import PAPER_TASKS, TASKS, RunConfig
+from harness.settings.sources import DataConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.links.link import Link, open_link
 from harness.offload.store import require_memory
-from harness.records.record import Outcome
+from harness.resources import Kept
+from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, codec_of, prepare
 from harness.sizing import DecodeRow
@@ -32,12 +32,12 @@ from harness.speed.link_rate import LinkRate, link_rate
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
-_shared: dict[Any, SharedPrompt] = {}
-"""The prompt of the last shape; a cache, nothing else depends on it."""
+Prompts = Kept[SharedPrompt]
+"""The dense pass of a shape's prompt, for the cells that follow."""
 
 
-def run_latency(config: RunConfig, loaded: LoadedModel) -> Outcome:
-    """Time the cell that `config` describes.
+def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
+    """Time the cell that `config` describes. prompts: those of this model that there are; its own is put there.
 
     Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into memory.
     """
@@ -53,7 +53,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel) -> Outcome:
         setup = _setup(config, loaded, attached)
         cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, config.platform.pinned)
         with opened_link(config, attached.device, rate) as link:
-            prompt = _prompt(config, loaded, attached)
+            prompt = _prompt(config, loaded, attached, Kept() if prompts is None else prompts)
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
     marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
@@ -94,21 +94,22 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     if textless and config.method.needs_calibration:
         # Random weights make no sense of a text: any ids calibrate as well.
         ids = random_ids(loaded, 1, min(config.calibration.num_tokens, shape.prompt_len), config.seed)[0]
-        return Setup(config.method, codec_of(config.codec, config.method), calibrate(attached, ids.tolist()))
+        return Setup(config.method, codec_of(config), calibrate(attached, ids.tolist()))
     total = shape.prompt_len + shape.gen_len
     return prepare(config, loaded, attached, lambda: [DecodeRow(n, total) for n in range(shape.prompt_len, total - 1)])
 
 
-def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached) -> SharedPrompt | Tensor:
+def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached, prompts: Prompts) -> SharedPrompt | Tensor:
     shape = config.latency
     if attached.device.type == "cuda":
         return prompt_ids(config, loaded).to(attached.device)
-    key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
-    if key not in _shared:
-        _shared.clear()
+
+    def run_densely() -> SharedPrompt:
         _require_memory(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
-        _shared[key] = run_shared_prompt(attached, prompt_ids(config, loaded))
-    return _shared[key]
+        return run_shared_prompt(attached, prompt_ids(config, loaded))
+
+    key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
+    return prompts.get(key, run_densely)
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
