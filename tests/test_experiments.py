@@ -18,7 +18,6 @@ from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_l
 from tokens import byte_tokenizer
 
 import plots
-from harness.launch import runner
 from harness.launch.cli import main
 from harness.launch.plan import read_plan
 from harness.model import load as models
@@ -26,7 +25,6 @@ from harness.model.load import LoadedModel
 from harness.records import record as records
 from harness.settings.compose import CONF_DIR, compose
 from harness.settings.run import RunConfig
-from harness.speed import run as speed
 from harness.tables.text import PUBLISHED
 from harness.tables.write import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS, label_of
 
@@ -64,8 +62,6 @@ def text(loaded, monkeypatch, tmp_path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
-    monkeypatch.setattr(runner, "_loaded", None)
-    monkeypatch.setattr(speed, "_shared", {})
     file = tmp_path / "text.txt"
     file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
     return file

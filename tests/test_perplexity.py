@@ -17,6 +17,7 @@ from harness.accuracy.perplexity import CHUNK, run_perplexity
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.resources import Kept
 from harness.settings.compose import load
 from harness.settings.run import RunConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig
@@ -218,11 +219,11 @@ def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeyp
         return session(attached, method, **options)
 
     monkeypatch.setattr(perplexity, "ReplaySession", count_session)
-    perplexity._references.clear()
-    first = metrics_of(run_perplexity(settings(text, H2O()), loaded))
-    second = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2)), loaded))
+    references = Kept()
+    first = metrics_of(run_perplexity(settings(text, H2O()), loaded, references))
+    second = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2)), loaded, references))
     assert made.count("full") == 3 and first["perplexity_full"] == second["perplexity_full"]
-    metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded))
+    metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded, references))
     assert made.count("full") == 6, "other rows are scored"
 
 

@@ -7,6 +7,7 @@ from tokens import byte_tokenizer
 
 from harness.data import text
 from harness.errors import UserError
+from harness.files import text_sha256
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig
 
 OFFLINE = DataConfig("offline")
