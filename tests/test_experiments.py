@@ -22,11 +22,10 @@ from harness.launch.cli import main
 from harness.launch.plan import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
-from harness.records import record as records
 from harness.settings.compose import CONF_DIR, compose
 from harness.settings.run import RunConfig
 from harness.tables.text import PUBLISHED
-from harness.tables.write import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS, label_of
+from harness.tables.write import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS
 
 FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
 KINDS = {name: node.kind for name, node in FILES.items()}
@@ -109,7 +108,7 @@ def cells_of(grid: str) -> tuple[RunConfig, ...]:
 
 def row_of(cell: RunConfig, **values: Any) -> dict[str, Any]:
     """A made-up row of a cell, under the label that its record would have."""
-    return {"label": label_of(records.plain(cell)), "kv_frac": cell.target_kv_frac or 0.3, **values}
+    return {"label": cell.label, "kv_frac": cell.target_kv_frac or 0.3, **values}
 
 
 def score_of(cell: RunConfig, metric: str, task: str = "wikitext2") -> dict[str, Any]:
@@ -139,7 +138,7 @@ def test_fig17_has_both_halves_of_every_setting_of_its_grid(tmp_path):
     write_latency(tmp_path, "fig17-latency", [row_of(cell, decode_s=1.0) for cell in timed])
     figure = draw("fig17", tmp_path)
     assert legend(figure) == ["Full cache", "accuracy", "latency", "chance"]
-    for cells in ([cell for cell in tasks if cell.label], timed):
+    for cells in ([cell for cell in tasks if cell.label_given], timed):
         assert {cell.method_name for cell in cells} == {"infinigen"}
         for cell in cells:
             setting, _, value = cell.label.partition("=")
@@ -157,12 +156,12 @@ def test_fig19_has_a_point_for_every_cell_of_its_grid(tmp_path):
     write_accuracy(tmp_path, "fig19", scores)
     sizes, lengths = (drawn_x(axes) for axes in draw("fig19", tmp_path).axes)
     assert {name: len(x) for name, x in sizes.items()} == {"InfiniGen": 3, "H2O": 3, "INT8/4/2/1": 1}
-    kept = sorted({cell.seq_len for cell in cells if cell.label})
+    kept = sorted({cell.seq_len for cell in cells if cell.label_given})
     assert lengths == dict.fromkeys(("Full cache", "InfiniGen", "H2O"), kept) and kept[-1] == 8192
 
 
 def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
-    for cell in (cell for cell in cells_of("fig19") if cell.label):
+    for cell in (cell for cell in cells_of("fig19") if cell.label_given):
         assert cell.method.tokens_read(cell.seq_len - 1, cell.seq_len) == 64
         assert cell.seq_len * cell.num_windows == 8192
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import plots
@@ -348,6 +349,22 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     assert printed.out.endswith("results/figures/fig11.png\n")
     assert "3/3" in printed.err, "the progress bar"
     assert Path("results/tables/fig12.csv").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_grid_on_a_platform_that_is_not_here_is_refused_once(runs, small, capsys):
+    assert main(["grid=accuracy", "platform=cuda"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == "error: platform=cuda: torch finds no CUDA device here; allowed: cpu\n"
+    assert printed.out == "" and runs.configs == [] and not Path("results").exists()
+
+
+def test_a_grid_looks_at_each_cell_once(runs, small, monkeypatch):
+    asked = []
+    digests = inputs.digests
+    monkeypatch.setattr(inputs, "digests", lambda config: asked.append(config.method_name) or digests(config))
+    assert main(["grid=accuracy"]) == 0
+    assert asked == ["full", "h2o", "int4"]
 
 
 def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):

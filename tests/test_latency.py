@@ -5,6 +5,8 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -252,6 +254,29 @@ def test_timed_steps_null_times_all_there_are():
 def test_combinations_are_checked_without_a_configuration_too():
     with pytest.raises(UserError, match="placement=host: Oracle"):
         check_combination(Oracle(), "host", reuse=False)
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """What settings ask a method for."""
+
+    selects: str
+    replay_only: str | None = None
+    title: str = "Deciding"
+
+
+@pytest.mark.parametrize(
+    ("selects", "reusable", "on_the_host"),
+    [("ahead", False, True), ("rehearsed", True, True), ("query", True, True), ("scores", False, False)],
+)
+def test_what_a_method_selects_by_decides_where_it_may_run(selects, reusable, on_the_host):
+    method = Deciding(selects)
+    check_combination(method, "device", reuse=False)
+    for reuse, allowed in ((False, on_the_host), (True, on_the_host and reusable)):
+        with nullcontext() if allowed else pytest.raises(UserError):
+            check_combination(method, "host", reuse)
+    with pytest.raises(UserError, match="^method.x=1: cannot be decoded live$"):
+        check_combination(Deciding(selects, "method.x=1: cannot be decoded live"), "device", reuse=False)
 
 
 # Runs

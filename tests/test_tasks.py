@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from lm_eval.api.metrics import mean_stderr
 from tokens import byte_tokenizer
 
-from harness.accuracy import generated
 from harness.accuracy.tasks import clustered_stderr, run_tasks
+from harness.data import generated
 from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.tasks import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
 from harness.errors import UserError

@@ -161,7 +161,7 @@ def _unfinished(todo: Run) -> dict[str, Any]:
     return {
         "schema": records.SCHEMA,
         "run_id": todo.path.parent.name,
-        "settings_id": records.settings_id(config, todo.inputs),
+        "settings_id": records.settings_of(todo.path.parent.name),
         "experiment": config.experiment,
         "kind": config.kind,
         "table": find(config.kind).table,

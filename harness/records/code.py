@@ -24,11 +24,14 @@ CORE = (
 SUFFIXES = (".py", ".yaml")
 
 
-def digests(method_module: str, folders: Sequence[str]) -> dict[str, str]:
-    """sha256 by name: of a method's module with all of `methods` that it imports, and of the core with `folders`."""
+def digests(method_module: str, own: Sequence[str]) -> dict[str, str]:
+    """sha256 by name: of a method's module with all of `methods` that it imports, and of the core with `own`.
+
+    own: folders and modules of `harness` that one kind of run has for itself.
+    """
     return {
         "code:method": _digest(method_files(method_module)),
-        "code:harness": _digest(harness_files(folders)),
+        "code:harness": _digest(harness_files(own)),
     }
 
 
@@ -45,10 +48,10 @@ def method_files(module: str) -> list[Path]:
     return sorted(set(found.values()))
 
 
-def harness_files(folders: Sequence[str]) -> list[Path]:
-    """The sources of the core and of `folders`."""
+def harness_files(own: Sequence[str]) -> list[Path]:
+    """The sources of the core and of `own`."""
     files: set[Path] = set()
-    for name in (*CORE, *folders):
+    for name in (*CORE, *own):
         path = ROOT / "harness" / name
         files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in SUFFIXES}
     return sorted(files)

@@ -63,6 +63,11 @@ def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
     return f"{settings_id(config, inputs)}-{_code_id(inputs)}"
 
 
+def settings_of(run: str) -> str:
+    """The `settings_id` in a `run_id`."""
+    return run.partition("-")[0]
+
+
 def _code_id(inputs: Mapping[str, str]) -> str:
     made_by = {name: digest for name, digest in inputs.items() if name.startswith(CODE)}
     return text_sha256(json.dumps(made_by, sort_keys=True))[:8]
@@ -103,7 +108,7 @@ def made_by_other_code(path: Path) -> str | None:
 
     A reader of `current` records is shown only one of the two.
     """
-    others = sorted(set(path.parents[1].glob(f"{path.parent.name.partition('-')[0]}-*/record.json")) - {path})
+    others = sorted(set(path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")) - {path})
     finished = [record for record in _readable(others) if record["status"] == "finished"]
     return max(finished, key=_started)["run_id"] if finished else None
 

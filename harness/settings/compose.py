@@ -158,4 +158,5 @@ def _plain_method(name: str, file: Mapping[str, Any]) -> str:
     if "codec" not in file:
         return name
     others = ((other, method_file(other)) for other in options("method"))
-    return next(other for other, node in others if node["_target_"] == file["_target_"] and "codec" not in node)
+    alike = (other for other, node in others if node["_target_"] == file["_target_"] and "codec" not in node)
+    return next(alike, name)

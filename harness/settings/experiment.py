@@ -38,7 +38,7 @@ class Experiment:
 
     heeds: the settings that decide its numbers besides `COMMON`; any other makes no other run of it.
     table: the shape of its rows in tables.
-    code: the folders of `harness` that make its numbers, besides the core that all kinds share.
+    code: the folders and modules of `harness` that make its numbers, besides the core that all kinds share.
     live: it decodes through two memories, so that its label may name a system (`harness.settings.systems`).
     keeps_record: its outcome is kept and skipped the next time; otherwise it is printed, and nothing else is.
     """
