@@ -280,6 +280,7 @@ REFUSED = {
     "scoring=average": "scoring=average: allowed: sum, mean",
     "kind=taks": "kind=taks: did you mean 'tasks'?",
     "label=true": "label=True: must be text",
+    "label=false": "label=False: must be text",
     "~seed": None,
     "~experiment": "setting experiment is missing",
     "~method": "method=None: allowed: full",

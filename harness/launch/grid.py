@@ -40,15 +40,13 @@ def run_cells(
     """
     require_devices(configs)
     resources = resources or Resources()
-    runs = [Run.of(config) for config in configs]
-    finished = [each.is_finished() for each in runs]
-    for each in itertools.compress(runs, finished):
-        yield run(each, resources, _silent)
-    todo = [each for each, done in zip(runs, finished, strict=True) if not done]
-    for reason in filter(None, (each.why_again() for each in todo)):
-        tqdm.write(reason)
-    if len(todo) < len(configs):
-        tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
+    todo: list[Run] = []
+    for each in map(Run.of, configs):
+        if each.is_finished():
+            yield run(each, resources, _silent)
+        else:
+            todo.append(each)
+    _announce(todo, len(configs))
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []
     with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
@@ -62,6 +60,14 @@ def run_cells(
                 failures.append((f"{each.title}: {str(outcome) or type(outcome).__name__}", outcome))
                 tqdm.write(f"failed: {failures[-1][0]}")
     _raise_at_the_end(len(configs), failures, put_off)
+
+
+def _announce(todo: Sequence[Run], total: int) -> None:
+    """Say which cells begin again and why, and how many do not."""
+    for reason in filter(None, (each.why_again() for each in todo)):
+        tqdm.write(reason)
+    if len(todo) < total:
+        tqdm.write(f"{total - len(todo)} of {total} cells were finished before, skipped")
 
 
 def _outcomes(

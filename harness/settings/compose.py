@@ -68,7 +68,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     if settings.get("tasks") is None:
         offline = _group(settings, "data").get("name") == "offline"
         settings["tasks"] = GENERATED_TASKS if offline else PAPER_TASKS
-    settings |= {"label": settings.get("label") or "", "label_given": bool(settings.get("label"))}
+    label = settings.get("label")
+    settings |= {"label": "" if label is None else label, "label_given": bool(label)}
     checked = build(RunConfig, settings)
     if checked.experiment not in options("experiment"):
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
