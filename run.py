@@ -8,6 +8,7 @@ python run.py grid=accuracy
 import sys
 
 from harness.launch.cli import main
+from plots import draw_figures
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], draw=draw_figures))

@@ -30,7 +30,8 @@ from harness.accuracy.tasks import ReplayScorer
 from harness.data.tasks import load_task
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model
-from harness.settings.run import RunConfig, load
+from harness.settings.compose import load
+from harness.settings.run import RunConfig
 
 TARGETS = {"openbookqa": 2.5, "copa": 1.5}  # times faster than HFLM
 HFLM_BATCH_SIZES = (1, 8, 16)

@@ -25,7 +25,7 @@ from harness.data.text import offline_text, token_ids
 from harness.model.attach import Attached, attach
 from harness.model.load import load_model
 from harness.replay.session import ReplaySession
-from harness.settings.run import load
+from harness.settings.compose import load
 from harness.setup import Setup, prepare
 
 HEAD_CHUNK = 128

@@ -50,4 +50,4 @@ def prepare(
 
 def codec_of(config: RunConfig) -> AnyCodec | None:
     """The codec of a run; None stores rows exactly."""
-    return None if config.codec is None else Codec(config.codec)
+    return None if config.codec is None else Codec(config.codec, config.group_size)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.codec import Codec, SplitCodec
-from harness.settings.run import load, options
+from harness.settings.compose import load, options
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -123,7 +123,7 @@ CASES = {
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults."""
     config = load([f"method={name}"])
-    return Case(config.method, None if config.codec is None else Codec(config.codec))
+    return Case(config.method, None if config.codec is None else Codec(config.codec, config.group_size))
 
 
 SHIPPED = options("method")

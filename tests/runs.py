@@ -1,15 +1,19 @@
 """What tests of runs share: a model that costs nothing and experiments that return at once."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from harness.launch import runner
+from harness.launch.runner import Run, run
+from harness.model import hub
 from harness.model import load as models
-from harness.records.record import Outcome
+from harness.resources import Resources
+from harness.settings.compose import load
+from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 
 
@@ -37,13 +41,13 @@ class Runs:
     loads: list[str] = field(default_factory=list)
     measure: Callable[[RunConfig], Outcome] = outcome
 
-    def __call__(self, config: RunConfig, loaded: object) -> Outcome:
+    def __call__(self, config: RunConfig, *resources: object) -> Outcome:
         self.configs.append(config)
         return self.measure(config)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Put `Runs` in place of the model loader and of both experiments."""
+    """Put `Runs` in place of the model loader, of both experiments, and of the hub."""
     runs = Runs()
 
     def load_model(config):
@@ -51,9 +55,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
         return SimpleNamespace(model=SimpleNamespace(device="cpu"))
 
     monkeypatch.setattr(models, "load_model", load_model)
-    monkeypatch.setattr(runner, "_loaded", None)
+    monkeypatch.setattr(hub, "snapshot", lambda hub_id, with_code=False: hub.Snapshot(Path("snapshots/1"), "1"))
     for name, function in (("tasks", "run_tasks"), ("perplexity", "run_perplexity")):
         module = ModuleType(f"harness.accuracy.{name}")
         setattr(module, function, runs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return runs
+
+
+def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:
+    """A run as the command line starts it."""
+    return run(Run.of(load(overrides)), resources or Resources())

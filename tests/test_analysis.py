@@ -14,7 +14,6 @@ from conftest import MAX_LENGTH, tiny_model
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.launch import runner
 from harness.launch.cli import main
 from harness.model.attach import Handler, attach
 from harness.model.attention import dense_attention
@@ -24,7 +23,10 @@ from harness.paper.analysis import dense
 from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
 from harness.paper.analysis.memory import run_memory
 from harness.paper.analysis.study import run_analysis
-from harness.settings.run import RunConfig, load
+from harness.resources import Resources
+from harness.settings.compose import load
+from harness.settings.run import RunConfig
+from tests.runs import start
 
 NUM_TOKENS = 60
 FAMILIES = ("tiny_llama", "tiny_gqa", "tiny_opt", "tiny_qwen3", "tiny_gpt_neox")
@@ -333,9 +335,9 @@ def test_weights_are_those_of_the_model(name):
 # whole runs
 
 
-def test_the_sizes_need_no_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "loaded_model", lambda config: pytest.fail("a model is loaded"))
-    runner.run(load(["experiment=fig2", "model=opt-30b", f"results_dir={tmp_path}"]))
+def test_the_sizes_need_no_weights(tmp_path):
+    none = Resources(lambda config: pytest.fail("a model is loaded"))
+    start(["experiment=fig2", "model=opt-30b", f"results_dir={tmp_path}"], none)
 
 
 def test_settings_of_other_kinds_make_no_other_run():

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.errors import UserError
 from harness.launch.cli import main
@@ -101,6 +102,14 @@ def test_what_hydra_refuses_is_one_line(command, runs, capsys):
 def test_an_unknown_flag(runs, capsys):
     assert main(["--typo"]) == 2
     assert "unrecognized arguments: --typo" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("experiment", ["perplexity", "tasks", "latency", "generate", "fig2"])
+def test_a_platform_that_is_not_here_is_refused_before_anything_else(experiment, runs, capsys):
+    assert main([f"experiment={experiment}", "platform=cuda"]) == 2
+    assert only_error(capsys) == "error: platform=cuda: torch finds no CUDA device here; allowed: cpu"
+    assert runs.loads == runs.configs == [] == list(Path().iterdir())
 
 
 def test_an_unwritable_results_folder(runs, capsys):

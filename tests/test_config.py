@@ -10,9 +10,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.settings.run import CONF_DIR, PAPER_TASKS, compose, load, options, parse
+from harness.settings.compose import CONF_DIR, compose, load, options, parse
+from harness.settings.experiment import COMMON, find, foreign_settings, kinds
+from harness.settings.run import PAPER_TASKS, RunConfig
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
+MODELLED = [path.stem for path in sorted(CONF_DIR.glob("platform/*.yaml")) if "kind: modelled" in path.read_text()]
 
 
 def given(group: str, choice: str, folder) -> list[str]:
@@ -22,7 +25,11 @@ def given(group: str, choice: str, folder) -> list[str]:
 
 @pytest.mark.parametrize(
     ("group", "choice"),
-    [(path.parent.name, path.stem) for path in sorted(CONF_DIR.glob("*/*.yaml")) if path.parent.name != "grid"],
+    [
+        (path.parent.name, path.stem)
+        for path in sorted(CONF_DIR.glob("*/*.yaml"))
+        if path.parent.name != "grid" and "kind: modelled" not in path.read_text()
+    ],
 )
 def test_every_choice_composes(group, choice, tmp_path):
     config = load(given(group, choice, tmp_path))
@@ -36,18 +43,99 @@ def test_every_choice_composes(group, choice, tmp_path):
 def test_method_file_lists_every_setting_with_its_default(choice):
     """Each default is written twice, for Hydra and for Python; they must agree."""
     node = OmegaConf.load(CONF_DIR / "method" / f"{choice}.yaml")
-    settings = {key: value for key, value in node.items() if key not in ("_target_", "name")}
-    defaults = dataclasses.asdict(type(load([f"method={choice}"]).method)())
-    if choice in QUANTIZED:
-        assert settings.pop("num_bits") == int(defaults.pop("num_bits") and choice.removeprefix("int"))
-    assert settings == defaults
+    settings = {key: value for key, value in node.items() if key not in ("_target_", "name", "title", "codec")}
+    assert settings == dataclasses.asdict(type(load([f"method={choice}"]).method)())
+
+
+@pytest.mark.parametrize("choice", QUANTIZED)
+def test_a_preset_is_a_method_with_a_codec_and_a_title(choice):
+    config = load([f"method={choice}", "group_size=32"])
+    assert (config.method, config.method_name) == (load(["method=full"]).method, choice)
+    assert (config.codec, config.group_size, config.label) == (choice, 32, choice.upper())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        (["method=full"], "Full cache"),
+        (["method=full", "codec=int4"], "Full cache + int4"),
+        (["method=int4", "codec=int4"], "INT4"),
+        (["method=infinigen", "method.skew=false"], "InfiniGen without skewing"),
+        (["method=infinigen", "method.skew=false", "codec=fp16"], "InfiniGen without skewing + fp16"),
+        (["method=h2o", "label=mine"], "mine"),
+    ],
+)
+def test_a_run_without_a_label_is_named_after_its_method(overrides, label):
+    config = load(overrides)
+    assert (config.label, config.label_given) == (label, "label=mine" in overrides)
+
+
+@pytest.mark.parametrize("platform", MODELLED)
+@pytest.mark.parametrize("experiment", ["perplexity", "tasks", "latency", "fig5"])
+def test_nothing_runs_on_a_modelled_platform(platform, experiment):
+    with pytest.raises(UserError, match=f"^platform={platform}: is modelled, nothing runs there"):
+        load([f"experiment={experiment}", f"platform={platform}"])
+
+
+@pytest.mark.parametrize("experiment", ["perplexity", "tasks", "latency", "generate", "fig5"])
+def test_the_platform_decides_device_and_precision(experiment):
+    chosen = [f"experiment={experiment}", "model=opt-6.7b"]
+    on_cpu, on_cuda = (load([*chosen, f"platform={name}"]).model for name in ("cpu", "cuda"))
+    assert (on_cpu.device, on_cpu.dtype) == ("cpu", "float32")
+    assert (on_cuda.device, on_cuda.dtype) == ("cuda", "float16")
+    assert load([*chosen, "platform=cuda", "model.dtype=bfloat16"]).model.dtype == "bfloat16"
+    assert load([*chosen, "model.dtype=float32"]).model.dtype == "float32"
+
+
+# kinds of run
+
+
+def test_a_kind_is_a_module_and_heeds_settings_that_there_are():
+    names = {field.name for field in dataclasses.fields(RunConfig)}
+    shown = {"label", "label_given", "results_dir"}
+    heeded = {kind: {*COMMON, *find(kind).heeds} for kind in kinds()}
+    assert set().union(*heeded.values()) == names - shown
+    for kind, settings in heeded.items():
+        assert foreign_settings(kind) == names - settings
+        assert all((CONF_DIR.parent / "harness" / name).exists() for name in find(kind).code)
+
+
+def test_kinds_are_light_to_import():
+    modules = ", ".join(f"harness.experiments.{kind}" for kind in kinds())
+    heavy = {"torch", "transformers", "lm_eval", "datasets"}
+    code = f"import sys, {modules}; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONF_DIR.parent).returncode == 0
+
+
+def test_a_new_kind_is_one_file(tmp_path, monkeypatch):
+    """Dropped into the folder, its class is found by name, checks and names what it heeds."""
+    (tmp_path / "counting.py").write_text(
+        "from harness.errors import UserError\n"
+        "from harness.settings.experiment import Experiment\n"
+        "class Counting(Experiment):\n"
+        "    heeds = ('seed',)\n"
+        "    def check(self, config):\n"
+        "        if config.seed == 7: raise UserError('seed=7: must not be')\n"
+        "EXPERIMENT = Counting()\n"
+    )
+    import harness.experiments
+    from harness.settings import experiment
+
+    monkeypatch.setattr(experiment, "FOLDER", tmp_path)
+    monkeypatch.setattr(harness.experiments, "__path__", [*harness.experiments.__path__, str(tmp_path)])
+    assert kinds() == ["counting"] and load(["kind=counting"]).kind == "counting"
+    assert "seq_len" in foreign_settings("counting") and "seed" not in foreign_settings("counting")
+    with pytest.raises(UserError, match="seed=7: must not be"):
+        load(["kind=counting", "seed=7"])
+    sys.modules.pop("harness.experiments.counting")
 
 
 def test_yaml_defaults_are_the_dataclass_defaults():
+    """The shape is a model's own, and the device the platform's."""
     config = load()
     for node in (config, config.model, config.data, config.corpus, config.calibration):
         for field in dataclasses.fields(node):
-            if field.default is not dataclasses.MISSING and field.name != "shape":
+            if field.default is not dataclasses.MISSING and field.name not in ("shape", "device"):
                 assert getattr(node, field.name) == field.default, f"{type(node).__name__}.{field.name}"
 
 
@@ -158,8 +246,22 @@ REFUSED = {
     "method.num_exempt_layers=0": "method.num_exempt_layers=0: must be an integer >= 1",
     "method=full method.num_exempt_layers=-1": "method.num_exempt_layers=-1: must be",
     "method=h2o": None,
-    "method=int4 method.num_bits=3": "method.num_bits=3: must be one of 8, 4, 2, 1",
-    "method=int4 method.num_bits=8": "method.num_bits=8 contradicts method=int4: choose method=int8",
+    "method=int4 method.num_bits=3": "unknown setting method.num_bits: ",
+    "method=int4 method.codec=int8": "method.codec=int8: method=int4 has int4; choose another by method=NAME",
+    "method=int4 method.title=Best": "method.title=Best: method=int4 has INT4",
+    "method=full method._target_=methods.h2o.H2O": "method._target_=methods.h2o.H2O: method=full has methods.full.Full",
+    "method=h2o method.name=full": "method._target_=methods.h2o.H2O: method=full has methods.full.Full",
+    "method.name=h20": "method.name=h20: did you mean 'h2o'?",
+    "group_size=0": "group_size=0: must be at least 1",
+    "group_size=32": "group_size=32: codec=None has no groups; choose an integer codec",
+    "codec=fp16 group_size=32": "group_size=32: codec=fp16 has no groups",
+    "codec=int8 group_size=32": None,
+    "model.device=cuda": "model.device=cuda: contradicts platform=cpu",
+    "platform=cuda model.device=cpu": "model.device=cpu: contradicts platform=cuda",
+    "platform=cuda platform.name=gpu": "platform.name=gpu: did you mean 'cpu'?",
+    "model=opt-6.7b model.dtype=float16": "model.dtype=float16: a CPU computes in float32 here",
+    "model.dtype=bfloat16": "model.dtype=bfloat16: a CPU computes in float32 here",
+    "model=opt-6.7b": None,
     "method=int4 codec=int8": "codec=int8 contradicts method=int4",
     "method=int4 codec=int4": None,
     "target_kv_frac=0": "target_kv_frac=0.0: must be above 0 and at most 1",
@@ -178,6 +280,7 @@ REFUSED = {
     "scoring=average": "scoring=average: allowed: sum, mean",
     "kind=taks": "kind=taks: did you mean 'tasks'?",
     "label=true": "label=True: must be text",
+    "label=false": "label=False: must be text",
     "~seed": None,
     "~experiment": "setting experiment is missing",
     "~method": "method=None: allowed: full",
@@ -238,7 +341,7 @@ def test_every_setting_refuses_a_wrong_type(setting):
 def test_parse_loads_no_model_library():
     """A wrong setting costs no import of transformers or lm-eval, and composing not even torch."""
     code = (
-        "import sys; from harness.settings.run import load; light = 'torch' not in sys.modules;"
+        "import sys; from harness.settings.compose import load; light = 'torch' not in sys.modules;"
         "load(['method=infinigen']);"
         "heavy = [name for name in ('transformers', 'lm_eval', 'datasets') if name in sys.modules];"
         "sys.exit(not light or bool(heavy))"

@@ -17,13 +17,12 @@ from omegaconf import OmegaConf
 from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_latency
 from tokens import byte_tokenizer
 
-from harness.launch import runner
 from harness.launch.cli import main
 from harness.launch.plan import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
-from harness.settings.run import CONF_DIR, RunConfig, compose
-from harness.speed import run as speed
+from harness.settings.compose import CONF_DIR, compose
+from harness.settings.run import RunConfig
 from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, PUBLISHED_CSV, names
 from plots.data import Tables
 from plots.registry import DRAWINGS
@@ -62,8 +61,6 @@ def text(loaded, monkeypatch, tmp_path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
-    monkeypatch.setattr(runner, "_loaded", None)
-    monkeypatch.setattr(speed, "_shared", {})
     file = tmp_path / "text.txt"
     file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
     return file
@@ -141,7 +138,7 @@ def test_fig17_has_both_halves_of_every_setting_of_its_grid(tmp_path):
     write_latency(tmp_path, "fig17-latency", [row_of(cell, decode_s=1.0) for cell in timed])
     figure = draw("fig17", tmp_path)
     assert legend(figure) == ["Full cache", "accuracy", "latency", "chance"]
-    for cells in ([cell for cell in tasks if cell.label], timed):
+    for cells in ([cell for cell in tasks if cell.label_given], timed):
         assert {cell.method_name for cell in cells} == {"infinigen"}
         for cell in cells:
             setting, _, value = cell.label.partition("=")
@@ -159,12 +156,12 @@ def test_fig19_has_a_point_for_every_cell_of_its_grid(tmp_path):
     write_accuracy(tmp_path, "fig19", scores)
     sizes, lengths = (drawn_x(axes) for axes in draw("fig19", tmp_path).axes)
     assert {name: len(x) for name, x in sizes.items()} == {"InfiniGen": 3, "H2O": 3, "INT8/4/2/1": 1}
-    kept = sorted({cell.seq_len for cell in cells if cell.label})
+    kept = sorted({cell.seq_len for cell in cells if cell.label_given})
     assert lengths == dict.fromkeys(("Full cache", "InfiniGen", "H2O"), kept) and kept[-1] == 8192
 
 
 def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
-    for cell in (cell for cell in cells_of("fig19") if cell.label):
+    for cell in (cell for cell in cells_of("fig19") if cell.label_given):
         assert cell.method.tokens_read(cell.seq_len - 1, cell.seq_len) == 64
         assert cell.seq_len * cell.num_windows == 8192
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.launch import runner
 from harness.launch.cli import main
 from harness.model import load as models
 from harness.model.load import LoadedModel
@@ -33,7 +32,6 @@ def tiny(monkeypatch, tmp_path, tiny_gqa):
     monkeypatch.chdir(tmp_path)
     loaded = LoadedModel(tiny_gqa, Letters(), "tiny", 512, "f" * 64)
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
-    monkeypatch.setattr(runner, "_loaded", None)
     return tiny_gqa
 
 

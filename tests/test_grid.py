@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import plots
@@ -14,7 +15,7 @@ from harness.launch.cli import UNFINISHED, main
 from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
-from harness.settings.run import CONF_DIR, compose
+from harness.settings.compose import CONF_DIR, compose
 from tests.runs import outcome, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
@@ -84,7 +85,7 @@ def test_values_of_every_type_arrive():
     assert (first.method.alpha, first.method.skew, first.label, first.tasks) == (
         float("inf"),
         False,
-        None,
+        "InfiniGen without skewing",
         ("kv_recall",),
     )
     assert second.tasks == ("passkey", "kv_recall")
@@ -167,7 +168,7 @@ def test_a_grid_of_grids_has_all_figures_and_repeats_nothing(grid, monkeypatch):
 
     def load(overrides):
         experiment = dict(override.split("=", 1) for override in overrides).get("experiment", "perplexity")
-        return SimpleNamespace(kind=None, experiment=experiment.strip("'"), overrides=tuple(sorted(overrides)))
+        return SimpleNamespace(kind="perplexity", experiment=experiment.strip("'"), overrides=tuple(sorted(overrides)))
 
     monkeypatch.setattr("harness.launch.plan.load", load)
     plan = with_hub(grid)
@@ -198,7 +199,7 @@ def library(monkeypatch, tmp_path):
     """Takes the place of `conf/`; `grid(name, text)` adds a grid to it."""
     conf = tmp_path / "conf"
     shutil.copytree(CONF_DIR, conf)
-    for module in ("harness.settings.run", "harness.launch.cli"):
+    for module in ("harness.settings.compose", "harness.launch.cli"):
         monkeypatch.setattr(f"{module}.CONF_DIR", conf)
 
     def grid(name: str, text: str) -> None:
@@ -316,7 +317,7 @@ def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, 
     every = [(figure, method) for figure in ("fig11", "fig12") for method in ("full", "h2o", "int4")]
     assert ran == [cell for cell in every if cell != ("fig11", "int4")]
     printed = capsys.readouterr()
-    assert "put off: fig11 int4\n" in printed.out
+    assert "put off: fig11 INT4\n" in printed.out
     said = "unfinished: put off, as their minutes are spent: cells of fig11 (1); the same command goes on\n"
     assert printed.err.endswith(said)
     assert "H2O" in Path("results/tables/fig11.md").read_text(), "what ran is in the tables"
@@ -350,6 +351,22 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     assert Path("results/tables/fig12.csv").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_grid_on_a_platform_that_is_not_here_is_refused_once(runs, small, capsys):
+    assert main(["grid=accuracy", "platform=cuda"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == "error: platform=cuda: torch finds no CUDA device here; allowed: cpu\n"
+    assert printed.out == "" and runs.configs == [] and not Path("results").exists()
+
+
+def test_a_grid_looks_at_each_cell_once(runs, small, monkeypatch):
+    asked = []
+    digests = inputs.digests
+    monkeypatch.setattr(inputs, "digests", lambda config: asked.append(config.method_name) or digests(config))
+    assert main(["grid=accuracy"]) == 0
+    assert asked == ["full", "h2o", "int4"]
+
+
 def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
     def interrupt(config):
         if config.method_name == "h2o":
@@ -378,6 +395,6 @@ def test_a_failing_cell_does_not_stop_the_grid(runs, small, capsys):
     assert main(["grid=accuracy"]) == 2
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     printed = capsys.readouterr()
-    assert "failed: fig12 h2o: h2o is not well" in printed.out
-    assert printed.err.endswith("error: 1 of 3 cells failed; the first, fig12 h2o: h2o is not well\n")
+    assert "failed: fig12 H2O: h2o is not well" in printed.out
+    assert printed.err.endswith("error: 1 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")
     assert "INT4" in printed.out and "fig11.png" in printed.out

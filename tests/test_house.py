@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from harness.launch.cli import UNFINISHED
-from harness.settings.run import ModelConfig, load
+from harness.settings.compose import load
+from harness.settings.sources import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,6 +5,8 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ import plots
 from benchmarks import live as benchmark
 from harness.errors import UserError
 from harness.launch import child as apart
-from harness.launch import grid, runner
+from harness.launch import grid
 from harness.launch.cli import main
 from harness.launch.plan import groups, read_plan
+from harness.launch.runner import Run
 from harness.model import load as models
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
@@ -24,7 +27,7 @@ from harness.model.load import LoadedModel
 from harness.offload.codec import Codec
 from harness.offload.links.open import open_link
 from harness.offload.timeline import SEGMENTS, Timeline
-from harness.settings.run import load
+from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import LABELS
 from harness.speed import run as speed
@@ -222,7 +225,7 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
         (["warmup_steps=-1"], "warmup_steps=-1: must be at least 0"),
         (["timed_steps=0"], "timed_steps=0: must be at least 1"),
         (["placement=disk"], "placement=disk: .*allowed: device, host"),
-        (["method=oracle"], "placement=host: method=oracle selects by the true scores"),
+        (["method=oracle"], "placement=host: Oracle selects by the true scores"),
         (["method=full", "reuse=true"], "reuse=true: only fetched selections can be reused"),
         (["placement=device", "reuse=true"], "reuse=true: only fetched selections"),
         (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
@@ -249,8 +252,31 @@ def test_timed_steps_null_times_all_there_are():
 
 
 def test_combinations_are_checked_without_a_configuration_too():
-    with pytest.raises(UserError, match="placement=host: method=oracle"):
+    with pytest.raises(UserError, match="placement=host: Oracle"):
         check_combination(Oracle(), "host", reuse=False)
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """What settings ask a method for."""
+
+    selects: str
+    replay_only: str | None = None
+    title: str = "Deciding"
+
+
+@pytest.mark.parametrize(
+    ("selects", "reusable", "on_the_host"),
+    [("ahead", False, True), ("rehearsed", True, True), ("query", True, True), ("scores", False, False)],
+)
+def test_what_a_method_selects_by_decides_where_it_may_run(selects, reusable, on_the_host):
+    method = Deciding(selects)
+    check_combination(method, "device", reuse=False)
+    for reuse, allowed in ((False, on_the_host), (True, on_the_host and reusable)):
+        with nullcontext() if allowed else pytest.raises(UserError):
+            check_combination(method, "host", reuse)
+    with pytest.raises(UserError, match="^method.x=1: cannot be decoded live$"):
+        check_combination(Deciding(selects, "method.x=1: cannot be decoded live"), "device", reuse=False)
 
 
 # Runs
@@ -262,8 +288,6 @@ def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
     monkeypatch.chdir(tmp_path)
     loaded = LoadedModel(tiny_gqa, None, "tiny", 512, "f" * 64)
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
-    monkeypatch.setattr(runner, "_loaded", None)
-    monkeypatch.setattr(speed, "_shared", {})
 
 
 def read_rows(name="latency"):
@@ -386,7 +410,6 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
     dense = {json.loads(path.read_text())["samples"]["dense_s"] for path in paths}
     assert len(dense) == 1, "one prefill, one process"
-    assert "harness.speed.run._shared" not in sys.modules and not speed._shared, "not in this one"
     monkeypatch.setattr(grid, "run_apart", lambda configs: pytest.fail("nothing is left to run"))
     assert list(grid.run_cells(configs)) == paths
     assert "3 of 3 cells were finished before" in capsys.readouterr().out
@@ -397,21 +420,21 @@ def test_cells_of_a_shape_are_grouped_whatever_their_order():
     cells = [(shape, label) for label in ("ideal", "offload") for shape in (a, b)]
     configs = [load(["experiment=latency", *shape, f"label={label}"]) for shape, label in cells]
     configs.append(load(["experiment=perplexity"]))
-    found = [[(c.latency.batch_size, c.label) for c in group] for group in groups(configs)]
-    assert found == [[(2, "ideal"), (2, "offload")], [(3, "ideal"), (3, "offload")], [(4, None)]]
+    found = [[(c.latency.batch_size, c.label) for c in group] for group in groups(configs, lambda config: config)]
+    assert found == [[(2, "ideal"), (2, "offload")], [(3, "ideal"), (3, "offload")], [(4, "InfiniGen")]]
 
 
 def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch):
     monkeypatch.setattr(apart, "_work", die)
     configs = [load(["experiment=latency", f"label={label}"]) for label in ("ideal", "offload")]
-    outcomes = list(apart.run_apart(configs))
+    outcomes = list(apart.run_apart([Run.of(config) for config in configs]))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
 
 
 @pytest.mark.parametrize("name", ["speedup", "speedup-paper"])
 def test_speed_grids_time_every_label_at_every_shape(name):
-    from harness.settings.run import compose
+    from harness.settings.compose import compose
 
     chosen = [f"grid={name}", "grid.fixed_fetch=64"]
     configs = read_plan(compose(chosen).grid, chosen).cells

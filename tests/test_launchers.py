@@ -14,6 +14,7 @@ import pytest
 from conftest import tiny_model
 from tokens import byte_tokenizer
 
+from harness import files
 from harness.launch.cli import Jobs
 from harness.records import record as records
 
@@ -80,15 +81,15 @@ def test_a_copy_in_another_process_reports_by_itself(monkeypatch, capsys):
 
 def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_path):
     """Two processes that end together: the one that writes the table last has read the other's record."""
-    records.write_atomic(tmp_path / "a" / "record.json", "1")
+    files.write_atomic(tmp_path / "a" / "record.json", "1")
     others = iter(["2", "3"])
     seen = []
 
     def derive():
         seen.append(sorted(path.read_text() for path in tmp_path.glob("*/record.json")))
         if other := next(others, None):
-            records.write_atomic(tmp_path / ("b" if other == "2" else "a") / "record.json", other)
+            files.write_atomic(tmp_path / ("b" if other == "2" else "a") / "record.json", other)
         return seen[-1]
 
-    assert records.until_settled(tmp_path, "*/record.json", derive) == ["2", "3"]
+    assert files.until_settled(tmp_path, "*/record.json", derive) == ["2", "3"]
     assert seen == [["1"], ["1", "2"], ["2", "3"]]

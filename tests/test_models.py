@@ -16,12 +16,12 @@ import yaml
 from conftest import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness import files
 from harness.errors import UserError
 from harness.model import gguf as gguf_cache
-from harness.model import hub
-from harness.model import load as models
+from harness.model import hub, source
 from harness.model.load import load_model, model_config
-from harness.settings.run import ModelConfig
+from harness.settings.sources import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))
@@ -180,11 +180,17 @@ def test_random_weights_follow_the_seed_and_leave_torchs_generator_alone():
     assert (first.tokenizer, first.max_length) == (None, 128)
 
 
-def test_a_cpu_computes_in_float32_whatever_is_asked():
-    loaded = load_model(configured(weights="random", shape=TINY_SHAPE, dtype="float16"))
+def test_a_cpu_computes_in_float32():
+    loaded = load_model(configured(weights="random", shape=TINY_SHAPE))
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
     assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
     assert loaded.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_cpu_refuses_any_other_precision(dtype):
+    message = f"model.dtype={dtype}: a CPU computes in float32 here"
+    refused(message, configured(weights="random", shape=TINY_SHAPE, dtype=dtype))
 
 
 # directories
@@ -282,11 +288,11 @@ def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, 
     origin = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name, dtype=torch.float32)
     first = load_model(configured(path=str(tiny_gguf)))
     assert torch.equal(first.model(IDS).logits, origin.eval()(IDS).logits)
-    assert str(gguf_cache.cache_dir()) in capsys.readouterr().err
+    assert str(files.cache_dir()) in capsys.readouterr().err
     monkeypatch.setattr(gguf_cache, "_convert", None)  # a second conversion would fail
     again = load_model(configured(path=str(tiny_gguf.parent)))
     assert torch.equal(again.model(IDS).logits, first.model(IDS).logits)
-    assert again.fingerprint == first.fingerprint == gguf_cache.file_sha256(tiny_gguf)
+    assert again.fingerprint == first.fingerprint == files.file_sha256(tiny_gguf)
     assert again.tokenizer.decode(again.tokenizer("abc").input_ids) == "abc"
 
 
@@ -312,7 +318,7 @@ def test_refuses_a_truncated_gguf_and_leaves_no_copy(tiny_gguf, keep):
     content = tiny_gguf.read_bytes()
     tiny_gguf.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
     refused("damaged or truncated GGUF", configured(path=str(tiny_gguf)))
-    assert not list((gguf_cache.cache_dir() / "gguf").iterdir())
+    assert not list((files.cache_dir() / "gguf").iterdir())
 
 
 def test_refuses_an_unwritable_cache(tiny_gguf, tmp_path, monkeypatch):
@@ -324,17 +330,17 @@ def test_refuses_an_unwritable_cache(tiny_gguf, tmp_path, monkeypatch):
 def test_a_digest_follows_the_content(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"one")
-    first = gguf_cache.file_sha256(file)
-    assert first == gguf_cache.file_sha256(file)
+    first = files.file_sha256(file)
+    assert first == files.file_sha256(file)
     file.write_bytes(b"other")
-    assert gguf_cache.file_sha256(file) != first
+    assert files.file_sha256(file) != first
 
 
 # the default model
 
 
 def test_the_default_model_equals_its_gguf_bit_for_bit(default_model):
-    path = models._packaged_gguf()
+    path = source.packaged_gguf()
     origin = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     text = (ROOT / "LICENSE").read_text()[:4000] + "\n\n  Naïve café: 12,345 × 7 ≠ 8\t\r\n<|im_end|> end"
@@ -354,21 +360,21 @@ def test_the_default_model_has_its_shipped_shape(default_model):
         else:
             assert loaded[key] == shape[key], key
     assert (default_model.name, default_model.max_length) == ("smollm2-135m", 8192)
-    assert default_model.fingerprint == models.PACKAGED_SHA256
+    assert default_model.fingerprint == source.PACKAGED_SHA256
 
 
 def test_refuses_to_go_without_the_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = refused("weights is missing", configured(name="smollm2-135m"))
-    assert models.PACKAGE_PIN in message and "model.path=DIR" in message
+    assert source.PACKAGE_PIN in message and "model.path=DIR" in message
 
 
 def test_the_pinned_package_is_the_locked_one():
-    assert models.PACKAGE_PIN in (ROOT / "requirements-model.lock").read_text().splitlines()
+    assert source.PACKAGE_PIN in (ROOT / "requirements-model.lock").read_text().splitlines()
 
 
 def test_refuses_a_damaged_package(tmp_path, monkeypatch):
-    (tmp_path / models.PACKAGED_FILE).write_bytes(b"GGUF")
+    (tmp_path / source.PACKAGED_FILE).write_bytes(b"GGUF")
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     refused("damaged or of another version", configured(name="smollm2-135m"))

@@ -17,11 +17,14 @@ from harness.accuracy.perplexity import CHUNK, run_perplexity
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.settings.run import CalibrationConfig, CorpusConfig, RunConfig, load
+from harness.resources import Kept
+from harness.settings.compose import load
+from harness.settings.experiment import find
+from harness.settings.run import RunConfig
+from harness.settings.sources import CalibrationConfig, CorpusConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
-from methods.quantization import Quantized
 from methods.streaming import Streaming
 
 MAX_LENGTH = 512
@@ -164,7 +167,7 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len)
 def test_what_cannot_be_measured_is_none(loaded, text):
     one_window = metrics_of(run_perplexity(settings(text, H2O(), num_windows=1), loaded))
     assert absent(one_window) == {f"{name}_stderr" for name in METRICS}
-    quantized = metrics_of(run_perplexity(settings(text, Quantized(num_bits=2)), loaded))
+    quantized = metrics_of(run_perplexity(settings(text, codec="int2"), loaded))
     assert absent(quantized) == {"attention_recall", "attention_recall_stderr"}
     assert quantized["kv_frac"] == pytest.approx((2 + 2 * (2 + 32 / 16) / 16) / 4)
     assert quantized["kv_frac_artifact"] == pytest.approx(2 / 16)
@@ -216,11 +219,11 @@ def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeyp
         return session(attached, method, **options)
 
     monkeypatch.setattr(perplexity, "ReplaySession", count_session)
-    perplexity._references.clear()
-    first = metrics_of(run_perplexity(settings(text, H2O()), loaded))
-    second = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2)), loaded))
+    references = Kept()
+    first = metrics_of(run_perplexity(settings(text, H2O()), loaded, references))
+    second = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2)), loaded, references))
     assert made.count("full") == 3 and first["perplexity_full"] == second["perplexity_full"]
-    metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded))
+    metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded, references))
     assert made.count("full") == 6, "other rows are scored"
 
 
@@ -274,7 +277,7 @@ def test_a_text_shorter_than_the_windows_is_refused_with_its_length(loaded, text
 @pytest.mark.parametrize("seq_len, prefill_len", [(60, 59), (2, 0), (2, 1)])
 def test_windows_that_leave_no_decode_row_are_refused(loaded, text, seq_len, prefill_len):
     with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
-        run_perplexity(settings(text, H2O(), seq_len=seq_len, prefill_len=prefill_len), loaded)
+        find("perplexity").check(settings(text, H2O(), seq_len=seq_len, prefill_len=prefill_len))
 
 
 def test_a_method_that_the_window_does_not_fit_is_refused(loaded, text):

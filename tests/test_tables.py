@@ -13,7 +13,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.records import record as records
-from harness.settings.run import load
+from harness.settings.compose import load
 from harness.tables import write as tables
 from harness.tables.columns import LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
 from harness.tables.sheets import render_markdown

@@ -17,17 +17,18 @@ from hypothesis import strategies as st
 from lm_eval.api.metrics import mean_stderr
 from tokens import byte_tokenizer
 
-from harness.accuracy import generated
 from harness.accuracy.tasks import clustered_stderr, run_tasks
+from harness.data import generated
 from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.tasks import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
 from harness.errors import UserError
 from harness.model.load import LoadedModel
-from harness.settings.run import PAPER_TASKS, TASKS, DataConfig, RunConfig, load
+from harness.settings.compose import load
+from harness.settings.run import PAPER_TASKS, TASKS, RunConfig
+from harness.settings.sources import DataConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
-from methods.quantization import Quantized
 
 MAX_LENGTH = 2048
 
@@ -122,13 +123,19 @@ def test_stderr_of_clusters():
 
 
 @pytest.mark.parametrize(
-    "method", [Full(), H2O(heavy_frac=0.1, recent_frac=0.1), InfiniGen(max_fetch_frac=0.2), Quantized(num_bits=2)]
+    ("method", "codec"),
+    [
+        (Full(), None),
+        (H2O(heavy_frac=0.1, recent_frac=0.1), None),
+        (InfiniGen(max_fetch_frac=0.2), None),
+        (Full(), "int2"),
+    ],
 )
-def test_generated_tasks_without_a_network(method, loaded, monkeypatch, tmp_path):
+def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     calibration = replace(defaults().calibration, num_tokens=200)
-    config = settings("kv_recall", "passkey", method=method, num_samples=12, calibration=calibration)
+    config = settings("kv_recall", "passkey", method=method, codec=codec, num_samples=12, calibration=calibration)
     outcome = run_tasks(config, loaded)
     assert list(outcome.metrics) == ["kv_recall", "passkey"]
     for task, metrics in outcome.metrics.items():
@@ -149,7 +156,17 @@ def test_generated_tasks_without_a_network(method, loaded, monkeypatch, tmp_path
             assert loaded.tokenizer.decode(ids[: sample["prefill_len"]]) == context[:-1]
             scores = sample["log_likelihoods"]
             assert len(scores) == 4 and sample["predicted"] == scores.index(max(scores))
-        assert metrics["kv_frac"] == 1 if method == Full() else metrics["kv_frac"] < 0.8
+        assert metrics["kv_frac"] == 1 if (method, codec) == (Full(), None) else metrics["kv_frac"] < 0.8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "budget"),
+    [(["method=full"], 1.0), (["method=int4"], 0.0), (["codec=int4", "method=full"], 0.0), (["codec=int4"], 0.2)],
+)
+def test_under_a_codec_every_row_of_the_artifacts_prompt_reads_coded_tokens(overrides, budget):
+    from harness.accuracy.tasks import _prefill
+
+    assert _prefill("kv_recall", load(["experiment=tasks", "prefill=artifact", *overrides])).budget == budget
 
 
 def refuse(*arguments):

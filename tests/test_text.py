@@ -7,7 +7,8 @@ from tokens import byte_tokenizer
 
 from harness.data import text
 from harness.errors import UserError
-from harness.settings.run import CalibrationConfig, CorpusConfig, DataConfig
+from harness.files import text_sha256
+from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig
 
 OFFLINE = DataConfig("offline")
 RAW_WIKITEXT = " \n = A title = \n \n First line . \n Second\u2028line . \n \n"
@@ -153,4 +154,4 @@ def test_windows_do_not_overlap_the_calibration_text(corpus, calibration, offset
 
 
 def test_sha256_is_of_the_bytes():
-    assert text.text_sha256("naïve") == "f86fd89de87a848a45bfe77708d91a5d2ff48b8e4a4b98af5165af82692f8928"
+    assert text_sha256("naïve") == "f86fd89de87a848a45bfe77708d91a5d2ff48b8e4a4b98af5165af82692f8928"

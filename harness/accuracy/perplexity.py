@@ -1,7 +1,7 @@
 """Windows of a text under a method: perplexity, per-chunk perplexity, and fidelity to the full cache.
 
 Each window's first `prefill_len` rows attend densely; the rest are decode rows, scored against the next token and
-against a dense pass of the same window, which is computed once per process and shared by all methods.
+against a dense pass of the same window, which is computed once and shared by all methods.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
-from harness.records.record import Outcome
 from harness.replay.session import ReplaySession
+from harness.resources import Kept
+from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, prepare
 from harness.sizes import ReadStats
@@ -33,7 +34,7 @@ from methods.full import Full
 CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
 
-_references: WeakKeyDictionary[Any, dict[Any, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+References = Kept[tuple[Tensor, Tensor]]
 """Dense passes of a model's windows: every method of a sweep is compared with the same one."""
 
 
@@ -46,8 +47,10 @@ class Window:
     reads: ReadStats
 
 
-def run_perplexity(config: RunConfig, loaded: LoadedModel) -> Outcome:
+def run_perplexity(config: RunConfig, loaded: LoadedModel, references: References | None = None) -> Outcome:
     """All windows of `config` under its method.
+
+    references: those of this model that there are; further ones are put there.
 
     Raises UserError for a text shorter than the windows, a window longer than the model's limit, a method that the
     lengths do not fit, or one that never ran.
@@ -57,13 +60,15 @@ def run_perplexity(config: RunConfig, loaded: LoadedModel) -> Outcome:
     ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
     offset = first_window_offset(config.corpus, config.calibration)
     windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset)
+    references = Kept() if references is None else references
     with attach(loaded.model) as attached:
         prompt, length = max(1, config.prefill_len), config.seq_len
         rows = [Row(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         scored = []
         for window in tqdm(windows, desc="windows", unit="window", leave=False, disable=None):
-            full_nll, reference = _full(attached, window, config.prefill_len)
+            key = (tuple(window), config.prefill_len)
+            full_nll, reference = references.get(key, partial(_full, attached, window, config.prefill_len))
             scored.append(_score(attached, setup, window, config.prefill_len, full_nll, reference))
     return summarize(scored, config)
 
@@ -92,16 +97,12 @@ def _score(
 
 
 def _full(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
-    """The full cache's nll [rows] and hidden states [rows, hidden_size] on a window's scored rows; kept per model."""
-    known = _references.setdefault(attached.model, {})
-    key = (tuple(window), prefill_len)
-    if key not in known:
-        ids = torch.tensor([window], device=attached.device)
-        lengths = torch.tensor([len(window)], device=attached.device)
-        session = ReplaySession(attached, Full(), final_lengths=lengths, num_columns=len(window))
-        hidden = session.prefill(ids[:, :-1], torch.ones_like(ids[:, :-1], dtype=torch.bool))[0, prefill_len:]
-        known[key] = score_rows(attached, hidden, ids[0, prefill_len + 1 :]).nll, hidden
-    return known[key]
+    """The full cache's nll [rows] and hidden states [rows, hidden_size] on a window's scored rows."""
+    ids = torch.tensor([window], device=attached.device)
+    lengths = torch.tensor([len(window)], device=attached.device)
+    session = ReplaySession(attached, Full(), final_lengths=lengths, num_columns=len(window))
+    hidden = session.prefill(ids[:, :-1], torch.ones_like(ids[:, :-1], dtype=torch.bool))[0, prefill_len:]
+    return score_rows(attached, hidden, ids[0, prefill_len + 1 :]).nll, hidden
 
 
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:

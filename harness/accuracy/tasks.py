@@ -27,8 +27,8 @@ from harness.data.tasks import load_task
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.records.record import Outcome
 from harness.replay.session import ReplaySession
+from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import prepare
 from harness.sizes import ReadStats
@@ -150,7 +150,10 @@ def _prefill(name: str, config: RunConfig) -> Prefill:
             f"target_kv_frac={config.target_kv_frac}: not with prefill=artifact (task {name}), whose decode rows "
             "depend on the size itself; set the method's own size, or use prefill=dense or question"
         )
-    return Prefill(mode, MARKER if name in CONTEXTS else FEWSHOT_SEPARATOR, config.method.artifact_budget())
+    # Under a codec every row past the first reads coded tokens, even where none is dropped.
+    coded = config.method.reads_all and config.codec is not None
+    budget = 0.0 if coded else config.method.artifact_budget()
+    return Prefill(mode, MARKER if name in CONTEXTS else FEWSHOT_SEPARATOR, budget)
 
 
 def _raw(task: ConfigurableTask, sample: dict[str, Any], request: Request) -> dict[str, Any]:

@@ -11,7 +11,6 @@ whatever is measured on it.
     FILE       `corpus.path=FILE`, as it is
 """
 
-import hashlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from harness.data.hub import from_hub
 from harness.errors import UserError
-from harness.settings.run import CalibrationConfig, CorpusConfig, DataConfig
+from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig
 
 WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root
@@ -84,11 +83,6 @@ def _hub_rows() -> list[str]:
 def calibration_text(calibration: CalibrationConfig) -> str:
     """The file `calibration.path`, by default the offline text; raises UserError where it cannot be read."""
     return offline_text() if calibration.path is None else read_text(calibration.path, "calibration.path")
-
-
-def text_sha256(text: str) -> str:
-    """sha256 of a text's UTF-8 bytes, 64 hex digits: an input's identity in a record."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def token_ids(text: str, tokenizer: Any) -> list[int]:

@@ -13,40 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.launch.runner import Run, run
+from harness.resources import Resources
+from harness.settings.experiment import find
 from harness.settings.run import RunConfig
 
 STOP_S = 5.0
 """How long an interrupted child may take to end its record."""
 
 
-def shape_of(config: RunConfig) -> Any:
+def process_of(config: RunConfig) -> Any:
     """What cells must have in common to share a process; None for a run that needs none of its own."""
-    if config.kind != "latency":
-        return None
-    return (repr(config.model), config.platform.name, config.latency.batch_size, config.latency.prompt_len)
+    return find(config.kind).process(config)
 
 
-def run_apart(configs: Sequence[RunConfig]) -> Iterator[Path | Exception]:
-    """Run `configs` in one child process; yields the record of each, or why there is none, in their order.
+def run_apart(runs: Sequence[Run]) -> Iterator[Path | Exception]:
+    """Do `runs` in one child process; yields the record of each, or why there is none, in their order.
 
     Raises what ends the loop, KeyboardInterrupt among them; the child has ended then.
     """
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_work, args=(configs, sending), name="shape")
+    child = context.Process(target=_work, args=(runs, sending), name="shape")
     child.start()
     sending.close()  # the child's end alone keeps the pipe open: it closes when the child dies
     try:
-        for done in range(len(configs)):
+        for done in range(len(runs)):
             try:
                 yield receiving.recv()
             except EOFError:
                 child.join(STOP_S)
-                died = UserError(
-                    f"its process ended (exit code {child.exitcode}); where memory ran out, "
-                    "lower batch_size or prompt_len"
-                )
-                yield from [died] * (len(configs) - done)
+                lower = " or ".join(find(runs[0].config.kind).lower(runs[0].config))
+                died = UserError(f"its process ended (exit code {child.exitcode}); where memory ran out, lower {lower}")
+                yield from [died] * (len(runs) - done)
                 return
     finally:
         child.join(STOP_S)
@@ -56,13 +55,12 @@ def run_apart(configs: Sequence[RunConfig]) -> Iterator[Path | Exception]:
         receiving.close()
 
 
-def _work(configs: Sequence[RunConfig], results: Connection) -> None:
-    """The child: imports everything anew."""
-    from harness.launch.runner import run
-
-    for config in configs:
+def _work(runs: Sequence[Run], results: Connection) -> None:
+    """The child: imports everything anew, and has resources of its own."""
+    resources = Resources()
+    for each in runs:
         try:
-            results.send(run(config, say=_silent))
+            results.send(run(each, resources, _silent))
         except KeyboardInterrupt:
             return  # the record says so
         except Exception as error:

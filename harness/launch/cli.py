@@ -8,7 +8,7 @@ HYDRA_FULL_ERROR=1 shows tracebacks.
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +21,20 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
+from harness.files import until_settled
 from harness.launch import grid, runner
 from harness.launch.plan import read_plan
-from harness.records.record import until_settled
-from harness.settings.run import CONF_DIR, parse
+from harness.resources import Resources
+from harness.settings.compose import CONF_DIR, parse
+from harness.settings.experiment import find
 
 TRACEBACKS = "HYDRA_FULL_ERROR"
 UNFINISHED = 75
 """EX_TEMPFAIL of sysexits.h: not done yet, invited to try again."""
+
+
+Draw = Callable[[Path], Sequence[Path]]
+"""Draws the figures of a results folder; returns their paths."""
 
 
 @dataclass
@@ -39,9 +45,12 @@ class Jobs:
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
     exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
+    resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
     tracebacks: bool
+    resources: Resources = field(default_factory=Resources)
+    draw: Draw | None = None
     paths: list[Path] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
@@ -72,7 +81,7 @@ class Jobs:
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
-        for path in grid.run_cells(plan.cells, plan.minutes):
+        for path in grid.run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
 
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
@@ -80,10 +89,11 @@ class Jobs:
             if override.lstrip("+").startswith("grid."):
                 raise UserError(f"{override}: needs grid=NAME")
         checked = parse(config, overrides)
-        if checked.kind == "generate":
-            runner.generate(checked)
+        runner.require_devices([checked])
+        if find(checked.kind).keeps_record:
+            self.paths.append(runner.run(runner.Run.of(checked), self.resources))
         else:
-            self.paths.append(runner.run(checked))
+            runner.show(checked, self.resources)
 
     def fail(self, error: Exception) -> None:
         """Say in one line on stderr what went wrong."""
@@ -99,19 +109,22 @@ class Jobs:
         """Write the tables of what has run, print its table, and name the figures and what was left out."""
         if self.paths:
             print(runner.report(self.paths))
-        if self.paths and self.draws:
-            from plots import draw_figures
-
+        draw = self.draw
+        if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
-            for figure in until_settled(results, "tables/*.csv", lambda: draw_figures(results)):
+            for figure in until_settled(results, "tables/*.csv", lambda: draw(results)):
                 print(figure)
         for line in self.gaps:
             print(line)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a command line as a shell would; returns the exit code and raises nothing."""
-    jobs = Jobs(tracebacks=os.environ.get(TRACEBACKS, "0") not in ("0", ""))
+def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | None = None) -> int:
+    """Run a command line as a shell would; returns the exit code and raises nothing.
+
+    resources: what its runs share, for a caller that starts several. draw: makes the figures of a results folder once a
+    grid has run, and returns their paths.
+    """
+    jobs = Jobs(os.environ.get(TRACEBACKS, "0") not in ("0", ""), resources or Resources(), draw)
     command = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(jobs)
     try:
         with _as_command_line(argv):

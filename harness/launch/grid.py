@@ -16,60 +16,77 @@ from pathlib import Path
 from tqdm import tqdm
 
 from harness.errors import UnfinishedError, UserError
-from harness.launch.child import run_apart, shape_of
+from harness.launch.child import process_of, run_apart
 from harness.launch.plan import counted, groups
-from harness.launch.runner import is_finished, run, title
+from harness.launch.runner import Run, require_devices, run
+from harness.resources import Resources
 from harness.settings.run import RunConfig
 
 
-def run_cells(configs: Sequence[RunConfig], minutes: Mapping[str, float | None] | None = None) -> Iterator[Path]:
+def run_cells(
+    configs: Sequence[RunConfig], minutes: Mapping[str, float | None] | None = None, resources: Resources | None = None
+) -> Iterator[Path]:
     """Run the cells one after another; yields the path of each finished record, those finished before first.
 
     Args:
         configs: the cells.
         minutes: by experiment, after which no further cell of it begins.
+        resources: what the cells of this process share.
 
     Raises:
-        UserError: at the end, where cells failed: how many, and the first error. The others have run.
+        UserError: at the end, where cells failed: how many, and the first error. The others have run. At the start,
+            where nothing can run here.
         UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
-    finished = [is_finished(config, tqdm.write) for config in configs]
-    for config in itertools.compress(configs, finished):
-        yield run(config, say=_silent)
-    todo = [config for config, done in zip(configs, finished, strict=True) if not done]
-    if len(todo) < len(configs):
-        tqdm.write(f"{len(configs) - len(todo)} of {len(configs)} cells were finished before, skipped")
+    require_devices(configs)
+    resources = resources or Resources()
+    todo: list[Run] = []
+    for each in map(Run.of, configs):
+        if each.is_finished():
+            yield run(each, resources, _silent)
+        else:
+            todo.append(each)
+    _announce(todo, len(configs))
     failures: list[tuple[str, Exception]] = []
-    put_off: list[RunConfig] = []
+    put_off: list[Run] = []
     with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
-        for config, outcome in _outcomes(todo, minutes or {}, progress):
+        for each, outcome in _outcomes(todo, minutes or {}, resources, progress):
             progress.update()
             if outcome is None:
-                put_off.append(config)
+                put_off.append(each)
             elif isinstance(outcome, Path):
                 yield outcome
             else:
-                failures.append((f"{title(config)}: {str(outcome) or type(outcome).__name__}", outcome))
+                failures.append((f"{each.title}: {str(outcome) or type(outcome).__name__}", outcome))
                 tqdm.write(f"failed: {failures[-1][0]}")
     _raise_at_the_end(len(configs), failures, put_off)
 
 
+def _announce(todo: Sequence[Run], total: int) -> None:
+    """Say which cells begin again and why, and how many do not."""
+    for reason in filter(None, (each.why_again() for each in todo)):
+        tqdm.write(reason)
+    if len(todo) < total:
+        tqdm.write(f"{total - len(todo)} of {total} cells were finished before, skipped")
+
+
 def _outcomes(
-    todo: Sequence[RunConfig], minutes: Mapping[str, float | None], progress: tqdm
-) -> Iterator[tuple[RunConfig, Path | Exception | None]]:
+    todo: Sequence[Run], minutes: Mapping[str, float | None], resources: Resources, progress: tqdm
+) -> Iterator[tuple[Run, Path | Exception | None]]:
     """Each cell with its record's path, with its error, or with None where it is put off."""
     spent: defaultdict[str, float] = defaultdict(float)
-    for group in groups(todo):
-        begins = [spent[config.experiment] < _seconds(minutes, config) for config in group]
-        yield from ((config, None) for config, now in zip(group, begins, strict=True) if not now)
+    for group in groups(todo, lambda each: each.config):
+        begins = [spent[each.config.experiment] < _seconds(minutes, each.config) for each in group]
+        yield from ((each, None) for each, now in zip(group, begins, strict=True) if not now)
         now = list(itertools.compress(group, begins))
-        outcomes = run_apart(now) if now and shape_of(now[0]) else map(_run_here, now)
-        for config in now:
-            progress.set_description(title(config))
+        alone = now and process_of(now[0].config) is not None
+        outcomes = run_apart(now) if alone else (_run_here(each, resources) for each in now)
+        for each in now:
+            progress.set_description(each.title)
             start = time.perf_counter()
             outcome = next(outcomes)
-            spent[config.experiment] += time.perf_counter() - start
-            yield config, outcome
+            spent[each.config.experiment] += time.perf_counter() - start
+            yield each, outcome
 
 
 def _seconds(minutes: Mapping[str, float | None], config: RunConfig) -> float:
@@ -78,10 +95,10 @@ def _seconds(minutes: Mapping[str, float | None], config: RunConfig) -> float:
     return math.inf if limit is None else 60 * limit
 
 
-def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put_off: Sequence[RunConfig]) -> None:
-    for config in put_off:
-        tqdm.write(f"put off: {title(config)}")
-    counts = counted(Counter(config.experiment for config in put_off))
+def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put_off: Sequence[Run]) -> None:
+    for each in put_off:
+        tqdm.write(f"put off: {each.title}")
+    counts = counted(Counter(each.config.experiment for each in put_off))
     later = f"put off, as their minutes are spent: {counts}; the same command goes on"
     if failures:
         said, first = failures[0]
@@ -91,9 +108,9 @@ def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put
         raise UnfinishedError(later)
 
 
-def _run_here(config: RunConfig) -> Path | Exception:
+def _run_here(todo: Run, resources: Resources) -> Path | Exception:
     try:
-        return run(config, say=_silent)
+        return run(todo, resources, _silent)
     except Exception as error:
         return error
 

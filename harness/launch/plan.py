@@ -21,16 +21,20 @@ timed at one shape stay together, as they share a process and its prefill.
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.launch.child import shape_of
-from harness.settings.run import RunConfig, compose, load, options
+from harness.launch.child import process_of
+from harness.settings.compose import compose, load, options
+from harness.settings.experiment import find
+from harness.settings.run import RunConfig
+
+T = TypeVar("T")
 
 KEYWORDS = {"settings", "cells", "grids", "minutes", "share"}
 """What every grid may have; any other key is a setting of the grid's own."""
@@ -80,11 +84,12 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
     return plan if share is None else replace(plan, cells=_share_of(plan.cells, str(share)))
 
 
-def groups(cells: Sequence[RunConfig]) -> list[list[RunConfig]]:
+def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[T]]:
     """The cells that share a process of their own, in the order of the first of each; any other cell is alone."""
-    found: dict[Any, list[RunConfig]] = {}
-    for index, config in enumerate(cells):
-        found.setdefault(shape_of(config) or index, []).append(config)
+    found: dict[Any, list[T]] = {}
+    for index, cell in enumerate(cells):
+        process = process_of(config_of(cell))
+        found.setdefault(index if process is None else process, []).append(cell)
     return list(found.values())
 
 
@@ -94,7 +99,7 @@ def _share_of(cells: Sequence[RunConfig], share: str) -> tuple[RunConfig, ...]:
     number, shares = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= shares:
         raise UserError(f"grid.share={share}: must be K/N with K from 1 to N, such as 2/8")
-    return tuple(itertools.chain.from_iterable(groups(cells)[number - 1 :: shares]))
+    return tuple(itertools.chain.from_iterable(groups(cells, lambda config: config)[number - 1 :: shares]))
 
 
 def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -> Plan:
@@ -141,8 +146,9 @@ def _cells(entries: Sequence[dict[str, Any]], settings: dict[str, Any], override
             raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
     fixed = [{key: value for key, value in (settings | cell).items() if key not in given} for cell in every]
     configs = [load([*itertools.starmap(_override, cell.items()), *given.values()]) for cell in fixed]
-    if any(config.kind == "generate" for config in configs):
-        raise UserError("grid.cells: experiment=generate writes no record, so it is no cell")
+    for config in configs:
+        if not find(config.kind).keeps_record:
+            raise UserError(f"grid.cells: experiment={config.experiment} writes no record, so it is no cell")
     return configs
 
 

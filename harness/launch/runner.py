@@ -1,47 +1,96 @@
 """One run: model, method, experiment, record.
 
-    path = run(load(["method=h2o", "experiment=tasks"]))
+    path = run(Run.of(load(["method=h2o", "experiment=tasks"])), Resources())
 
 A run whose record is finished is not repeated. One that fails leaves a record that says why, and is repeated
-at the next start. The model stays loaded for the next run of the process, so a sweep or a grid loads it once.
+at the next start. The resources keep the model for the next run of the process, so a sweep or a grid loads it once.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.errors import UserError
+from harness.files import until_settled
 from harness.records import environment, inputs
 from harness.records import record as records
-from harness.settings.run import ModelConfig, RunConfig
+from harness.resources import Resources
+from harness.settings.experiment import Outcome, find
+from harness.settings.run import RunConfig
 from harness.tables import write as tables
 
-if TYPE_CHECKING:
-    from harness.model.load import LoadedModel
-
-_loaded: "tuple[ModelConfig, LoadedModel] | None" = None
-"""The model of the last run; a cache, nothing else depends on it."""
-
-LOWER = {
-    "tasks": ("num_fewshot",),
-    "perplexity": ("seq_len", "num_windows"),
-    "latency": ("batch_size", "prompt_len"),
-    "analysis": ("num_tokens",),
-    "generate": ("max_new_tokens",),
-}
-"""The settings on which the memory of each kind of run depends most."""
+Say = Callable[[str], object]
+"""Takes a line for the user."""
 
 
-def run(config: RunConfig, say: Callable[[str], None] = print) -> Path:
+@dataclass(frozen=True)
+class Run:
+    """A run and where its record lies, made once. inputs: sha256 by name. Looking at it changes nothing."""
+
+    config: RunConfig
+    inputs: Mapping[str, str]
+    path: Path
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Run:
+        """Look at all that the run of `config` reads; UserError where something is missing."""
+        digests = inputs.digests(config)
+        run_id = records.run_id(config, digests)
+        return cls(config, digests, records.record_path(config.results_dir, config.experiment, run_id))
+
+    @property
+    def title(self) -> str:
+        """A few words for a progress line."""
+        return title(self.config)
+
+    def is_finished(self) -> bool:
+        """Whether there is a finished record of it."""
+        record, _ = self._found()
+        return record is not None and record["status"] == "finished"
+
+    def is_damaged(self) -> bool:
+        """Whether there is a record that cannot be read."""
+        return self._found()[1] is not None
+
+    def why_again(self) -> str | None:
+        """Why a run that was started before is to run again, in words for the user; None where it is new."""
+        record, damage = self._found()
+        if damage is not None:
+            return f"{damage}; kept as {records.aside(self.path).name}, run again"
+        if record is None:
+            other = records.made_by_other_code(self.path)
+            return f"{self.title}: made by other code (record {other}), run again" if other else None
+        reason = f" ({record['error']})" if record["error"] else ""
+        return f"{self.title}: {record['status']} before{reason}, run again"
+
+    def _found(self) -> tuple[dict[str, Any] | None, UserError | None]:
+        """The record, or what is wrong with it; neither where there is none."""
+        try:
+            return records.read_record(self.path), None
+        except FileNotFoundError:
+            return None, None
+        except UserError as error:
+            return None, error
+
+
+def require_devices(configs: Iterable[RunConfig]) -> None:
+    """Raise UserError where a run's platform is not here; asked before anything else, once for many runs."""
+    if any(config.platform.name == "cuda" for config in configs):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("platform=cuda: torch finds no CUDA device here; allowed: cpu")
+
+
+def run(todo: Run, resources: Resources, say: Say = print) -> Path:
     """Do one run, unless its record is finished.
-
-    Args:
-        config: what to run.
-        say: takes a line for the user.
 
     Returns:
         The path of the record.
@@ -50,122 +99,90 @@ def run(config: RunConfig, say: Callable[[str], None] = print) -> Path:
         UserError: wrong input, an unwritable results folder, or out of memory (which setting to lower).
             The record then says `failed`, as for any other exception; after Ctrl-C it says `interrupted`.
     """
-    digests = inputs.digests(config)
-    path = _path(config, digests)
-    if is_finished(config, say):
-        say(f"{title(config)}: finished before, skipped; delete {path.parent} to repeat")
-        return path
-    record = _unfinished(config, digests, path.parent.name)
-    records.write_record(path, record)  # before any work, so that an unwritable folder costs nothing
-    start = time.perf_counter()
-    try:
-        with _in_users_words(config):
-            measured = _measure(config)
-        seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
-        records.write_record(path, record | measured | {"status": "finished", "seconds": seconds})
-    except Exception as error:
-        failure = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        records.write_record(path, record | failure | {"seconds": time.perf_counter() - start})
-        raise
-    return path
+    if todo.is_finished():
+        relabel(todo)
+        say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+        return todo.path
+    if reason := todo.why_again():
+        say(reason)
+    if todo.is_damaged():
+        records.set_aside(todo.path)
+    _record(todo, resources)
+    return todo.path
 
 
-def generate(config: RunConfig) -> None:
-    """Print text as the model of `config` writes it; no record. Raises as `run`."""
-    from harness.speed.generate import run_generate
+def relabel(finished: Run) -> None:
+    """Write the user's label into a finished record: the same measurement under another name."""
+    record = records.read_record(finished.path)
+    if finished.config.label_given and finished.config.label != record["config"]["label"]:
+        record["config"]["label"] = finished.config.label
+        records.write_record(finished.path, record)
 
+
+def show(config: RunConfig, resources: Resources) -> None:
+    """Do a run that keeps no record and prints what it finds. Raises as `run`."""
     with _in_users_words(config):
-        run_generate(config, loaded_model(config.model), partial(print, end="", flush=True))
-
-
-def is_finished(config: RunConfig, say: Callable[[str], None] = print) -> bool:
-    """Whether there is a finished record of this run.
-
-    A damaged record is named and moved aside. A new label is written into a finished one: the same
-    measurement under another name.
-    """
-    path = _path(config, inputs.digests(config))
-    try:
-        record = records.read_record(path)
-    except FileNotFoundError:
-        return False
-    except UserError as error:
-        say(f"{error}; kept as {records.set_aside(path).name}, run again")
-        return False
-    if record["status"] != "finished":
-        reason = f" ({record['error']})" if record["error"] else ""
-        say(f"{title(config)}: {record['status']} before{reason}, run again")
-        return False
-    if config.label not in (None, record["config"]["label"]):
-        record["config"]["label"] = config.label
-        records.write_record(path, record)
-    return True
+        find(config.kind).run(config, resources)
 
 
 def report(paths: Sequence[Path]) -> str:
     """Bring the tables of the records' experiments up to date; returns these records as a table to print."""
     for folder in dict.fromkeys(path.parent.parent for path in paths):
         update = partial(tables.update, folder.parent.parent, folder.name)
-        records.until_settled(folder, "*/record.json", update)
+        until_settled(folder, "*/record.json", update)
     return tables.summary(records.read_record(path) for path in dict.fromkeys(paths))
 
 
 def title(config: RunConfig) -> str:
-    """A few words for a progress line."""
-    size = f" at {config.target_kv_frac:g}" if config.target_kv_frac is not None else ""
-    shape = f" {config.latency.batch_size}x{config.latency.prompt_len}" if config.kind == "latency" else ""
-    return f"{config.experiment}{shape} {config.label or config.method_name + size}"
+    """A few words for a progress line: experiment, shape, label, size."""
+    size = f"at {config.target_kv_frac:g}" if config.target_kv_frac is not None and not config.label_given else ""
+    return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
 
 
-def _path(config: RunConfig, digests: dict[str, str]) -> Path:
-    return records.record_path(config.results_dir, config.experiment, records.run_id(config, digests))
+def _record(todo: Run, resources: Resources) -> None:
+    """Measure, and write the record, whichever way it ends."""
+    record = _unfinished(todo)
+    records.write_record(todo.path, record)  # before any work, so that an unwritable folder costs nothing
+    start = time.perf_counter()
+    try:
+        with _in_users_words(todo.config):
+            measured = _measure(todo.config, resources)
+        seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
+        records.write_record(todo.path, record | measured | {"status": "finished", "seconds": seconds})
+    except Exception as error:
+        failure = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        records.write_record(todo.path, record | failure | {"seconds": time.perf_counter() - start})
+        raise
 
 
-def _unfinished(config: RunConfig, digests: dict[str, str], run_id: str) -> dict[str, Any]:
+def _unfinished(todo: Run) -> dict[str, Any]:
     """The record of a run that has not ended: what a killed one leaves."""
+    config = todo.config
     return {
         "schema": records.SCHEMA,
-        "run_id": run_id,
+        "run_id": todo.path.parent.name,
+        "settings_id": records.settings_of(todo.path.parent.name),
         "experiment": config.experiment,
         "kind": config.kind,
+        "table": find(config.kind).table,
         "status": "interrupted",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": records.plain(config),
-        "inputs": digests,
+        "method_module": type(config.method).__module__,
+        "inputs": dict(todo.inputs),
         "environment": environment.describe(),
-        **asdict(records.Outcome(metrics={})),
+        **asdict(Outcome(metrics={})),
         "seconds": None,
         "error": None,
     }
 
 
-def _measure(config: RunConfig) -> dict[str, Any]:
+def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
     """The part of the record that the run itself makes."""
-    if config.kind == "analysis" and config.analysis.statistic == "memory":
-        from harness.paper.analysis.memory import run_memory
-
-        return asdict(run_memory(config)) | {"environment": environment.describe()}
-    loaded = loaded_model(config.model)
-    if config.kind == "analysis":
-        from harness.paper.analysis.study import run_analysis as measure
-    elif config.kind == "tasks":
-        from harness.accuracy.tasks import run_tasks as measure
-    elif config.kind == "latency":
-        from harness.speed.run import run_latency as measure
-    else:
-        from harness.accuracy.perplexity import run_perplexity as measure
-    outcome = measure(config, loaded)
-    return asdict(outcome) | {"environment": environment.describe(str(loaded.model.device))}
-
-
-def loaded_model(config: ModelConfig) -> "LoadedModel":
-    """The model, loaded once for all runs of the process that follow with the same settings."""
-    global _loaded
-    if _loaded is None or _loaded[0] != config:
-        from harness.model.load import load_model
-
-        _loaded = None  # frees the last model before the next one comes
-        _loaded = (config, load_model(config))
-    return _loaded[1]
+    experiment = find(config.kind)
+    outcome = experiment.run(config, resources)
+    device = str(resources.model(config.model).model.device) if experiment.needs_weights(config) else None
+    return asdict(outcome) | {"environment": environment.describe(device)}
 
 
 @contextmanager
@@ -185,10 +202,8 @@ def _as_user_error(error: Exception, config: RunConfig) -> Exception:
     said = str(error)
     torch_says = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in said  # CUDA, CPU
     if isinstance(error, MemoryError) or torch_says:
-        settings = {"latency": config.latency, "analysis": config.analysis}.get(config.kind, config)
-        values = {name: getattr(settings, name) for name in LOWER[config.kind]}
-        group = "analysis." if config.kind == "analysis" else ""
-        lower = " or ".join(group + (name if value is None else f"{name}={value}") for name, value in values.items())
+        values = find(config.kind).lower(config).items()
+        lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):
         return UserError(said)  # `methods` knows no UserError

@@ -6,53 +6,17 @@ in `cache_dir()`/gguf; it may be deleted at any time. A copy that is damaged is 
 """
 
 import copy
-import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.files import cache_dir, content_sha256, file_sha256
 
 COPY_FORMAT = 1  # raise it when what `_convert` writes changes
 MANIFEST = "manifest.json"
-
-
-def cache_dir() -> Path:
-    """Where copies and digests lie: KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache."""
-    chosen = os.environ.get("KV_HARNESS_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kv-harness"
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes; a file whose size and modification time are as last time is not read again.
-
-    Raises:
-        OSError: the file cannot be read. A cache that cannot be written only costs the shortcut.
-    """
-    path = path.resolve()
-    stat = path.stat()
-    stamp = [str(path), stat.st_size, stat.st_mtime_ns]
-    note = cache_dir() / "digests" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    try:
-        known = json.loads(note.read_text())
-        if known["stamp"] == stamp:
-            return str(known["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no usable note: read the file
-    digest = _digest(path)
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        scratch = note.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
-        scratch.replace(note)
-    except OSError:
-        pass
-    return digest
 
 
 def converted(gguf: Path) -> Path:
@@ -121,7 +85,7 @@ def _check_gguf(gguf: Path) -> None:
 
 def _seal(directory: Path, source: str) -> None:
     """Write the manifest by which a later start tells that the copy is whole."""
-    files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
+    files = {path.name: content_sha256(path) for path in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1))
 
 
@@ -133,11 +97,6 @@ def _is_intact(directory: Path, source: str) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _first_line(error: Exception) -> str:

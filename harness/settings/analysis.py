@@ -6,12 +6,9 @@ Imports neither Hydra nor torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal
 
 from harness.errors import UserError
-
-if TYPE_CHECKING:
-    from harness.settings.run import RunConfig
 
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
 PAPER_NUM_LAYERS = 32
@@ -56,16 +53,3 @@ class AnalysisConfig:
             listed = ",".join(map(str, self.layers))
             raise UserError(f"analysis.layers=[{listed}]: {name} has layers 0 to {num_layers - 1}")
         return self.layers
-
-
-def check_analysis(config: RunConfig) -> None:
-    """Raise UserError where an analysis has no statistic, or a setting that none of them heeds."""
-    statistic = config.analysis.statistic
-    if statistic is None:
-        raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
-    for name in ("codec", "target_kv_frac"):
-        if getattr(config, name) is not None:
-            raise UserError(f"{name}={getattr(config, name)}: plays no part in kind=analysis; leave it out")
-    method = config.method
-    if statistic == "similarity" and (method.reads_all or method.selects != "ahead"):
-        raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")

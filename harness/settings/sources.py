@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from harness.errors import UserError
+
+CPU_DTYPE: Final = "float32"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,12 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         _check_file("calibration.path", self.path)
         check_range("calibration.num_tokens", self.num_tokens, 1)
+
+
+def check_dtype(dtype: str, device: str) -> None:
+    """UserError where `device` does not compute in `dtype`: what is recorded must be what is computed."""
+    if device == "cpu" and dtype != CPU_DTYPE:
+        raise UserError(f"model.dtype={dtype}: a CPU computes in {CPU_DTYPE} here; leave it out, or use platform=cuda")
 
 
 def check_range(setting: str, value: int | None, low: int) -> None:

@@ -5,27 +5,27 @@ Imports neither Hydra nor torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from harness.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.settings.run import RunConfig
     from methods.base import Method
 
-PLATFORMS = ("cpu", "cuda")
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
 class PlatformConfig:
-    """The machine. Only `cpu` and `cuda` run; what a modelled one has besides is the cost model's.
+    """The machine, on which all of a run computes. Only `cpu` and `cuda` run; any other is the cost model's.
 
     link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate. overlap: transfers run
     beside the computation. pinned: the host memory is page-locked (CUDA).
     """
 
-    name: str
+    name: Device
     link_gbps: float | None = None
     overlap: bool = True
     pinned: bool = True
@@ -80,33 +80,25 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
     """Raise UserError for settings that make no sense together in live decoding."""
     if placement not in ("device", "host"):
         raise UserError(f"placement={placement}: must be device or host")
-    if placement == "host" and method.selects == "scores":
-        raise UserError(
-            f"placement=host: method={method.title} selects by the true scores of all keys; use placement=device"
-        )
-    if reuse and not (placement == "host" and method.selects in ("rehearsed", "query")):
-        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
     if method.replay_only:
         raise UserError(f"{method.replay_only}, so it can only be scored (replay), not decoded live")
+    if placement == "host" and method.selects == "scores":
+        raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
+    if reuse and not (placement == "host" and method.selects in ("rehearsed", "query")):
+        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
 
 
-def check_live(config: RunConfig) -> None:
+def check_live(method: Method, placement: str, reuse: bool, platform: PlatformConfig) -> None:
     """Raise UserError for a combination of settings that cannot be decoded live."""
-    platform, device = config.platform, config.model.device
-    check_combination(config.method, config.placement, config.reuse)
-    if platform.name not in PLATFORMS:
-        raise UserError(f"platform={platform.name}: is modelled, nothing runs there; allowed here: cpu, cuda")
-    if device != platform.name:
-        raise UserError(f"model.device={device}: contradicts platform={platform.name}; leave one of them out")
-    if config.placement == "device" and not platform.overlap:
+    check_combination(method, placement, reuse)
+    if placement == "device" and not platform.overlap:
         raise UserError("platform.overlap=false: placement=device uses no link; use placement=host")
-    if config.kind == "generate" and not config.prompt:
-        raise UserError("prompt=null: experiment=generate needs a text to go on from")
 
 
-def running(platform: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `PlatformConfig` among those of a platform; a modelled one keeps its name alone."""
-    return {"name": platform["name"]} if platform.get("kind") == "modelled" else platform
+def refuse_modelled(platform: Mapping[str, Any]) -> None:
+    """Raise UserError for the settings of a platform of the cost model's."""
+    if platform.get("kind") == "modelled":
+        raise UserError(f"platform={platform['name']}: is modelled, nothing runs there; allowed here: cpu, cuda")
 
 
 def group_latency(settings: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,14 @@ named so, runs as the InfiniGen artifact ran its FlexGen baseline. Imports no to
     python run.py experiment=latency label=offload+int4
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from harness.errors import UserError
-from harness.settings.speed import PLATFORMS
+from harness.settings.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,14 @@ LABELS = {
 }
 
 
-def settle(settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
-    """Give `settings`, a composed run, what its label stands for, or the label that they stand for.
+def apply(settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
+    """Give `settings`, a composed run, what its label stands for where it names a system; any other changes nothing.
 
-    given: names of the settings on the command line. method_node: reads the YAML of a method by name. Writes into
-    `settings`, the model's device included, which the platform means. A label of the user's own changes nothing
-    else. Raises UserError where a given setting says something else than the label.
+    given: names of the settings on the command line. method_node: reads the YAML of a method by name. Raises UserError
+    where a given setting says something else than the label.
     """
-    if settings["label"] in LABELS:
+    if str(settings.get("label")) in LABELS:
         _apply(settings["label"], settings, given, method_node)
-    settings["label"] = settings["label"] or name_of(settings)
-    if settings["model"]["device"] == "auto" and settings["platform"]["name"] in PLATFORMS:
-        settings["model"]["device"] = settings["platform"]["name"]
 
 
 def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
@@ -80,18 +78,15 @@ def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: C
             (settings[group] if group else settings)[key] = wanted
 
 
-def name_of(settings: Mapping[str, Any]) -> str:
-    """The label of composed settings: the system that they are, else words for what they are."""
-    method, codec = _get(settings, "method"), settings["codec"]
-    if method in ("int8", "int4", "int2", "int1"):
-        method, codec = "full", method
-    overlap, pinned = (settings["platform"].get(name, True) for name in ("overlap", "pinned"))
-    system = System(method, settings["placement"], codec, settings["reuse"], overlap, pinned)
+def name_of(method: str, config: RunConfig) -> str:
+    """The label of a run: the system that it is, else words for what it is. method: a preset's is the one behind it."""
+    platform = config.platform
+    system = System(method, config.placement, config.codec, config.reuse, platform.overlap, platform.pinned)
     known = next((label for label, each in LABELS.items() if each == system), None)
     if known is not None:
         return known
-    parts = [method, codec, "reuse" if system.reuse else None, None if overlap else "no overlap"]
-    return "+".join(part for part in parts if part) + f" ({system.placement})"
+    parts = [method, config.codec, "reuse" if config.reuse else None, None if platform.overlap else "no overlap"]
+    return "+".join(part for part in parts if part) + f" ({config.placement})"
 
 
 def _get(settings: Mapping[str, Any], name: str) -> Any:

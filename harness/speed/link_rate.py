@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from harness.files import write_atomic
 from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
 from harness.records.environment import processor
-from harness.records.record import write_atomic
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,8 @@ from harness.model.load import LoadedModel
 from harness.offload.links.link import Link
 from harness.offload.links.open import open_link
 from harness.offload.store import require_memory
-from harness.records.record import Outcome
+from harness.resources import Kept
+from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, codec_of, prepare
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
@@ -33,12 +33,12 @@ from methods.base import Row
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
-_shared: dict[Any, SharedPrompt] = {}
-"""The prompt of the last shape; a cache, nothing else depends on it."""
+Prompts = Kept[SharedPrompt]
+"""The dense pass of a shape's prompt, for the cells that follow."""
 
 
-def run_latency(config: RunConfig, loaded: LoadedModel) -> Outcome:
-    """Time the cell that `config` describes.
+def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
+    """Time the cell that `config` describes. prompts: those of this model that there are; its own is put there.
 
     Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into memory.
     """
@@ -54,7 +54,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel) -> Outcome:
         setup = _setup(config, loaded, attached)
         cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, config.platform.pinned)
         with opened_link(config, attached.device, rate) as link:
-            prompt = _prompt(config, loaded, attached)
+            prompt = _prompt(config, loaded, attached, Kept() if prompts is None else prompts)
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
     marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
@@ -101,16 +101,17 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     return prepare(config, loaded, attached, lambda: [Row(cached, shape.prompt_len, total) for cached in rows])
 
 
-def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached) -> SharedPrompt | Tensor:
+def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached, prompts: Prompts) -> SharedPrompt | Tensor:
     shape = config.latency
     if attached.device.type == "cuda":
         return prompt_ids(config, loaded).to(attached.device)
-    key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
-    if key not in _shared:
-        _shared.clear()
+
+    def run_densely() -> SharedPrompt:
         _require_memory(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
-        _shared[key] = run_shared_prompt(attached, prompt_ids(config, loaded))
-    return _shared[key]
+        return run_shared_prompt(attached, prompt_ids(config, loaded))
+
+    key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
+    return prompts.get(key, run_densely)
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:

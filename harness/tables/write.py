@@ -157,9 +157,7 @@ def _is_metric(name: str) -> bool:
 def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
     """Finished records that have rows, with their rows; this is where records are chosen."""
     pairs = []
-    for record in records:
-        if record["status"] != "finished":
-            continue
+    for record in current(records):
         try:
             rows = rows_of(record)
         except (KeyError, TypeError, AttributeError) as error:

