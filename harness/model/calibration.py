@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.errors import UserError
+from harness.files import replacing
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention
 from methods.base import Calibration, Method
@@ -58,11 +57,8 @@ def cached_calibration(
 
 def _save(calibration: Calibration, path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        os.close(handle)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in calibration.items()}, temporary)
-        os.replace(temporary, path)
+        with replacing(path) as scratch:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in calibration.items()}, scratch)
     except OSError as error:
         where = f"the cache {path.parent} cannot be written ({error.strerror})"
         raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error

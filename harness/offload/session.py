@@ -25,8 +25,9 @@ from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
 from harness.offload.codec import FLOAT_DTYPES, AnyCodec, Codec
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
+from harness.offload.memory import require_memory
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
-from harness.offload.store import KVStore, Placement, require_memory
+from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
 from harness.settings.speed import check_combination
 from harness.sizes import share_of_cache

@@ -18,7 +18,6 @@ computation; while it does, the store belongs to the link, which keeps the order
 from __future__ import annotations
 
 from copy import copy
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch.nn.functional import pad
 from harness.errors import UserError
 from harness.offload.codec import AnyCodec
 from harness.offload.gather import gather_rows, scatter_rows
+from harness.offload.memory import require_memory
 
 Placement = Literal["device", "host"]
 
@@ -247,32 +247,6 @@ class KVStore:
 def num_requested(request: int | Tensor) -> int:
     """Rows per batch element and KV head that a request asks for, negative indices included."""
     return request if isinstance(request, int) else request.shape[-1]
-
-
-def require_memory(num_bytes: int, home: torch.device) -> None:
-    """Refuses a cache that does not fit into the memory of device `home`, where what is available is known.
-
-    Raises UserError with the bytes needed and available and the settings to lower.
-    """
-    available = _available_bytes(home)
-    if available is not None and num_bytes > available:
-        raise UserError(
-            f"the KV cache needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
-            f"{available / 2**30:.1f} GiB are available; lower batch_size, prompt_len or gen_len, "
-            "or choose a codec of fewer bits"
-        )
-
-
-def _available_bytes(home: torch.device) -> int | None:
-    """What a new allocation may use, droppable caches included; None where the system does not say."""
-    if home.type == "cuda":
-        unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
-        return torch.cuda.mem_get_info(home)[0] + unused
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    sizes = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(sizes["MemAvailable"].split()[0]) * 1024
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -24,11 +24,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
 from harness.errors import UserError, exit_code
+from harness.files import write_atomic
 from harness.paper.catalogue import ENTRIES, MODELLED, Entry
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import Cell, quantity
 from harness.paper.report_data import all_records, environment, findings, gaps, read_rows, read_sheets, unfinished
-from harness.records.record import write_atomic
 from harness.tables.columns import MISSING, SEGMENTS, published_rows
 from harness.tables.text import WORDS, Sheet
 

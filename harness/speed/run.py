@@ -22,7 +22,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.links.link import Link
 from harness.offload.links.open import open_link
-from harness.offload.store import require_memory
+from harness.offload.memory import require_memory
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from harness.records.record import foreign_settings
+from harness.settings.experiment import foreign_settings
 from harness.tables.columns import TableRow
 
 Record = Mapping[str, Any]

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records.record import foreign_settings, read_records, write_atomic
+from harness.files import write_atomic
+from harness.records.record import current, read_records
+from harness.settings.experiment import foreign_settings
 from harness.tables import speed
 from harness.tables.columns import TABLES, Column, TableRow, names, rank
 from harness.tables.lines import Pairs, tell_apart

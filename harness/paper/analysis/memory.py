@@ -12,7 +12,7 @@ from dataclasses import asdict
 from harness.model.load import model_config
 from harness.model.shape import ModelShape
 from harness.paper.analysis.points import Point
-from harness.records.record import Outcome
+from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 
 BATCH_SIZE, SEQ_LEN = 16, 2048

@@ -17,7 +17,7 @@ from harness.model.load import LoadedModel
 from harness.paper.analysis import columns, key_tokens, layer_inputs, similarity, sparsity
 from harness.paper.analysis.points import Point
 from harness.paper.analysis.subject import Subject
-from harness.records.record import Outcome
+from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 
 STATISTICS: dict[str, Callable[[Subject], Sequence[Point]]] = {

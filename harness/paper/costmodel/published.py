@@ -10,11 +10,11 @@ from statistics import mean
 from typing import Any, NamedTuple, Protocol
 
 from harness.errors import UserError, nearest
+from harness.files import write_atomic
 from harness.model.shape import load_shape
 from harness.paper.costmodel.case import Case
 from harness.paper.costmodel.hardware import FITTED, Efficiency, load_platform
 from harness.paper.costmodel.predict import Prediction, predict
-from harness.records.record import write_atomic
 from harness.tables.columns import LATENCY, published_rows
 from harness.tables.sheets import render_modelled
 from harness.tables.write import render_csv
