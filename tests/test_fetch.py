@@ -14,7 +14,8 @@ from harness.offload.codec import Codec
 from harness.offload.fetch import Fetcher, indices, place
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link, Ticket, Transfer
-from harness.offload.store import KVStore, Part, Request
+from harness.offload.request import Part, Request
+from harness.offload.store import KVStore
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from harness.offload.links.link import Link, Ticket
-from harness.offload.store import KVStore, Part, Request
+from harness.offload.request import Part, Request
+from harness.offload.store import KVStore
 
 
 class Fetched(NamedTuple):

@@ -28,20 +28,11 @@ from harness.errors import UserError
 from harness.offload.codec import AnyCodec
 from harness.offload.gather import gather_rows, scatter_rows
 from harness.offload.memory import require_memory
+from harness.offload.request import Part, Request, num_requested
 
 Placement = Literal["device", "host"]
 
 
-class Part(NamedTuple):
-    """Rows `begin` to `end` of a read of the first `num_slots`, counted through one head after another: a read that
-    comes in several parts into one buffer, each of few long copies."""
-
-    begin: int
-    end: int
-    num_slots: int
-
-
-Request = int | Part | Tensor
 # Copies queued one by one, a head each, pay only above some 28 KiB a piece; one kernel does smaller writes.
 _MIN_COPY_BYTES = 28 * 1024
 
@@ -242,11 +233,6 @@ class KVStore:
         if not 0 <= end <= self.capacity:
             raise ValueError(f"column {end} is beyond the capacity of {self.capacity} slots")
         return end
-
-
-def num_requested(request: int | Tensor) -> int:
-    """Rows per batch element and KV head that a request asks for, negative indices included."""
-    return request if isinstance(request, int) else request.shape[-1]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from harness.offload.links.link import Direction, Link, Ticket, Transfer
-from harness.offload.store import KVStore, Request
+from harness.offload.request import Request
+from harness.offload.store import KVStore
 
 
 def measure_pinned_copy_rate(device: torch.device, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.offload.links.link import Direction, Link, Ticket, Transfer
-from harness.offload.store import KVStore, Request
+from harness.offload.request import Request
+from harness.offload.store import KVStore
 
 # Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s
 # achieved.

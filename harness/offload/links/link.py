@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from harness.offload.store import KVStore, Request
+from harness.offload.request import Request
+from harness.offload.store import KVStore
 
 Direction = Literal["h2d", "d2h"]
 
