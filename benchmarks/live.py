@@ -2,7 +2,7 @@
 
 (a) A decode step of ours, full cache on the device, against one of transformers with its `DynamicCache` (the forward
     pass that `generate` makes for every token), from the same prompt, in turn; medians.
-(b) Every system of `harness.settings` at one shape: the step, what crosses the link in it and at what rate, and the step
+(b) Every system of `harness.settings` at one shape: the step, what crosses the link in it, at what rate, and the step
     that can be had at best, max(ideal's step, its bytes / the link's rate), which says what of the transfer is hidden.
 
 Weights are random, of the shape in `conf/model/<model>.yaml`: they change no time but through what infinigen selects,
@@ -34,7 +34,7 @@ from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
 from harness.offload.codec import Codec
 from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
-from harness.offload.links.link import open_link
+from harness.offload.links.open import open_link
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import LABELS, System
 from harness.speed.cell import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
@@ -212,7 +212,7 @@ def _run(options: argparse.Namespace) -> None:
     print(f"{torch.get_num_threads()} compute threads; link at {rate / 1e9:.3f} GB/s")
     with attach(model) as attached:
         prompt = run_shared_prompt(attached, ids)
-        calibration = calibrate(attached, ids[0, :CALIBRATION_TOKENS].tolist())
+        calibration = calibrate(attached, InfiniGen(), ids[0, :CALIBRATION_TOKENS].tolist())
     if options.only != "labels":
         compare(model, prompt, shape)
     if options.only != "transformers":

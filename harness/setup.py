@@ -1,4 +1,4 @@
-"""What every accuracy run needs before its first forward: the sized method, its codec, its calibration."""
+"""What every run of a method needs before its first forward: the sized method, its codec, its calibration."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.data.text import calibration_ids
+from harness.errors import UserError
 from harness.model.attach import Attached
-from harness.model.calibration import Calibration, cached_calibration
+from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
 from harness.model.load import LoadedModel
 from harness.offload.codec import Codec
 from harness.settings.run import RunConfig
-from harness.sizing import DecodeRow, sized
-from methods.base import Method
+from harness.sizes import sized
+from methods.base import Calibration, Method, Row
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,25 @@ class Setup:
 
 
 def prepare(
-    config: RunConfig, loaded: LoadedModel, attached: Attached, decode_rows: Callable[[], Sequence[DecodeRow]]
+    config: RunConfig, loaded: LoadedModel, attached: Attached, decode_rows: Callable[[], Sequence[Row]]
 ) -> Setup:
     """Resolve a run's method on a loaded model.
 
     decode_rows: lists the rows that `target_kv_frac` is to be met on; called only where it is set.
     """
-    method = config.method
+    method, codec, geometry = config.method, codec_of(config), attached.geometry
     if config.target_kv_frac is not None:
-        method = sized(method, decode_rows(), attached.geometry.num_layers, config.target_kv_frac)
+        width = codec.bits_per_element(geometry.head_dim) / 16 if codec else 1.0
+        method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width)
     calibration = None
     if method.needs_calibration:
+        num_tokens = config.calibration.num_tokens
+        if num_tokens > loaded.max_length:
+            limit = f"{loaded.name} takes at most {loaded.max_length} tokens"
+            raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
         ids = calibration_ids(config.calibration, loaded.tokenizer)
-        calibration = cached_calibration(attached, ids, loaded.fingerprint, cache_dir() / "calibration")
-    return Setup(method, codec_of(config), calibration)
+        calibration = cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
+    return Setup(method, codec, calibration)
 
 
 def codec_of(config: RunConfig) -> Codec | None:

@@ -3,40 +3,32 @@
 Steps as in section 4 of the paper. Offline, per KV head, A = V of the SVD of the queries concentrates the scores in
 few columns ("skewing"). After the prompt, the columns of largest magnitude are kept of every key ("partial keys").
 While layer l - 1 computes, its attention input stands in for layer l's: the rehearsed scores of those columns decide
-what layer l fetches.
+what layer l fetches. A pool of limited size (section 4.4) chooses its victims as `methods.pool` says.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, PromptRows, Rows, Selection, State, require, require_fraction
+from methods import pool
+from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, State, floor_frac
+from methods.checks import require, require_fraction, require_one_of
+from methods.evicting import EvictingState
+from methods.projected import ProjectedState
 from methods.selection import ScoreSelecting
 
 COLUMN_RULES = ("sum", "query", "union")
-POLICIES = ("fifo", "lru", "counter")
-EVICTIONS = ("corrected", "artifact")
-
-
-class Rotations(Protocol):
-    """What calibration gives."""
-
-    @property
-    def rotation(self) -> Tensor:
-        """A of each KV head, [num_layers, num_kv_heads, head_dim, head_dim]."""
-        ...
 
 
 @dataclass(frozen=True)
 class InfiniGen(ScoreSelecting):
     """InfiniGen's settings; defaults are the paper's (section 5.1).
 
-    partial_weight_ratio: share of the columns that rehearse.
+    partial_weight_ratio: share of the columns that rehearse. round_columns: `up`, or `down` as the artifact's int().
     columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query` alone (the artifact's speed code),
         or the `union` of the best by either (its accuracy code).
     skew: rotate by A first; False uses the identity.
@@ -45,6 +37,7 @@ class InfiniGen(ScoreSelecting):
     """
 
     partial_weight_ratio: float = 0.3
+    round_columns: str = "up"
     columns: str = "sum"
     skew: bool = True
     pool_tokens: int | None = None
@@ -53,118 +46,178 @@ class InfiniGen(ScoreSelecting):
     protect_recent: float = 0.5
     eviction: str = "corrected"
 
-    rehearses: ClassVar[bool] = True
+    title = "InfiniGen"
+    selects = "rehearsed"
+    needs_prompt = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.num_exempt_layers >= 1,
-            "num_exempt_layers",
-            self.num_exempt_layers,
-            "an integer >= 1: layer 0 has no layer before it to rehearse in",
-        )
+        because = "an integer >= 1: layer 0 has no layer before it to rehearse in"
+        require(self.num_exempt_layers >= 1, "num_exempt_layers", self.num_exempt_layers, because)
         require_fraction("partial_weight_ratio", self.partial_weight_ratio)
-        require(self.columns in COLUMN_RULES, "columns", self.columns, f"one of {', '.join(COLUMN_RULES)}")
+        require_one_of("round_columns", self.round_columns, ("up", "down"))
+        require_one_of("columns", self.columns, COLUMN_RULES)
         require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
         one_limit = self.pool_tokens is None or self.pool_frac is None
         require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
         if self.pool_frac is not None:
             require_fraction("pool_frac", self.pool_frac)
         require_fraction("protect_recent", self.protect_recent, zero=True)
-        require(self.pool_policy in POLICIES, "pool_policy", self.pool_policy, f"one of {', '.join(POLICIES)}")
-        require(self.eviction in EVICTIONS, "eviction", self.eviction, f"one of {', '.join(EVICTIONS)}")
+        require_one_of("pool_policy", self.pool_policy, pool.POLICIES)
+        require_one_of("eviction", self.eviction, pool.EVICTIONS)
 
     @property
-    def needs_calibration(self) -> bool:  # type: ignore[override]
+    def label(self) -> str:
+        """Skewing is half of the method."""
+        return self.title if self.skew else f"{self.title} without skewing"
+
+    @property
+    def needs_calibration(self) -> bool:
         """The rotation is measured; the identity is not."""
         return self.skew
-
-    def new_state(self, geometry: Geometry, final_lengths: Tensor, calibration: Rotations | None = None) -> State:
-        """`calibration` is required when `skew` is on."""
-        if self.skew and calibration is None:
-            raise ValueError("method.skew=true: needs a calibration; run calibrate() first or set skew=false")
-        rotation = calibration.rotation if calibration and self.skew else None
-        if self.limited:
-            from methods.pool import PooledState
-
-            return PooledState(geometry, final_lengths, self, rotation)
-        return InfiniGenState(geometry, final_lengths, self, rotation)
 
     @property
     def limited(self) -> bool:
         """Whether the pool has a limit."""
         return self.pool_tokens is not None or self.pool_frac is not None
 
-    def tokens_read(self, cached: int, final_length: int) -> float | None:
+    @property
+    def replay_only(self) -> str | None:
+        """The artifact's victims stay candidates, so their slots are never free."""
+        frees_nothing = self.limited and self.eviction == "artifact"
+        return f"method.eviction={self.eviction}: frees no slot, it simulates" if frees_nothing else None
+
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+        """rotation: A of each KV head, fp32 [num_kv_heads, head_dim, head_dim], columns by falling singular value.
+
+        A = V of the SVD of the group's stacked queries, not centred (section 4.1).
+        """
+        stacked = query.reshape(len(key), -1, query.shape[-1]).float()
+        few = stacked.shape[1] < stacked.shape[2]  # then the reduced V would not be square
+        return {"rotation": torch.linalg.svd(stacked, full_matrices=few).Vh.mT.contiguous()}
+
+    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
+        """`calibration` is required when `skew` is on."""
+        if self.skew and calibration is None:
+            raise ValueError("method.skew=true: needs a calibration; calibrate first, or set skew=false")
+        rotation = calibration["rotation"] if calibration and self.skew else None
+        state = PooledState if self.limited else InfiniGenState
+        return state(self, geometry, lengths, rotation)
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
         """As many as the pool has, at most."""
-        pool = final_length if self.pool_tokens is None else self.pool_tokens
-        if self.pool_frac is not None:
-            pool = int(self.pool_frac * final_length)
-        if self.limited and self.eviction == "corrected":
-            cached = min(cached, pool)
-        return super().tokens_read(cached, final_length)
+        return super().max_tokens_read(row._replace(cached=self.tokens_kept(row, layer)), layer)
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        """The pool, or all that is cached."""
+        if not self.limited or self.eviction == "artifact":
+            return row.cached
+        return min(row.cached, self.pool_tokens or int((self.pool_frac or 1) * row.final))
 
 
-class InfiniGenState(State):
-    """Partial keys and the projection onto their columns.
+class InfiniGenState(ProjectedState):
+    """The projection is A restricted to the sequence's own columns; the query is rehearsed."""
 
-    projection[layer]: [batch, num_kv_heads, head_dim, columns], A restricted to the sequence's columns.
-    partial_keys[layer]: [batch, num_kv_heads, slots, columns].
-    """
+    def __init__(self, method: InfiniGen, geometry: Geometry, lengths: Lengths, rotation: Tensor | None) -> None:
+        super().__init__(method, geometry, lengths)
+        self.rotation = rotation
 
-    def __init__(self, geometry: Geometry, final_lengths: Tensor, method: InfiniGen, rotation: Tensor | None) -> None:
-        super().__init__(geometry, final_lengths)
-        self.method = method
-        self.rotation = Shared(rotation)
-        self.projection: dict[int, Tensor] = {}
-        self.partial_keys: dict[int, Tensor] = {}
-
-    def prompt(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> None:
-        """Steps 2: choose the columns from the sequence's own prompt, and store its partial keys."""
-        basis = self._basis(layer, key)
-        self.projection[layer] = choose_columns(query, key, rows.real, basis, self.method)
-        batch, num_kv_heads, _, columns = self.projection[layer].shape
-        self.partial_keys[layer] = key.new_empty(batch, num_kv_heads, rows.num_slots + self.spare_slots, columns)
-        self.append(layer, key, slice(0, key.shape[2]))
-
-    def append(self, layer: int, key: Tensor, slots: slice) -> None:
-        """Keep the chosen columns of the keys that enter `slots`."""
-        torch.matmul(key, self.projection[layer], out=self.partial_keys[layer][:, :, slots])
-
-    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
-        """Partial keys."""
-        return [*super().slot_data(), (self.partial_keys, 0)]
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
+        """Step 2."""
+        if self.rotation is None:
+            basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(key.shape[1], -1, -1)
+        else:
+            basis = self.rotation[layer].to(key)
+        return choose_columns(query, key, rows.real, basis, self.method)
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """Step 4 over the rehearsed scores."""
-        scores = self.rehearsed_scores(layer, rows)
-        scores.masked_fill_(~rows.visible().unsqueeze(2), float("-inf"))
-        return self.method.select(scores, rows.positions, self.geometry)
-
-    def rehearsed_scores(self, layer: int, rows: Rows) -> Tensor:
-        """Step 3: scaled scores of the rehearsed `rows.query`, fp32 [batch, num_kv_heads, group, rows, slots]."""
-        batch, num_kv_heads, head_dim, columns = self.projection[layer].shape
-        slots = rows.slot_positions.shape[-1]
-        stacked = rows.query.reshape(batch, num_kv_heads, -1, head_dim) @ (self.projection[layer] * self.geometry.scale)
-        scores = stacked @ self.partial_keys[layer][:, :, :slots].transpose(-1, -2)
-        return scores.view(batch, num_kv_heads, self.geometry.group, -1, slots).float()
-
-    def _basis(self, layer: int, key: Tensor) -> Tensor:
-        if self.rotation.value is None:
-            eye = torch.eye(self.geometry.head_dim, dtype=key.dtype, device=key.device)
-            return eye.expand(self.geometry.num_kv_heads, -1, -1)
-        return self.rotation.value[layer].to(key)
+        """Steps 3 and 4."""
+        scores = self.partial_scores(layer, rows)
+        scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
+        selection = self.method.select(scores, rows.positions, self.lengths.final, self.geometry)
+        return selection._replace(side=self.index_read(layer, rows.positions))
 
 
-@dataclass(frozen=True)
-class Shared:
-    """A tensor without a batch axis: a fork shares it."""
+class PooledState(InfiniGenState, EvictingState):
+    """InfiniGen's state over a pool.
 
-    value: Tensor | None
+    fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a token was
+    selected; a token that enters has 0 and its own position.
+    """
+
+    slot_tensors = {**InfiniGenState.slot_tensors, **EvictingState.slot_tensors, "fetches": 0, "last_fetch": 0}
+    fetches: dict[int, Tensor]
+    last_fetch: dict[int, Tensor]
+
+    def __init__(self, method: InfiniGen, geometry: Geometry, lengths: Lengths, rotation: Tensor | None) -> None:
+        super().__init__(method, geometry, lengths, rotation)
+        self.simulates = method.eviction == "artifact"
+        if bool((self.capacities < 1).any()):
+            shortest = int(lengths.final.min())
+            raise ValueError(f"method.pool_frac={method.pool_frac}: must leave at least 1 of {shortest} tokens")
+
+    @property
+    def capacities(self) -> Tensor:
+        """Tokens each sequence's pool holds, int [batch]."""
+        if self.method.pool_tokens is not None:
+            return self.lengths.final.clamp(max=self.method.pool_tokens)
+        return floor_frac(self.method.pool_frac, self.lengths.final)
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        """The prompt enters in order. No token has been fetched, so every policy evicts the lowest position."""
+        super().prompt(layer, query, key, value, rows)
+        self.enter_prompt(layer, rows)
+        tokens, lengths = self.tokens[layer], rows.lengths[:, None, None].int()
+        self.fetches[layer], self.last_fetch[layer] = torch.zeros_like(tokens), tokens.clone()
+        if self.simulates:  # its dense rows are fetches of all tokens up to their own
+            self.fetches[layer] = (lengths - tokens).clamp(min=0)
+            self.last_fetch[layer] = torch.where(tokens < lengths, lengths - 1, tokens)
+        if not self.simulates or self.method.pool_policy == "fifo":
+            tokens.masked_fill_(tokens < lengths - self.capacities[:, None, None], EMPTY)
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """Scan the rows: each selects among the pool, then its own token enters."""
+        scores = self.partial_scores(layer, rows)
+        slots = scores.shape[-1]
+        own = self.enter(layer, rows)
+        self.fetches[layer].scatter_(-1, own, 0)
+        self.last_fetch[layer].scatter_(-1, own, rows.positions.int()[:, None].expand_as(own))
+        held = self.tokens[layer][..., :slots]
+        order = held.argsort(-1)  # live slots are reused; ties go to the lowest token
+        full = rows.positions if self.simulates else self.capacities[:, None]
+        present = torch.minimum(rows.positions, full)
+        masks, counts = [], []
+        for row in range(scores.shape[3]):
+            position = rows.positions[:, row, None, None]
+            candidates = scores[:, :, :, row : row + 1].masked_fill((held >= position)[:, :, None, None], -math.inf)
+            ordered = candidates.gather(-1, order[:, :, None, None].expand_as(candidates))
+            chosen = self.method.select(ordered, present[:, row : row + 1], self.lengths.final, self.geometry)
+            mask = torch.zeros_like(chosen.mask).scatter_(-1, order.unsqueeze(2), chosen.mask)
+            self._use(layer, rows, row, mask[:, :, 0])
+            masks.append(mask)
+            counts.append(chosen.num_read)
+        return Selection(torch.cat(masks, 2), torch.cat(counts, 1), self.index_read(layer, present))
+
+    def _use(self, layer: int, rows: Rows, row: int, mask: Tensor) -> None:
+        """Count what the row fetched, bool [batch, num_kv_heads, slots], and evict where the pool is full."""
+        slots, position, real = mask.shape[-1], rows.positions[:, row, None, None], rows.real[:, row, None, None]
+        fetches, last_fetch = (data[layer][..., :slots] for data in (self.fetches, self.last_fetch))
+        pool.count_fetch(fetches, last_fetch, mask & real, position, saturates=not self.simulates)
+        tokens, policy = self.tokens[layer], self.method.pool_policy
+        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[policy]
+        if self.simulates:
+            positions = rows.slot_positions.expand(worth.shape)
+            victim = pool.artifact_victim(positions, policy, worth, self.capacities, position)
+        else:
+            held = tokens[..., :slots]
+            present = torch.where(held < position, held, EMPTY)
+            victim = pool.victim(present, worth, self.capacities, self.method.protect_recent)
+        evicts = real & (position >= self.capacities[:, None, None])
+        tokens.scatter_(-1, torch.where(evicts, victim, tokens.shape[-1] - 1), EMPTY)
 
 
 def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, method: InfiniGen) -> Tensor:
-    """Step 2: the columns of A with the largest importance over the prompt.
+    """Step 2: the columns of A with the largest importance over the prompt, summed in fp32.
 
     query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
     basis: [num_kv_heads, head_dim, head_dim]. Returns [batch, num_kv_heads, head_dim, columns].
@@ -172,11 +225,11 @@ def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, meth
     batch, num_kv_heads, prompt, head_dim = key.shape
     weight = real[:, None, :, None].to(key.dtype)
     grouped = query.reshape(batch, num_kv_heads, -1, head_dim)
-    group = grouped.shape[2] // prompt
-    by_query = ((grouped @ basis).abs().view(batch, num_kv_heads, group, prompt, head_dim) * weight.unsqueeze(2)).sum(3)
-    by_query = by_query.float().mean(2)  # [batch, kv, head_dim]
-    by_key = ((key @ basis).abs() * weight).float().sum(2)
-    wanted = math.ceil(method.partial_weight_ratio * head_dim)
+    in_basis = (grouped @ basis).abs().view(batch, num_kv_heads, -1, prompt, head_dim)
+    by_query = (in_basis * weight.unsqueeze(2)).sum(3, dtype=torch.float32).mean(2)  # [batch, kv, head_dim]
+    by_key = ((key @ basis).abs() * weight).sum(2, dtype=torch.float32)
+    round_to = math.ceil if method.round_columns == "up" else math.floor
+    wanted = max(1, round_to(method.partial_weight_ratio * head_dim))
     if method.columns == "union":
         chosen = torch.zeros_like(by_key).scatter_(-1, by_query.topk(wanted).indices, 1.0)
         chosen.scatter_(-1, by_key.topk(wanted).indices, 1.0)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from torch import Tensor
-
-from methods.base import Geometry, Rows, Selection, State
+from methods.base import Calibration, Geometry, Lengths, Rows, Selection, State
 from methods.selection import ScoreSelecting
 
 
@@ -15,21 +12,18 @@ from methods.selection import ScoreSelecting
 class Oracle(ScoreSelecting):
     """Selects by the true scores. They need every key on the device, so this is no offloading method."""
 
-    needs_all_keys: ClassVar[bool] = True
+    title = "Oracle"
+    selects = "scores"
 
-    def new_state(self, geometry: Geometry, final_lengths: Tensor, calibration: Any = None) -> OracleState:
+    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> OracleState:
         """No calibration, nothing carried."""
-        return OracleState(geometry, final_lengths, self)
+        return OracleState(self, geometry, lengths)
 
 
 class OracleState(State):
     """Stateless."""
 
-    def __init__(self, geometry: Geometry, final_lengths: Tensor, method: Oracle) -> None:
-        super().__init__(geometry, final_lengths)
-        self.method = method
-
     def select(self, layer: int, rows: Rows) -> Selection:
         """Step 4 over the true scores of the cached tokens."""
-        hidden = ~rows.visible().unsqueeze(2)
-        return self.method.select(rows.true_scores().masked_fill(hidden, float("-inf")), rows.positions, self.geometry)
+        scores = rows.true_scores().masked_fill(~rows.visible().unsqueeze(2), float("-inf"))
+        return self.method.select(scores, rows.positions, self.lengths.final, self.geometry)

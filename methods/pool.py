@@ -1,114 +1,58 @@
-"""InfiniGen with a limited KV pool (paper, section 4.4): when the pool is full, a victim makes room for the own row.
+"""Who leaves a full KV pool (InfiniGen, section 4.4).
 
-Policies: `fifo` takes the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches, ties
-to the lowest position; victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
-`eviction: artifact` reproduces the artifact's simulation, where a victim stays selectable: an eviction without effect.
+`fifo` takes the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches, ties to the
+lowest position; victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
+
+`eviction: artifact` is what the artifact's simulation does (accuracy/src/modeling_*_ours_prune.py): candidates are all
+tokens of the sequence's first half, those evicted before among them, and the dense rows of the prompt count as
+fetches. An evicted token is never fetched again, so it stays the worst: LRU and counter evict the same token again and
+again, which is no eviction to speak of. Its FIFO takes token t - capacity and so really evicts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, EvictingState, Geometry, PromptRows, Rows, Selection, floor_frac
-from methods.infinigen import InfiniGenState
+from methods.base import EMPTY, floor_frac
 
-if TYPE_CHECKING:
-    from methods.infinigen import InfiniGen
-
+POLICIES = ("fifo", "lru", "counter")
+EVICTIONS = ("corrected", "artifact")
 SATURATED = 255
 """A counter that reaches this halves all counters of its head."""
+NEVER = torch.iinfo(torch.int64).max
 
 
-class PooledState(InfiniGenState, EvictingState):
-    """InfiniGen's state over a pool.
+def count_fetch(fetches: Tensor, last_fetch: Tensor, chosen: Tensor, position: Tensor, *, saturates: bool) -> None:
+    """Count a fetch of the chosen slots, bool [batch, num_kv_heads, slots], by the row at `position` [batch, 1, 1]."""
+    fetches += chosen
+    if saturates:
+        fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
+    last_fetch.copy_(torch.where(chosen, position.int(), last_fetch))
 
-    fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a token was
-    selected; a token that enters has 0 and its own position.
+
+def victim(present: Tensor, worth: Tensor, capacities: Tensor, protect_recent: float) -> Tensor:
+    """The slot to free in each head, int64 [batch, num_kv_heads, 1].
+
+    present: int [batch, num_kv_heads, slots], positions of the tokens that may leave, `EMPTY` elsewhere; worth: int
+    alike, the smallest leaves, ties to the lowest position; capacities: int [batch].
     """
+    unprotected = floor_frac(1 - protect_recent, capacities).clamp(min=1, max=present.shape[-1])
+    rank = (unprotected - 1)[:, None, None].expand(*present.shape[:2], 1)
+    newest = present.sort(-1).values.gather(-1, rank)
+    return _smallest(worth, present).masked_fill(present > newest, NEVER).argmin(-1, keepdim=True)
 
-    def __init__(self, geometry: Geometry, final_lengths: Tensor, method: InfiniGen, rotation: Tensor | None) -> None:
-        super().__init__(geometry, final_lengths, method, rotation)
-        self.fetches: dict[int, Tensor] = {}
-        self.last_fetch: dict[int, Tensor] = {}
-        if bool((self.capacities < 1).any()):
-            shortest = int(final_lengths.min())
-            raise ValueError(f"method.pool_frac={method.pool_frac}: must leave at least 1 of {shortest} tokens")
 
-    @property
-    def capacities(self) -> Tensor:
-        """Tokens each sequence's pool holds, int [batch]."""
-        if self.method.pool_tokens is not None:
-            return self.final_lengths.clamp(max=self.method.pool_tokens)
-        return floor_frac(self.method.pool_frac or 1.0, self.final_lengths)
+def artifact_victim(positions: Tensor, policy: str, worth: Tensor, capacities: Tensor, position: Tensor) -> Tensor:
+    """The artifact's choice after the row at `position` [batch, 1, 1].
 
-    @property
-    def capacity(self) -> int:
-        """The largest pool."""
-        return int(self.capacities.max())
+    positions: int [batch, num_kv_heads, slots], of every token that ever entered; worth, capacities: as `victim`.
+    """
+    if policy == "fifo":
+        return (positions == position - capacities[:, None, None]).int().argmax(-1, keepdim=True)
+    return _smallest(worth, positions).masked_fill(positions >= position // 2, NEVER).argmin(-1, keepdim=True)
 
-    def slot_data(self) -> list[tuple[dict[int, Tensor], float]]:
-        """Fetches too."""
-        return [*super().slot_data(), (self.fetches, 0), (self.last_fetch, 0)]
 
-    def prompt(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> None:
-        """The prompt enters in order. No token has been fetched, so every policy evicts the lowest position."""
-        super().prompt(layer, query, key, rows)
-        self.enter_prompt(layer, rows, key.shape[1])
-        tokens = self.tokens[layer]
-        if self.method.eviction == "corrected":
-            tokens.masked_fill_(tokens < (rows.lengths - self.capacities)[:, None, None], EMPTY)
-        self.fetches[layer] = torch.zeros_like(tokens)
-        self.last_fetch[layer] = tokens.clone()
-
-    def select(self, layer: int, rows: Rows) -> Selection:
-        """Scan the rows: each selects among the pool, then its own token enters."""
-        scores = self.rehearsed_scores(layer, rows)
-        slots = scores.shape[-1]
-        self.enter(layer, rows)
-        own = rows.own_slots.expand(-1, self.geometry.num_kv_heads, -1)
-        self.fetches[layer].scatter_(-1, own, 0)
-        self.last_fetch[layer].scatter_(-1, own, rows.positions.int()[:, None].expand_as(own))
-        corrected = self.method.eviction == "corrected"
-        by_token = self.tokens[layer][..., :slots].argsort(-1)  # live slots are reused; ties go to the lowest token
-        masks, counts = [], []
-        for row in range(scores.shape[3]):
-            position, real = rows.positions[:, row : row + 1], rows.real[:, row, None, None]
-            present = torch.minimum(position, self.capacities[:, None]) if corrected else position
-            visible = self.tokens[layer][..., :slots] < position[:, None]
-            candidates = scores[:, :, :, row : row + 1].masked_fill(~visible[:, :, None, None], float("-inf"))
-            ordered = candidates.gather(-1, by_token[:, :, None, None].expand_as(candidates))
-            chosen = self.method.select(ordered, present, self.geometry)
-            assert chosen.mask is not None
-            mask = torch.zeros_like(chosen.mask).scatter_(-1, by_token.unsqueeze(2), chosen.mask)
-            self._count(layer, mask[:, :, 0] & real, position[:, None])
-            if corrected:
-                self._evict(layer, slots, position[:, None], real & (position >= self.capacities[:, None])[:, None])
-            masks.append(mask)
-            counts.append(chosen.num_read)
-        return Selection(torch.cat(masks, 2), torch.cat(counts, 1))
-
-    def _count(self, layer: int, chosen: Tensor, position: Tensor) -> None:
-        """Count a fetch of the chosen slots, bool [batch, num_kv_heads, slots]."""
-        slots = chosen.shape[-1]
-        fetches = self.fetches[layer][..., :slots]
-        fetches += chosen
-        saturated = (fetches >= SATURATED).any(-1, keepdim=True)
-        fetches >>= saturated.int()
-        last = self.last_fetch[layer][..., :slots]
-        last.copy_(torch.where(chosen, position.int(), last))
-
-    def _evict(self, layer: int, slots: int, position: Tensor, evicts: Tensor) -> None:
-        """Drop one token older than `position` per head where `evicts` [batch, 1, 1]."""
-        tokens = self.tokens[layer]
-        present = torch.where(tokens[..., :slots] < position, tokens[..., :slots], EMPTY)
-        unprotected = floor_frac(1 - self.method.protect_recent, self.capacities).clamp(min=1)
-        rank = (unprotected.clamp(max=slots) - 1)[:, None, None].expand(-1, tokens.shape[1], 1)
-        newest = present.sort(-1).values.gather(-1, rank)
-        use = {"fifo": None, "lru": self.last_fetch, "counter": self.fetches}[self.method.pool_policy]
-        worth = present.long() if use is None else (use[layer][..., :slots].long() << 31) + present
-        victim = worth.masked_fill(present > newest, torch.iinfo(torch.int64).max).argmin(-1, keepdim=True)
-        dump = tokens.shape[-1] - 1
-        tokens.scatter_(-1, torch.where(evicts, victim, dump), EMPTY)
+def _smallest(worth: Tensor, present: Tensor) -> Tensor:
+    """One number to order by: worth, then position."""
+    return ((worth.long() << 31) + present).masked_fill(present == EMPTY, NEVER)

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from math import inf
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from cases import Case
 from conftest import HALF_ROTARY, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from harness.model.attach import Attached, attach
-from harness.offload.codec import Codec
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link
 from harness.offload.session import LiveSession
 from harness.replay.session import ReplaySession
-from methods.base import Method
-from methods.full import Full
-from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
-from methods.quantization import Quantized
-from methods.streaming import Streaming
 
 PROMPT, STEPS = 24, 10
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
@@ -35,63 +25,6 @@ PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
 TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True)
-class Smooth:
-    """Distorts a row as an integer codec does, but without steps: no code that rounding could flip."""
-
-    name = "smooth"
-    bits = 32
-    is_float = False
-
-    def bits_per_element(self, head_dim: int) -> float:
-        return 4.5
-
-    def row_bytes(self, head_dim: int) -> int:
-        return 4 * head_dim
-
-    def roundtrip(self, rows: Tensor) -> Tensor:
-        return 0.8 * rows + 0.2 * torch.sin(3 * rows)
-
-    def encode(self, rows: Tensor) -> Tensor:
-        return self.roundtrip(rows).contiguous().view(torch.uint8)
-
-    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        return packed.view(torch.float32)
-
-
-class Case(NamedTuple):
-    method: Method
-    codec: Codec | Smooth | None = None
-
-
-CASES = {
-    "full": Case(Full()),
-    "full+smooth": Case(Full(), Smooth()),
-    "int8": Case(Quantized(num_bits=8), Codec("int8")),
-    "int4": Case(Quantized(num_bits=4), Codec("int4")),
-    "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
-    "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
-    "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
-    "h2o-fills": Case(H2O(heavy_frac=0.45, recent_frac=0.45)),  # the prompt leaves room: full only after some steps
-    "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
-    "streaming": Case(Streaming(kv_frac=0.3, num_sinks=2)),
-    "streaming-fills": Case(Streaming(kv_frac=0.9)),
-    "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
-    "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
-    "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
-    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
-    "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
-    "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
-    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
-    "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
-    "pool-lru": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),
-    "pool-counter": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2)),
-    "pool-tokens": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.5, pool_tokens=12)),
-    "pool-fills": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
-    # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
-    "pool-tie": Case(InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
-    "pool+smooth": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru"), Smooth()),
-}
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
 
 
@@ -100,6 +33,7 @@ class Result(NamedTuple):
 
     logits: Tensor
     kv_frac: float
+    index_frac: float
 
 
 @cache
@@ -117,14 +51,14 @@ def tiny(family: str) -> PreTrainedModel:
 
 
 @cache
-def calibration(num_kv_heads: int, head_dim: int) -> SimpleNamespace:
+def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
     """A random rotation per layer and KV head: no symmetry that could hide a transposed one."""
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
-    return SimpleNamespace(rotation=rotation)
+    return {"rotation": rotation}
 
 
-def calibration_of(attached: Attached) -> SimpleNamespace:
+def calibration_of(attached: Attached) -> dict[str, Tensor]:
     """The calibration of a tiny model."""
     return calibration(attached.geometry.num_kv_heads, attached.geometry.head_dim)
 
@@ -152,7 +86,7 @@ def replay(attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len
     )
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
     rows = session.decode(ids[:, columns:], real[:, columns:])
-    return Result(attached.logits(torch.cat([last, rows], 1)), session.reads.kv_frac)
+    return Result(attached.logits(torch.cat([last, rows], 1)), session.reads.kv_frac, session.reads.index_frac)
 
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:
@@ -179,7 +113,8 @@ def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) ->
 def live(attached: Attached, case: Case, prompts: tuple[int, ...], **options) -> Result:
     """The same rows one step at a time."""
     session = open_live(attached, case, **options)
-    result = Result(force(session, prompts), session.kv_frac)
+    logits = force(session, prompts)
+    result = Result(logits, session.kv_frac, session.index_frac)
     session.close()
     return result
 

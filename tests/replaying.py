@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from math import inf
-from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import reference as plain
 import torch
+from cases import CASES, Case, smooth
 from conftest import tiny_model
 
 from harness.model.attach import attach
-from harness.offload.codec import Codec
-from harness.reads import ReadStats
 from harness.replay.session import ReplaySession
-from methods.base import Method
-from methods.full import Full
-from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
-from methods.quantization import Quantized
-from methods.streaming import Streaming
+from harness.sizes import ReadStats
 
 LENGTH, PROMPT = 56, 19
 RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))
@@ -34,54 +23,16 @@ WELL_APART = 1e-6
 """The least `Reference.margin` at which fp32 and fp64 must choose alike."""
 
 
-@dataclass(frozen=True)
-class Smooth:
-    """Distorts a row as much as 4 bits do, but without steps: no code that rounding could flip."""
-
-    bits = 4
-    is_float = False
-
-    def bits_per_element(self, head_dim: int) -> float:
-        return 4 + 32 / head_dim
-
-    def roundtrip(self, rows: torch.Tensor) -> torch.Tensor:
-        return 0.8 * rows + 0.2 * torch.sin(3 * rows)
-
-
-def smooth(row: np.ndarray) -> np.ndarray:
-    return 0.8 * row + 0.2 * np.sin(3 * row)
-
-
-class Case(NamedTuple):
-    method: Method
-    codec: Codec | Smooth | None = None
-
-
-CASES = {
-    "full": Case(Full()),
-    "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
-    "h2o-heavy": Case(H2O(heavy_frac=0.2, recent_frac=0.0, num_exempt_layers=0)),
-    "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.2, num_exempt_layers=1)),
-    "streaming": Case(Streaming(kv_frac=0.25, num_sinks=2)),
-    "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
-    "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
-    "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
-    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
-    "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
-    "quantized": Case(Quantized(), Smooth()),
-    "h2o+codec": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
-    "streaming+codec": Case(Streaming(kv_frac=0.25, num_sinks=2), Smooth()),
-    "oracle+codec": Case(Oracle(alpha=inf, max_fetch_frac=0.3), Smooth()),
-    "infinigen+codec": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
-}
 MODELS = {
     "llama": tiny_model("llama", num_key_value_heads=4),
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-SELECTING = [name for name, case in CASES.items() if not case.method.reads_all]
+REFERENCED = [name for name, case in CASES.items() if not name.startswith(("int4", "int8", "quest", "snap", "pool"))]
+"""Cases that the plain reference knows; others have one of their own."""
+SELECTING = [name for name in REFERENCED if not CASES[name].method.reads_all]
 
-every_case = pytest.mark.parametrize("name", CASES)
+every_case = pytest.mark.parametrize("name", REFERENCED)
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
@@ -106,7 +57,7 @@ def open_session(attached, case: Case, final_lengths, num_columns: int, **option
         attached,
         case.method,
         codec=case.codec,
-        calibration=SimpleNamespace(rotation=rotation(geometry.num_kv_heads, geometry.head_dim)),
+        calibration={"rotation": rotation(geometry.num_kv_heads, geometry.head_dim)},
         final_lengths=torch.tensor(final_lengths),
         num_columns=num_columns,
         **options,

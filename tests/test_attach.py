@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import CASES, Case
 from conftest import tiny_model
+from methods.quantization import Quantized
 from replaying import (
-    CASES,
     LENGTH,
     PROMPT,
     TOLERANCE,
-    Case,
     assert_close,
     every_model,
     open_session,
@@ -30,7 +30,6 @@ from harness.model.adapters import Adapter
 from harness.model.attach import attach
 from harness.offload.passes import run_prompt
 from harness.replay import session as replay
-from methods.quantization import Quantized
 
 # Order of calls, refusals
 

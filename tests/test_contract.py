@@ -1,11 +1,13 @@
-"""The contract: live decoding gives the logits of replay, for every method, family, padding and placement."""
+"""The contract: live decoding gives the logits of replay, for every method, family, padding and placement, and what
+crosses the link is what the method selects and the exempt layers, not a row more."""
 
+from contextlib import closing
 from functools import cache
 
 import pytest
 import torch
+from cases import CASES, SHIPPED, shipped
 from living import (
-    CASES,
     FAMILIES,
     PROMPT,
     PROMPTS,
@@ -13,11 +15,18 @@ from living import (
     TOLERANCE,
     Result,
     attached_with_link,
+    force,
     largest_difference,
     live,
+    open_live,
     replay,
 )
 
+from harness.offload.cache import LayerCache
+from harness.sizes import kv_frac
+from methods.base import Row
+
+FLIPS_OF_BITS = {8: 2e-3, 4: 3e-2, 2: 0.3, 1: 1.0}
 FLIPS = {"int8": 2e-3, "int4": 3e-2}
 """A value at the border of two codes may fall to either side, since live and replay round differently; one code off
 moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
@@ -25,11 +34,21 @@ moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
 
-every_case = pytest.mark.parametrize("name", CASES)
-every_family = pytest.mark.parametrize("family", FAMILIES)
+WIDE = ("full", "full+smooth", "h2o", "snapkv", "quest", "infinigen", "pool-lru")
+"""Cases that run in every family; the others in those that differ in how a method sees them."""
+
+
+def in_families(names) -> pytest.MarkDecorator:
+    pairs = [(name, family) for name in names for family in (FAMILIES if name in WIDE else FAMILIES[:3])]
+    return pytest.mark.parametrize(("name", "family"), pairs, ids="-".join)
+
+
+every_case = in_families(CASES)
 every_padding = pytest.mark.parametrize("padding", PROMPTS)
-offloaded = pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.method.needs_all_keys])
-rehearsing = pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.method.rehearses])
+OFFLOADED = [name for name, case in CASES.items() if case.method.selects != "scores"]
+offloaded = in_families(OFFLOADED)
+CHOOSING = [name for name, case in CASES.items() if case.method.selects in ("rehearsed", "query")]
+choosing = in_families(CHOOSING)
 
 
 def tolerance(name: str) -> float:
@@ -50,7 +69,6 @@ def decoded(family: str, name: str, padding: str, placement: str = "device", reu
 
 
 @every_padding
-@every_family
 @every_case
 def test_live_is_replay(name, family, padding):
     expected, got = replayed(family, name, padding), decoded(family, name, padding)
@@ -60,7 +78,6 @@ def test_live_is_replay(name, family, padding):
 
 
 @every_padding
-@every_family
 @offloaded
 def test_host_is_device_bit_for_bit(name, family, padding):
     device, host = (decoded(family, name, padding, placement) for placement in ("device", "host"))
@@ -68,16 +85,14 @@ def test_host_is_device_bit_for_bit(name, family, padding):
     assert host.kv_frac == device.kv_frac
 
 
-@every_family
-@rehearsing
+@choosing
 def test_reuse_changes_the_order_of_rows_only(name, family):
     plain, reused = (decoded(family, name, "padded", "host", reuse) for reuse in (False, True))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
     assert reused.kv_frac == plain.kv_frac
 
 
-@every_family
-@pytest.mark.parametrize("name", [name for name in CASES if name not in FLIPS])  # of those, `smooth` speaks
+@in_families([name for name in CASES if name not in FLIPS])  # of those, `smooth` speaks
 def test_an_off_by_one_prefill_len_shows(name, family):
     right = decoded(family, name, "padded").logits[:, 2:]
     wrong = replayed(family, name, "padded", PROMPT + 1).logits[:, 1:]
@@ -86,3 +101,109 @@ def test_an_off_by_one_prefill_len_shows(name, family):
         assert difference <= TOLERANCE
     else:
         assert difference > 5 * tolerance(name)
+
+
+# Every method in conf/method, with its defaults: a new file there is a new test here
+
+LONG = {"even": (200,), "padded": (200, 180)}
+every_method = pytest.mark.parametrize("name", SHIPPED)
+
+
+@cache
+def of_shipped(name: str, padding: str, how: str, prefill_len: int | None = None) -> Result:
+    case = shipped(name)
+    with attached_with_link("gqa") as (attached, link):
+        if how == "replay":
+            return replay(attached, case, LONG[padding], prefill_len)
+        return live(attached, case, LONG[padding], placement=how, link=link)
+
+
+@every_padding
+@every_method
+def test_a_shipped_methods_live_is_its_replay(name, padding):
+    case = shipped(name)
+    allowed = TOLERANCE if case.codec is None else FLIPS_OF_BITS[case.codec.bits]
+    expected, got = of_shipped(name, padding, "replay"), of_shipped(name, padding, "device")
+    assert largest_difference(got.logits, expected.logits) <= allowed
+    assert got.kv_frac == pytest.approx(expected.kv_frac, abs=1e-9)
+    assert got.index_frac == pytest.approx(expected.index_frac, abs=1e-9)
+    if case.method.selects != "scores":
+        assert torch.equal(of_shipped(name, padding, "host").logits, got.logits)
+
+
+@every_method
+def test_a_shipped_methods_size_is_its_closed_form(name):
+    case = shipped(name)
+    row = Row(cached=200, prompt=200, final=210)
+    read, bound = (getattr(case.method, ask)(row, 3) for ask in ("tokens_read", "max_tokens_read"))
+    assert read is None or read <= bound <= 200
+    if read is not None and case.codec is None:
+        rows = {Row(200 + step, 200, 200 + STEPS): 1 for step in range(STEPS)}
+        assert of_shipped(name, "even", "replay").kv_frac == pytest.approx(kv_frac(case.method, rows, 4), abs=1e-9)
+
+
+@every_method
+def test_a_shipped_method_names_itself(name):
+    assert shipped(name).method.title
+
+
+# Bytes
+
+
+class Counted:
+    """Rows that the layers' selections name, whatever was asked for."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.rows = 0
+        select = LayerCache.select
+
+        def counting(cache, query, true_scores):
+            selection = select(cache, query, true_scores)
+            heads = cache.store.slots.shape[1] // selection.mask.shape[1]
+            self.rows += int(selection.mask[..., :-1].sum()) * heads  # the own slot is the last
+            return selection
+
+        monkeypatch.setattr(LayerCache, "select", counting)
+
+
+@every_padding
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_over_the_link_go_the_selected_rows_and_the_exempt_layers(name, padding, monkeypatch):
+    case, prompts, counted = CASES[name], PROMPTS[padding], Counted(monkeypatch)
+    with (
+        attached_with_link("gqa") as (attached, link),
+        closing(open_live(attached, case, placement="host", link=link)) as session,
+    ):
+        force(session, prompts)
+        geometry, exempt = attached.geometry, case.method.num_exempt_layers
+        columns = len(prompts) * geometry.num_kv_heads * sum(PROMPT + step for step in range(STEPS))
+        exact, coded = session.stores[0].slot_bytes, session.stores[-1].slot_bytes
+        whole = geometry.num_layers - exempt if case.method.reads_all else 0
+        expected = columns * exempt * exact + columns * whole * coded + counted.rows * coded
+        assert exempt == 0 or exact == 2 * geometry.head_dim * 4
+        assert session.h2d_bytes == expected
+        assert int(session.fetcher.h2d_bytes) == expected
+
+
+SLOT, HEADS = 2 * 16 * 4, 2
+BY_HAND = {
+    # 24 tokens are cached, then 25, ... : of 4 layers 2 are exempt, and 2 read, at each of the 10 steps, so many tokens
+    "h2o": [5 + 3] * 10,  # floor(.15 * 34) + floor(.1 * 34)
+    "streaming": [10] * 10,  # floor(.3 * 34)
+    "snapkv": [12 + step for step in range(10)],  # half of the prompt, and what was generated
+    "quest": [6, 7, 8, 6, 7, 8, 9, 10, 11, 9],  # 2 pages of 3, from 30 tokens on 3, and the unfinished one
+    "infinigen-query": [7, 7, 7, 8, 8, 8, 9, 9, 9, 9],  # floor(.3 * cached)
+    "infinigen-fixed": [6] * 10,
+    "pool-tie": [1] * 10,  # max(1, floor(.2 * 4))
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_bytes_by_hand(name):
+    with (
+        attached_with_link("gqa") as (attached, link),
+        closing(open_live(attached, CASES[name], placement="host", link=link)) as session,
+    ):
+        force(session, PROMPTS["even"])
+        exempt_rows = 2 * HEADS * sum(range(24, 34))
+        assert session.h2d_bytes == SLOT * (exempt_rows + 2 * HEADS * sum(BY_HAND[name]))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from living import CASES, PROMPT, PROMPTS, attached_with_link, force, live, open_live, tiny, token_batch
+from cases import CASES
+from living import PROMPT, PROMPTS, attached_with_link, force, live, open_live, tiny, token_batch
 
 from harness.model.attach import attach
 from harness.offload.links.emulated import EmulatedLink

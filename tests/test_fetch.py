@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
-from living import CASES, PROMPTS, STEPS, attached_with_link, force, live, open_live
+from living import PROMPTS, STEPS, attached_with_link, force, live, open_live
 from torch import Tensor
 
 from harness.offload.codec import Codec

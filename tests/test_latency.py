@@ -25,7 +25,7 @@ from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.codec import Codec
-from harness.offload.links.link import open_link
+from harness.offload.links.open import open_link
 from harness.offload.timeline import SEGMENTS, Timeline
 from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
@@ -225,7 +225,7 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
         (["warmup_steps=-1"], "warmup_steps=-1: must be at least 0"),
         (["timed_steps=0"], "timed_steps=0: must be at least 1"),
         (["placement=disk"], "placement=disk: .*allowed: device, host"),
-        (["method=oracle"], "placement=host: Oracle selects by the true scores"),
+        (["method=oracle"], "placement=host: method=Oracle selects by the true scores"),
         (["method=full", "reuse=true"], "reuse=true: only fetched selections can be reused"),
         (["placement=device", "reuse=true"], "reuse=true: only fetched selections"),
         (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
@@ -252,7 +252,7 @@ def test_timed_steps_null_times_all_there_are():
 
 
 def test_combinations_are_checked_without_a_configuration_too():
-    with pytest.raises(UserError, match="placement=host: Oracle"):
+    with pytest.raises(UserError, match="placement=host: method=Oracle"):
         check_combination(Oracle(), "host", reuse=False)
 
 
@@ -275,8 +275,8 @@ def test_what_a_method_selects_by_decides_where_it_may_run(selects, reusable, on
     for reuse, allowed in ((False, on_the_host), (True, on_the_host and reusable)):
         with nullcontext() if allowed else pytest.raises(UserError):
             check_combination(method, "host", reuse)
-    with pytest.raises(UserError, match="^method.x=1: cannot be decoded live$"):
-        check_combination(Deciding(selects, "method.x=1: cannot be decoded live"), "device", reuse=False)
+    with pytest.raises(UserError, match="^method.x=1: keeps all, so it can only be scored"):
+        check_combination(Deciding(selects, "method.x=1: keeps all"), "device", reuse=False)
 
 
 # Runs

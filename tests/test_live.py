@@ -4,20 +4,9 @@ import time
 
 import pytest
 import torch
-from living import (
-    CASES,
-    FAMILIES,
-    PROMPT,
-    PROMPTS,
-    STEPS,
-    Case,
-    attached_with_link,
-    force,
-    live,
-    open_live,
-    tiny,
-    token_batch,
-)
+from cases import CASES, Case
+from living import FAMILIES, PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, tiny, token_batch
+from methods.quantization import Quantized
 from transformers import AttentionInterface
 
 from harness.errors import UserError
@@ -32,7 +21,6 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
-from methods.quantization import Quantized
 from methods.streaming import Streaming
 
 BATCH, KV_HEADS, HEAD_DIM, LAYERS = 2, 2, 16, 4  # of `gqa`

@@ -5,27 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_model
+from harness.reads import ReadStats
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from methods.quantization import Quantized
 from tokens import byte_tokenizer
 
 from harness.accuracy import scoring
 from harness.accuracy.lm import Prefill, ReplayLM
-from harness.accuracy.scoring import Request, Score, score, share
+from harness.accuracy.requests import Request, share
+from harness.accuracy.scoring import Score, score
 from harness.accuracy.tasks import decode_rows
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.codec import Codec
-from harness.reads import ReadStats
 from harness.replay.session import ReplaySession
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
-from methods.quantization import Quantized
 from methods.streaming import Streaming
 
 MAX_LENGTH = 512

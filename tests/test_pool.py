@@ -5,9 +5,10 @@ from math import inf
 
 import pytest
 import torch
+from cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import FAMILIES, TOLERANCE, Case, calibration, largest_difference, tiny, token_batch
+from living import FAMILIES, TOLERANCE, calibration, largest_difference, tiny, token_batch
 from living import replay as replay_case
 from pool_reference import PooledReference, capacity
 

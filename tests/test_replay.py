@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import reference as plain
 import torch
+from cases import CASES, Case
+from harness.reads import ReadStats
+from methods.quantization import Quantized
 from replaying import (
-    CASES,
     LENGTH,
     PROMPT,
     RAGGED,
     RAGGED_IDS,
     SELECTING,
     WELL_APART,
-    Case,
     assert_close,
     every_case,
     every_model,
@@ -28,9 +29,7 @@ from replaying import (
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.offload.codec import Codec
-from harness.reads import ReadStats
 from harness.replay import session as replay
-from methods.quantization import Quantized
 
 # Against the reference
 

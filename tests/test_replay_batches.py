@@ -6,15 +6,14 @@ from math import inf
 
 import pytest
 import torch
+from cases import CASES, Case
 from replaying import (
-    CASES,
     LENGTH,
     MODELS,
     PROMPT,
     RAGGED,
     RAGGED_IDS,
     TOLERANCE,
-    Case,
     assert_close,
     every_case,
     every_model,

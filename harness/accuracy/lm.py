@@ -13,7 +13,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import has_bos_prefix
 
-from harness.accuracy.scoring import Document, Request, Score
+from harness.accuracy.requests import Document, Request
+from harness.accuracy.scoring import Score
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 

@@ -22,13 +22,13 @@ from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
-from harness.reads import ReadStats
 from harness.replay.session import ReplaySession
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, prepare
-from harness.sizing import DecodeRow
+from harness.sizes import ReadStats
+from methods.base import Row
 from methods.full import Full
 
 CHUNK = 256
@@ -62,7 +62,8 @@ def run_perplexity(config: RunConfig, loaded: LoadedModel, references: Reference
     windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset)
     references = Kept() if references is None else references
     with attach(loaded.model) as attached:
-        rows = [DecodeRow(cached, config.seq_len) for cached in range(config.prefill_len, config.seq_len - 1)]
+        prompt, length = max(1, config.prefill_len), config.seq_len
+        rows = [Row(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         scored = []
         for window in tqdm(windows, desc="windows", unit="window", leave=False, disable=None):
@@ -112,7 +113,7 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     _add(metrics, "perplexity_full", [window.full_nll for window in windows], math.exp)
     _add(metrics, "kl_nats", [window.scores.kl for window in windows])
     _add(metrics, "top1_agreement", [window.scores.agrees for window in windows])
-    for name in ("attention_recall", "kv_frac", "kv_frac_artifact"):
+    for name in ("attention_recall", "kv_frac", "kv_frac_artifact", "index_frac"):
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
     name = Path(config.corpus.path).name if config.corpus.path else config.corpus.name

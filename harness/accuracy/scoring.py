@@ -1,11 +1,7 @@
 """Log-likelihoods of continuations through replay, each piece of work done once.
 
 Requests with the same prompt share its prefill, and those of one document share the decode rows in which they
-do not yet differ: the end of the context, and the tokens with which several choices begin.
-
-    prompt   ids[:prefill_len]       dense, once per distinct prompt
-      branch   equal rows that follow  decoded once per document, counted as often as requests share them
-        leaf     the rest                decoded per request
+do not yet differ: the end of the context, and the tokens with which several choices begin (`requests.share`).
 
 Prompts of similar length are padded left into one batch, later rows are padded right. The output head runs
 only on the rows that predict a token of a continuation.
@@ -13,15 +9,15 @@ only on the rows that predict a token of a continuation.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from harness.accuracy.requests import Branch, Leaf, Request, SharedContext, share
 from harness.model.attach import Attached
-from harness.reads import ReadStats
 from harness.replay.session import ReplaySession
+from harness.sizes import ReadStats
 
 PROMPT_TOKENS = 1024
 """Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad more."""
@@ -34,36 +30,8 @@ HEAD_ROWS = 256
 """Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at 128k."""
 
 Item = TypeVar("Item")
-Document = tuple[str | None, int | None]
-"""Task and number of a question."""
-
 OpenSession = Callable[[Tensor, int], ReplaySession]
 """Makes a fresh session from final lengths, int [batch], and a number of columns."""
-
-
-class Request(NamedTuple):
-    """One continuation to score: `ids[context_len:]`, given `ids[:context_len]`.
-
-    prefill_len: rows that attend densely, at least 1. final_length: T, context and longest choice of the
-    document. document: requests of one document are the choices of one question.
-    """
-
-    ids: tuple[int, ...]
-    context_len: int
-    prefill_len: int
-    final_length: int
-    document: Document
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Tokens of the dense rows."""
-        return self.ids[: self.prefill_len]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Tokens of the decode rows; the last token of the continuation has none, as nothing it predicts is
-        scored."""
-        return self.ids[self.prefill_len : -1]
 
 
 class Score(NamedTuple):
@@ -71,44 +39,6 @@ class Score(NamedTuple):
 
     log_likelihood: float
     is_greedy: bool
-
-
-class Branch(NamedTuple):
-    """Requests of one document after one prompt, by index, and the decode rows that are equal in all of them."""
-
-    requests: list[int]
-    shared: tuple[int, ...]
-
-
-class Leaf(NamedTuple):
-    """A request's own decode rows, after those of its branch (its place in a slice)."""
-
-    branch: int
-    request: int
-    rows: tuple[int, ...]
-
-
-class Prompt(NamedTuple):
-    """A prompt and the branches that follow it, all of one final length."""
-
-    ids: tuple[int, ...]
-    final_length: int
-    branches: list[Branch]
-
-
-def share(requests: Sequence[Request]) -> list[Prompt]:
-    """The tree of prompts, branches and requests; longest prompts first, so that batches are even.
-
-    Prompts count as equal where T is equal too: a method may evict by T at the end of the prompt.
-    """
-    tree: dict[tuple, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index, request in enumerate(requests):
-        tree[request.prompt, request.final_length][request.document].append(index)
-    prompts = []
-    for (ids, final_length), documents in tree.items():
-        branches = [Branch(group, _common([requests[index].rows for index in group])) for group in documents.values()]
-        prompts.append(Prompt(ids, final_length, branches))
-    return sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.final_length), reverse=True)
 
 
 def score(
@@ -169,7 +99,7 @@ class PromptBatch:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[SharedContext],
         requests: Sequence[Request],
         attached: Attached,
         open_session: OpenSession,
@@ -196,12 +126,11 @@ class PromptBatch:
     def decode(self, branches: Sequence[tuple[int, Branch]]) -> tuple[HiddenRows, ReadStats]:
         """Decode the shared rows of `branches`, then each request's own; what was read for both."""
         parents = self._tensor([parent for parent, _ in branches])
-        final_lengths = self.final_lengths[parents]
         rows = HiddenRows()
         rows.add(self.last_hidden[parents], [(branch.requests, 1) for _, branch in branches])
 
         shared, valid = _pad([branch.shared for _, branch in branches], self.device)
-        trunk = self.root.fork(parents, final_lengths, self.num_columns + shared.shape[1])
+        trunk = self.root.fork(parents, self.num_columns + shared.shape[1])
         if shared.shape[1]:
             hidden = trunk.decode(shared, valid, self._tensor([len(branch.requests) for _, branch in branches]))
             rows.add(hidden, [(branch.requests, len(branch.shared)) for _, branch in branches])
@@ -215,7 +144,7 @@ class PromptBatch:
         for group in _alike([leaf for leaf in leaves if leaf.rows]):
             own, valid = _pad([leaf.rows for leaf in group], self.device)
             stems = self._tensor([leaf.branch for leaf in group])
-            tips = trunk.fork(stems, final_lengths[stems], self.num_columns + shared.shape[1] + own.shape[1])
+            tips = trunk.fork(stems, self.num_columns + shared.shape[1] + own.shape[1])
             rows.add(tips.decode(own, valid), [([leaf.request], len(leaf.rows)) for leaf in group])
             reads += tips.reads
         return rows, reads
@@ -249,12 +178,6 @@ def read_off(rows: HiddenRows, requests: Sequence[Request], attached: Attached) 
         index: Score(float(total.sum()), bool(same.all()))
         for index, total, same in zip(targets, sums, all_greedy, strict=True)
     }
-
-
-def _common(sequences: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The longest common beginning."""
-    columns = zip(*sequences, strict=False)
-    return tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _alike(leaves: Iterable[Leaf]) -> Iterator[list[Leaf]]:

@@ -20,18 +20,19 @@ from lm_eval.evaluator import evaluate
 from tqdm import tqdm
 
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
-from harness.accuracy.scoring import Request, Score, score
+from harness.accuracy.requests import Request
+from harness.accuracy.scoring import Score, score
 from harness.data.generated import CONTEXTS, MARKER
 from harness.data.tasks import load_task
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.reads import ReadStats
 from harness.replay.session import ReplaySession
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import prepare
-from harness.sizing import DecodeRow
+from harness.sizes import ReadStats
+from methods.base import Row
 
 METRICS = ("acc", "acc_norm")
 
@@ -55,10 +56,10 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     return Outcome(metrics, samples)
 
 
-def decode_rows(requests: Sequence[Request]) -> list[DecodeRow]:
+def decode_rows(requests: Sequence[Request]) -> list[Row]:
     """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone."""
     return [
-        DecodeRow(cached, request.final_length)
+        Row(cached, request.prefill_len, request.final_length)
         for request in requests
         for cached in range(request.prefill_len, len(request.ids) - 1)
     ]
@@ -137,7 +138,7 @@ def _run_task(name: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[s
             metrics[metric] = sum(values) / len(values)
             metrics[f"{metric}_stderr"] = clustered_stderr(values, clusters)
     metrics |= {"num_samples": len(logged), "num_fewshot": task.config.num_fewshot}
-    metrics |= {"kv_frac": scorer.reads.kv_frac, "kv_frac_artifact": scorer.reads.kv_frac_artifact}
+    metrics |= {name: getattr(scorer.reads, name) for name in ("kv_frac", "kv_frac_artifact", "index_frac")}
     first = {request.document[1]: request for request in reversed(lm.requests)}
     return metrics, [_raw(task, sample, first[sample["doc_id"]]) for sample in logged]
 

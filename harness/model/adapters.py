@@ -7,6 +7,7 @@ layer's attention input, and whether the attention function receives queries tha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,10 +38,15 @@ class Adapter:
         call: keyword arguments of the attention call that `hidden` was made for, positions among them.
         Returns [batch, heads, rows, head_dim], post-position and before the softmax scale.
         """
-        query = self.projected(attention, hidden)
-        cos, sin = call["position_embeddings"]
-        rotate = import_module(type(attention).__module__).apply_rotary_pos_emb
-        return rotate(query, query[:, :1], cos, sin)[0]
+        return _rotated(attention, self.projected(attention, hidden), *call["position_embeddings"])
+
+    def rotate(self, model: Any, states: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        """Queries or keys [batch, heads, n, head_dim] at `positions` int [batch, n]; `inverse` takes positions off."""
+        cos, sin = model.get_decoder().rotary_emb(states, positions)
+        if inverse:
+            power = cos.square() + sin.square()  # 1, but where a long-context variant scales both
+            cos, sin = cos / power, -sin / power
+        return _rotated(self.attention(self.layers(model)[0]), states, cos, sin)
 
     def projected(self, attention: Any, hidden: Tensor) -> Tensor:
         """The query before its position is applied, [batch, heads, rows, head_dim]."""
@@ -65,6 +71,7 @@ class Adapter:
             head_dim=self.head_dim(attention),
             scale=attention.scaling,
             family=config.model_type,
+            rotate=partial(self.rotate, model),
         )
 
 
@@ -76,6 +83,10 @@ class OPTAdapter(Adapter):
     def query(self, attention: Any, hidden: Tensor, call: Mapping[str, Any]) -> Tensor:
         """Positions are in `hidden` already."""
         return self.projected(attention, hidden)
+
+    def rotate(self, model: Any, states: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
+        """Nor do keys have positions of their own."""
+        return states
 
 
 class Phi3Adapter(Adapter):
@@ -118,6 +129,12 @@ ADAPTERS: dict[str, Adapter] = {
     "gpt_neox": GPTNeoXAdapter(),
 }
 SUPPORTED_FAMILIES = tuple(ADAPTERS)
+
+
+def _rotated(attention: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The family's own rotary embedding, which may leave a part of each head as it is."""
+    rotate = import_module(type(attention).__module__).apply_rotary_pos_emb
+    return rotate(states, states[:, :1], cos, sin)[0]
 
 
 def adapter_for(model: Any) -> Adapter:

@@ -35,7 +35,7 @@ def visible_to_prompt(real: Tensor) -> Tensor | None:
     return causal & real[:, None, None, :] | own
 
 
-def weigh(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_values(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of `scores` [batch, num_kv_heads, group, rows, slots] over `value` [batch, num_kv_heads, slots, d].
 
     Overwrites `scores`. Returns the output [batch, num_kv_heads, group, rows, head_dim] and the probabilities.

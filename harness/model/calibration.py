@@ -1,16 +1,17 @@
-"""Offline calibration of InfiniGen: one rotation per layer and KV head, measured once and kept on disk.
+"""Offline calibration: what a method measures once of a model on a text (`Method.calibrate`), and keeps on disk.
 
-One dense forward over the calibration text. Per layer and KV head, A = V of the SVD of the group's stacked
-post-position queries, not centred, in fp32 (paper, section 4.1).
+One dense forward over the calibration text hands each layer's queries and keys to the method. It runs on one thread,
+as the order of sums, and with it the last digits of a decomposition, follows the number of threads.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,64 +22,70 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention
+from methods.base import Calibration, Method
 
-FORMAT = 1
-"""Part of the cache key: raise it when the computation changes."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """rotation: fp32 [num_layers, num_kv_heads, head_dim, head_dim], orthogonal; columns by falling singular value."""
-
-    rotation: Tensor
+FORMAT = 2
+"""Part of the cache key: raise it when the computation around `Method.calibrate` changes."""
 
 
-def calibrate(attached: Attached, ids: Sequence[int]) -> Calibration:
-    """Measure the rotations on one sequence of token ids."""
+def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[str, Tensor]:
+    """What `method` measures on one sequence of token ids, by name, [num_layers, ...]."""
     attached.require_window(len(ids))
     tokens = torch.tensor([ids], device=attached.device)
-    collector = _Collector(attached)
-    attached.forward(tokens, torch.arange(len(ids), device=attached.device)[None], collector)
-    return Calibration(torch.stack(collector.rotations))
+    collector = _Collector(attached, method)
+    with _one_thread():
+        attached.forward(tokens, torch.arange(len(ids), device=attached.device)[None], collector)
+    return {name: torch.stack([layer[name] for layer in collector.layers]) for name in collector.layers[0]}
 
 
-def cached_calibration(attached: Attached, ids: Sequence[int], fingerprint: str, cache_dir: Path) -> Calibration:
-    """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype and ids from `cache_dir`."""
-    key = hashlib.sha256(repr((FORMAT, fingerprint, str(attached.dtype), list(ids))).encode()).hexdigest()[:32]
-    path = cache_dir / f"{key}.safetensors"
-    geometry = attached.geometry
-    shape = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, geometry.head_dim)
+def cached_calibration(
+    attached: Attached, method: Method, ids: Sequence[int], fingerprint: str, cache_dir: Path
+) -> Calibration:
+    """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method and settings."""
+    settings = [getattr(method, name) for name in method.calibration_settings]
+    code = inspect.getsource(type(method).calibrate)
+    identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
+    path = cache_dir / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.safetensors"
     try:
-        rotation = load_file(path)["rotation"]
-    except (OSError, SafetensorError, KeyError):
-        rotation = torch.empty(0)  # not there yet, or damaged
-    if rotation.shape != shape:
-        rotation = calibrate(attached, ids).rotation
-        _save(rotation, path)
-    return Calibration(rotation.to(attached.device))
+        found = load_file(path)
+    except (OSError, SafetensorError):
+        found = {}  # not there yet, or damaged
+    if not found or any(len(each) != attached.geometry.num_layers for each in found.values()):
+        found = calibrate(attached, method, ids)
+        _save(found, path)
+    return {name: tensor.to(attached.device) for name, tensor in found.items()}
 
 
-def _save(rotation: Tensor, path: Path) -> None:
+def _save(calibration: Calibration, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
         os.close(handle)
-        save_file({"rotation": rotation.cpu()}, temporary)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in calibration.items()}, temporary)
         os.replace(temporary, path)
     except OSError as error:
         where = f"the cache {path.parent} cannot be written ({error.strerror})"
         raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
 
 
-class _Collector(Handler):
-    """A dense pass that keeps each layer's rotation, and no queries."""
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-    def __init__(self, attached: Attached) -> None:
+
+class _Collector(Handler):
+    """A dense pass that keeps what the method makes of each layer, and no queries."""
+
+    def __init__(self, attached: Attached, method: Method) -> None:
         self.geometry = attached.geometry
-        self.rotations: list[Tensor] = []
+        self.method = method
+        self.layers: list[dict[str, Tensor]] = []
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        stacked = query[0].reshape(self.geometry.num_kv_heads, -1, self.geometry.head_dim).float()
-        few = stacked.shape[1] < stacked.shape[2]  # then the reduced V would not be square
-        self.rotations.append(torch.linalg.svd(stacked, full_matrices=few).Vh.transpose(-1, -2).contiguous())
+        self.layers.append(self.method.calibrate(query[0], key[0], self.geometry))
         return dense_attention(query, key, value, self.geometry.scale)

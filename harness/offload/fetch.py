@@ -25,11 +25,13 @@ class Fetched(NamedTuple):
 
     keys, values: [batch, num_kv_heads, n, head_dim], valid until the layer's attention is done. present: bool
     [batch, num_kv_heads, n], False for rows of no meaning (their values are 0); None where all are present.
+    bias: what the selection adds to these rows' scores, [batch, num_kv_heads, group or 1, 1, n]; None for nothing.
     """
 
     keys: Tensor
     values: Tensor
     present: Tensor | None
+    bias: Tensor | None
 
 
 class _Pending(NamedTuple):
@@ -38,16 +40,23 @@ class _Pending(NamedTuple):
     store: KVStore
     request: int | Tensor
     present: Tensor | None
+    bias: Tensor | None
     rows: Tensor | None
     tickets: list[Ticket]
 
 
 class Fetcher:
-    """Requests and write-backs of one session. link: None under device placement."""
+    """Requests and write-backs of one session. link: None under device placement.
+
+    h2d_bytes, d2h_bytes: payload that crosses the link for the rows taken and written back so far. It is counted where
+    a step uses it, so it is exact for any run of steps, whatever is still under way; under CUDA a 0-d tensor.
+    """
 
     def __init__(self, link: Link | None, reuse: bool) -> None:
         self.link = link
         self.reuse = reuse
+        self.h2d_bytes: int | Tensor = 0
+        self.d2h_bytes: int | Tensor = 0
         self._pending: dict[int, _Pending] = {}
         self._buffers: list[Tensor] = []
         self._ahead: list[Tensor] = []
@@ -64,13 +73,23 @@ class Fetcher:
             largest = max(stores[ahead:], key=lambda store: store.nbytes)
             self._buffers = [largest.new_buffer(selected if ahead else largest.capacity) for _ in range(2)]
 
+    @property
+    def num_ahead(self) -> int:
+        """Leading layers whose rows come during the whole step before."""
+        return len(self._ahead)
+
     def pending(self, layer: int) -> bool:
         """Whether the layer's rows have been asked for."""
         return layer in self._pending
 
     def request_all(self, layer: int, store: KVStore, count: int) -> None:
         """Ask for the first `count` slots."""
-        self._submit(layer, store, count, None, self._ahead[layer] if layer < len(self._ahead) else self._turn())
+        self._submit(layer, store, count, self._ahead[layer] if layer < len(self._ahead) else self._turn())
+
+    def request_held(self, layer: int, store: KVStore, held: Tensor) -> None:
+        """Ask for the slots where `held`, bool [batch, num_kv_heads, slots], each into the place of its slot."""
+        slots = torch.arange(held.shape[-1], device=held.device)
+        self._submit(layer, store, torch.where(held, slots, -1), self._turn(), present=held)
 
     def request_ahead(self, stores: list[KVStore], count: int, part: int, parts: int) -> None:
         """Ask for one of `parts` equal parts of the first `count` slots of the layers that come ahead."""
@@ -81,22 +100,25 @@ class Fetcher:
             if first == last:
                 continue
             if layer not in self._pending:
-                self._expect(layer, stores[layer], count, None, buffer)
+                self._expect(layer, stores[layer], count, buffer)
             self._prefetch(layer, Part(first, last, count), buffer)
 
-    def request_selected(self, layer: int, store: KVStore, mask: Tensor, cap: int) -> None:
-        """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head."""
+    def request_selected(self, layer: int, store: KVStore, mask: Tensor, cap: int, bias: Tensor | None = None) -> None:
+        """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head.
+
+        bias: added to the scores of these slots, fp32 [batch, 1 or num_kv_heads, group or 1, slots].
+        """
         mask = mask.expand(-1, store.slots.shape[1], -1)
         if not self.reuse:
             index = indices(mask, cap)
-            self._submit(layer, store, index, index >= 0, self._turn())
+            self._submit(layer, store, index, self._turn(), present=index >= 0, bias=_at(bias, index))
             return
         if layer not in self._resident:
             self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
             self._kept[layer] = store.new_buffer(self.selected)
-        index, resident = place(mask, self._resident[layer])
+        index, resident = places(mask, self._resident[layer])
         self._resident[layer] = resident
-        self._submit(layer, store, index, resident >= 0, self._kept[layer])
+        self._submit(layer, store, index, self._kept[layer], present=resident >= 0, bias=_at(bias, resident))
 
     def wait(self, layer: int) -> None:
         """Let the computation wait until the layer's rows are there."""
@@ -106,11 +128,13 @@ class Fetcher:
     def take(self, layer: int) -> Fetched:
         """The layer's rows, waiting for them if need be."""
         self.wait(layer)
-        store, request, present, rows, _ = self._pending.pop(layer)
+        store, request, present, bias, rows, _ = self._pending.pop(layer)
+        if self.link is not None:
+            self.h2d_bytes = self.h2d_bytes + store.num_bytes(request)
         keys, values = store.fetch(request) if rows is None else store.unpack(rows)
         if present is not None:
             values = values.masked_fill_(~present.unsqueeze(-1), 0)  # what lay there before may be no number
-        return Fetched(keys, values, present)
+        return Fetched(keys, values, present, bias)
 
     def write_back(self, layer: int, store: KVStore, rows: Tensor, at: int | Tensor) -> None:
         """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
@@ -119,6 +143,7 @@ class Fetcher:
         if self.link is None:
             store.write(rows, at)
         else:
+            self.d2h_bytes = self.d2h_bytes + store.num_bytes(at if isinstance(at, Tensor) else rows.shape[2])
             self.link.write_back(store, rows, at)
 
     @property
@@ -146,17 +171,30 @@ class Fetcher:
         return self._buffers[0]
 
     def _submit(
-        self, layer: int, store: KVStore, request: int | Tensor, present: Tensor | None, buffer: Tensor | None
+        self,
+        layer: int,
+        store: KVStore,
+        request: int | Tensor,
+        buffer: Tensor | None,
+        *,
+        present: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
-        self._expect(layer, store, request, present, buffer)
+        self._expect(layer, store, request, buffer, present, bias)
         if buffer is not None:
             self._prefetch(layer, request, buffer)
 
     def _expect(
-        self, layer: int, store: KVStore, request: int | Tensor, present: Tensor | None, buffer: Tensor | None
+        self,
+        layer: int,
+        store: KVStore,
+        request: int | Tensor,
+        buffer: Tensor | None,
+        present: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         rows = None if buffer is None else store.rows_in(buffer, request)
-        self._pending[layer] = _Pending(store, request, present, rows, [])
+        self._pending[layer] = _Pending(store, request, present, bias, rows, [])
 
     def _prefetch(self, layer: int, request: Request, buffer: Tensor) -> None:
         assert self.link is not None
@@ -175,18 +213,26 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     return found.scatter_(-1, order, slots)[..., :cap]
 
 
-def place(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
+def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
+    """`bias` [batch, 1 or heads, group or 1, slots] at `slots` [batch, heads, n]: [batch, heads, group or 1, 1, n]."""
+    if bias is None:
+        return None
+    index = slots.clamp(min=0).unsqueeze(2).expand(-1, -1, bias.shape[2], -1)
+    return bias.expand(-1, slots.shape[1], -1, -1).gather(-1, index).unsqueeze(3)
+
+
+def places(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
     """Where the selected slots go in a kept buffer, those that are there already staying.
 
     mask: bool [batch, heads, slots]; resident: int64 [batch, heads, places], the slot in each place, -1 for none.
     Returns the slots to fetch by place (-1 for none) and the new `resident`, which holds exactly the selection.
     """
     stays = (resident >= 0) & mask.gather(-1, resident.clamp(min=0))
-    places = resident.shape[-1]
-    missing, free = indices(mask & ~_held(mask, resident, stays), places), indices(~stays, places)
-    fetch = resident.new_full((*resident.shape[:-1], places + 1), -1)
-    fetch.scatter_(-1, torch.where(free >= 0, free, places), missing)
-    fetch = fetch[..., :places]
+    room = resident.shape[-1]
+    missing, free = indices(mask & ~_held(mask, resident, stays), room), indices(~stays, room)
+    fetch = resident.new_full((*resident.shape[:-1], room + 1), -1)
+    fetch.scatter_(-1, torch.where(free >= 0, free, room), missing)
+    fetch = fetch[..., :room]
     return fetch, torch.where(stays, resident, fetch)
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, visible_to_prompt
-from methods.base import attention_scores
-
-if TYPE_CHECKING:
-    from harness.offload.session import LiveSession
+from harness.offload.cache import LayerCache, positions_of
+from harness.offload.fetch import Fetcher
+from harness.offload.timeline import Timeline
+from methods.base import Selection, attention_scores
 
 
 @dataclass
-class Prompt:
-    """A prefilled prompt that several methods can start from.
+class PrefilledPrompt:
+    """A prompt that has run, from which several methods can start.
 
     real: bool [batch, prompt]; layers: (query, key, value) of each layer, [batch, heads, prompt, head_dim];
     hidden: final hidden states of the last column [batch, hidden_size].
@@ -27,11 +27,6 @@ class Prompt:
     real: Tensor
     layers: list[tuple[Tensor, Tensor, Tensor]]
     hidden: Tensor
-
-
-def positions_of(real: Tensor) -> Tensor:
-    """Positions of left-padded prompts, int [batch, prompt]; 0 in the padding."""
-    return (real.cumsum(-1) - 1).clamp(min=0)
 
 
 class PromptKeeper(Handler):
@@ -47,107 +42,127 @@ class PromptKeeper(Handler):
         return dense_attention(query, key, value, self.scale, self.visible)
 
 
-def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> Prompt:
+def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
     """One dense pass over left-padded prompts, ids and real [batch, prompt]."""
     keeper = PromptKeeper(attached.geometry.scale, real)
     hidden = attached.forward(ids, positions_of(real), keeper)
-    return Prompt(real, keeper.layers, hidden[:, -1])
+    return PrefilledPrompt(real, keeper.layers, hidden[:, -1])
 
 
 class PromptPass(Handler):
-    """A dense pass that hands every layer to the session as it comes."""
+    """A dense pass that hands every layer to its cache as it comes."""
 
-    def __init__(self, session: LiveSession, real: Tensor) -> None:
-        self.session = session
+    def __init__(self, caches: Sequence[LayerCache], scale: float, real: Tensor) -> None:
+        self.caches = caches
+        self.scale = scale
         self.visible = visible_to_prompt(real)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.session.keep_prompt(layer, query, key, value)
-        return dense_attention(query, key, value, self.session.attached.geometry.scale, self.visible)
+        self.caches[layer].keep_prompt(query, key, value)
+        return dense_attention(query, key, value, self.scale, self.visible)
 
 
 class StepPass(Handler):
-    """One token: each layer asks for the next one's rows, waits for its own, attends, and writes its row back."""
+    """One token: each layer asks for the next one's rows, waits for its own, attends, and writes its row back.
 
-    def __init__(self, session: LiveSession) -> None:
-        self.session = session
-        self.read = torch.zeros(len(session.positions), dtype=torch.float64, device=session.positions.device)
-        self.timeline = session.timeline
+    read, index_read: fp64 [batch], tokens read, and read of an index, summed over the layers that are not exempt.
+    """
+
+    def __init__(
+        self, caches: Sequence[LayerCache], fetcher: Fetcher, timeline: Timeline, scale: float, *, last: bool
+    ) -> None:
+        self.caches = caches
+        self.fetcher = fetcher
+        self.timeline = timeline
+        self.scale = scale
+        self.last = last
+        positions = caches[0].batch.positions
+        self.read = torch.zeros(len(positions), dtype=torch.float64, device=positions.device)
+        self.index_read = torch.zeros_like(self.read)
 
     def layer_begins(self, layer: int) -> None:
         """The rehearsal comes first, the next layer's query projection included."""
-        following = layer + 1
-        is_last = following == self.session.attached.geometry.num_layers
-        self.timeline.switch("prediction" if not is_last and self.rehearses(following) else "attention")
+        self.timeline.switch("prediction" if self.rehearses(layer + 1) else "attention")
 
     def layer_ends(self, layer: int) -> None:
         self.timeline.switch("ffn")
 
     def rehearses(self, layer: int) -> bool:
-        return self.session.method.rehearses and self.session.selecting(layer) is not None
+        return layer < len(self.caches) and self.caches[layer].rehearses
 
     def rehearse(self, layer: int, query: Tensor) -> None:
-        state = self.session.selecting(layer)
-        assert state is not None, "only layers that select are rehearsed"
-        selection = state.select(layer, self.session.rows(query, self.session.slots_of(layer), _no_scores))
-        self.read += selection.num_read[:, 0]
-        assert selection.mask is not None
-        self.session.request_selected(layer, selection.mask[:, :, 0])
+        self._choose(layer, query)
         self.timeline.switch("attention")
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cache = self.caches[layer]
+        cache.append(key, value)
+        if cache.chooses:
+            self.timeline.switch("prediction")
+            self._choose(layer, query)
         self._request_next(layer)
         self.timeline.switch("transfer")
-        self.session.fetcher.wait(layer)
+        self.fetcher.wait(layer)
         self.timeline.switch("attention")
-        keys, values, present = self.session.fetcher.take(layer)
-        scale = self.session.attached.geometry.scale
-        scores = attention_scores(query, keys, scale)  # [batch, kv, group, 1, n]
-        own = attention_scores(query, key, scale)
-        hidden = ~present[:, :, None] if present is not None else self._hidden(layer)
+        keys, values, present, bias = self.fetcher.take(layer)
+        scores = attention_scores(query, keys, self.scale)  # [batch, kv, group, 1, n]
+        own = attention_scores(query, key, self.scale)
+        hidden = ~present[:, :, None] if present is not None else self._hidden(cache)
         if hidden is not None:
             scores.masked_fill_(hidden.unsqueeze(2), float("-inf"))
+        if bias is not None:
+            scores += bias
         scores = torch.cat([scores, own], -1)
-        self._select(layer, query, scores)
+        self._select_kept(cache, query, scores)
         probs = scores.softmax(-1).to(value.dtype)
         output = probs[..., 0, :-1] @ values + probs[..., 0, -1:] * value  # [batch, kv, group, head_dim]
-        self.session.keep_own(layer, key, value)
+        cache.keep_own(key, value)
         return heads_last(output.unsqueeze(3))
+
+    def _choose(self, layer: int, query: Tensor) -> None:
+        """Let the method name rows by a query, and ask for them."""
+        selection = self.caches[layer].select(query, _no_scores)
+        self._count(selection)
+        self.caches[layer].request_selected(selection)
 
     def _request_next(self, layer: int) -> None:
         """Ask for the next layer's rows where they are known, and for the next step's first ones."""
-        session = self.session
-        following, num_layers = layer + 1, session.attached.geometry.num_layers
-        is_known = not self.rehearses(following)
-        if session.ahead <= following < num_layers and is_known:
-            session.request(following, session.columns)
-        if session.last_step:
+        following, ahead = layer + 1, self.fetcher.num_ahead
+        if ahead <= following < len(self.caches) and self.caches[following].known_ahead:
+            self.caches[following].request()
+        if self.last:
             return
-        if layer >= session.ahead > 0:
-            session.request_ahead(layer, session.columns + 1)
-        elif following == num_layers:
-            session.request(0, session.columns + 1)
+        if layer >= ahead > 0:
+            columns = self.caches[0].slots_in_use(steps_ahead=1)
+            stores = [cache.store for cache in self.caches]
+            self.fetcher.request_ahead(stores, columns, layer - ahead, len(self.caches) - ahead)
+        elif following == len(self.caches) and self.caches[0].known_ahead:
+            self.caches[0].request(steps_ahead=1)
 
-    def _hidden(self, layer: int) -> Tensor | None:
+    def _hidden(self, cache: LayerCache) -> Tensor | None:
         """Fetched slots that hold no token this row may see, bool [batch, 1 or kv, 1, n]; None where all do."""
-        slots = self.session.slots_of(layer)
-        if not self.session.padded and slots.shape[1] == 1:
+        if not cache.batch.padded and not cache.evicts:
             return None
-        return slots[:, :, None, :-1] >= self.session.positions[:, None, None, None]
+        return cache.slots()[:, :, None, :-1] >= cache.batch.positions[:, None, None, None]
 
-    def _select(self, layer: int, query: Tensor, scores: Tensor) -> None:
+    def _select_kept(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
-        session = self.session
-        state = session.selecting(layer)
-        if state is None:
-            if layer >= session.method.num_exempt_layers:
-                self.read += session.positions
-        elif not self.rehearses(layer):
-            selection = state.select(layer, session.rows(query, session.slots_of(layer), lambda: scores))
-            self.read += selection.num_read[:, 0]
+        if cache.state is None:
+            if not cache.exempt:
+                self.read += cache.batch.positions
+        elif cache.known_ahead:
+            selection = cache.select(query, lambda: scores)
+            self._count(selection)
+            if selection.bias is not None:
+                scores += selection.bias
             if selection.mask is not None:
                 scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 
+    def _count(self, selection: Selection) -> None:
+        self.read += selection.num_read[:, 0]
+        if selection.side is not None:
+            self.index_read += selection.side[:, 0]
+
 
 def _no_scores() -> Tensor:
-    raise AssertionError("a rehearsal selects before the true scores are known")
+    raise AssertionError("a method that chooses what is fetched does so before the true scores are known")

@@ -108,6 +108,13 @@ class KVStore:
         """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
+    def num_bytes(self, request: int | Tensor) -> int | Tensor:
+        """Payload bytes of so many slots of every head, or of the slot indices that are not negative."""
+        if isinstance(request, int):
+            return request * self.slots.shape[:2].numel() * self.slot_bytes
+        moved = (request >= 0).sum()
+        return (moved if moved.is_cuda else int(moved)) * self.slot_bytes
+
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""
         batch, num_kv_heads = self.slots.shape[:2]

@@ -16,11 +16,9 @@ segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to 
 
 from __future__ import annotations
 
-import statistics
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +26,13 @@ from torch import Tensor
 from harness.model.attach import Attached
 from harness.offload.codec import Codec
 from harness.offload.links.link import Link, Transfer
-from harness.offload.passes import Prompt, run_prompt
+from harness.offload.passes import PrefilledPrompt, run_prompt
 from harness.offload.session import LiveSession
 from harness.offload.store import Placement
-from harness.offload.timeline import SEGMENTS, Timeline
+from harness.offload.timeline import Timeline
 from harness.settings.speed import LatencyConfig
-from methods.base import Method
-from methods.infinigen import Rotations
+from harness.speed.result import LatencyResult
+from methods.base import Calibration, Method
 
 
 @dataclass(frozen=True)
@@ -53,83 +51,8 @@ class Cell:
 class SharedPrompt:
     """A prompt that ran densely once for all cells of its shape, in `dense_s` seconds."""
 
-    prompt: Prompt
+    prompt: PrefilledPrompt
     dense_s: float
-
-
-@dataclass(frozen=True)
-class LatencyResult:
-    """Raw times and counts of a cell; h2d_bytes, d2h_bytes and link_busy_s are those of the timed steps.
-
-    dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
-    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac: over all steps.
-    peak_device_bytes: while decoding; on the CPU the weights, and what the cache and the method keep on the device.
-    """
-
-    shape: LatencyConfig
-    dense_s: float
-    begin_s: float
-    step_s: list[list[float]]
-    segments: list[dict[str, float]]
-    h2d_bytes: int
-    d2h_bytes: int
-    link_busy_s: float
-    peak_device_bytes: int
-    kv_frac: float
-    num_layers: int
-    rehearses: bool
-
-    @property
-    def timed(self) -> list[float]:
-        """Seconds of every timed step."""
-        return [seconds for block in self.step_s for seconds in block]
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds of gen_len - 1 steps."""
-        return self._of_all_steps(sum(self.timed))
-
-    @property
-    def link_bytes_per_s(self) -> float | None:
-        """Payload bytes/s while the link was occupied; None where nothing crossed it."""
-        return (self.h2d_bytes + self.d2h_bytes) / self.link_busy_s if self.link_busy_s else None
-
-    def metrics(self) -> dict[str, Any]:
-        """The columns of a latency table that are measured here. Segments are medians, of one block of the model."""
-        shape, prefill_s = self.shape, self.dense_s + self.begin_s
-        exposed_s = sum(step["transfer"] for step in self.segments) if self.link_busy_s else 0.0
-        p50, p95 = torch.tensor(self.timed, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95]).double()).tolist()
-        return {
-            "batch_size": shape.batch_size,
-            "prompt_len": shape.prompt_len,
-            "gen_len": shape.gen_len,
-            "prefill_s": prefill_s,
-            "decode_s": self.decode_s,
-            "total_s": prefill_s + self.decode_s,
-            "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + self.decode_s),
-            "step_p50_s": p50,
-            "step_p95_s": p95,
-            "h2d_bytes": round(self._of_all_steps(self.h2d_bytes)),
-            "d2h_bytes": round(self._of_all_steps(self.d2h_bytes)),
-            "exposed_transfer_s": self._of_all_steps(exposed_s),
-            "link_bytes_per_s": self.link_bytes_per_s,
-            "peak_device_bytes": self.peak_device_bytes,
-            "kv_frac": self.kv_frac,
-            **{f"{name}_s": self._of_a_block(name) for name in SEGMENTS},
-        }
-
-    def samples(self) -> dict[str, Any]:
-        """Everything raw."""
-        names = ("dense_s", "begin_s", "step_s", "segments", "h2d_bytes", "d2h_bytes", "link_busy_s")
-        return {name: getattr(self, name) for name in names}
-
-    def _of_all_steps(self, timed: float) -> float:
-        return timed / len(self.timed) * (self.shape.gen_len - 1)
-
-    def _of_a_block(self, segment: str) -> float | None:
-        if segment == "prediction" and not self.rehearses:
-            return None
-        return statistics.median(step[segment] for step in self.segments) / self.num_layers
 
 
 def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
@@ -147,7 +70,7 @@ def time_cell(
     cell: Cell,
     *,
     link: Link | None = None,
-    calibration: Rotations | None = None,
+    calibration: Calibration | None = None,
 ) -> LatencyResult:
     """Time a cell from its prompt on.
 
@@ -184,10 +107,11 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
     begin_s = _now(device) - began
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    _take_transfers(session)  # the prompt's have ended, and from here on they are recorded
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
-    _take_transfers(session)
-    h2d_bytes, d2h_bytes = session.h2d_bytes, session.d2h_bytes
+    # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
+    h2d_bytes, d2h_bytes = session.fetcher.h2d_bytes, session.fetcher.d2h_bytes
     step_s: list[list[float]] = []
     for _ in range(shape.repeats):
         times = [_now(device)]
@@ -204,13 +128,15 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         begin_s=begin_s,
         step_s=step_s,
         segments=segments,
-        h2d_bytes=session.h2d_bytes - h2d_bytes,
-        d2h_bytes=session.d2h_bytes - d2h_bytes,
+        h2d_bytes=int(session.fetcher.h2d_bytes - h2d_bytes),
+        d2h_bytes=int(session.fetcher.d2h_bytes - d2h_bytes),
+        transferred_bytes=sum(transfer.num_bytes for transfer in transfers),
         link_busy_s=_busy(transfers),
         peak_device_bytes=_peak_device_bytes(session),
         kv_frac=session.kv_frac,
+        index_frac=session.index_frac,
         num_layers=session.attached.geometry.num_layers,
-        rehearses=cell.method.rehearses,
+        predicts=cell.method.selects in ("rehearsed", "query"),
     )
 
 

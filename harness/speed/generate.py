@@ -19,9 +19,9 @@ from harness.model.load import LoadedModel
 from harness.offload.session import LiveSession, generate
 from harness.settings.run import RunConfig
 from harness.setup import prepare
-from harness.sizing import DecodeRow
 from harness.speed.link_rate import link_rate
 from harness.speed.run import SOURCES, compute_threads, opened_link
+from methods.base import Row
 
 MIB = 2**20
 
@@ -42,7 +42,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
         )
     with attach(loaded.model) as attached, compute_threads(attached.device):
         rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
-        setup = prepare(config, loaded, attached, lambda: [DecodeRow(n, total) for n in range(len(ids), total - 1)])
+        setup = prepare(config, loaded, attached, lambda: [Row(n, len(ids), total) for n in range(len(ids), total - 1)])
         with opened_link(config, attached.device, rate) as link:
             session = LiveSession(
                 attached,

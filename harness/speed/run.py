@@ -20,15 +20,16 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
-from harness.offload.links.link import Link, open_link
+from harness.offload.links.link import Link
+from harness.offload.links.open import open_link
 from harness.offload.store import require_memory
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, codec_of, prepare
-from harness.sizing import DecodeRow
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
+from methods.base import Row
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
@@ -94,9 +95,10 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     if textless and config.method.needs_calibration:
         # Random weights make no sense of a text: any ids calibrate as well.
         ids = random_ids(loaded, 1, min(config.calibration.num_tokens, shape.prompt_len), config.seed)[0]
-        return Setup(config.method, codec_of(config), calibrate(attached, ids.tolist()))
+        return Setup(config.method, codec_of(config), calibrate(attached, config.method, ids.tolist()))
     total = shape.prompt_len + shape.gen_len
-    return prepare(config, loaded, attached, lambda: [DecodeRow(n, total) for n in range(shape.prompt_len, total - 1)])
+    rows = range(shape.prompt_len, total - 1)
+    return prepare(config, loaded, attached, lambda: [Row(cached, shape.prompt_len, total) for cached in rows])
 
 
 def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached, prompts: Prompts) -> SharedPrompt | Tensor:

@@ -18,6 +18,7 @@ from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
 from harness.paper.analysis.points import Point, mean_point
 from harness.paper.analysis.subject import Subject
+from methods.infinigen import InfiniGen
 
 PAPER_LAYERS = (0, 18)
 BEFORE, AFTER = "before skewing", "after skewing"
@@ -27,8 +28,8 @@ def measure(subject: Subject) -> list[Point]:
     """Each layer's columns, in the model's own basis and in that of the calibrated rotation."""
     config, loaded, attached = subject.config, subject.loaded, subject.attached
     ids = calibration_ids(config.calibration, loaded.tokenizer)
-    rotation = cached_calibration(attached, ids, loaded.fingerprint, cache_dir() / "calibration").rotation
-    columns = _Columns(attached, subject.layers(PAPER_LAYERS), rotation)
+    calibration = cached_calibration(attached, InfiniGen(), ids, loaded.fingerprint, cache_dir() / "calibration")
+    columns = _Columns(attached, subject.layers(PAPER_LAYERS), calibration["rotation"])
     positions = torch.arange(subject.num_tokens, device=attached.device)[None]
     attached.forward(subject.ids, positions, columns)
     return columns.points

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention
-from harness.replay.session import MAX_CHUNK, SCORES_PER_CHUNK
+from harness.replay.passes import MAX_CHUNK, SCORES_PER_CHUNK
 from methods.base import attention_scores
 
 
 class Block(NamedTuple):
     """Query rows `start` to `stop` of a layer, over the keys before `stop`. Valid during the call only.
 
-    query: [1, heads, rows, head_dim], before the softmax scale; key: [1, num_kv_heads, stop, head_dim]; scores: of
-    these rows, scaled, fp32 [1, num_kv_heads, group, rows, stop], -inf for later keys; not to be written to.
+    query: [1, heads, rows, head_dim], before the softmax scale; key, value: [1, num_kv_heads, stop, head_dim];
+    scores: of these rows, scaled, fp32 [1, num_kv_heads, group, rows, stop], -inf for later keys; not to be written to.
     """
 
     layer: int
@@ -26,6 +26,7 @@ class Block(NamedTuple):
     stop: int
     query: Tensor
     key: Tensor
+    value: Tensor
     scores: Tensor
 
     def probs(self) -> Tensor:
@@ -52,18 +53,18 @@ class _DensePass(Handler):
             rows, heads = query.shape[2], query.shape[1]
             size = max(1, min(MAX_CHUNK, SCORES_PER_CHUNK // (heads * rows)))
             for start in range(0, rows, size):
-                block = self._block(layer, query, key, start, min(start + size, rows))
+                block = self._block(layer, query, key, value, start, min(start + size, rows))
                 for observe in self.observers[layer]:
                     observe(block)
         return dense_attention(query, key, value, self.scale)
 
-    def _block(self, layer: int, query: Tensor, key: Tensor, start: int, stop: int) -> Block:
-        query, key = query[:, :, start:stop], key[:, :, :stop]
+    def _block(self, layer: int, query: Tensor, key: Tensor, value: Tensor, start: int, stop: int) -> Block:
+        query, key, value = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
         scores = attention_scores(query, key, self.scale)
         column = torch.arange(stop, device=scores.device)
         later = column[start:] > column[start:, None]  # keys before `start` are visible to all rows
         scores[..., start:].masked_fill_(later, float("-inf"))
-        return Block(layer, start, stop, query, key, scores)
+        return Block(layer, start, stop, query, key, value, scores)
 
 
 def observe(attached: Attached, ids: Tensor, observers: Mapping[int, Sequence[Observer]]) -> None:

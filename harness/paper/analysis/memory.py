@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from harness.model.load import model_config
+from harness.model.shape import ModelShape
 from harness.paper.analysis.points import Point
-from harness.paper.costmodel.hardware import ModelShape
 from harness.records.record import Outcome
 from harness.settings.run import RunConfig
 

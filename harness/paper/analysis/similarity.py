@@ -17,8 +17,7 @@ from harness.errors import UserError
 from harness.paper.analysis.dense import Block, observe
 from harness.paper.analysis.points import Point, binned, mean_point
 from harness.paper.analysis.subject import Subject
-from harness.tables.write import LABELS
-from methods.base import Geometry, Method, PromptRows, Rows
+from methods.base import Geometry, Lengths, Method, PromptRows, Row, Rows
 from methods.oracle import Oracle
 
 PAPER_LAYERS = (0, 8, 16, 24)
@@ -31,7 +30,8 @@ class Similarity:
 
     def __init__(self, method: Method, geometry: Geometry, ids: Tensor) -> None:
         self.num_tokens = ids.shape[1]
-        self.state = method.new_state(geometry, torch.tensor([self.num_tokens], device=ids.device))
+        final = torch.tensor([self.num_tokens], device=ids.device)
+        self.state = method.new_state(geometry, Lengths(torch.ones_like(final), final))
         self.cosines = torch.ones(geometry.num_heads, self.num_tokens)
 
     def __call__(self, block: Block) -> None:
@@ -39,7 +39,8 @@ class Similarity:
         if block.start == 0:  # the first token has nothing to leave out: it is the prompt
             real = torch.ones(1, 1, dtype=torch.bool, device=block.query.device)
             prompt = PromptRows(real, self.num_tokens)
-            self.state.prompt(block.layer, block.query[:, :, :1], block.key[:, :, :1], prompt)
+            query, key, value = (part[:, :, :1] for part in (block.query, block.key, block.value))
+            self.state.prompt(block.layer, query, key, value, prompt)
         first = max(block.start, 1)
         if first == block.stop:
             return
@@ -75,7 +76,7 @@ def measure(subject: Subject) -> list[Point]:
         for layer in subject.layers(PAPER_LAYERS)
     }
     observe(subject.attached, subject.ids, observers)
-    names = [LABELS[each.name] for each in (method, oracle)]
+    names = [each.title for each in (method, oracle)]
     return [
         point
         for layer, pair in observers.items()
@@ -88,7 +89,7 @@ def _compared(subject: Subject) -> tuple[Method, Oracle]:
     """The run's method at `analysis.kept_frac`, and the oracle that reads as many tokens."""
     kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
     method = subject.config.method.with_size(kept)
-    budget = method.tokens_read(num_tokens, num_tokens)
+    budget = method.tokens_read(Row(num_tokens, 1, num_tokens), method.num_exempt_layers)
     if not budget:
         raise UserError(f"analysis.kept_frac={kept}: keeps none of {num_tokens} tokens; raise one of them")
     return method, Oracle(fixed_fetch=int(budget))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from harness.errors import exit_code
+from harness.paper.costmodel.fit import render_errors
 from harness.paper.costmodel.published import PAPER_PLATFORM, calibrate, figure_rows, render, write_tables
 from harness.tables.write import BLOCK_COLUMNS, render_csv
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _asked_for(args: argparse.Namespace) -> str:
     if args.calibrate:
-        return render(calibrate())
+        return f"{render(calibrate())}\n\n{render_errors()}"
     if args.write:
         return "\n".join(map(str, write_tables(args.results_dir, args.platform)))
     return render_csv(BLOCK_COLUMNS, figure_rows(args.figure, args.platform)).removesuffix("\n")

@@ -2,29 +2,16 @@
 
 Counted are matrix products (2 FLOPs a multiply-add), weights, cached rows and, in prefill, the score matrix of eager
 attention; left out are norms, biases and activations, under 2 % of any segment. Everything is fp16.
-
-A label is a `Scheme`: where the cache lies, what of it is read, in which format it crosses the link, and how much of
-the transfer hides. The overlaps are those of the published systems. FlexGen schedules attention and FFN as two
-stages and loads the cache of the next attention during the FFN. InfiniGen's artifact gathers on the host behind a
-device sync (speedup/infinigen/infinigen/kv_selection_controller.py), so nothing hides. A page fault stalls as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+from harness.model.shape import WEIGHT_BYTES, ModelShape
+from harness.paper.costmodel.schemes import Scheme, partial_weight_ratio
 
-from harness.paper.costmodel.hardware import WEIGHT_BYTES, ModelShape
-from harness.paper.costmodel.timeline import Overlap
-
-NUM_EXEMPT_LAYERS = 2
-"""The first layers read the full cache, for every method that selects or quantizes, as everywhere in the harness."""
-PARTIAL_WEIGHT_RATIO = 0.3
-MAX_FETCH_FRAC = 0.2
-HEAVY_FRAC = RECENT_FRAC = 0.1
 INT4_SHARE = (4 + 32 / 64) / 16
 """Of fp16, with an fp16 scale and minimum per group of 64."""
 DEQUANTIZE_BYTES = 13
@@ -32,41 +19,11 @@ DEQUANTIZE_BYTES = 13
 (0.5 read, 0.5 written) and converted (0.5 read, 1 written), then divided and added to (2 read, 2 written each)."""
 EAGER_SCORE_BYTES = 12
 """Device traffic per score of eager fp16 attention: product, mask (in, out), softmax (in, out), product."""
-PAPER_LENGTHS, PAPER_COUNTS = (512, 1024, 1536, 2048), (37.0, 60.0, 66.0, 73.0)
-"""Mean tokens above the threshold by length, OPT-13B (paper, section 5.3). The model takes straight lines in between
-and constants outside, capped like any selection."""
 UVM_SCORE_BYTES = 24
 """Managed memory that the artifact's uvm/selfattention.py allocates per score of the prompt: scores and weights in
 fp16; ones, mask, scaled mask, masked scores and softmax in fp32."""
 UVM_SCORE_PEAK_BYTES = 14
 """Of these, what lives at once: mask, masked scores and softmax in fp32, weights in fp16."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """What a label stands for. reads: which cached tokens a decode row reads, in non-exempt layers."""
-
-    placement: Literal["device", "pinned", "pageable", "managed"]
-    reads: Literal["all", "h2o", "infinigen"] = "all"
-    int4: bool = False
-    overlap: Overlap = "ffn"
-
-    @property
-    def method(self) -> str:
-        """The harness's name of what is read."""
-        return "int4" if self.int4 else {"all": "full"}.get(self.reads, self.reads)
-
-
-SCHEMES = {
-    "uvm": Scheme("managed", overlap="none"),
-    "uvm+h2o": Scheme("managed", reads="h2o", overlap="none"),
-    "offload": Scheme("pinned"),
-    "offload-pageable": Scheme("pageable", overlap="none"),
-    "offload+int4": Scheme("pinned", int4=True),
-    "offload+h2o": Scheme("pinned", reads="h2o"),
-    "infinigen": Scheme("pinned", reads="infinigen", overlap="none"),
-    "ideal": Scheme("device"),
-}
 
 
 class Work(NamedTuple):
@@ -90,19 +47,6 @@ class BlockWork(NamedTuple):
     store_bytes: float = 0.0
 
 
-def tokens_read(scheme: Scheme, cached: int, final_len: int, counts: float | None = None) -> float:
-    """Cached tokens that a decode row reads in a non-exempt layer, out of `cached`, T = `final_len`.
-
-    counts: InfiniGen's measured mean at this step; None takes the paper's.
-    """
-    if scheme.reads == "h2o":
-        return min(cached, max(1, int(HEAVY_FRAC * final_len) + int(RECENT_FRAC * final_len)))
-    if scheme.reads == "infinigen":
-        above = np.interp(cached, PAPER_LENGTHS, PAPER_COUNTS) if counts is None else counts
-        return min(max(float(above), 1.0), max(1, int(MAX_FETCH_FRAC * cached)))
-    return cached
-
-
 class Layer(NamedTuple):
     """What tells a layer from others. exempt: it reads the full cache although others do not. rehearses: it predicts
     what the next one reads."""
@@ -113,7 +57,7 @@ class Layer(NamedTuple):
 
 def layers_of(scheme: Scheme, shape: ModelShape) -> list[Layer]:
     """The layers of a model, first to last; one rehearses if the next is no exempt one."""
-    exempt = NUM_EXEMPT_LAYERS if scheme.reads != "all" or scheme.int4 else 0
+    exempt = scheme.num_exempt_layers
     rehearsing = range(exempt - 1, shape.num_layers - 1) if scheme.reads == "infinigen" else ()
     return [Layer(exempt=at < exempt, rehearses=at in rehearsing) for at in range(shape.num_layers)]
 
@@ -196,8 +140,9 @@ def _matmul(rows: int, weights: int) -> Work:
 
 def _rehearsal(shape: ModelShape, batch_size: int, cached: int) -> tuple[Work, ...]:
     """The partial query projection, and its product with the partial keys of every cached token."""
-    weights = PARTIAL_WEIGHT_RATIO * shape.hidden_size * shape.query_size
-    columns = PARTIAL_WEIGHT_RATIO * batch_size * cached
+    ratio = partial_weight_ratio()
+    weights = ratio * shape.hidden_size * shape.query_size
+    columns = ratio * batch_size * cached
     return (
         Work(2 * batch_size * weights, WEIGHT_BYTES * weights),
         Work(2 * columns * shape.query_size, WEIGHT_BYTES * columns * shape.kv_size),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, Protocol
 
 from harness.errors import UserError, nearest
-from harness.paper.costmodel.hardware import Efficiency, load_platform, load_shape
-from harness.paper.costmodel.predict import FITTED, Prediction, Setup, predict
+from harness.model.shape import load_shape
+from harness.paper.costmodel.case import Case
+from harness.paper.costmodel.hardware import FITTED, Efficiency, load_platform
+from harness.paper.costmodel.predict import Prediction, predict
 from harness.records.record import write_atomic
 from harness.tables.text import published_rows, render_modelled
 from harness.tables.write import BLOCK_COLUMNS, render_csv
@@ -26,7 +28,7 @@ COMPARED = ("uvm", "uvm+h2o", *OFFLOADED)
 
 
 class Cell(NamedTuple):
-    """A setup of the paper's figures, on a platform to be chosen."""
+    """A case of the paper's figures, on a platform to be chosen."""
 
     label: str
     model: str = "opt-13b"
@@ -44,6 +46,19 @@ FIGURES: Mapping[str, tuple[Cell, ...]] = {
     "fig18": tuple(Cell(label) for label in (*OFFLOADED, "ideal")),
 }
 """The figures that the cost model draws, and the bars of each."""
+
+REPEATED = {
+    ("fig14", "infinigen", "total_latency"): "generated tokens over fig 15's tokens/s",
+    ("fig14", "offload+h2o", "total_latency"): "generated tokens over fig 15's tokens/s",
+    ("fig14", "offload+int4", "total_latency"): "generated tokens over fig 15's tokens/s",
+    ("fig14", "infinigen", "speedup_min"): "H2O's total latency over InfiniGen's",
+    ("fig14", "infinigen", "speedup_max"): "UVM's total latency over InfiniGen's",
+    ("fig15", "infinigen", "speedup_min"): "InfiniGen's tokens/s over H2O's at batch 4",
+    ("fig18", "infinigen", "slowdown_vs_ideal"): "its block latency over the ideal one",
+    ("fig18", "offload+h2o", "slowdown_vs_ideal"): "its block latency over the ideal one",
+    ("fig18", "offload", "slowdown_vs_ideal"): "its block latency over the ideal one",
+}
+"""Published numbers, by figure, series and metric, that say again what the others say, with the arithmetic."""
 
 
 class Timed(Protocol):
@@ -78,6 +93,11 @@ class Comparison(NamedTuple):
         """Predicted over published."""
         return self.predicted / self.published
 
+    @property
+    def independent(self) -> bool:
+        """Whether no other published numbers give this one."""
+        return (self.figure, self.series, self.metric) not in REPEATED
+
 
 def figure_rows(figure: str, platform: str) -> list[dict[str, Any]]:
     """The rows of a figure's latency table, modelled; UserError for an unknown figure or platform."""
@@ -101,10 +121,10 @@ def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> lis
     return paths
 
 
-def calibrate(efficiency: Efficiency = FITTED) -> list[Comparison]:
-    """Every published number that the cost model predicts, in the order of the file."""
+def calibrate(efficiency: Efficiency = FITTED, figures: Collection[str] = tuple(FIGURES)) -> list[Comparison]:
+    """Every published number of `figures` that the cost model predicts, in the order of the file."""
     compared = []
-    for row in (row for row in published_rows() if row["figure"] in FIGURES):
+    for row in (row for row in published_rows() if row["figure"] in figures):
         predicted = quantity(row, lambda cell: _predict(cell, PAPER_PLATFORM, efficiency))
         if predicted is not None:
             names = (row["figure"], row["series"], row["x"], row["metric"], row["unit"])
@@ -132,7 +152,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
 def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | None:
     """What a line of the file about one of `FIGURES` gives, made of our runs, in its unit; None for what is no time.
 
-    timed: our run of a setup of the paper; what it raises for one that is missing is passed on.
+    timed: our run of a case of the paper; what it raises for one that is missing is passed on.
     """
     figure, series, metric = row["figure"], row["series"], row["metric"]
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
@@ -162,7 +182,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | 
 @cache
 def _predict(cell: Cell, platform: str, efficiency: Efficiency) -> Prediction:
     return predict(
-        Setup(
+        Case(
             platform=load_platform(platform),
             shape=load_shape(cell.model),
             label=cell.label,

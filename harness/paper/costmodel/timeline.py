@@ -1,4 +1,4 @@
-"""Two resources, compute and link, and the tasks that occupy them one after the other.
+"""Two resources, compute and link, and the blocks whose tasks occupy them one after the other.
 
 A task starts when its resource is free and the one task it waits for has ended. The link runs ahead of compute only
 as far as what it waits for lets it; what compute then still waits for is the exposed transfer.
@@ -7,19 +7,10 @@ as far as what it waits for lets it; what compute then still waits for is the ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Overlap = Literal["none", "ffn", "block"]
 """How early the next block's transfer starts: after this block, after its attention, or with it."""
-
-
-class Task(NamedTuple):
-    """Work on a resource. after: index of the earlier task that must have ended, None for no such task."""
-
-    resource: Literal["compute", "link"]
-    seconds: float
-    after: int | None = None
 
 
 class BlockTimes(NamedTuple):
@@ -39,43 +30,36 @@ class BlockTimes(NamedTuple):
         return self.prediction + self.attention + self.ffn + self.other
 
 
-def walk(tasks: Sequence[Task]) -> list[float]:
-    """When each task ends, in seconds from the start of the first; a resource takes its tasks in the given order."""
-    free = {"compute": 0.0, "link": 0.0}
-    ends: list[float] = []
-    for resource, seconds, after in tasks:
-        start = free[resource] if after is None else max(free[resource], ends[after])
-        free[resource] = start + seconds
-        ends.append(free[resource])
-    return ends
-
-
 def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
     """When the compute of each block ends, in seconds; blocks of successive steps follow one another.
 
     A block's attention waits for its own transfer, and the first block's transfer has nothing to hide behind. With
     overlap `none` every task waits for the one before it.
     """
-    tasks: list[Task] = []
+    return _in_turn(blocks) if overlap == "none" else _beside(blocks, early=overlap == "block")
 
-    def add(resource: Literal["compute", "link"], seconds: float, after: int | None = None) -> int:
-        tasks.append(Task(resource, seconds, after))
-        return len(tasks) - 1
 
-    finished = []
-    arrived = add("link", blocks[0].load)
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-        for stage, seconds in (
-            ("block", block.prediction),
-            ("ffn", block.attention),
-            ("none", block.ffn + block.other),
-        ):
-            done = add("compute", seconds, arrived if stage == "ffn" else None)
-            if following and stage == overlap:
-                next_arrived = add("link", following.load, done)
-            if stage == "ffn":
-                add("link", block.store, done)
-        finished.append(done)
-        arrived = next_arrived if following else arrived
-    ends = list(accumulate(task.seconds for task in tasks)) if overlap == "none" else walk(tasks)
-    return [ends[index] for index in finished]
+def _in_turn(blocks: Sequence[BlockTimes]) -> list[float]:
+    now, ends = 0.0, []
+    for block in blocks:
+        for seconds in (block.load, block.prediction, block.attention, block.store, block.ffn + block.other):
+            now += seconds
+        ends.append(now)
+    return ends
+
+
+def _beside(blocks: Sequence[BlockTimes], *, early: bool) -> list[float]:
+    """compute, link: when each resource is free. early: the next transfer starts before this block's attention."""
+    compute, arrived, ends = 0.0, blocks[0].load, []
+    link = arrived
+    for block, load in zip(blocks, [*(block.load for block in blocks[1:]), 0.0], strict=True):
+        compute, here = compute + block.prediction, arrived
+        if early:
+            link = arrived = max(link, compute) + load
+        compute = max(compute, here) + block.attention
+        if not early:
+            link = arrived = max(link, compute) + load
+        link = max(link, compute) + block.store
+        compute += block.ffn + block.other
+        ends.append(compute)
+    return ends

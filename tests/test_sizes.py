@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness.sizing import TOLERANCE, DecodeRow, kv_frac, sized
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.sizing import TOLERANCE, DecodeRow, kv_frac, sized
 from methods.base import Geometry
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -1,0 +1,107 @@
+"""A decoder's sizes, and what follows from them in elements and bytes. Loads no model library.
+
+Read from `shape` of `conf/model/<name>.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from harness.errors import UserError, nearest
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+WEIGHT_BYTES = 2
+"""Bytes of a weight, and of an element of the cache: fp16 throughout, as in the paper."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's sizes. ffn_matrices: 2, or 3 where the FFN is gated; weights carry no biases or norms here."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    ffn_matrices: int
+    vocab_size: int
+    num_vocab_matrices: int
+
+    @classmethod
+    def from_config(cls, name: str, shape: Mapping[str, Any]) -> ModelShape:
+        """The shape behind a transformers config as a plain mapping; the FFNs of OPT and GPT-NeoX are not gated."""
+        opt = shape["model_type"] == "opt"
+        heads = shape["num_attention_heads"]
+        tied = shape.get("tie_word_embeddings", opt)
+        return cls(
+            name=name,
+            num_layers=shape["num_hidden_layers"],
+            hidden_size=shape["hidden_size"],
+            num_heads=heads,
+            num_kv_heads=shape.get("num_key_value_heads", heads),
+            head_dim=shape.get("head_dim", shape["hidden_size"] // heads),
+            ffn_size=shape["ffn_dim" if opt else "intermediate_size"],
+            ffn_matrices=2 if shape["model_type"] in ("opt", "gpt_neox") else 3,
+            vocab_size=shape["vocab_size"],
+            num_vocab_matrices=1 if tied else 2,
+        )
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a token's queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's keys in one layer; as many of its values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a cached token in one layer, K and V in fp16."""
+        return 2 * self.kv_size * WEIGHT_BYTES
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the four projections."""
+        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+
+    @property
+    def ffn_weights(self) -> int:
+        """Weights of the FFN."""
+        return self.ffn_matrices * self.hidden_size * self.ffn_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's weights."""
+        return WEIGHT_BYTES * (self.attention_weights + self.ffn_weights)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, embedding and output head included."""
+        vocabulary = self.num_vocab_matrices * self.vocab_size * self.hidden_size
+        return self.num_layers * self.block_bytes + WEIGHT_BYTES * vocabulary
+
+
+def load_shape(name: str) -> ModelShape:
+    """The shape in `conf/model/<name>.yaml`; UserError for an unknown model."""
+    names = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"model={name}: {nearest(name, names)}")
+    return ModelShape.from_config(name, read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"])
+
+
+@cache
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """A file of `conf/` as a plain mapping; read once."""
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}

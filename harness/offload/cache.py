@@ -1,0 +1,172 @@
+"""One layer's cache in live decoding: its store, its method's state, and which token lies in which slot.
+
+Slots are filled in the order of the columns. Where a method evicts, its state keeps the book: after the prompt what is
+kept moves to the first slots, and a freed slot takes a later row. How many slots may be in use is arithmetic of the
+method's (`Method.tokens_kept`), so no step asks the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.offload.fetch import Fetcher
+from harness.offload.store import KVStore
+from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from methods.evicting import EvictingState
+
+
+class Batch:
+    """What the layers of a session share: the tokens of its columns, and how far it has come.
+
+    real: bool [batch, prompt], left padded. tokens: int32 [batch, columns], the position of each column's token,
+    `EMPTY` where there is none. positions: int [batch], cached tokens before this step. columns: as many of the batch.
+    """
+
+    def __init__(self, real: Tensor, max_new_tokens: int) -> None:
+        prompt = real.sum(-1)
+        self.real = real
+        self.lengths = Lengths(prompt, prompt + max_new_tokens)
+        self.prompts: list[int] = prompt.tolist()
+        self.max_new_tokens = max_new_tokens
+        self.steps = 0
+        self.positions = prompt
+        self.tokens = torch.full((len(real), real.shape[1] + max_new_tokens), EMPTY, device=real.device).int()
+        self.tokens[:, : real.shape[1]] = positions_of(real).masked_fill(~real, EMPTY).int()
+
+    @property
+    def padded(self) -> bool:
+        """Whether a column of the prompt is padding."""
+        return min(self.prompts) < self.real.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """Columns before this step."""
+        return self.real.shape[1] + self.steps
+
+    def rows(self, steps: int) -> list[Row]:
+        """Each sequence's row after `steps` steps, for the arithmetic of sizes."""
+        return [Row(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in self.prompts]
+
+    def advance(self) -> None:
+        """The step under way is done: its tokens are cached."""
+        self.tokens[:, self.columns] = self.positions.int()
+        self.positions = self.positions + 1
+        self.steps += 1
+
+
+def positions_of(real: Tensor) -> Tensor:
+    """Positions of left-padded prompts, int [batch, prompt]; 0 in the padding."""
+    return (real.cumsum(-1) - 1).clamp(min=0)
+
+
+def slots_needed(method: Method, batch: Batch, layer: int) -> int:
+    """Slots of a layer that evicts, at the most that any sequence keeps."""
+    return max(method.tokens_kept(row, layer) for row in batch.rows(batch.max_new_tokens))
+
+
+@dataclass
+class LayerCache:
+    """state: None in a layer where all is read. exempt: it reads the full cache whatever the method."""
+
+    layer: int
+    batch: Batch
+    store: KVStore
+    state: State | None
+    method: Method
+    fetcher: Fetcher
+    exempt: bool
+
+    @property
+    def evicts(self) -> bool:
+        """Whether tokens leave for good."""
+        return isinstance(self.state, EvictingState)
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether rows are chosen in the layer before."""
+        return self.state is not None and self.method.selects == "rehearsed"
+
+    @property
+    def known_ahead(self) -> bool:
+        """Whether what is fetched follows from what is kept."""
+        return self.state is None or self.method.selects in ("ahead", "scores")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether rows are chosen by the layer's own query, before any is fetched."""
+        return self.state is not None and self.method.selects == "query"
+
+    def slots_in_use(self, steps_ahead: int = 0) -> int:
+        """Slots that may hold a token before the step that is so many ahead; its own token comes behind them."""
+        steps = self.batch.steps + steps_ahead
+        if not self.evicts:
+            return self.batch.columns + steps_ahead
+        return max(self.method.tokens_kept(row, self.layer) for row in self.batch.rows(steps))
+
+    def slots(self) -> Tensor:
+        """The token in each slot in use, and the own one last: int32 [batch, 1 or num_kv_heads, slots in use + 1]."""
+        tokens = self.state.tokens[self.layer] if isinstance(self.state, EvictingState) else self.batch.tokens[:, None]
+        return tokens[..., : self.slots_in_use() + 1]
+
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write the prompt to the store: all of it, or what the method keeps."""
+        if self.state is not None:
+            slots = key.shape[2] if self.evicts else self.store.capacity
+            self.state.prompt(self.layer, query, key, value, PromptRows(self.batch.real, slots))
+        if isinstance(self.state, EvictingState):
+            columns = self.state.compact(self.layer, self.store.capacity)
+            index = columns.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
+            key, value = key.gather(2, index), value.gather(2, index)
+        self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), 0)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Show the own row to the state."""
+        if self.state is not None:
+            own = self.slots_in_use()
+            self.state.append(self.layer, key, value, self.batch.positions[:, None], slice(own, own + 1))
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        """Write the own row to its slot; in a layer that evicts, to the one its victim left."""
+        at: int | Tensor = self.slots_in_use()
+        if isinstance(self.state, EvictingState):
+            at = self.state.place_own(self.layer, self.slots_in_use())
+        self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), at)
+
+    def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
+        """What the step's single row reads, over `slots()`."""
+        assert self.state is not None, "only a layer with a state selects"
+        slots, positions = self.slots(), self.batch.positions
+        own = torch.full((1, 1, 1), slots.shape[-1] - 1, dtype=torch.int64, device=slots.device)
+        rows = Rows(
+            query=query,
+            positions=positions[:, None].int(),
+            real=torch.ones_like(positions, dtype=torch.bool)[:, None],
+            slot_positions=slots,
+            own_slots=own.expand(len(slots), -1, -1),
+            true_scores=true_scores,
+        )
+        return self.state.select(self.layer, rows)
+
+    def request(self, steps_ahead: int = 0) -> None:
+        """Ask for all that is kept; of sequences that keep different numbers, for the slots that hold a token."""
+        count = self.slots_in_use(steps_ahead)
+        if isinstance(self.state, EvictingState) and not self._even(steps_ahead):
+            held = self.state.tokens[self.layer][..., :count] != EMPTY
+            self.fetcher.request_held(self.layer, self.store, held)
+        else:
+            self.fetcher.request_all(self.layer, self.store, count)
+
+    def request_selected(self, selection: Selection) -> None:
+        """Ask for the slots of a single row's selection."""
+        assert selection.mask is not None, "a method that chooses names what it reads"
+        cap = max(self.method.max_tokens_read(row, self.layer) for row in self.batch.rows(self.batch.steps))
+        bias = None if selection.bias is None else selection.bias[:, :, :, 0]
+        self.fetcher.request_selected(self.layer, self.store, selection.mask[:, :, 0], cap, bias)
+
+    def _even(self, steps_ahead: int) -> bool:
+        rows = self.batch.rows(self.batch.steps + steps_ahead)
+        return len({self.method.tokens_kept(row, self.layer) for row in rows}) == 1

@@ -1,0 +1,65 @@
+"""What a replayed batch has behind it: keys and values of every column, as the codec gives them back."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from harness.model.attach import Attached
+from harness.offload.codec import Codec
+from methods.base import EMPTY, Method
+
+
+class History:
+    """Columns of one batch, all layers.
+
+    kv: by layer (keys, values), each [batch, num_kv_heads, columns, head_dim]. tokens: int32 [batch, columns], the
+    token of each column, `EMPTY` where there is none. length: columns in use.
+    """
+
+    def __init__(self, attached: Attached, method: Method, codec: Codec | None, batch: int, num_columns: int) -> None:
+        geometry = attached.geometry
+        self.method = method
+        self.codec = codec
+        self.length = 0
+        shape = (batch, geometry.num_kv_heads, num_columns, geometry.head_dim)
+        self.kv = [
+            tuple(torch.empty(shape, dtype=attached.dtype, device=attached.device) for _ in "kv")
+            for _ in range(geometry.num_layers)
+        ]
+        self.tokens = torch.full((batch, num_columns), EMPTY, dtype=torch.int32, device=attached.device)
+
+    def enter(self, valid: Tensor) -> Tensor:
+        """Give the next columns their tokens; returns positions int [batch, rows], those of padding repeated."""
+        before = (self.tokens[:, : self.length] != EMPTY).sum(-1)
+        positions = (before[:, None] + valid.cumsum(-1) - 1).clamp(min=0)
+        columns = slice(self.length, self.length + valid.shape[1])
+        self.tokens[:, columns] = positions.masked_fill(~valid, EMPTY).int()
+        self.length = columns.stop
+        return positions
+
+    def coded(self, layer: int) -> bool:
+        """Whether the layer's rows go through the codec; those of the exempt layers do not."""
+        return self.codec is not None and layer >= self.method.num_exempt_layers
+
+    def keep(self, layer: int, key: Tensor, value: Tensor, columns: slice) -> None:
+        """Write fresh rows, as they read back from storage."""
+        for part, fresh in zip(self.kv[layer], (key, value), strict=True):
+            part[:, :, columns] = self.codec.roundtrip(fresh) if self.codec and self.coded(layer) else fresh
+
+    def fork(self, index: Tensor, num_columns: int) -> History:
+        """Of the sequences `index` [new_batch], with room for `num_columns`."""
+        child = copy(self)
+        child.tokens = self._widen(self.tokens, index, 1, num_columns, EMPTY)
+        child.kv = [tuple(self._widen(part, index, 2, num_columns, 0) for part in kv) for kv in self.kv]
+        return child
+
+    def _widen(self, tensor: Tensor, index: Tensor, axis: int, num_columns: int, fill: int) -> Tensor:
+        used = tensor.narrow(axis, 0, self.length)
+        shape = list(used.shape)
+        shape[0], shape[axis] = len(index), num_columns
+        wide = tensor.new_full(shape, fill) if fill else tensor.new_empty(shape)
+        torch.index_select(used, 0, index, out=wide.narrow(axis, 0, self.length))
+        return wide

@@ -1,0 +1,195 @@
+"""Methods that give tokens up for good, so that live decoding uses their slots again, and read all that they keep.
+
+`EvictingState` keeps book of which token lies in which slot. `WorthState` is the easy base on top of it: give each
+token a worth, and the least worthy leave. It is told a budget and how many recent tokens are safe, and asks for
+`prompt_worth`; a method that goes on evicting while it decodes says in `observe` what a row's attention adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, attention_scores
+
+PROMPT_CHUNK = 256
+"""Prompt rows whose probabilities are held at once."""
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Evicting(Method):
+    """Reads all that it keeps: `tokens_kept` gives all three sizes."""
+
+    def tokens_read(self, row: Row, layer: int) -> float:
+        """What is kept."""
+        return self.tokens_kept(row, layer)
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        """What is kept."""
+        return self.tokens_kept(row, layer)
+
+
+class EvictingState(State):
+    """Tokens leave the cache for good; `select` drops them from `tokens`.
+
+    tokens[layer]: int32 [batch, num_kv_heads, slots], the token in each slot, `EMPTY` where there is none; as many
+    slots as the prompt was given, and one more at the end, a dump for what is not to be written.
+    In live decoding the slot behind all those in use is the own token's, for the length of one step.
+    """
+
+    slot_tensors = {"tokens": EMPTY}
+    spare_slots = 1
+    tokens: dict[int, Tensor]
+
+    def enter_prompt(self, layer: int, rows: PromptRows) -> None:
+        """Give the prompt's columns their tokens."""
+        positions = rows.positions.int()
+        shape = (len(positions), self.geometry.num_kv_heads, rows.num_slots + 1)
+        tokens = self.tokens[layer] = positions.new_full(shape, EMPTY)
+        tokens[:, :, : positions.shape[1]] = positions[:, None]
+
+    def enter(self, layer: int, rows: Rows) -> Tensor:
+        """Put each row's own token into its slot. Returns these slots, int64 [batch, num_kv_heads, rows]."""
+        tokens = self.tokens[layer]
+        own = rows.own_slots.expand(-1, tokens.shape[1], -1)
+        tokens.scatter_(-1, own, torch.where(rows.real, rows.positions, EMPTY).int()[:, None].expand_as(own))
+        return own
+
+    def compact(self, layer: int, capacity: int) -> Tensor:
+        """Live, after the prompt: move what is kept to the first `capacity` slots, oldest first.
+
+        Returns the prompt column of each slot, int64 [batch, num_kv_heads, capacity], -1 where there is none.
+        """
+        tokens = self.tokens[layer][..., :-1]
+        kept = tokens.argsort(dim=-1, stable=True)[..., :capacity]
+        columns = kept.masked_fill(tokens.gather(-1, kept) == EMPTY, -1)
+        for name, empty in self.slot_tensors.items():
+            by_layer = getattr(self, name)
+            old = by_layer[layer]
+            new = by_layer[layer] = old.new_full((*old.shape[:2], capacity + 2, *old.shape[3:]), empty)
+            new[:, :, : kept.shape[-1]] = old.gather(2, _like(kept, old))
+        return pad(columns, (0, capacity - columns.shape[-1]), value=-1)
+
+    def place_own(self, layer: int, own: int) -> Tensor:
+        """Live, after a step's selection: move the own token from slot `own`, behind all in use, to the first free one.
+
+        Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
+        """
+        tokens = self.tokens[layer]
+        gone = tokens[..., own : own + 1] == EMPTY
+        free = pad((tokens[..., :own] != EMPTY).int(), (0, 1)).argmin(-1, keepdim=True)
+        target = free.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
+        for name, empty in self.slot_tensors.items():
+            data = getattr(self, name)[layer]
+            entering = data[:, :, own : own + 1].clone()
+            data[:, :, own] = empty
+            data.scatter_(2, _like(target, data), entering)
+        return free.masked_fill(gone, -1)
+
+
+class WorthState(EvictingState):
+    """Keeps the tokens of the largest worth, the `recent` last ones whatever their worth.
+
+    worth[layer]: fp32, shaped like tokens[layer], inf in slots that hold no token.
+    budget, recent: int [batch], tokens kept after the prompt and tokens that are safe; budgets may differ by layer.
+    evicts_later: whether rows that are decoded evict too, down to the same budget; else all of them are kept.
+    """
+
+    slot_tensors = {**EvictingState.slot_tensors, "worth": INF}
+    evicts_later = True
+    worth: dict[int, Tensor]
+
+    def budget(self, layer: int) -> Tensor:
+        """Tokens kept, int [batch]."""
+        raise NotImplementedError
+
+    @property
+    def recent(self) -> Tensor:
+        """The most recent tokens that never leave, int [batch]."""
+        raise NotImplementedError
+
+    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; what stands in the padding plays no part."""
+        raise NotImplementedError
+
+    def observe(self, worth: Tensor, probs: Tensor) -> None:
+        """Update `worth` [batch, num_kv_heads, slots] by a row's attention [batch, num_kv_heads, group, slots]."""
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        """Evict down to the budget."""
+        self.enter_prompt(layer, rows)
+        tokens, prompt = self.tokens[layer], key.shape[2]
+        worth = torch.full_like(tokens, INF, dtype=torch.float32)
+        worth[:, :, :prompt] = self.prompt_worth(layer, query, key, value, rows)
+        surplus = rows.lengths - self.budget(layer)
+        old = tokens[:, :, :prompt] < (rows.lengths - self.recent)[:, None, None]
+        ascending = worth[:, :, :prompt].masked_fill(~old, INF).argsort(dim=-1, stable=True)
+        evicted = torch.arange(prompt, device=key.device) < surplus[:, None, None]
+        gone = torch.zeros_like(old).scatter_(-1, ascending, evicted.expand_as(old)) | ~rows.real[:, None]
+        worth[:, :, :prompt].masked_fill_(gone, INF)
+        tokens[:, :, :prompt].masked_fill_(gone, EMPTY)
+        self.worth[layer] = worth
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """Scan the rows: each reads what is kept, is observed, and evicts a token if more than the budget are."""
+        worth, tokens, slots = self.worth[layer], self.tokens[layer], rows.slot_positions.shape[-1]
+        own = self.enter(layer, rows)
+        worth.scatter_(-1, own, torch.where(rows.real, 0.0, INF)[:, None].expand_as(own))
+        readable = tokens[:, :, :slots].clone()
+        mask = readable.unsqueeze(2) < rows.positions[:, None, :, None]
+        if self.evicts_later:
+            died = self._scan(layer, rows, readable)
+            mask &= died.unsqueeze(2) >= torch.arange(own.shape[-1], device=own.device)[:, None]
+            return Selection(mask, torch.minimum(rows.positions, self.budget(layer)[:, None]).double())
+        return Selection(mask, mask.sum(-1).double().mean(1))
+
+    def _scan(self, layer: int, rows: Rows, readable: Tensor) -> Tensor:
+        """The row after which each slot's token was evicted, int [batch, num_kv_heads, slots]; rows if it was not."""
+        worth, tokens, slots = self.worth[layer], self.tokens[layer], readable.shape[-1]
+        scores = rows.true_scores()
+        bias = torch.where(readable == EMPTY, -INF, 0.0).unsqueeze(2)  # [batch, kv, 1, slots]
+        bias = pad(bias, (0, worth.shape[-1] - slots))
+        died = torch.full_like(worth, scores.shape[3], dtype=torch.int32)
+        bound = (rows.positions - self.recent[:, None]).int()[:, None, :, None]  # the newest that may leave
+        evicts = rows.real & (rows.positions >= self.budget(layer)[:, None])
+        dump = torch.where(evicts, 0, worth.shape[-1] - 1)[:, None, :, None]
+        weight = rows.real[:, None, :, None].float()
+        used, held = worth[..., :slots], tokens[..., :slots]
+        for row in range(scores.shape[3]):
+            probs = (scores[:, :, :, row] + bias[..., :slots]).softmax(-1)
+            self.observe(used, probs * weight[:, :, None, row] if rows.padded else probs)
+            old = used.masked_fill(held > bound[:, :, row], INF)
+            victim = torch.maximum(old.argmin(-1, keepdim=True), dump[:, :, row])
+            worth.scatter_(-1, victim, INF)
+            tokens.scatter_(-1, victim, EMPTY)
+            bias.scatter_(-1, victim.unsqueeze(2), -INF)
+            died.scatter_(-1, victim, row)
+        return died[..., :slots]
+
+
+def received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, first: int = 0) -> Tensor:
+    """Attention that each prompt token received from the rows `first` on, summed over them and the group, fp32.
+
+    query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
+    returns [batch, num_kv_heads, prompt].
+    """
+    batch, num_kv_heads, prompt, _ = key.shape
+    total = torch.zeros(batch, num_kv_heads, prompt, device=key.device)
+    column = torch.arange(prompt, device=key.device)
+    for start in range(first, prompt, PROMPT_CHUNK):
+        stop = min(start + PROMPT_CHUNK, prompt)
+        scores = attention_scores(query[:, :, start:stop], key[:, :, :stop], scale)
+        hidden = (column[:stop] > column[start:stop, None]) | ~real[:, None, None, None, :stop]
+        probs = scores.masked_fill_(hidden, -INF).softmax(-1)
+        rows = real[:, None, None, start:stop, None].to(probs.dtype)
+        total[:, :, :stop] += probs.nan_to_num_().mul_(rows).sum((2, 3))
+    return total
+
+
+def _like(index: Tensor, data: Tensor) -> Tensor:
+    """`index` [batch, kv, n] shaped to gather or scatter along the slots of `data` [batch, kv, slots, ...]."""
+    return index.view(*index.shape, *([1] * (data.dim() - 3))).expand(*index.shape, *data.shape[3:])

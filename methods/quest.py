@@ -1,0 +1,69 @@
+"""Quest (Tang et al., ICML 2024): pages of tokens, scored by a bound on what any key in them could give.
+
+Of every page the elementwise minimum and maximum of its post-position keys are kept on the device; no key of the page
+scores above sum_j max(q_j * min_j, q_j * max_j). This is the rule of Quest's speed code: the budget counts the last
+page, which is always read, and the best others. Its accuracy code gives the last page no privilege and scores each
+query head on its own; here a set is shared by a KV head's group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from methods.base import Calibration, Geometry, Lengths, Rows
+from methods.retrieving import Retrieving, RetrievingState
+
+MIN_PAGES = 3
+
+
+@dataclass(frozen=True)
+class Quest(Retrieving):
+    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them."""
+
+    page_size: int = 16
+
+    title = "Quest"
+
+    def pages_read(self, cached: int) -> int:
+        """The last page is one of the budget's."""
+        budget = int(self.read_frac * cached) // self.page_size
+        return min(cached // self.page_size, max(MIN_PAGES, budget) - 1)
+
+    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> QuestState:
+        """No calibration."""
+        return QuestState(self, geometry, lengths)
+
+
+class QuestState(RetrievingState):
+    """lowest[layer], highest[layer]: bounds of each page's keys, [batch, num_kv_heads, pages + 1, head_dim]; the last
+    is for padding."""
+
+    paged = True
+    sequence_tensors = ("lowest", "highest")
+    lowest: dict[int, Tensor]
+    highest: dict[int, Tensor]
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        """Widen the bounds of the keys' pages."""
+        if layer not in self.lowest:
+            shape, limit = (*key.shape[:2], self.num_pages + 1, key.shape[-1]), torch.finfo(key.dtype).max
+            self.lowest[layer], self.highest[layer] = key.new_full(shape, limit), key.new_full(shape, -limit)
+        page = (positions // self.method.page_size).clamp(max=self.num_pages).long()
+        index = page[:, None, :, None].expand_as(key)
+        self.lowest[layer].scatter_reduce_(2, index, key, "amin")
+        self.highest[layer].scatter_reduce_(2, index, key, "amax")
+
+    def scores(self, layer: int, rows: Rows) -> Tensor:
+        """The bound of each page: where q_j > 0 the highest key, else the lowest."""
+        lowest, highest = (bound[layer][:, :, :-1].mT for bound in (self.lowest, self.highest))
+        batch, num_kv_heads, head_dim, pages = lowest.shape
+        query = (rows.query * self.geometry.scale).reshape(batch, num_kv_heads, -1, head_dim)
+        bound = query.clamp(min=0) @ highest + query.clamp(max=0) @ lowest
+        return bound.view(batch, num_kv_heads, self.geometry.group, -1, pages).float()
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """Two vectors a full page: as much as a token."""
+        return (positions // self.method.page_size).double()

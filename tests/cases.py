@@ -1,0 +1,105 @@
+"""The methods of the tests: every one in `conf/method`, as its YAML has it, and special settings at tiny lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.offload.codec import Codec
+from harness.settings.compose import load, options
+from methods.base import Method
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
+from methods.quest import Quest
+from methods.snapkv import SnapKV
+from methods.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """Distorts a row as an integer codec does, but without steps: no code that rounding could flip."""
+
+    name = "smooth"
+    bits = 4
+    is_float = False
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return 4 + 32 / head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        return 4 * head_dim
+
+    def roundtrip(self, rows: Tensor) -> Tensor:
+        return 0.8 * rows + 0.2 * torch.sin(3 * rows)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return self.roundtrip(rows).contiguous().view(torch.uint8)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        return packed.view(torch.float32)
+
+
+def smooth(row: np.ndarray) -> np.ndarray:
+    """The same of a single row, for the reference."""
+    return 0.8 * row + 0.2 * np.sin(3 * row)
+
+
+class Case(NamedTuple):
+    method: Method
+    codec: Codec | Smooth | None = None
+
+
+CASES = {
+    "full": Case(Full()),
+    "full+smooth": Case(Full(), Smooth()),
+    "int8": Case(Full(), Codec("int8")),
+    "int4": Case(Full(), Codec("int4")),
+    "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
+    "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
+    "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
+    "h2o-fills": Case(H2O(heavy_frac=0.45, recent_frac=0.45)),  # the prompt leaves room: full only after some steps
+    "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
+    "streaming": Case(Streaming(kv_frac=0.3, num_sinks=2)),
+    "streaming-fills": Case(Streaming(kv_frac=0.9)),
+    "streaming+smooth": Case(Streaming(kv_frac=0.3, num_sinks=2), Smooth()),
+    "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
+    "snapkv-avg": Case(SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0)),
+    "snapkv+smooth": Case(SnapKV(kept_frac=0.4, window=3), Smooth()),
+    "quest": Case(Quest(read_frac=0.4, page_size=3)),
+    "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
+    "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),
+    "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
+    "oracle+smooth": Case(Oracle(alpha=inf, max_fetch_frac=0.3), Smooth()),
+    "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
+    "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
+    "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
+    "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
+    "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),
+    "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
+    "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
+    "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
+    "pool-lru": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru", protect_recent=0.2)),
+    "pool-counter": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, protect_recent=0.2)),
+    "pool-tokens": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.5, pool_tokens=12)),
+    "pool-fills": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
+    # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
+    "pool-tie": Case(InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
+    "pool+smooth": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru"), Smooth()),
+}
+
+
+def shipped(name: str) -> Case:
+    """`conf/method/<name>.yaml` with its defaults."""
+    config = load([f"method={name}"])
+    return Case(config.method, None if config.codec is None else Codec(config.codec))
+
+
+SHIPPED = options("method")
+"""Every method there is: a new file in `conf/method` is a new test."""
