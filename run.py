@@ -6,17 +6,9 @@ python run.py grid=accuracy
 """
 
 import sys
-from pathlib import Path
 
 from harness.launch.cli import main
-
-
-def draw(results: Path) -> list[Path]:
-    """The figures of a results folder; what draws them is imported when there is something to draw."""
-    from plots import draw_figures
-
-    return draw_figures(results)
-
+from plots import draw_figures
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], draw))
+    sys.exit(main(sys.argv[1:], draw=draw_figures))

@@ -11,7 +11,7 @@ from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
 from harness.model.load import LoadedModel
-from harness.offload.codec import Codec
+from harness.offload.codec import AnyCodec, Codec
 from harness.settings.run import RunConfig
 from harness.sizes import sized
 from methods.base import Calibration, Method, Row
@@ -22,7 +22,7 @@ class Setup:
     """method: `target_kv_frac` resolved. codec: None stores rows exactly. calibration: None where none is needed."""
 
     method: Method
-    codec: Codec | None
+    codec: AnyCodec | None
     calibration: Calibration | None
 
 
@@ -48,6 +48,6 @@ def prepare(
     return Setup(method, codec, calibration)
 
 
-def codec_of(config: RunConfig) -> Codec | None:
+def codec_of(config: RunConfig) -> AnyCodec | None:
     """The codec of a run; None stores rows exactly."""
     return None if config.codec is None else Codec(config.codec, config.group_size)

@@ -50,7 +50,7 @@ class ReadStats:
     index_sum: float = 0.0
     pairs_read: float = 0.0
     pairs: float = 0.0
-    code_bits: int = 16
+    code_bits: float = 16
     recall_sum: float | None = None
 
     def __add__(self, other: ReadStats) -> ReadStats:

@@ -78,7 +78,8 @@ class Selection(NamedTuple):
     mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot.
     num_read: tokens read, mean over the KV heads, fp64 [batch, rows].
     side: what was read of an index to find them, in tokens (2 * head_dim elements), alike; None reads no index.
-    bias: added to the scaled scores, fp32 [batch, num_kv_heads or 1, group or 1, rows, slots]: log-weights of samples.
+    bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite, fp32 [batch,
+        num_kv_heads or 1, group or 1, rows, slots].
     """
 
     mask: Tensor | None

@@ -1,14 +1,14 @@
 """Groups of bars, one bar per label, told apart by colour and hatch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from plots import style
-from plots.data import Point
+from plots import data, style
 
 FILLED = 0.84
 """Share of a group's width that its bars cover."""
@@ -56,11 +56,28 @@ def of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) 
     return grouped(axes, values, errors=errors, groups=groups)
 
 
+def timed(
+    rows: pd.DataFrame, setup: Sequence[str], draw_panel: Callable[[Axes, pd.DataFrame], None], *, note: str = ""
+) -> Figure | None:
+    """A figure of a latency table: a panel per setup, and close-ups of what slow labels dwarf; None without rows."""
+    if rows.empty:
+        return None
+    return style.draw_panels(data.with_close_ups(data.split(rows, setup)), draw_panel, note=note)
+
+
 def stacked_times(
-    axes: Axes, prefill: pd.DataFrame, decode: pd.DataFrame, *, groups: Sequence[str], in_legend: bool = True
+    axes: Axes,
+    panel: pd.DataFrame,
+    points: Iterable[data.PublishedPoint],
+    *,
+    group: str = "{:.0f}",
+    in_legend: bool = True,
 ) -> Places:
-    """Prefill seconds, light, below decode seconds; a row per group, a column per label."""
-    places = slots(axes, style.ordered(prefill.columns), groups)
+    """Prefill seconds, light, below decode seconds, a group of bars per batch size, which `group` words; the paper's
+    totals on the bars."""
+    prefill, decode = (data.pivot(panel, "batch_size", part) for part in ("prefill_s", "decode_s"))
+    batches = list(prefill.index)
+    places = slots(axes, style.ordered(prefill.columns), [group.format(batch) for batch in batches])
     for label, (x, width) in places.items():
         look = style.look(label)
         axes.bar(x, prefill[label], width, **PREFILL)
@@ -69,12 +86,13 @@ def stacked_times(
             color=look.color, hatch=look.hatch, edgecolor="white", linewidth=0,
         )  # fmt: skip
     axes.set_ylabel("prefill + decode (s)")
+    published(axes, places, batches, points)
     return places
 
 
-def published(axes: Axes, places: Places, groups: Sequence[float | str], points: Iterable[Point]) -> None:
-    """The paper's numbers as hollow markers on the bars of the same label and group (`Point.x`), by kind."""
+def published(axes: Axes, places: Places, groups: Sequence[float | str], points: Iterable[data.PublishedPoint]) -> None:
+    """The paper's numbers as hollow markers on the bars of the same label and group (its x), by kind."""
     for point in points:
         if point.label in places and point.x in groups:
             x = places[point.label].x[groups.index(point.x)]
-            axes.plot(x, point.value, label=f"{style.PUBLISHED}, {point.kind}", marker=MARKERS[point.kind], **HOLLOW)
+            axes.plot(x, point.value, label=f"{style.OF_PAPER}, {point.kind}", marker=MARKERS[point.kind], **HOLLOW)

@@ -15,9 +15,9 @@ AXES = {"kl_nats": "KL(full || method) (nats)", "perplexity": "perplexity"}
 SETUP = ("model", "task", "seq_len", "num_samples", "source")
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `choices.csv`."""
-    rows = data.whole_texts(tables.accuracy("choices"))
+    rows = data.whole_texts(tables.accuracy(name))
     if rows.empty:
         return None
     panels = data.split(rows, SETUP)

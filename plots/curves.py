@@ -1,10 +1,12 @@
 """Series of an analysis as lines, told apart by colour, marker and line, with a band of one standard error."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from harness.tables import columns
 from plots import style
 from plots.style import Look
 
@@ -23,6 +25,7 @@ SEQUENCE = (
 MAX_MARKERS = 12
 
 Looks = Mapping[str, Look]
+DrawMetric = Callable[[Axes, pd.DataFrame, Looks], None]
 
 
 def looks(series: Iterable[str]) -> Looks:
@@ -30,8 +33,21 @@ def looks(series: Iterable[str]) -> Looks:
     return {name: SEQUENCE[index % len(SEQUENCE)] for index, name in enumerate(dict.fromkeys(series))}
 
 
-def draw(axes: Axes, rows: pd.DataFrame, chosen: Looks, *, factor: float = 1) -> None:
-    """A line per series of `rows`, in order of x, `factor` times the value; many points carry few markers."""
+def draw_metrics(rows: pd.DataFrame, draws: Mapping[str, DrawMetric], *, note: str) -> Figure | None:
+    """A panel per run and metric, drawn as `draws` says, the looks of a metric's series the same in all its panels;
+    None without rows."""
+    chosen = {metric: looks(own.sort_values("layer", kind="stable").series) for metric, own in rows.groupby("metric")}
+
+    def draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
+        metric = panel.metric.iloc[0]
+        draws[metric](axes, panel, chosen[metric])
+
+    return style.draw_rows(rows, (*SETUP, "metric"), draw_panel, note=note)
+
+
+def draw(axes: Axes, rows: pd.DataFrame, chosen: Looks) -> None:
+    """A line per series of `rows`, of one metric, in order of x; many points carry few markers."""
+    factor = columns.quantity(rows.metric.iloc[0]).factor
     for name, (color, marker, line, _) in chosen.items():
         own = rows[rows.series == name].sort_values("x")
         if own.empty:

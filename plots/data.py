@@ -1,50 +1,21 @@
 """The tables as data frames, and their split into panels that never mix setups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from harness.errors import UserError
+from harness.tables import columns
 
-ACCURACY_COLUMNS = (
-    "experiment", "model", "method", "label", "task", "metric", "value", "stderr", "num_samples",
-    "num_fewshot", "seq_len", "kv_frac", "source",
-)  # fmt: skip
-LATENCY_COLUMNS = (
-    "experiment", "platform", "source", "model", "label", "batch_size", "prompt_len", "gen_len", "prefill_s",
-    "decode_s", "total_s",
-)  # fmt: skip
-ANALYSIS_COLUMNS = (
-    "experiment", "model", "series", "layer", "x_name", "x", "metric", "value", "stderr", "source", "run_id",
-)  # fmt: skip
-SEGMENT_COLUMNS = ("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s")
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
-WORDS = (
-    "platform", "source", "model", "method", "label", "task", "metric", "experiment", "run_id", "series", "x_name",
-)  # fmt: skip
 
 FAR = 2
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
-
-PUBLISHED = Path(__file__).resolve().parents[1] / "harness" / "tables" / "published.csv"
-
-NAMES = {
-    "num_samples": "n = {:,.0f}",
-    "num_fewshot": "{:.0f}-shot",
-    "seq_len": "{:,.0f} tokens",
-    "batch_size": "batch {:.0f}",
-    "prompt_len": "prompt {:,.0f}",
-    "gen_len": "{:,.0f} generated",
-    "source": "source: {}",
-    "layer": "layer {:.0f}",
-    "kept": "{} tokens kept",
-    "run_id": "run {}",
-    "metric": "",  # said by the axis, as is x_name
-    "x_name": "",
-}
+PHRASES = {"kept": "{} tokens kept"}
+"""How a value reads where no table has it as a column."""
 
 
 class Tables:
@@ -59,29 +30,30 @@ class Tables:
 
     def accuracy(self, name: str) -> pd.DataFrame:
         """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN."""
-        return self._read(name, ACCURACY_COLUMNS)
+        return self._read(name, columns.ACCURACY)
 
     def latency(self, name: str) -> pd.DataFrame:
         """Rows of (source, model, shape, label) in seconds, the segments of a block among them."""
-        return self._read(name, LATENCY_COLUMNS + SEGMENT_COLUMNS)
+        return self._read(name, columns.LATENCY)
 
     def analysis(self, name: str) -> pd.DataFrame:
         """Rows of (model, run_id, metric, series, layer, x); numbers are floats, an empty cell is NaN."""
-        return self._read(name, ANALYSIS_COLUMNS)
+        return self._read(name, columns.ANALYSIS)
 
-    def _read(self, name: str, columns: Sequence[str]) -> pd.DataFrame:
+    def _read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
         path = self.folder / f"{name}.csv"
-        types = {column: str if column in WORDS else float for column in (*WORDS, *columns)}
+        types = {column.name: str if column.digits is None else float for column in expected}
+        empty = pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in types.items()})
         if not path.exists():
-            return pd.DataFrame({column: pd.Series(dtype=types[column]) for column in columns})
+            return empty
         try:
             frame = pd.read_csv(path, dtype=types)
         except (ValueError, OSError) as error:
             raise UserError(f"{path}: not a table of results ({str(error).splitlines()[0]})") from error
-        missing = [column for column in columns if column not in frame]
-        if missing:
-            raise UserError(f"{path}: no column {missing[0]}; make the table anew")
-        return frame
+        missing = [column for column in types if column not in frame]
+        for column in set(missing).difference(columns.OPTIONAL):
+            raise UserError(f"{path}: no column {column}; make the table anew")
+        return frame.join(empty[missing])
 
 
 class Panels(NamedTuple):
@@ -118,10 +90,17 @@ def with_close_ups(panels: Panels) -> Panels:
     return Panels(panels.shared, titles, frames)
 
 
-def describe(row: Mapping[Any, Any] | pd.Series, columns: Sequence[str]) -> str:
-    """Words for the row's values in `columns`, such as "opt-13b, batch 20"; an empty cell is left out."""
-    texts = (NAMES.get(name, "{}").format(row[name]) for name in columns if not pd.isna(row[name]))
+def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
+    """Words for the row's values in the columns `names`, such as "opt-13b, batch 20"; an empty cell is left out."""
+    phrases = {name: PHRASES.get(name, columns.column(name).phrase) for name in names}
+    texts = (phrase.format(row[name]) for name, phrase in phrases.items() if not pd.isna(row[name]))
     return ", ".join(text for text in texts if text)
+
+
+def of_metrics(tables: Sequence[pd.DataFrame], metrics: Iterable[str]) -> pd.DataFrame:
+    """The rows of the tables that are of these metrics, in the order of the metrics."""
+    rows = pd.concat(tables)
+    return pd.concat([rows[rows.metric == metric] for metric in metrics], ignore_index=True)
 
 
 def whole_texts(table: pd.DataFrame) -> pd.DataFrame:
@@ -154,8 +133,8 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
         )
 
 
-class Point(NamedTuple):
-    """A number the paper gives for a label at `x` (a number, or a model), in the unit of `published.csv`.
+class PublishedPoint(NamedTuple):
+    """A number the paper gives for a label at `x` (a number, or a model), in the unit of its table of them.
 
     kind: `quoted`, `derived` by arithmetic, or `approximate`.
     """
@@ -166,7 +145,13 @@ class Point(NamedTuple):
     kind: str
 
 
-def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]) -> list[Point]:
+def of_paper(figure: str) -> pd.DataFrame:
+    """All that the paper is known to say of a figure or table; `value` is a number, the rest are words."""
+    rows = pd.DataFrame(columns.published_rows())
+    return rows[rows.figure == figure].astype({"value": float})
+
+
+def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]) -> list[PublishedPoint]:
     """The paper's numbers for a panel in the paper's `setup` (column: value), else none.
 
     The panel is measured, or modelled for the paper's machine; an emulated one never has them, nor does another model
@@ -175,7 +160,8 @@ def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str,
     on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM))
     if not on_gpu.all() or not all((panel[name] == value).all() for name, value in setup.items()):
         return []
-    table = pd.read_csv(PUBLISHED)
-    rows = table[(table.figure == figure) & (table.metric == metric) & table.model.isin(panel.model)]
+    rows = of_paper(figure)
+    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model)]
     numbers = pd.to_numeric(rows.x, errors="coerce").astype(object)
-    return [Point(*cells) for cells in zip(rows.series, numbers.fillna(rows.x), rows.value, rows.kind, strict=True)]
+    cells = zip(rows.series, numbers.fillna(rows.x), rows.value, rows.kind, strict=True)
+    return [PublishedPoint(*each) for each in cells]

@@ -9,37 +9,30 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from harness.tables import columns
 from plots import data, style
 
 SETUP = ("model", "task", "metric", "num_samples", "num_fewshot", "seq_len", "source")
-AXES = {
-    "acc": ("accuracy (%)", 100),
-    "kl_nats": ("KL(full || method) (nats)", 1),
-    "top1_agreement": ("top-1 agreement (%)", 100),
-}
-"""Metric: words with the unit, factor to that unit."""
+AXES = {"acc": "accuracy (%)", "kl_nats": "KL(full || method) (nats)", "top1_agreement": "top-1 agreement (%)"}
 CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25} | dict.fromkeys(
     ("copa", "winogrande", "piqa", "rte", "boolq"), 0.5
 )
 KV_AXIS = "KV cache read (% of full cache)"
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig11.csv`."""
-    own, texts = tables.accuracy("fig11"), tables.accuracy("perplexity")
+    own, texts = tables.accuracy(name), tables.accuracy("perplexity")
     if own.empty:
         return None
-    candidates = pd.concat([own, texts[texts.metric.isin(["kl_nats", "top1_agreement"])]])
-    rows = pd.concat([candidates[candidates.metric == metric] for metric in AXES], ignore_index=True)
-    if rows.empty:
-        return None
-    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="bars: one standard error")
+    rows = data.of_metrics([own, texts[texts.metric.isin(["kl_nats", "top1_agreement"])]], AXES)
+    return style.draw_rows(rows, SETUP, _draw_panel, note="bars: one standard error")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     metric = panel.metric.iloc[0]
-    words, factor = AXES[metric]
-    axes.set(xlabel=KV_AXIS, ylabel=words)
+    factor = columns.METRICS[metric].factor
+    axes.set(xlabel=KV_AXIS, ylabel=AXES[metric])
     if metric == "kl_nats":
         style.log_y(axes)  # without the full cache, whose divergence from itself is 0
     else:

@@ -14,15 +14,13 @@ SETUP = ("model", "corpus", "seq_len", "num_samples", "source")
 MAX_TICKS = 6
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig12.csv`, or where it has no chunks."""
-    table = tables.accuracy("fig12")
+    table = tables.accuracy(name)
     chunks = table.task.str.extract(r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$")
     rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
     rows = rows[rows.start.notna() & (rows.metric == "perplexity")]
-    if rows.empty:
-        return None
-    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="%: KV cache read; bars: one standard error")
+    return style.draw_rows(rows, SETUP, _draw_panel, note="%: KV cache read; bars: one standard error")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -10,27 +10,26 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from harness.tables import columns
 from plots import bars, data, style
 
 UNSKEWED = " without skewing"
 CONDITIONS = ("num_samples", "num_fewshot", "seq_len")
 SETUP = ("model", "metric", "source")
-AXES = {"acc": ("accuracy (%)", 100), "kl_nats": ("KL(full || method) (nats)", 1)}
+AXES = {"acc": "accuracy (%)", "kl_nats": "KL(full || method) (nats)"}
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig13.csv`, or where it has no run without skewing."""
-    own, full = tables.accuracy("fig13"), tables.accuracy("fig11")
-    candidates = pd.concat([own, full[full.label == style.FULL]])
-    rows = pd.concat([candidates[candidates.metric == metric] for metric in AXES], ignore_index=True)
+    own, full = tables.accuracy(name), tables.accuracy("fig11")
+    rows = data.of_metrics([own, full[full.label == style.FULL]], AXES)
     rows = rows[rows.groupby([*SETUP])["label"].transform(lambda labels: labels.str.endswith(UNSKEWED).any())]
-    if rows.empty:
-        return None
-    return style.draw_panels(data.split(rows, SETUP), _draw_panel, note="bars: one standard error")
+    return style.draw_rows(rows, SETUP, _draw_panel, note="bars: one standard error")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
-    words, factor = AXES[panel.metric.iloc[0]]
+    metric = panel.metric.iloc[0]
+    factor = columns.METRICS[metric].factor
     pairs = _pairs(panel)
     values, errors = (factor * data.pivot(pairs, "pair", column) for column in ("value", "stderr"))
     bars.grouped(axes, values, errors=errors, groups=_names(pairs))
@@ -39,7 +38,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
         for value in full.value[full.metric == "acc"].unique():  # its divergence from itself is 0
             ends = [index - 0.45, index + 0.45]
             axes.plot(ends, 2 * [factor * value], "--", color=style.BLACK, linewidth=1, label=style.FULL)
-    axes.set(ylabel=words)
+    axes.set(ylabel=AXES[metric])
 
 
 def _pairs(panel: pd.DataFrame) -> pd.DataFrame:

@@ -25,30 +25,32 @@ PAPER_LENGTH = {"model": "opt-13b", "batch_size": 8, "gen_len": 128}
 PAPER_MODEL = {"source": "modelled", "batch_size": 4, "prompt_len": 1920, "gen_len": 128}
 
 
-def draw_length(table: pd.DataFrame) -> Figure | None:
-    """Figure 16a from rows of a latency table; None without any."""
+def draw_length(tables: data.Tables, name: str) -> Figure | None:
+    """Figure 16a from a latency table; None without rows."""
+    table = tables.latency(name)
     table = table.assign(total_len=table.prompt_len + table.gen_len).sort_values("total_len", kind="stable")
     published = partial(data.published, "fig16a", setup=PAPER_LENGTH)
     words = "prompt + generated tokens"
-    return _draw(table, LENGTH_SETUP, published, index="total_len", words=words, name="{:,.0f}".format)
+    return _draw(table, LENGTH_SETUP, published, index="total_len", words=words, group="{:,.0f}")
 
 
-def draw_model(table: pd.DataFrame) -> Figure | None:
-    """Figure 16b from rows of a latency table; None without any."""
+def draw_model(tables: data.Tables, name: str) -> Figure | None:
+    """Figure 16b from a latency table; None without rows."""
+    table = tables.latency(name)
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     table = table.iloc[billions.argsort(kind="stable")]
     published = partial(data.published, "fig16b", setup=PAPER_MODEL)
-    return _draw(table, MODEL_SETUP, published, index="model", words="model", name=str)
+    return _draw(table, MODEL_SETUP, published, index="model", words="model", group="{}")
 
 
 def _draw(
     table: pd.DataFrame,
     setup: tuple[str, ...],
-    published: Callable[..., list[data.Point]],
+    published: Callable[..., list[data.PublishedPoint]],
     *,
     index: str,
     words: str,
-    name: Callable[..., str],
+    group: str,
 ) -> Figure | None:
     if table.empty:
         return None
@@ -59,7 +61,7 @@ def _draw(
         seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
         offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
         speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
-        places = bars.grouped(axes, speedup, groups=[name(value) for value in speedup.index])
+        places = bars.grouped(axes, speedup, groups=[group.format(value) for value in speedup.index])
         axes.axhline(1, color=style.GREY, linewidth=0.8)
         axes.set(xlabel=words, ylabel=TIMES[time], title=title)
         if time == "total_s":

@@ -18,26 +18,26 @@ LATENCY_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen
 PANEL_INCHES = (4.2, 2.5)  # room for the second axis
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without both tables, or where no label names a setting."""
-    table = tables.accuracy("fig17")
+    table = tables.accuracy(name)
     table = table[table.metric == "acc"]
-    accuracy, latency = _with_setting(table), _with_setting(tables.latency("fig17-latency"))
-    named = [name for name in SETTINGS if name in {*accuracy.setting, *latency.setting}]
+    accuracy, latency = _with_setting(table), _with_setting(tables.latency(f"{name}-latency"))
+    named = [setting for setting in SETTINGS if setting in {*accuracy.setting, *latency.setting}]
     if not named:
         return None
     figure, all_axes = style.new(len(named), panel_inches=PANEL_INCHES)
-    for axes, name in zip(all_axes, named, strict=True):
-        axes.set(xlabel=SETTINGS[name], ylabel="accuracy (%)")
+    for axes, setting in zip(all_axes, named, strict=True):
+        axes.set(xlabel=SETTINGS[setting], ylabel="accuracy (%)")
         right = axes.twinx()
         right.set_ylabel("latency, decode (s)")
         right.spines["right"].set_visible(True)
         right.grid(visible=False)
         _draw_references(axes, table)
-        _draw_lines(axes, accuracy[accuracy.setting == name], ACCURACY_SETUP, "accuracy")
-        _draw_lines(right, latency[latency.setting == name], LATENCY_SETUP, "latency")
+        _draw_lines(axes, accuracy[accuracy.setting == setting], ACCURACY_SETUP, "accuracy")
+        _draw_lines(right, latency[latency.setting == setting], LATENCY_SETUP, "latency")
     kinds = (("accuracy", accuracy, ACCURACY_SETUP), ("latency", latency, LATENCY_SETUP))
-    setups = [f"{word}: {data.split(table, setup).shared}" for word, table, setup in kinds if len(table)]
+    setups = [f"{word}: {data.split(rows, setup).shared}" for word, rows, setup in kinds if len(rows)]
     return style.finish(figure, "\n".join(setups) + "; bars: one standard error")
 
 

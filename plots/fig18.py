@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from harness.tables import columns
 from plots import bars, data, style
 
 SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
@@ -17,21 +18,20 @@ BATCH_SIZE = 8
 PAPER = {"model": "opt-13b", "batch_size": BATCH_SIZE}
 PAPER_LEN = 2048
 WIDTH = 0.7
-SEGMENTS = {
-    "attention_s": ("attention", style.BLUE, ""),
-    "ffn_s": ("FFN", style.GREEN, "xx"),
-    "prediction_s": ("prediction", style.ORANGE, "///"),
-    "transfer_s": ("transfer", style.VERMILION, "\\\\\\"),
-    "other_s": ("other", style.LIGHT_GREY, ".."),
+LOOKS = {
+    "attention_s": (style.BLUE, ""),
+    "ffn_s": (style.GREEN, "xx"),
+    "prediction_s": (style.ORANGE, "///"),
+    "transfer_s": (style.VERMILION, "\\\\\\"),
+    "other_s": (style.LIGHT_GREY, ".."),
 }
+"""Colour and hatch of a segment."""
 
 
-def draw(table: pd.DataFrame) -> Figure | None:
-    """The figure from rows of a latency table; None without any."""
-    if table.empty:
-        return None
-    panels = data.with_close_ups(data.split(table, SETUP))
-    return style.draw_panels(panels, _draw_panel, note="transfer: the wait that compute does not hide")
+def draw(tables: data.Tables, name: str) -> Figure | None:
+    """The figure from a latency table; None without rows."""
+    note = "transfer: the wait that compute does not hide"
+    return bars.timed(tables.latency(name), SETUP, _draw_panel, note=note)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
@@ -39,11 +39,13 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     rows = panel.set_index("label").loc[style.ordered(panel.label)]
     places = np.arange(len(rows))
     bottom = pd.Series(0.0, rows.index)
-    for column, (name, color, hatch) in SEGMENTS.items():
-        height = 1e3 * rows[column].fillna(0)  # a segment that a method lacks
+    for segment in columns.SEGMENTS:
+        height = segment.factor * rows[segment.name].fillna(0)  # a segment that a method lacks
+        color, hatch = LOOKS[segment.name]
         axes.bar(
-            places, height, WIDTH, bottom=bottom, label=name, color=color, hatch=hatch, edgecolor="white", linewidth=0
-        )
+            places, height, WIDTH, bottom=bottom, label=segment.words, color=color, hatch=hatch, edgecolor="white",
+            linewidth=0,
+        )  # fmt: skip
         bottom += height
     axes.set_xticks(places, rows.index, rotation=35, ha="right")
     axes.grid(visible=False, axis="x")

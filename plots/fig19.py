@@ -17,9 +17,9 @@ SIZE_SETUP = ("model", "task", "seq_len", "num_samples", "source")
 LENGTH_SETUP = ("model", "task", "kept", "source")
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig19.csv`."""
-    table = data.whole_texts(tables.accuracy("fig19"))
+    table = data.whole_texts(tables.accuracy(name))
     rows = table.join(table.label.str.extract(LABEL))
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
     halves = (rows[rows.kept.isna()], SIZE_SETUP, _draw_sizes), (rows[rows.kept.notna()], LENGTH_SETUP, _draw_lengths)

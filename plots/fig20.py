@@ -6,33 +6,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots import curves, data, style
+from plots import curves, data
 
-SHARE = "share_of_sparse_queries"
+SHARE, WEIGHT = "share_of_sparse_queries", "attention_weight"
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig20.csv`."""
-    rows = tables.analysis("fig20")
-    if rows.empty:
-        return None
-    shares, weights = rows[rows.metric == SHARE], rows[rows.metric != SHARE]
-    layers = curves.looks(f"layer {layer:.0f}" for layer in sorted(shares.layer.unique()))
-    keys = curves.looks(weights.series)
-
-    def draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
-        if panel.metric.iloc[0] == SHARE:
-            _draw_shares(axes, panel, layers)
-        else:
-            _draw_weights(axes, panel, keys)
-
-    panels = data.split(rows, (*curves.SETUP, "metric"))
+    rows = tables.analysis(name)
     note = "attends to: needs for 0.9 of its weight; bands: one standard error over heads"
-    return style.draw_panels(panels, draw_panel, note=note)
+    return curves.draw_metrics(rows, {SHARE: _draw_shares, WEIGHT: _draw_weights}, note=note)
 
 
 def _draw_shares(axes: Axes, panel: pd.DataFrame, looks: curves.Looks) -> None:
-    curves.draw(axes, panel, looks, factor=100)
+    curves.draw(axes, panel, looks)
     lengths = sorted(panel.x.unique())
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
@@ -40,6 +27,6 @@ def _draw_shares(axes: Axes, panel: pd.DataFrame, looks: curves.Looks) -> None:
 
 
 def _draw_weights(axes: Axes, panel: pd.DataFrame, looks: curves.Looks) -> None:
-    curves.draw(axes, panel, looks, factor=100)
+    curves.draw(axes, panel, looks)
     where = f"query token, layer {panel.layer.iloc[0]:.0f}"
     axes.set(xlabel=where, ylabel="attention weight of a key (%)", ylim=(0, None))

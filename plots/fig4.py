@@ -10,13 +10,11 @@ from matplotlib.figure import Figure
 from plots import curves, data, style
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig4.csv`."""
-    rows = tables.analysis("fig4")
-    if rows.empty:
-        return None
+    rows = tables.analysis(name)
     note = "oracle: the paper's Optimal; bands: one standard error over heads"
-    return style.draw_panels(data.split(rows, (*curves.SETUP, "layer")), _draw_panel, note=note)
+    return style.draw_rows(rows, (*curves.SETUP, "layer"), _draw_panel, note=note)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -10,26 +10,15 @@ from matplotlib.figure import Figure
 
 from plots import curves, data, style
 
-COUNTS = "key_tokens_for_0.9"
-PUBLISHED = "published (PG-19)"
+SHARES, COUNTS = "share_of_queries", "key_tokens_for_0.9"
+OF_PG19 = "published (PG-19)"
 PAPER = {"model": "opt-6.7b"}
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig5.csv`."""
-    rows = tables.analysis("fig5")
-    if rows.empty:
-        return None
-    looks = curves.looks(f"layer {layer:.0f}" for layer in sorted(rows.layer.unique()))
-
-    def draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
-        if panel.metric.iloc[0] == COUNTS:
-            _draw_counts(axes, panel, looks)
-        else:
-            _draw_histogram(axes, panel, looks)
-
-    panels = data.split(rows, (*curves.SETUP, "metric"))
-    return style.draw_panels(panels, draw_panel, note="bands: one standard error over heads")
+    draws = {SHARES: _draw_histogram, COUNTS: _draw_counts}
+    return curves.draw_metrics(tables.analysis(name), draws, note="bands: one standard error over heads")
 
 
 def _draw_histogram(axes: Axes, panel: pd.DataFrame, looks: curves.Looks) -> None:
@@ -50,6 +39,6 @@ def _draw_counts(axes: Axes, panel: pd.DataFrame, looks: curves.Looks) -> None:
         if point.label in measured:
             axes.plot(
                 point.x, point.value, "o", markerfacecolor="none", markeredgecolor=style.BLACK,
-                label=f"{PUBLISHED}, {point.kind}",
+                label=f"{OF_PG19}, {point.kind}",
             )  # fmt: skip
     axes.set(xlabel="query token", ylabel="key tokens for 0.9\nof the weight (tokens)", ylim=(0, None))

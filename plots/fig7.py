@@ -11,13 +11,11 @@ from plots import curves, data, style
 AXES = {"query_magnitude": "mean |Q| of the column", "key_magnitude": "mean |K| of the column"}
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig7.csv`."""
-    rows = tables.analysis("fig7")
-    if rows.empty:
-        return None
+    rows = tables.analysis(name)
     note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"
-    return style.draw_panels(data.split(rows, (*curves.SETUP, "layer", "metric")), _draw_panel, note=note)
+    return style.draw_rows(rows, (*curves.SETUP, "layer", "metric"), _draw_panel, note=note)
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from harness.errors import UserError
-from plots.data import Panels
+from plots.data import Panels, split
 
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
@@ -66,7 +66,7 @@ VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
 GREY, LIGHT_GREY = "#777777", "#BBBBBB"
 
 FULL, QUANTIZED, CHANCE, PREFILL = "Full cache", "INT8/4/2/1", "chance", "prefill (light)"
-PUBLISHED = "published (RTX A6000)"
+OF_PAPER = "published (RTX A6000)"
 LOOKS = {
     FULL: Look(BLACK, "", "--", ""),
     "Oracle": Look(GREEN, "D", "-.", "xx"),
@@ -109,7 +109,7 @@ def ordered(labels: Iterable[str]) -> list[str]:
 
     What follows a comma, a size for example, plays no part.
     """
-    known = [*LOOKS, "", PREFILL, CHANCE, PUBLISHED]
+    known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
     rank = {label: index for index, label in enumerate(known)}
     return sorted(dict.fromkeys(labels), key=lambda label: rank.get(label.partition(",")[0], rank[""]))
 
@@ -132,6 +132,13 @@ def new(num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES) ->
     figure = Figure(figsize=(columns * width, rows * height + 0.6), layout="constrained")
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(num_panels)]
     return figure, axes
+
+
+def draw_rows(
+    rows: pd.DataFrame, setup: Sequence[str], draw: Callable[[Axes, pd.DataFrame], None], *, note: str = ""
+) -> Figure | None:
+    """A figure with a panel per setup of the rows; None without rows."""
+    return None if rows.empty else draw_panels(split(rows, setup), draw, note=note)
 
 
 def draw_panels(panels: Panels, draw: Callable[[Axes, pd.DataFrame], None], *, note: str = "") -> Figure:

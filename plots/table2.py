@@ -19,9 +19,9 @@ SETUP = ("model", "task", "num_samples", "seq_len", "source")
 PAPER = {"task": "wikitext2", "seq_len": 2048}
 
 
-def draw(tables: data.Tables) -> Figure | None:
+def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `table2.csv`, or where no label names a pool."""
-    table = data.whole_texts(tables.accuracy("table2"))
+    table = data.whole_texts(tables.accuracy(name))
     rows = table.assign(pool=table.label.str.extract(LABEL, expand=False))
     rows = rows[rows.pool.notna() & rows.metric.isin(["perplexity", "perplexity_full"])]
     if rows.empty:
@@ -56,7 +56,7 @@ def _draw_ours(axes: Axes, panel: pd.DataFrame, published: pd.DataFrame) -> None
 def _mark(axes: Axes, places: bars.Places, pools: list[str], published: pd.DataFrame) -> None:
     """The paper's numbers on the bars of the same pool."""
     columns = zip(published.series.map(SERIES), published.value, published.kind, strict=True)
-    bars.published(axes, places, pools, [data.Point(NAME, *cells) for cells in columns])
+    bars.published(axes, places, pools, [data.PublishedPoint(NAME, *cells) for cells in columns])
 
 
 def _ticks(pools: list[str]) -> list[str]:
@@ -64,5 +64,5 @@ def _ticks(pools: list[str]) -> list[str]:
 
 
 def _published() -> pd.DataFrame:
-    rows = pd.read_csv(data.PUBLISHED)
-    return rows[(rows.figure == "table2") & (rows.x == PAPER["task"])]
+    rows = data.of_paper("table2")
+    return rows[rows.x == PAPER["task"]]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.tables.write import ANALYSIS_COLUMNS
+from harness.tables.columns import ANALYSIS, names
 
 Row = dict[str, Any]
 LAYERS = (0, 18)
@@ -18,7 +18,7 @@ def write_analysis(results: Path, name: str, rows: Iterable[Mapping[str, Any]]) 
     path = results / "tables" / f"{name}.csv"
     path.parent.mkdir(exist_ok=True, parents=True)
     with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, ANALYSIS_COLUMNS, restval="")
+        writer = csv.DictWriter(stream, names(ANALYSIS), restval="")
         writer.writeheader()
         writer.writerows(common | dict(row) for row in rows)
 

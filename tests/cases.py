@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.offload.codec import Codec
+from harness.offload.codec import Codec, SplitCodec
 from harness.settings.compose import load, options
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
-from methods.quest import Quest
+from methods.quest import Quest, QuestState
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 
@@ -29,6 +29,14 @@ class Smooth:
     name = "smooth"
     bits = 4
     is_float = False
+
+    @property
+    def keys(self) -> Smooth:
+        return self
+
+    @property
+    def values(self) -> Smooth:
+        return self
 
     def bits_per_element(self, head_dim: int) -> float:
         return 4 + 32 / head_dim
@@ -56,11 +64,27 @@ class Case(NamedTuple):
     codec: Codec | Smooth | None = None
 
 
+@dataclass(frozen=True)
+class Biased(Quest):
+    """Quest whose rows weigh tokens by their position: a method that edits scores."""
+
+    def new_state(self, geometry, lengths, calibration=None):
+        return BiasedState(self, geometry, lengths)
+
+
+class BiasedState(QuestState):
+    def select(self, layer, rows):
+        selection = super().select(layer, rows)
+        bias = -0.3 * (rows.slot_positions % 5).float()[:, :, None, None]
+        return selection._replace(bias=bias.expand(-1, -1, -1, rows.positions.shape[1], -1))
+
+
 CASES = {
     "full": Case(Full()),
     "full+smooth": Case(Full(), Smooth()),
     "int8": Case(Full(), Codec("int8")),
     "int4": Case(Full(), Codec("int4")),
+    "full+split": Case(Full(), SplitCodec(Codec("fp32"), Smooth())),
     "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
     "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
     "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
@@ -75,6 +99,7 @@ CASES = {
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
     "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),
+    "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
     "oracle+smooth": Case(Oracle(alpha=inf, max_fetch_frac=0.3), Smooth()),
     "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
@@ -98,7 +123,7 @@ CASES = {
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults."""
     config = load([f"method={name}"])
-    return Case(config.method, None if config.codec is None else Codec(config.codec))
+    return Case(config.method, None if config.codec is None else Codec(config.codec, config.group_size))
 
 
 SHIPPED = options("method")

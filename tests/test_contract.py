@@ -40,7 +40,7 @@ WIDE = ("full", "full+smooth", "h2o", "snapkv", "quest", "infinigen", "pool-lru"
 
 def in_families(names) -> pytest.MarkDecorator:
     pairs = [(name, family) for name in names for family in (FAMILIES if name in WIDE else FAMILIES[:3])]
-    return pytest.mark.parametrize(("name", "family"), pairs, ids="-".join)
+    return pytest.mark.parametrize(("name", "family"), pairs)
 
 
 every_case = in_families(CASES)

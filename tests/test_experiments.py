@@ -17,15 +17,15 @@ from omegaconf import OmegaConf
 from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_latency
 from tokens import byte_tokenizer
 
-import plots
 from harness.launch.cli import main
 from harness.launch.plan import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
 from harness.settings.compose import CONF_DIR, compose
 from harness.settings.run import RunConfig
-from harness.tables.text import PUBLISHED
-from harness.tables.write import ACCURACY_COLUMNS, ANALYSIS_COLUMNS, BLOCK_COLUMNS
+from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, PUBLISHED_CSV, names
+from plots.data import Tables
+from plots.registry import DRAWINGS
 
 FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
 KINDS = {name: node.kind for name, node in FILES.items()}
@@ -39,10 +39,10 @@ TOY = {
     "generate": ["max_new_tokens=3"],
 }
 COLUMNS = {
-    "tasks": (ACCURACY_COLUMNS, "value"),
-    "perplexity": (ACCURACY_COLUMNS, "value"),
-    "latency": (BLOCK_COLUMNS, "total_s"),
-    "analysis": (ANALYSIS_COLUMNS, "value"),
+    "tasks": (ACCURACY, "value"),
+    "perplexity": (ACCURACY, "value"),
+    "latency": (LATENCY, "total_s"),
+    "analysis": (ANALYSIS, "value"),
 }
 SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind == "latency"} | {"fig2": "modelled"}
 OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "table2")
@@ -80,13 +80,13 @@ def test_every_experiment_makes_its_table_and_figure(name, text, capsys):
     table = FILES[name].experiment  # the figures of speed share one
     with Path(f"results/tables/{table}.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    assert rows and tuple(rows[0]) == columns
+    assert rows and tuple(rows[0]) == names(columns)
     assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)
-    in_paper = {line.partition(",")[0] for line in PUBLISHED.read_text().splitlines()}
+    in_paper = {line.partition(",")[0] for line in PUBLISHED_CSV.read_text().splitlines()}
     assert ("## published" in Path(f"results/tables/{table}.md").read_text()) == (table in in_paper)
-    drawn = plots.FIGURES[name](plots.Tables(Path("results/tables"))) if name in plots.FIGURES else None
-    assert (drawn is not None) == (name in plots.FIGURES and name not in OF_SEVERAL_RUNS)
+    drawn = DRAWINGS[name](Tables(Path("results/tables")), name) if name in DRAWINGS else None
+    assert (drawn is not None) == (name in DRAWINGS and name not in OF_SEVERAL_RUNS)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind == "generate"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import plots
 from harness.errors import UserError
-from harness.launch import cli
-from harness.launch.cli import UNFINISHED
+from harness.launch.cli import UNFINISHED, main
 from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
@@ -23,8 +23,9 @@ EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-    """Stand-ins for model and experiments, in an empty current folder."""
+    """Stand-ins for model, experiments and figures, in an empty current folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plots, "draw_figures", lambda folder: [folder / "figures" / "fig11.png"])
     return stand_in(monkeypatch)
 
 
@@ -40,11 +41,6 @@ def small(monkeypatch):
         return read_plan(OmegaConf.create(node), overrides)
 
     monkeypatch.setattr("harness.launch.cli.read_plan", read_small)
-
-
-def main(command):
-    """The command line, with figures that cost nothing."""
-    return cli.main(command, lambda folder: [folder / "figures" / "fig11.png"])
 
 
 def plan_of(grid, *overrides) -> Plan:

@@ -90,7 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("harness.files", "harness.sizes", "harness.settings"),
     ("harness.model", "harness.data"),
     ("harness.offload", "harness.records"),
-    ("harness.replay", "harness.setup", "harness.tables", "harness.resources"),
+    ("harness.replay", "harness.setup", "harness.tables"),
     ("harness.accuracy", "harness.speed", "harness.paper"),
     ("harness.experiments",),
     ("harness.launch",),

@@ -11,7 +11,9 @@ from typing import Any
 
 import analysis_tables
 import numpy as np
+import pandas as pd
 import pytest
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
@@ -19,10 +21,13 @@ from matplotlib.figure import Figure
 import plots
 from harness.errors import UserError
 from harness.paper.costmodel import published as costmodel
-from harness.tables import write as harness_tables
-from plots import data, fig11, fig13, style
+from harness.tables import columns
+from plots import choices, data, fig7, fig11, fig13, fig18, style
+from plots.registry import DRAWINGS
 
 ROOT = Path(__file__).resolve().parent.parent
+READ = ("harness.errors", "harness.tables")
+"""What plots import of the harness; of the tables their columns alone, which test_layers holds."""
 Rows = Iterable[Mapping[str, Any]]
 
 SIZES = {
@@ -55,14 +60,13 @@ def write(results: Path, name: str, columns: Iterable[str], rows: Rows) -> None:
 
 def write_accuracy(results: Path, name: str, rows: Rows) -> None:
     common = {"model": "tiny", "source": "measured", "num_samples": 48, "num_fewshot": 0, "stderr": 0.03}
-    write(results, name, harness_tables.ACCURACY_COLUMNS, (common | dict(row) for row in rows))
+    write(results, name, columns.names(columns.ACCURACY), (common | dict(row) for row in rows))
 
 
 def write_latency(results: Path, name: str, rows: Rows) -> None:
-    columns = harness_tables.BLOCK_COLUMNS
     shape = {"batch_size": 4, "prompt_len": 1024, "gen_len": 8}
     common = {"model": "tiny", "platform": "cpu", "source": "emulated"} | shape
-    write(results, name, columns, (common | dict(row) for row in rows))
+    write(results, name, columns.names(columns.LATENCY), (common | dict(row) for row in rows))
 
 
 def task_rows(task: str) -> list[dict[str, Any]]:
@@ -226,7 +230,7 @@ WRITERS = {
 
 def draw(name: str, results: Path) -> Figure:
     with style.applied():
-        figure = plots.FIGURES[name](data.Tables(results / "tables"))
+        figure = DRAWINGS[name](data.Tables(results / "tables"), name)
         assert figure is not None
         figure.draw_without_rendering()  # lays it out; ticks take their style when drawn
     return figure
@@ -252,12 +256,12 @@ def lines(axes: Axes) -> dict[str, ErrorbarContainer]:
 
 
 def hollow_points(axes: Axes) -> list[tuple[float, float]]:
-    marks = [line for line in axes.lines if str(line.get_label()).startswith(style.PUBLISHED)]
+    marks = [line for line in axes.lines if str(line.get_label()).startswith(style.OF_PAPER)]
     return [(float(mark.get_xdata()[0]), float(mark.get_ydata()[0])) for mark in marks]
 
 
 def test_every_figure_has_a_made_up_table() -> None:
-    assert set(WRITERS) == set(plots.FIGURES)
+    assert set(WRITERS) == set(DRAWINGS)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -422,7 +426,7 @@ def test_fig19_has_sizes_and_lengths_apart(tmp_path: Path) -> None:
 def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(tmp_path: Path) -> None:
     write_table2(tmp_path)
     figure = draw("table2", tmp_path)
-    assert legend(figure) == ["Full cache", "InfiniGen", f"{style.PUBLISHED}, quoted"]
+    assert legend(figure) == ["Full cache", "InfiniGen", f"{style.OF_PAPER}, quoted"]
     ours, *others = figure.axes
     assert ours.get_title() == "tiny" and not hollow_points(ours)
     assert tick_labels(ours) == ["100 %", "80 %\nfifo", "80 %\nlru"]
@@ -476,12 +480,12 @@ def test_modelled_figures_take_their_own_rows_and_say_so(tmp_path: Path) -> None
     for name, cells in costmodel.FIGURES.items():
         assert list(tables.latency(f"{name}-modelled").label) == [cell.label for cell in cells]
         assert "source: modelled" in draw(f"{name}-modelled", tmp_path).get_supxlabel().replace("\n", " ")
-        assert plots.FIGURES[name](tables) is None, "what is modelled is no timed cell"
+        assert DRAWINGS[name](tables, name) is None, "what is modelled is no timed cell"
 
 
 def test_modelled_figures_stand_beside_the_published_numbers(tmp_path: Path) -> None:
     costmodel.write_tables(tmp_path)
-    kinds = [f"{style.PUBLISHED}, {kind}" for kind in ("derived", "approximate")]
+    kinds = [f"{style.OF_PAPER}, {kind}" for kind in ("derived", "approximate")]
     assert legend(draw("fig14-modelled", tmp_path))[-2:] == kinds
     speedup, decode = draw("fig16b-modelled", tmp_path).axes
     assert {point[1] for point in hollow_points(speedup)} == {1.18, 1.28, 1.34} and not hollow_points(decode)
@@ -513,11 +517,11 @@ def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path: Path) -> None:
 def test_published_points_only_where_the_setup_matches(
     name: str, batch: int, expected: set[float], tmp_path: Path
 ) -> None:
-    segments = dict.fromkeys(harness_tables.BLOCK_SEGMENTS, 0.001)
+    segments = dict.fromkeys(columns.names(columns.SEGMENTS), 0.001)
     rows = time_rows(batch_size=batch, **(PAPER_SHAPE | (segments if name == "fig18" else {})))
     write_latency(tmp_path, name, rows)
     figure = draw(name, tmp_path)
-    assert any(text.startswith(style.PUBLISHED) for text in legend(figure))
+    assert any(text.startswith(style.OF_PAPER) for text in legend(figure))
     assert {y for _, y in hollow_points(figure.axes[0])} == expected
     for change in (
         {"source": "emulated"},
@@ -574,6 +578,33 @@ def test_a_damaged_table_is_named(text: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_a_table_of_an_older_version_has_no_settings(tmp_path: Path) -> None:
+    write_fig12(tmp_path)
+    path = tmp_path / "tables" / "fig12.csv"
+    frame = pd.read_csv(path)
+    before = data.Tables(path.parent).accuracy("fig12")
+    frame.drop(columns="settings").to_csv(path, index=False)
+    after = data.Tables(path.parent).accuracy("fig12")
+    assert after.settings.isna().all() and set(after.columns) == set(before.columns)
+    assert legend(draw("fig12", tmp_path)) == ["Full cache", "InfiniGen, 16 %", "H2O, 16 %"]
+
+
+def test_the_registry_says_all_of_a_figure() -> None:
+    entries = yaml.safe_load((ROOT / "plots" / "registry.yaml").read_text())
+    for name, entry in entries.items():
+        assert {"title", "command"} <= set(entry) <= {"title", "command", "tables", "draw"}, name
+        assert name in entry.get("tables", [name]), "a table of its own name"
+    modules = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"__init__", "__main__"}
+    assert {draw.__module__ for draw in DRAWINGS.values()} == {
+        f"plots.{module}" for module in modules - {"bars", "curves", "data", "registry", "style"}
+    }
+
+
+def test_drawing_loads_what_it_needs_when_it_draws() -> None:
+    program = "import sys, plots; sys.exit(bool({'matplotlib', 'pandas'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     write_fig18(tmp_path)
     (tmp_path / "figures").write_text("a file where the folder should be")
@@ -597,22 +628,19 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 def test_plots_import_nothing_that_reads_records() -> None:
-    allowed = {"matplotlib", "pandas", "numpy", "plots", *sys.stdlib_module_names}
+    allowed = {"matplotlib", "pandas", "numpy", "yaml", "plots", *sys.stdlib_module_names}
     for path in (ROOT / "plots").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                assert name.split(".")[0] in allowed or name == "harness.errors", f"{path.name} imports {name}"
+                assert name.split(".")[0] in allowed or name in READ, f"{path.name} imports {name}"
 
 
-def test_columns_and_labels_agree_with_the_tables() -> None:
-    assert set(data.ACCURACY_COLUMNS) <= set(harness_tables.ACCURACY_COLUMNS)
-    assert set(data.LATENCY_COLUMNS) <= set(harness_tables.LATENCY_COLUMNS)
-    assert data.SEGMENT_COLUMNS == harness_tables.BLOCK_SEGMENTS
-    assert set(harness_tables.LABELS.values()) <= set(style.LOOKS)
-    unskewed = harness_tables.label_of({"method_name": "infinigen", "method": {"skew": False}})
-    assert unskewed.endswith(fig13.UNSKEWED) and unskewed in style.LOOKS
+def test_names_and_labels_agree_with_the_tables() -> None:
+    assert tuple(fig18.LOOKS) == columns.names(columns.SEGMENTS)
+    assert {*fig11.AXES, *fig13.AXES, *choices.AXES, *fig7.AXES} <= set(columns.METRICS)
+    assert f"InfiniGen{fig13.UNSKEWED}" in style.LOOKS
     assert {*TIMES, *costmodel.COMPARED} <= set(style.LOOKS)
     assert data.PAPER_PLATFORM == costmodel.PAPER_PLATFORM
     assert set(fig11.CHANCE.values()) == {0.25, 0.5}

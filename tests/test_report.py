@@ -20,14 +20,17 @@ from harness.errors import UserError
 from harness.paper import report
 from harness.paper.catalogue import ENTRIES
 from harness.paper.costmodel import published
-from harness.paper.report_data import gaps
+from harness.paper.report_data import gaps, read_sheets
 from harness.tables import write as tables
-from harness.tables.text import MISSING, Sheet
+from harness.tables.columns import ACCURACY, MISSING, names, published_rows
+from harness.tables.text import Sheet
+from plots.registry import DRAWINGS
 
 CHROMIUM = shutil.which("chromium")
 WHERE = {"python": "3.11.7", "cpu": "a processor", "memory_bytes": 2**34, "device_name": None, "dirty": True}
 RAN = {"seconds": 90.0, "error": None, "environment": WHERE | {"commit": "abc", "packages": {"torch": "2.13.0"}}}
 INJECTED = '<img src="http://example.org/x.png">&'
+HEADER = ",".join(names(ACCURACY))
 FINDING = "H2O reads less & loses <more>."
 
 
@@ -110,7 +113,7 @@ def test_every_figure_is_in_it_and_decodes(page, results):
 
 def test_the_catalogue_knows_every_figure_once():
     names = [entry.name for entry in ENTRIES]
-    assert len(names) == len(set(names)) and set(plots.FIGURES) <= set(names)
+    assert len(names) == len(set(names)) and set(DRAWINGS) <= set(names)
 
 
 def test_a_section_has_source_command_finding_and_table(page):
@@ -133,7 +136,7 @@ def test_what_comes_from_outside_is_text(page, results):
 def test_what_is_missing_is_listed(page):
     text = page.text("missing")
     assert "smollm2-135m, emulated: infinigen: batch 4, prompt 1024, generated 8" in text
-    assert re.search(r"fig11 InfiniGen \([0-9a-f]{16}\): failed, UserError: out of memory", text)
+    assert re.search(r"fig11 InfiniGen \([0-9a-f-]{16,}\): failed, UserError: out of memory", text)
     assert "fig2: Bytes of KV cache and weights ( python run.py experiment=fig2 && make plots )" in text
     assert "fig11:" not in text and "fig14:" not in text
 
@@ -170,7 +173,7 @@ def test_published_numbers_stand_beside_ours(page, results):
 
 def test_a_point_of_an_analysis_stands_beside_the_published_one_of_its_name():
     (fig5,) = (entry for entry in ENTRIES if entry.name == "fig5")
-    line = next(row for row in published.published_rows() if row["figure"] == "fig5")
+    line = next(row for row in published_rows() if row["figure"] == "fig5")
     sheet = report.published_sheet(fig5, [line | {"value": "120"}, line | {"model": "other"}])
     assert sheet.lines[0][sheet.header.index("ours")] == "120" and sheet.lines[1][sheet.header.index("ours")] == MISSING
     assert sheet.lines[0][sheet.header.index("ours / published")] == "1.50"
@@ -179,7 +182,10 @@ def test_a_point_of_an_analysis_stands_beside_the_published_one_of_its_name():
 def test_gaps_are_scores_and_shapes_not_quantities_that_a_line_lacks():
     header = ["label", "settings", "KV read (%)", "a acc (%)", "b acc (%)", "text KL (nats)"]
     scores = Sheet(
-        "tiny", header, [["H2O", "-", "20.0", "50.0", "-", "-"], ["InfiniGen", "alpha=4", "-", "-", "1", "1"]]
+        "tiny",
+        header,
+        [["H2O", "-", "20.0", "50.0", "-", "-"], ["InfiniGen", "alpha=4", "-", "-", "1", "1"]],
+        scores=["a acc (%)", "b acc (%)"],
     )
     assert gaps([scores]) == ["tiny: H2O: b acc (%)", "tiny: InfiniGen, alpha=4: a acc (%)"]
     header = ["label", "batch", "prompt", "generated", "prediction (ms)"]
@@ -190,11 +196,25 @@ def test_gaps_are_scores_and_shapes_not_quantities_that_a_line_lacks():
 def test_tables_alone_and_tables_of_the_user_are_reported(tmp_path):
     save_task(tmp_path, "experiment=fig11", "method=h2o", **RAN)
     tables.update(tmp_path, "fig11")
-    shutil.copy(tmp_path / "tables" / "fig11.md", tmp_path / "tables" / "mine.md")
+    shutil.copy(tmp_path / "tables" / "fig11.csv", tmp_path / "tables" / "mine.csv")
     shutil.rmtree(tmp_path / "runs")
     page = Page(report.write_report(tmp_path).read_text())
     assert not page.all("src") and page.all("id") == ["fig11", "mine", "missing", "environment"]
     assert "there are no records" in page.text("environment")
+
+
+def test_a_table_of_an_older_version_has_a_line_a_run(tmp_path):
+    """It says no settings, so nothing tells which runs belong together."""
+    save_task(tmp_path, "method=h2o", **RAN)
+    save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=h2o", **RAN)
+    path = tables.update(tmp_path, "fig11")
+    (sheet,) = read_sheets(path)
+    assert [line[:2] for line in sheet.lines] == [["H2O", MISSING]]
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    settings = lines[0].index("settings")
+    path.write_text("\n".join(",".join(line[:settings] + line[settings + 1 :]) for line in lines))
+    (sheet,) = read_sheets(path)
+    assert [line[:2] for line in sheet.lines] == 2 * [["H2O", MISSING]]
 
 
 def refusal(results: Path) -> str:
@@ -208,9 +228,10 @@ def refusal(results: Path) -> str:
     ("file", "text", "message"),
     [
         ("figures/fig11.png", "no image", "fig11.png: not an image; `make plots`"),
-        ("tables/fig11.md", "no table", "fig11.md: not a table of results"),
-        ("tables/fig11.md", "# a\n\n## b\n\n| x | y |\n| --- | --- |\n| 1 |\n", "fig11.md: not a table of results"),
-        ("tables/fig11.md", b"\xff", "fig11.md: not a table of results"),
+        ("tables/fig11.csv", "no table", "fig11.csv: not a table of results"),
+        ("tables/fig11.csv", f"{HEADER}\na,b\n", "fig11.csv: not a table of results"),
+        ("tables/fig11.csv", f"{HEADER}\n{'x,' * HEADER.count(',')}x\n", "fig11.csv: not a table of results"),
+        ("tables/fig11.csv", b"\xff", "fig11.csv: not a table of results"),
         ("findings.yaml", "fig111: a", "findings.yaml: fig111: did you mean 'fig11'"),
         ("findings.yaml", "fig11: 3", "findings.yaml: must map names of figures to sentences"),
         ("findings.yaml", "a: b: c", "findings.yaml: not YAML"),

@@ -15,7 +15,8 @@ from harness.errors import UserError
 from harness.records import record as records
 from harness.settings.compose import load
 from harness.tables import write as tables
-from harness.tables.text import METRICS
+from harness.tables.columns import LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
+from harness.tables.sheets import render_markdown
 
 TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
 TEXT_METRICS = {
@@ -52,21 +53,29 @@ LATENCY_METRICS = {
 }
 
 
+TITLES = {"full": "Full cache", "h2o": "H2O", "infinigen": "InfiniGen", "streaming": "Streaming", "int4": "INT4"}
+SHAPES = {"latency": "latency", "analysis": "analysis", "table1": "analysis"}
+
+
 def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """Write a finished record of these settings; returns it."""
     config = load(overrides)
     run = records.run_id(config, {"text": str(fields.pop("text", ""))})
+    settings = records.plain(config)
+    settings["label"] = settings["label"] or TITLES[config.method_name]
     record = {
         "schema": records.SCHEMA,
         "run_id": run,
+        "settings_id": run,
         "experiment": config.experiment,
         "kind": config.kind,
         "status": "finished",
-        "config": records.plain(config),
+        "config": settings,
         "metrics": metrics,
         "chunks": [],
     }
     record |= fields
+    record.setdefault("table", SHAPES.get(record["kind"], "accuracy"))
     records.write_record(records.record_path(results, config.experiment, run), record)
     return record
 
@@ -95,14 +104,14 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     save_task(tmp_path)
     header = tables.update(tmp_path, "fig11").read_text().splitlines()[0]
     assert header == (
-        "experiment,model,method,label,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
+        "experiment,model,method,label,settings,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
         "kv_frac_artifact,source,run_id"
     )
     save(tmp_path, ["experiment=tasks"], LATENCY_METRICS, kind="latency")
     header = tables.update(tmp_path, "tasks").read_text().splitlines()[0]
     assert header == (
-        "experiment,platform,source,model,method,label,batch_size,prompt_len,gen_len,prefill_s,decode_s,total_s,"
-        "tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
+        "experiment,platform,source,model,method,label,settings,batch_size,prompt_len,gen_len,prefill_s,decode_s,"
+        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
         "peak_device_bytes,kv_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 
@@ -115,6 +124,7 @@ def test_a_task_row_is_exact(tmp_path: Path) -> None:
         "model": "smollm2-135m",
         "method": "h2o",
         "label": "H2O",
+        "settings": "",
         "task": "passkey",
         "metric": "acc",
         "value": "0.75",
@@ -180,7 +190,7 @@ def test_order_depends_on_the_records_alone(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
     lines = texts[0][1].decode().splitlines()
     labels = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith("|")][2:]
-    assert labels == ["Full cache", "InfiniGen", "InfiniGen", "H2O"]
+    assert labels == ["Full cache", "H2O", "InfiniGen", "InfiniGen"]
 
 
 def test_update_replaces_the_table_and_leaves_no_scratch(tmp_path: Path) -> None:
@@ -219,20 +229,6 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tables").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="tables"):
         tables.update(tmp_path, "fig11")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "label"),
-    [
-        (["method=full"], "Full cache"),
-        (["method=int4"], "INT4"),
-        (["method=infinigen", "method.skew=false"], "InfiniGen without skewing"),
-        (["method=infinigen", "codec=int4"], "InfiniGen + int4"),
-        (["method=infinigen", "label=mine", "method.skew=false"], "mine"),
-    ],
-)
-def test_labels(overrides: list[str], label: str) -> None:
-    assert tables.label_of(records.plain(load(overrides))) == label
 
 
 def cells(text: str, start: str) -> list[str]:
@@ -278,7 +274,8 @@ def test_summary_hides_no_run(tmp_path: Path) -> None:
     """The same settings on another input are another run, and stand in a line of their own."""
     first = save_task(tmp_path, "method=h2o")
     second = copy.deepcopy(first)
-    second["run_id"], second["metrics"]["passkey"]["acc"] = "0" * 16, 0.5
+    second["run_id"] = second["settings_id"] = "0" * 16
+    second["metrics"]["passkey"]["acc"] = 0.5
     text = tables.summary([first, second])
     assert "75.0 ± 6.2" in text and "50.0 ± 6.2" in text
 
@@ -296,6 +293,85 @@ def test_summary_parts_lengths(tmp_path: Path) -> None:
     chosen = [save_text(tmp_path, "method=h2o", f"seq_len={length}") for length in (512, 1024)]
     assert [f"seq_len={length}" in tables.summary(chosen) for length in (512, 1024)] == [True, True]
     assert "seq_len" not in tables.summary(chosen[:1])
+
+
+def sheet(text: str) -> list[dict[str, str]]:
+    """The lines of the first table of a Markdown file, by heading."""
+    lines = [line for line in text.split("\n## ")[1].splitlines() if line.startswith("|")]
+    header, _, *body = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [dict(zip(header, cells, strict=True)) for cells in body]
+
+
+def test_a_line_is_a_method_and_its_settings_not_where_its_data_come_from(tmp_path: Path) -> None:
+    """Tasks from local files, generated ones and texts share a line; none of them claims what holds for another."""
+    local = ["data=local", f"data.root={tmp_path}", "num_samples=100"]
+    for skew in ("true", "false"):
+        method = ["experiment=fig13", "method=infinigen", f"method.skew={skew}", f"label=skew {skew}"]
+        sizes = {"kv_frac": 0.2, "kv_frac_artifact": None}
+        save(tmp_path, [*method, "tasks=[copa]", *local], {"copa": TASK_METRICS | sizes | {"num_samples": 100}})
+        save(tmp_path, [*method, "tasks=[passkey]", "num_samples=48"], {"passkey": TASK_METRICS | sizes})
+        save(tmp_path, [*method, "kind=perplexity", *local[:2]], {"offline": TEXT_METRICS | sizes})
+    path = tables.update(tmp_path, "fig13")
+    found = sheet(path.with_suffix(".md").read_text())
+    assert [(line["label"], line["settings"]) for line in found] == [
+        ("skew false", "skew=False"), ("skew true", "skew=True"),
+    ]  # fmt: skip
+    assert all(MISSING not in line.values() for line in found)
+    assert {"copa acc (%), n = 100", "passkey acc (%), n = 48", "offline perplexity, n = 3"} <= set(found[0])
+    assert {row["settings"] for row in rows(path)} == {"skew=False", "skew=True"}
+
+
+def test_runs_on_one_task_that_differ_in_their_conditions_have_a_line_each(tmp_path: Path) -> None:
+    save_text(tmp_path, "method=h2o", "seq_len=512")
+    save_text(tmp_path, "method=h2o", "seq_len=1024")
+    save(tmp_path, ["experiment=perplexity", "kind=tasks", "method=h2o"], {"passkey": TASK_METRICS | {"kv_frac": 0.1}})
+    path = tables.update(tmp_path, "perplexity")
+    assert {row["settings"]: (row["task"], row["seq_len"]) for row in rows(path)} == {
+        "seq_len=512": ("offline", "512"), "seq_len=1024": ("offline", "1024"), "": ("passkey", ""),
+    }  # fmt: skip
+    found = sheet(path.with_suffix(".md").read_text())
+    assert [line["settings"] for line in found] == [MISSING, "seq_len=512", "seq_len=1024"]
+
+
+def test_no_two_settings_have_the_same_words(tmp_path: Path) -> None:
+    """What most runs set is told of each where another leaves it out."""
+    for alpha in (3, 4, 6):
+        save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}", "target_kv_frac=0.2")
+    save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=infinigen", "method.alpha=4")
+    found = {row["task"]: row["settings"] for row in rows(tables.update(tmp_path, "fig11")) if "4.0" in row["settings"]}
+    assert found == {"passkey": "alpha=4.0, target_kv_frac=0.2", "offline": "alpha=4.0"}
+
+
+def test_timed_runs_of_one_label_are_told_apart(tmp_path: Path) -> None:
+    for label, given in (("infinigen", []), ("infinigen", ["method.alpha=3"]), ("offload+int4", [])):
+        save(tmp_path, ["experiment=latency", f"label={label}", *given], LATENCY_METRICS, text=str(given))
+    path = tables.update(tmp_path, "latency")
+    assert sorted((row["label"], row["settings"]) for row in rows(path)) == [
+        ("infinigen", ""), ("infinigen", "alpha=3.0"), ("offload+int4", ""),
+    ]  # fmt: skip
+    assert [line["settings"] for line in sheet(path.with_suffix(".md").read_text())] == [MISSING, "alpha=3.0", MISSING]
+
+
+def test_a_csv_gives_the_tables_that_its_records_gave(tmp_path: Path) -> None:
+    save_task(tmp_path, "method=h2o")
+    save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=h2o")
+    save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS)
+    point = {"series": "a", "metric": "bytes", "value": 2.0**30, "stderr": None, "num_samples": 1}
+    places = ({"x_name": "layer", "x": 3.0, "layer": 3}, {"x_name": None, "x": None, "layer": None})
+    metrics = {"source": "measured", "points": [point | place for place in places]}
+    save(tmp_path, ["experiment=table1"], metrics)
+    for name in ("fig11", "latency", "table1"):
+        path = tables.update(tmp_path, name)
+        assert shape_of(path.read_text().splitlines()[0].split(",")) == SHAPES.get(name, "accuracy")
+        read = list(map(typed, rows(path)))
+        assert render_markdown(name, read) == path.with_suffix(".md").read_text(), name
+
+
+def test_a_column_has_one_line() -> None:
+    every = {column for columns in TABLES.values() for column in columns}
+    assert len({column.name for column in every}) == len(every)
+    assert all(column.heading for column in every if column.digits is not None)
+    assert shape_of(["a", "b"]) is None and typed({"mine": "1", "value": ""}) == {"mine": "1", "value": None}
 
 
 def test_summary_of_nothing_is_empty(tmp_path: Path) -> None:
@@ -331,8 +407,8 @@ def test_latency_has_the_segments_of_a_block(tmp_path: Path) -> None:
     }
     save(tmp_path, ["experiment=latency"], LATENCY_METRICS | segments)
     (row,) = rows(tables.update(tmp_path, "latency"))
-    assert tuple(row) == tables.BLOCK_COLUMNS
-    assert [row[name] for name in tables.BLOCK_SEGMENTS] == ["0.001", "0.002", "", "0.004", "0.0"]
+    assert tuple(row) == names(LATENCY)
+    assert [row[name] for name in names(SEGMENTS)] == ["0.001", "0.002", "", "0.004", "0.0"]
 
 
 def save_cells(results: Path, shapes: list[dict[str, Any]], **fields: Any) -> None:

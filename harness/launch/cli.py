@@ -8,10 +8,9 @@ HYDRA_FULL_ERROR=1 shows tracebacks.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,13 @@ from harness.resources import Resources
 from harness.settings.compose import CONF_DIR, parse
 from harness.settings.experiment import find
 
-Draw = Callable[[Path], Iterable[Path]]
 TRACEBACKS = "HYDRA_FULL_ERROR"
 UNFINISHED = 75
 """EX_TEMPFAIL of sysexits.h: not done yet, invited to try again."""
+
+
+Draw = Callable[[Path], Sequence[Path]]
+"""Draws the figures of a results folder; returns their paths."""
 
 
 @dataclass
@@ -43,12 +45,12 @@ class Jobs:
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
     exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
-    draw: draws the figures of a results folder. resources: what the jobs share.
+    resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
     tracebacks: bool
-    draw: Draw | None = None
     resources: Resources = field(default_factory=Resources)
+    draw: Draw | None = None
     paths: list[Path] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
@@ -107,20 +109,22 @@ class Jobs:
         """Write the tables of what has run, print its table, and name the figures and what was left out."""
         if self.paths:
             print(runner.report(self.paths))
-        if self.paths and self.draws and self.draw is not None:
+        draw = self.draw
+        if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
-            for figure in until_settled(results, "tables/*.csv", partial(self.draw, results)):
+            for figure in until_settled(results, "tables/*.csv", lambda: draw(results)):
                 print(figure)
         for line in self.gaps:
             print(line)
 
 
-def main(argv: Sequence[str], draw: Draw | None = None) -> int:
+def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | None = None) -> int:
     """Run a command line as a shell would; returns the exit code and raises nothing.
 
-    draw: draws the figures of a results folder, after a grid, and returns their paths; None draws none.
+    resources: what its runs share, for a caller that starts several. draw: makes the figures of a results folder once a
+    grid has run, and returns their paths.
     """
-    jobs = Jobs(os.environ.get(TRACEBACKS, "0") not in ("0", ""), draw)
+    jobs = Jobs(os.environ.get(TRACEBACKS, "0") not in ("0", ""), resources or Resources(), draw)
     command = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(jobs)
     try:
         with _as_command_line(argv):

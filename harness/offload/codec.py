@@ -62,6 +62,16 @@ class Codec:
         return cls(name, group_size)
 
     @property
+    def keys(self) -> Codec:
+        """K's codec: this one, for K and V alike."""
+        return self
+
+    @property
+    def values(self) -> Codec:
+        """V's codec, alike."""
+        return self
+
+    @property
     def is_float(self) -> bool:
         """Whether elements are stored as floating-point numbers, without groups."""
         return self.name in FLOAT_DTYPES
@@ -161,3 +171,33 @@ class Codec:
             shifted = (packed >> (plane * self.bits)) & (2**self.bits - 1)
             block.copy_(shifted[..., : block.shape[-1]])
         return codes
+
+
+@dataclass(frozen=True)
+class SplitCodec:
+    """Keys and values stored in formats of their own; sizes are means of the two."""
+
+    keys: Codec
+    values: Codec
+
+    @property
+    def name(self) -> str:
+        """Both names."""
+        return f"{self.keys.name}/{self.values.name}"
+
+    @property
+    def is_float(self) -> bool:
+        """Whether both are stored as floating-point numbers."""
+        return self.keys.is_float and self.values.is_float
+
+    @property
+    def bits(self) -> float:
+        """Stored bits of an element, groups' scales not counted; floats count 16, as in every size."""
+        return sum(16 if codec.is_float else codec.bits for codec in (self.keys, self.values)) / 2
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits an element counts in kv_frac."""
+        return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
+
+
+AnyCodec = Codec | SplitCodec

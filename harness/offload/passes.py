@@ -154,7 +154,7 @@ class StepPass(Handler):
             selection = cache.select(query, lambda: scores)
             self._count(selection)
             if selection.bias is not None:
-                scores += selection.bias
+                scores[..., :-1] += selection.bias[..., :-1]
             if selection.mask is not None:
                 scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from harness.model.attach import Attached
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
-from harness.offload.codec import FLOAT_DTYPES, Codec
+from harness.offload.codec import FLOAT_DTYPES, AnyCodec, Codec
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
@@ -51,7 +51,7 @@ class LiveSession:
         method: Method,
         *,
         max_new_tokens: int,
-        codec: Codec | None = None,
+        codec: AnyCodec | None = None,
         placement: Placement = "device",
         link: Link | None = None,
         calibration: Calibration | None = None,
@@ -68,7 +68,7 @@ class LiveSession:
         self.method = method
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
-        self.codec = codec or self.exact
+        self.codec: AnyCodec = codec or self.exact
         self.placement: Placement = placement
         self.calibration = calibration
         self.pinned = pinned
@@ -187,14 +187,16 @@ class LiveSession:
         evicts = isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers
         return slots_needed(self.method, self.batch, layer) if evicts else self.batch.tokens.shape[1]
 
-    def _codec(self, layer: int) -> Codec:
+    def _codec(self, layer: int) -> AnyCodec:
         """Exempt layers are stored as they are, in replay and here."""
         return self.exact if layer < self.method.num_exempt_layers else self.codec
 
     def _require_memory(self, batch: int, slots: list[int]) -> None:
         geometry = self.attached.geometry
-        rows = 2 * batch * geometry.num_kv_heads
-        needed = [rows * count * self._codec(layer).row_bytes(geometry.head_dim) for layer, count in enumerate(slots)]
+        rows = batch * geometry.num_kv_heads
+        halves = [(self._codec(layer).keys, self._codec(layer).values) for layer in range(len(slots))]
+        row_bytes = [sum(half.row_bytes(geometry.head_dim) for half in pair) for pair in halves]
+        needed = [rows * count * size for count, size in zip(slots, row_bytes, strict=True)]
         require_memory(sum(needed), self.attached.device if self.placement == "device" else torch.device("cpu"))
 
     def _cache(self, layer: int, state: State | None, num_slots: int) -> LayerCache:

@@ -23,9 +23,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from harness.errors import UserError
-from harness.offload.codec import Codec
+from harness.offload.codec import AnyCodec
 from harness.offload.gather import gather_rows, scatter_rows
 
 Placement = Literal["device", "host"]
@@ -69,7 +70,7 @@ class KVStore:
         capacity: int,
         head_dim: int,
         dtype: torch.dtype,
-        codec: Codec,
+        codec: AnyCodec,
         placement: Placement,
         device: torch.device,
         pinned: bool = True,
@@ -85,8 +86,12 @@ class KVStore:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token's K and V of one KV head; a multiple of 4."""
-        return 2 * self.codec.row_bytes(self.head_dim)
+        """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
+        return -(-(self._key_bytes + self.codec.values.row_bytes(self.head_dim)) // 4) * 4
+
+    @property
+    def _key_bytes(self) -> int:
+        return self.codec.keys.row_bytes(self.head_dim)
 
     @property
     def capacity(self) -> int:
@@ -131,12 +136,15 @@ class KVStore:
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
-        return torch.cat([self.codec.encode(keys), self.codec.encode(values)], dim=-1)
+        rows = torch.cat([self.codec.keys.encode(keys), self.codec.values.encode(values)], dim=-1)
+        return pad(rows, (0, self.slot_bytes - rows.shape[-1]))
 
     def unpack(self, rows: Tensor) -> KeyValue:
         """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
-        keys, values = rows.split(self.slot_bytes // 2, dim=-1)
-        return KeyValue(*(self.codec.decode(half, self.head_dim, self.dtype) for half in (keys, values)))
+        end = self._key_bytes + self.codec.values.row_bytes(self.head_dim)
+        keys, values = rows[..., : self._key_bytes], rows[..., self._key_bytes : end]
+        shape = (self.head_dim, self.dtype)
+        return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
 
     def fetch(self, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
         """K and V of the requested rows, at once and on the current stream.

@@ -20,23 +20,21 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from PIL import Image
 
-from harness.errors import UserError, exit_code, nearest
+from harness.errors import UserError, exit_code
 from harness.paper.catalogue import ENTRIES, MODELLED, Entry
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import Cell, quantity
-from harness.paper.report_data import all_records, environment, gaps, read_rows, read_sheets, unfinished
+from harness.paper.report_data import all_records, environment, findings, gaps, read_rows, read_sheets, unfinished
 from harness.records.record import write_atomic
-from harness.tables.text import MISSING, WORDS, Sheet, published_rows
-from harness.tables.write import BLOCK_SEGMENTS
+from harness.tables.columns import MISSING, SEGMENTS, published_rows
+from harness.tables.text import WORDS, Sheet
 
 MAX_WIDTH = 1120
 """Pixels of an embedded image: three panels stay readable on a phone that scrolls them."""
 NUM_COLORS = 64
-PUBLISHED = "published"
 POINT = ("model", "series", "x_name", "x", "metric")
 """What names a published number, and a row of an analysis table."""
 SOURCES = {
@@ -65,7 +63,7 @@ class TimedRow:
     @property
     def block(self) -> dict[str, float]:
         """One block in one decode step; a segment that a method lacks takes no time."""
-        return {name.removesuffix("_s"): float(self.row[name] or 0) for name in BLOCK_SEGMENTS}
+        return {segment.name.removesuffix("_s"): float(self.row[segment.name] or 0) for segment in SEGMENTS}
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def write_report(results_dir: str | Path = "results") -> Path:
     folder = Path(results_dir)
     records = all_records(folder)
     entries = [*ENTRIES, *_others(folder)]
-    sections = list(_sections(folder, entries, _findings(folder / "findings.yaml", entries)))
+    sections = list(_sections(folder, entries, findings(folder / "findings.yaml", [entry.name for entry in entries])))
     if not sections:
         raise UserError(f"results_dir={folder}: neither table nor figure; `make accuracy` makes some")
     shown = {section.entry.name for section in sections}
@@ -154,7 +152,7 @@ def published_sheet(entry: Entry, rows: Sequence[Mapping[str, str]]) -> Sheet | 
     header = ["model", "series", "setup", "metric", "published", "kind", "ours", "ours / published", "note"]
     known = [any(line[column] not in (MISSING, "") for line in lines) for column in range(len(header))]
     kept = [list(compress(line, known)) for line in (header, *lines)]
-    return Sheet(PUBLISHED, kept[0], kept[1:]) if lines else None
+    return Sheet("published", kept[0], kept[1:]) if lines else None
 
 
 def _ours(line: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> float | None:
@@ -180,7 +178,7 @@ def _ours(line: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> float |
         return None
 
 
-def _sections(folder: Path, entries: Sequence[Entry], findings: Mapping[str, str]) -> Iterator[Section]:
+def _sections(folder: Path, entries: Sequence[Entry], said: Mapping[str, str]) -> Iterator[Section]:
     for entry in entries:
         image = folder / "figures" / f"{entry.name}.png"
         sheets, rows = _read_tables(folder / "tables", entry)
@@ -188,7 +186,7 @@ def _sections(folder: Path, entries: Sequence[Entry], findings: Mapping[str, str
         if image.exists() or own:
             yield Section(
                 entry=entry,
-                finding=findings.get(entry.name),
+                finding=said.get(entry.name),
                 sources=[source for source in SOURCES if source in {row.get("source") for row in rows}],
                 image=embed(image) if image.exists() else None,
                 sheets=own,
@@ -202,10 +200,10 @@ def _read_tables(folder: Path, entry: Entry) -> tuple[dict[str, list[Sheet]], li
     sheets: dict[str, list[Sheet]] = {}
     rows: list[dict[str, str]] = []
     for table in entry.tables:
-        read = read_sheets(folder / f"{table}.md")
-        found = [sheet for sheet in read if sheet.title != PUBLISHED]  # stands in the section, beside our numbers
+        path = folder / f"{table}.csv"
+        found = read_sheets(path)
         sheets |= {table: found} if found else {}
-        rows += read_rows(folder / f"{table}.csv")
+        rows += read_rows(path)
     return sheets, rows
 
 
@@ -217,26 +215,11 @@ def _home(table: str, entries: Sequence[Entry]) -> str:
 
 def _others(folder: Path) -> list[Entry]:
     """What is there and not in the catalogue: experiments of the user's own."""
-    tables = {path.stem for path in (folder / "tables").glob("*.md")}
+    tables = {path.stem for path in (folder / "tables").glob("*.csv")}
     figures = {path.stem for path in (folder / "figures").glob("*.png")}
     known = {name for entry in ENTRIES for name in (entry.name, *entry.tables)}
     names = sorted((tables | figures) - known)
     return [Entry(name, "Further runs", f"python run.py experiment={name}", (name,)) for name in names]
-
-
-def _findings(path: Path, entries: Sequence[Entry]) -> dict[str, str]:
-    """The sentences of `findings.yaml`; none where there is no file."""
-    try:
-        said: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(said, dict) or not all(isinstance(sentence, str) for sentence in said.values()):
-        raise UserError(f"{path}: must map names of figures to sentences")
-    names = [entry.name for entry in entries]
-    for name in said:
-        if name not in names:
-            raise UserError(f"{path}: {name}: {nearest(name, names)}")
-    return said
 
 
 def main(argv: Sequence[str] | None = None) -> int:

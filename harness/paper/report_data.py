@@ -1,46 +1,68 @@
 """What a report reads from a results folder: tables as people read them, gaps in them, and the runs behind them."""
 
 import csv
-import re
+import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+import yaml
+
+from harness.errors import UserError, nearest
 from harness.records.record import read_records
-from harness.tables.text import GIB, LATENCY, METRICS, MISSING, WORDS, Sheet
-from harness.tables.write import label_of
+from harness.tables.columns import GIB, MISSING, column, shape_of, typed
+from harness.tables.sheets import sheets_of
+from harness.tables.text import WORDS, Sheet
 
 Record = Mapping[str, Any]
 
-SHAPE = tuple(LATENCY[name].heading for name in ("batch_size", "prompt_len", "gen_len"))
-SCORES = tuple(METRICS[name].heading for name in ("acc", "perplexity"))
-"""What every run on a task or text measures, so that a cell without it is a gap and not a quantity that it lacks."""
-
-
-def read_sheets(path: Path) -> list[Sheet]:
-    """The tables of a Markdown file that `harness.tables.text` wrote; none where there is no file.
-
-    Raises:
-        UserError: a file that is something else.
-    """
-    if not path.exists():
-        return []
-    sheets: list[Sheet] = []
-    for block in _text(path).split("\n## ")[1:]:
-        title, *rest = block.splitlines()
-        header, *lines = [_cells(line) for line in rest if line.startswith("|")] or [[]]
-        sheets.append(Sheet(title, header, lines[1:]))  # below the header, a row of dashes
-    if not sheets or any(len(line) != len(sheet.header) for sheet in sheets for line in sheet.lines):
-        raise UserError(f"{path}: not a table of results; make it anew")
-    return sheets
+SHAPE_HEADINGS = tuple(column(name).heading for name in ("batch_size", "prompt_len", "gen_len"))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a table's CSV; none where there is no file. Raises UserError for one that is no text."""
-    return list(csv.DictReader(_text(path).splitlines())) if path.exists() else []
+    """The rows of a table's CSV as they stand there; none where there is no file.
+
+    Raises:
+        UserError: a file that is no table of results.
+    """
+    if not path.exists():
+        return []
+    try:
+        lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
+        rows = list(lines)
+    except (ValueError, csv.Error) as error:
+        raise _not_a_table(path) from error
+    if shape_of(lines.fieldnames or ()) is None or any(None in (*row, *row.values()) for row in rows):
+        raise _not_a_table(path)
+    return rows
+
+
+def read_sheets(path: Path) -> list[Sheet]:
+    """The same rows as people read them. Raises UserError for a file that is no table of results."""
+    try:
+        return list(sheets_of([typed(row) for row in read_rows(path)]))
+    except (ValueError, TypeError) as error:  # a number that is none, or is missing
+        raise _not_a_table(path) from error
+
+
+def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
+    """The sentences of `findings.yaml`, by figure or table; none where there is no file.
+
+    Raises:
+        UserError: another kind of file, or a name that is not among `names`.
+    """
+    try:
+        said: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(said, dict) or not all(isinstance(sentence, str) for sentence in said.values()):
+        raise UserError(f"{path}: must map names of figures to sentences")
+    for name in said:
+        if name not in names:
+            raise UserError(f"{path}: {name}: {nearest(name, names)}")
+    return said
 
 
 def gaps(sheets: Sequence[Sheet]) -> list[str]:
@@ -57,7 +79,7 @@ def all_records(results_dir: Path) -> list[Record]:
 def unfinished(records: Iterable[Record]) -> list[str]:
     """The runs without numbers, and why."""
     return [
-        f"{record['experiment']} {label_of(record['config'])} ({record['run_id']}): {record['status']}"
+        f"{record['experiment']} {record['config']['label']} ({record['run_id']}): {record['status']}"
         + (f", {record['error']}" if record["error"] else "")
         for record in records
         if record["status"] != "finished"
@@ -80,15 +102,8 @@ def environment(records: Sequence[Record]) -> list[tuple[str, str]]:
     return said
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise UserError(f"{path}: not a table of results; make it anew") from error
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+def _not_a_table(path: Path) -> UserError:
+    return UserError(f"{path}: not a table of results; make it anew")
 
 
 def _gaps(sheet: Sheet) -> Iterator[str]:
@@ -96,10 +111,10 @@ def _gaps(sheet: Sheet) -> Iterator[str]:
     for line in lines:
         name = ", ".join(line[word] for word in WORDS if line.get(word, MISSING) != MISSING)
         for heading, cell in line.items():
-            if cell == MISSING and heading.partition(" ")[2] in SCORES:
+            if cell == MISSING and heading in sheet.scores:
                 yield f"{name}: {heading}"
-    if set(SHAPE) <= set(sheet.header):
-        timed = [(line["label"], tuple(f"{heading} {line[heading]}" for heading in SHAPE)) for line in lines]
+    if set(SHAPE_HEADINGS) <= set(sheet.header):
+        timed = [(line["label"], tuple(f"{heading} {line[heading]}" for heading in SHAPE_HEADINGS)) for line in lines]
         labels, shapes = (dict.fromkeys(cell[part] for cell in timed) for part in (0, 1))
         for label, shape in product(labels, shapes):
             if (label, shape) not in timed:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload.codec import Codec
+from harness.offload.codec import AnyCodec
 from methods.base import EMPTY, Method
 
 
@@ -19,7 +19,9 @@ class History:
     token of each column, `EMPTY` where there is none. length: columns in use.
     """
 
-    def __init__(self, attached: Attached, method: Method, codec: Codec | None, batch: int, num_columns: int) -> None:
+    def __init__(
+        self, attached: Attached, method: Method, codec: AnyCodec | None, batch: int, num_columns: int
+    ) -> None:
         geometry = attached.geometry
         self.method = method
         self.codec = codec
@@ -46,8 +48,10 @@ class History:
 
     def keep(self, layer: int, key: Tensor, value: Tensor, columns: slice) -> None:
         """Write fresh rows, as they read back from storage."""
+        if self.codec is not None and self.coded(layer):
+            key, value = self.codec.keys.roundtrip(key), self.codec.values.roundtrip(value)
         for part, fresh in zip(self.kv[layer], (key, value), strict=True):
-            part[:, :, columns] = self.codec.roundtrip(fresh) if self.codec and self.coded(layer) else fresh
+            part[:, :, columns] = fresh
 
     def fork(self, index: Tensor, num_columns: int) -> History:
         """Of the sequences `index` [new_batch], with room for `num_columns`."""

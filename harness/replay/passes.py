@@ -88,7 +88,7 @@ class DecodePass(Handler):
             chunks.append(block.dense() if exempt else block.selected(key[:, :, rows], value[:, :, rows]))
         return torch.cat(chunks, 1)
 
-    def stats(self, weights: Tensor, code_bits: int) -> ReadStats:
+    def stats(self, weights: Tensor, code_bits: float) -> ReadStats:
         """Sums over the pass's rows, each `weights` [batch, rows] times."""
         cached, codec, num_layers = self.positions.double(), self.history.codec, self.geometry.num_layers
         rows = float(weights.sum())
@@ -147,7 +147,9 @@ class _Block:
         scores = self._true_scores(exact)
         everything = torch.logsumexp(scores, -1) if self.rows_pass.measure_recall else None
         if selection.bias is not None:
+            own = self._own(scores).clone()
             scores += selection.bias
+            self._own(scores).copy_(own)
         if selection.mask is not None:
             self._own(selection.mask).fill_(True)
             scores.masked_fill_(~selection.mask.unsqueeze(2), float("-inf"))

@@ -14,7 +14,7 @@ from copy import copy
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload.codec import Codec
+from harness.offload.codec import AnyCodec
 from harness.replay.history import History
 from harness.replay.passes import DecodePass, PromptPass
 from harness.sizes import ReadStats
@@ -37,7 +37,7 @@ class ReplaySession:
         *,
         final_lengths: Tensor,
         num_columns: int,
-        codec: Codec | None = None,
+        codec: AnyCodec | None = None,
         calibration: Calibration | None = None,
         measure_recall: bool = False,
     ) -> None:

@@ -80,14 +80,12 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
     """Raise UserError for settings that make no sense together in live decoding."""
     if placement not in ("device", "host"):
         raise UserError(f"placement={placement}: must be device or host")
-    if placement == "host" and method.selects == "scores":
-        raise UserError(
-            f"placement=host: method={method.title} selects by the true scores of all keys; use placement=device"
-        )
-    if reuse and not (placement == "host" and method.selects in ("rehearsed", "query")):
-        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
     if method.replay_only:
         raise UserError(f"{method.replay_only}, so it can only be scored (replay), not decoded live")
+    if placement == "host" and method.selects == "scores":
+        raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
+    if reuse and not (placement == "host" and method.selects in ("rehearsed", "query")):
+        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
 
 
 def check_live(method: Method, placement: str, reuse: bool, platform: PlatformConfig) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload.codec import Codec
+from harness.offload.codec import AnyCodec
 from harness.offload.links.link import Link, Transfer
 from harness.offload.passes import PrefilledPrompt, run_prompt
 from harness.offload.session import LiveSession
@@ -42,7 +42,7 @@ class Cell:
     method: Method
     shape: LatencyConfig
     placement: Placement = "host"
-    codec: Codec | None = None
+    codec: AnyCodec | None = None
     reuse: bool = False
     pinned: bool = True
 

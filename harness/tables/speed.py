@@ -1,46 +1,74 @@
-"""The figures of speed take their rows from one set of timed cells, `latency`: which rows, as a table of each figure.
+"""Speed for people, a line per run; and the rows that each figure of speed takes from the timed cells, `latency`.
 
 Figure 14 shows the largest batch of 15, and 18 the longest sequence of 16a, as in the paper; so one cell serves
 several figures and is timed once. Each model and machine has a sweep of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-Row = Mapping[str, Any]
-Rows = Sequence[Row]
+from harness.tables.columns import KV_FRAC, LABEL, LATENCY, MISSING, SETTINGS, TableRow
+from harness.tables.text import Sheet
 
+TIMED_CELLS = "latency"
+"""The experiment whose records are the cells of all figures of speed."""
 SHAPE = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 
+TableRows = Sequence[TableRow]
 
-def by_batch(rows: Rows) -> Rows:
+
+def sheets(title: str, rows: TableRows) -> Iterator[Sheet]:
+    """One table: the full cache first, then by label and shape; no column where no run has a number."""
+    shown = [
+        column
+        for column in LATENCY
+        if column.digits is not None and column != KV_FRAC and any(row.get(column.name) is not None for row in rows)
+    ]
+    words = [LABEL, SETTINGS] if any(row.get(SETTINGS.name) for row in rows) else [LABEL]
+    lines = [
+        [
+            *(row.get(column.name) or MISSING for column in words),
+            *(column.show(row.get(column.name)) for column in (KV_FRAC, *shown)),
+        ]
+        for row in sorted(rows, key=_order)
+    ]
+    yield Sheet(title, [column.heading for column in (*words, KV_FRAC, *shown)], lines)
+
+
+def _order(row: TableRow) -> tuple[Any, ...]:
+    size = row.get("kv_frac") or 0
+    shape = tuple(row[name] for name in ("batch_size", "prompt_len", "gen_len"))
+    return (size < 1, row["label"], *shape, size, row.get("settings") or "")
+
+
+def by_batch(rows: TableRows) -> TableRows:
     """Figure 15: the lengths that were timed with the most batch sizes."""
     return _widest_sweep(rows, "batch_size")
 
 
-def by_length(rows: Rows) -> Rows:
+def by_length(rows: TableRows) -> TableRows:
     """Figure 16a: the batch sizes that were timed with the most lengths."""
     return _widest_sweep(rows, "prompt_len")
 
 
-def by_model(rows: Rows) -> Rows:
+def by_model(rows: TableRows) -> TableRows:
     """Figure 16b: the shapes that were timed with the most models; none of a single model, which is no comparison."""
     swept = _widest_sweep(rows, "model")
     return swept if len({row["model"] for row in swept}) > 1 else []
 
 
-FIGURES: Mapping[str, Callable[[Rows], Rows]] = {
+CHOSEN: Mapping[str, Callable[[TableRows], TableRows]] = {
     "fig14": lambda rows: _largest(by_batch(rows), "batch_size"),
     "fig15": by_batch,
     "fig16a": by_length,
     "fig16b": by_model,
     "fig18": lambda rows: _largest(by_length(rows), "prompt_len"),
 }
-"""The rows of `latency` that each figure draws."""
+"""By figure, the rows of `latency` that it draws."""
 
 
-def _widest_sweep(rows: Rows, axis: str) -> Rows:
+def _widest_sweep(rows: TableRows, axis: str) -> TableRows:
     """The rows of those setups, all of a shape but `axis`, that have the most values of it on their machine."""
     values: dict[Any, set[Any]] = defaultdict(set)
     for row in rows:
@@ -52,7 +80,7 @@ def _widest_sweep(rows: Rows, axis: str) -> Rows:
     return [row for row in rows if len(values[_setup(row, axis)]) == most[_machine(row, axis)]]
 
 
-def _largest(rows: Rows, axis: str) -> Rows:
+def _largest(rows: TableRows, axis: str) -> TableRows:
     """The rows with the largest value of `axis` in each setup."""
     largest: dict[Any, Any] = {}
     for row in rows:
@@ -61,9 +89,9 @@ def _largest(rows: Rows, axis: str) -> Rows:
     return [row for row in rows if row[axis] == largest[_setup(row, axis)]]
 
 
-def _setup(row: Row, axis: str) -> tuple[Any, ...]:
+def _setup(row: TableRow, axis: str) -> tuple[Any, ...]:
     return tuple(row[name] for name in SHAPE if name != axis)
 
 
-def _machine(row: Row, axis: str) -> tuple[Any, ...]:
+def _machine(row: TableRow, axis: str) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("model", "platform", "source") if name != axis)

@@ -14,51 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records.record import read_records, write_atomic
-from harness.tables import analysis as analysis_text
-from harness.tables import speed as speed_tables
-from harness.tables.text import rank, render_markdown, render_terminal
+from harness.records.record import foreign_settings, read_records, write_atomic
+from harness.tables import speed
+from harness.tables.columns import TABLES, Column, TableRow, names, rank
+from harness.tables.lines import Pairs, tell_apart
+from harness.tables.sheets import render_markdown, render_terminal
 
 log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
-Row = dict[str, Any]
 
-ACCURACY_COLUMNS = (
-    "experiment", "model", "method", "label", "task", "metric", "value", "stderr", "num_samples",
-    "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "source", "run_id",
-)  # fmt: skip
-LATENCY_COLUMNS = (
-    "experiment", "platform", "source", "model", "method", "label", "batch_size", "prompt_len", "gen_len",
-    "prefill_s", "decode_s", "total_s", "tokens_per_s", "step_p50_s", "step_p95_s", "h2d_bytes", "d2h_bytes",
-    "exposed_transfer_s", "link_bytes_per_s", "peak_device_bytes", "kv_frac", "run_id",
-)  # fmt: skip
-BLOCK_SEGMENTS = ("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s")
-BLOCK_COLUMNS = (*LATENCY_COLUMNS, *BLOCK_SEGMENTS)
-"""Latency tables add the seconds of one block in one decode step by segment (Fig 18); transfer is the wait that no
-compute hides."""
-ANALYSIS_COLUMNS = (
-    "experiment", "model", "series", "layer", "x_name", "x", "metric", "value", "stderr", "num_samples", "source",
-    "run_id",
-)  # fmt: skip
-"""Analysis tables: `value` of `series` at `x`, in the unit that `metric` says (harness.tables.analysis.METRICS)."""
-
-TIMED_CELLS = "latency"
-"""The experiment whose records are the cells of all figures of speed."""
 CHUNK_TOKENS = 256
 CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
 """What a record keeps beside the metrics of a task and the table has columns for."""
-LABELS = {
-    "full": "Full cache",
-    "oracle": "Oracle",
-    "infinigen": "InfiniGen",
-    "h2o": "H2O",
-    "streaming": "Streaming",
-    "int8": "INT8",
-    "int4": "INT4",
-    "int2": "INT2",
-    "int1": "INT1",
-}
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
@@ -76,14 +44,12 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """
     pairs = _with_rows(read_records(results_dir, experiment))
     path = Path(results_dir) / "tables" / f"{experiment}.csv"
-    points = _points_of(pairs)
-    if points:
-        write_atomic(path, render_csv(ANALYSIS_COLUMNS, points))
-        write_atomic(path.with_suffix(".md"), analysis_text.render_markdown(experiment, points))
-        return path
-    _write(path, pairs)
-    if experiment == TIMED_CELLS:
-        _write_figures(path.parent, pairs)
+    shapes = {record["table"] for record, _ in pairs}
+    shape = next((shape for shape in ("analysis", "latency") if shape in shapes), "accuracy")
+    rows = _rows_of_shape(pairs, shape)  # two shapes share no table
+    _write(path, shape, rows)
+    if experiment == speed.TIMED_CELLS:
+        _write_figures(path.parent, rows)
     return path
 
 
@@ -94,45 +60,38 @@ def summary(records: Iterable[Record]) -> str:
         Aligned text, without a final newline; "" where no record is finished.
     """
     pairs = _with_rows(records)
-    others = [(record, rows) for record, rows in pairs if not _is_analysis(record)]
-    parts = [render_terminal(others), analysis_text.render_terminal(_points_of(pairs))]
-    return "\n\n".join(filter(None, parts))
+    return render_terminal([row for shape in TABLES for row in _rows_of_shape(pairs, shape)])
 
 
-def render_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
+def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
     """The rows under `columns` as CSV: an empty cell where a row has none, other keys left out."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, names(columns), restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
-def _write(path: Path, pairs: Sequence[tuple[Record, list[Row]]]) -> None:
-    columns = BLOCK_COLUMNS if any(_is_latency(record) for record, _ in pairs) else ACCURACY_COLUMNS
-    rows = sorted((row for _, rows in pairs for row in rows), key=_sort_key)
-    write_atomic(path, render_csv(columns, rows))
-    write_atomic(path.with_suffix(".md"), render_markdown(path.stem, pairs))
+def _write(path: Path, shape: str, rows: Sequence[TableRow]) -> None:
+    write_atomic(path, render_csv(TABLES[shape], rows))
+    write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
 
-def _write_figures(folder: Path, pairs: Sequence[tuple[Record, list[Row]]]) -> None:
+def _write_figures(folder: Path, rows: Sequence[TableRow]) -> None:
     """The table of each figure of speed; one that has no rows any more is removed."""
-    every = [row for _, rows in pairs for row in rows]
-    for figure, choose in speed_tables.FIGURES.items():
-        chosen = {row["run_id"] for row in choose(every)}
-        own = [(record, [row | {"experiment": figure} for row in rows]) for record, rows in pairs]
-        own = [(record, rows) for record, rows in own if rows[0]["run_id"] in chosen]
+    for figure, choose in speed.CHOSEN.items():
         path = folder / f"{figure}.csv"
-        if own:
-            _write(path, own)
+        chosen = [{**row, "experiment": figure} for row in choose(rows)]
+        if chosen:
+            _write(path, "latency", chosen)
         else:
             path.unlink(missing_ok=True)
             path.with_suffix(".md").unlink(missing_ok=True)
 
 
-def rows_of(record: Record) -> list[Row]:
+def rows_of(record: Record) -> list[TableRow]:
     """The rows of one finished record: one for latency, an analysis' points, else one per task and metric, and one per
-    chunk.
+    chunk. What tells them from the rows of other records, `settings`, is `lines.tell_apart`'s to say.
 
     A chunk's row has the metric `perplexity` and its range of tokens in the task, such as `offline[256:512]`.
     A metric that was not measured (None) has no row.
@@ -142,51 +101,32 @@ def rows_of(record: Record) -> list[Row]:
         "experiment": record["experiment"],
         "model": config["model"]["name"],
         "method": config["method_name"],
-        "label": label_of(config),
+        "label": config["label"],
         "run_id": record["run_id"],
     }
-    if _is_latency(record):
-        return [common | dict(record["metrics"])]
-    if _is_analysis(record):
-        metrics = record["metrics"]
-        return [common | {"source": metrics["source"]} | dict(point) for point in metrics["points"]]
-    return [*_task_rows(record, common), *_chunk_rows(record, common)]
+    return list(ROWS[record["table"]](record, common))
 
 
-def label_of(config: Mapping[str, Any]) -> str:
-    """A run's name in legends: its `label`, else what it is. Runs on one line of a figure share it."""
-    if config.get("label"):
-        return str(config["label"])
-    name = LABELS.get(config["method_name"], config["method_name"])
-    if not config["method"].get("skew", True):
-        name += " without skewing"
-    codec = config.get("codec")
-    return name if codec in (None, config["method_name"]) else f"{name} + {codec}"
+def _latency_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
+    yield common | dict(record["metrics"])
 
 
-def _is_latency(record: Record) -> bool:
-    return record.get("kind") == "latency"
+def _analysis_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
+    for point in record["metrics"]["points"]:
+        yield common | {"source": record["metrics"]["source"]} | dict(point)
 
 
-def _is_analysis(record: Record) -> bool:
-    return record.get("kind") == "analysis"
-
-
-def _points_of(pairs: Sequence[tuple[Record, list[Row]]]) -> list[Row]:
-    """The rows of the analyses among `pairs`, in the order in which they were made. Two kinds share no table."""
-    return [row for record, rows in pairs if _is_analysis(record) for row in rows]
-
-
-def _task_rows(record: Record, common: Row) -> Iterator[Row]:
+def _accuracy_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
         for metric, value in entries.items():
             if _is_metric(metric) and isinstance(value, int | float):
                 values = {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
                 yield common | context | values
+    yield from _chunk_rows(record, common)
 
 
-def _chunk_rows(record: Record, common: Row) -> Iterator[Row]:
+def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
     if not record.get("chunks"):
         return
     ((name, entries),) = record["metrics"].items()
@@ -198,10 +138,15 @@ def _chunk_rows(record: Record, common: Row) -> Iterator[Row]:
         yield common | context | {"task": task, "metric": "perplexity"} | values
 
 
-def _context(record: Record, name: str, entries: Mapping[str, Any]) -> Row:
+ROWS = {"accuracy": _accuracy_rows, "latency": _latency_rows, "analysis": _analysis_rows}
+"""The rows of a record, by its shape of table."""
+
+
+def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     """Task, or file name of a text, and the conditions under which its values hold."""
     config = record["config"]
-    shared = {"seq_len": config["seq_len"] if config["kind"] == "perplexity" else None, "source": "measured"}
+    seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
+    shared = {"seq_len": seq_len, "source": "measured"}
     return shared | {"task": Path(name).name} | {key: entries.get(key) for key in CONDITIONS}
 
 
@@ -209,22 +154,10 @@ def _is_metric(name: str) -> bool:
     return name not in CONDITIONS and not name.endswith("_stderr")
 
 
-def _sort_key(row: Row) -> tuple[Any, ...]:
-    """By what a reader looks for; chunks by their position, a missing number first, the run's id last."""
-    task, _, chunk = str(row.get("task", "")).partition("[")
-    position = int(chunk.split(":")[0]) if chunk else -1
-    words = (row["model"], row["label"], task)
-    sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "kv_frac")
-    shape = tuple(row.get(name) or 0 for name in sizes)
-    return (*words, *shape, position, rank(str(row.get("metric", ""))), row["run_id"])
-
-
-def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[Row]]]:
-    """Finished records that have rows, with their rows, in the order in which people read methods."""
+def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
+    """Finished records that have rows, with their rows; this is where records are chosen."""
     pairs = []
-    for record in records:
-        if record["status"] != "finished":
-            continue
+    for record in current(records):
         try:
             rows = rows_of(record)
         except (KeyError, TypeError, AttributeError) as error:
@@ -233,5 +166,21 @@ def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[Row]]]:
             continue
         if rows:
             pairs.append((record, rows))
-    methods = {method: index for index, method in enumerate(LABELS)}
-    return sorted(pairs, key=lambda pair: (methods.get(pair[1][0]["method"], len(methods)), *_sort_key(pair[1][0])))
+    tell_apart(pairs)
+    return pairs
+
+
+def _rows_of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
+    """In the order of the CSV; points of an analysis as they were made."""
+    rows = [row for record, own in pairs if record["table"] == shape for row in own]
+    return rows if shape == "analysis" else sorted(rows, key=_sort_key)
+
+
+def _sort_key(row: TableRow) -> tuple[Any, ...]:
+    """By what a reader looks for; chunks by their position, a missing number first, the run's id last."""
+    task, _, chunk = str(row.get("task", "")).partition("[")
+    position = int(chunk.split(":")[0]) if chunk else -1
+    words = (row["model"], row["label"], task)
+    sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "kv_frac")
+    shape = tuple(row.get(name) or 0 for name in sizes)
+    return (*words, *shape, position, rank(str(row.get("metric", ""))), row["run_id"])

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from harness.errors import exit_code
 from harness.paper.costmodel.fit import render_errors
 from harness.paper.costmodel.published import PAPER_PLATFORM, calibrate, figure_rows, render, write_tables
-from harness.tables.write import BLOCK_COLUMNS, render_csv
+from harness.tables.columns import LATENCY
+from harness.tables.write import render_csv
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def _asked_for(args: argparse.Namespace) -> str:
         return f"{render(calibrate())}\n\n{render_errors()}"
     if args.write:
         return "\n".join(map(str, write_tables(args.results_dir, args.platform)))
-    return render_csv(BLOCK_COLUMNS, figure_rows(args.figure, args.platform)).removesuffix("\n")
+    return render_csv(LATENCY, figure_rows(args.figure, args.platform)).removesuffix("\n")
 
 
 if __name__ == "__main__":

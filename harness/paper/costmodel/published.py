@@ -15,8 +15,9 @@ from harness.paper.costmodel.case import Case
 from harness.paper.costmodel.hardware import FITTED, Efficiency, load_platform
 from harness.paper.costmodel.predict import Prediction, predict
 from harness.records.record import write_atomic
-from harness.tables.text import published_rows, render_modelled
-from harness.tables.write import BLOCK_COLUMNS, render_csv
+from harness.tables.columns import LATENCY, published_rows
+from harness.tables.sheets import render_modelled
+from harness.tables.write import render_csv
 
 PAPER_PLATFORM = "a6000-pcie3"
 GEN_LEN = 128
@@ -116,7 +117,7 @@ def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> lis
     for figure in FIGURES:
         rows = figure_rows(figure, platform)
         paths.append(Path(results_dir) / "tables" / f"{figure}-modelled.csv")
-        write_atomic(paths[-1], render_csv(BLOCK_COLUMNS, rows))
+        write_atomic(paths[-1], render_csv(LATENCY, rows))
         write_atomic(paths[-1].with_suffix(".md"), render_modelled(figure, rows))
     return paths
 

@@ -1,0 +1,118 @@
+"""Accuracy for people: a line per method and its settings, a column per task and metric.
+
+Runs of the same method and settings on different tasks join in one line. What else they were run with stands in their
+settings where runs on the same task differ in it, and in the headings where the columns do.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from harness.tables.columns import (
+    KV_FRAC,
+    LABEL,
+    MISSING,
+    NUM_FEWSHOT,
+    NUM_SAMPLES,
+    SEQ_LEN,
+    SETTINGS,
+    TableRow,
+    quantity,
+    rank,
+)
+from harness.tables.text import Sheet
+
+BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
+"""Metrics shown in a terminal."""
+SCORES = ("acc", "perplexity")
+"""What every run on a task or text measures."""
+TOLD_IN_HEADINGS = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
+
+Key = tuple[str, str]
+"""Task and metric: a column."""
+
+
+def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """The table of whole tasks and texts, and that of the chunks of texts."""
+    whole = [row for row in rows if not is_chunk(row)]
+    chunks = [row for row in rows if is_chunk(row)]
+    if whole:
+        yield _sheet(title, whole)
+    if chunks:
+        yield _sheet(f"{title}, by tokens in the cache", chunks)
+
+
+def is_chunk(row: TableRow) -> bool:
+    """Whether a row is of a chunk of its text."""
+    return str(row["task"]).endswith("]")
+
+
+def is_brief(row: TableRow) -> bool:
+    """Whether a row is shown in a terminal."""
+    return row["metric"] in BRIEF and not is_chunk(row)
+
+
+class _Line(NamedTuple):
+    """A line in the making. identity: method, label and settings."""
+
+    identity: tuple[Any, ...]
+    cells: dict[Key, TableRow]
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The full cache first, then by label, size and length."""
+        rows = self.cells.values()
+        sizes = [row["kv_frac"] or 0 for row in rows]
+        _, label, settings, *_ = self.identity
+        return (min(sizes) < 1, label, min(sizes), max(row["seq_len"] or 0 for row in rows), settings or "")
+
+    def texts(self, columns: Sequence[Key]) -> list[str]:
+        """The cells as they are read; two sizes are the range over the line."""
+        _, label, settings, *_ = self.identity
+        rows = [self.cells.get(key) for key in columns]
+        sizes = [row["kv_frac"] for row in rows if row is not None and row["kv_frac"] is not None]
+        ends = dict.fromkeys(map(KV_FRAC.show, (min(sizes), max(sizes)))) if sizes else [MISSING]
+        values = (MISSING if row is None else quantity(row["metric"]).show(row["value"], row["stderr"]) for row in rows)
+        return [label, settings or MISSING, "-".join(ends), *values]
+
+
+def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
+    lines = sorted(_lines(rows), key=lambda line: line.order)
+    cells: dict[Key, list[TableRow]] = {}
+    for row in rows:
+        cells.setdefault((row["task"], row["metric"]), []).append(row)
+    columns = sorted(cells, key=lambda key: rank(key[1]))
+    conditions = _conditions(cells)
+    headings = {key: f"{key[0]} {quantity(key[1]).heading}{conditions[key]}" for key in columns}
+    header = [LABEL.heading, SETTINGS.heading, KV_FRAC.heading, *headings.values()]
+    scores = [heading for (_, metric), heading in headings.items() if metric in SCORES]
+    return Sheet(title, header, [line.texts(columns) for line in lines], scores)
+
+
+def _lines(rows: Sequence[TableRow]) -> list[_Line]:
+    """A run joins the first line of its method and settings in which its cells are free. Where a table says no
+    settings, as those of an older version do not, each run is a line of its own."""
+    runs: dict[tuple[Any, ...], dict[Key, TableRow]] = {}
+    for row in rows:
+        settings = row.get("settings")
+        identity = (row["method"], row["label"], settings, row["run_id"] if settings is None else None)
+        runs.setdefault((identity, row["run_id"]), {})[row["task"], row["metric"]] = row
+    lines: list[_Line] = []
+    for (identity, _), cells in runs.items():
+        free = (line for line in lines if line.identity == identity and line.cells.keys().isdisjoint(cells))
+        line = next(free, None)
+        if line is None:
+            lines.append(line := _Line(identity, {}))
+        line.cells.update(cells)
+    return lines
+
+
+def _conditions(cells: Mapping[Key, Sequence[TableRow]]) -> dict[Key, str]:
+    """Words for the columns' headings: conditions that all cells of a column share, where columns differ in them."""
+    words = dict.fromkeys(cells, "")
+    for condition in TOLD_IN_HEADINGS:
+        values = {key: {row.get(condition.name) for row in rows} for key, rows in cells.items()}
+        shared = {key: found.pop() for key, found in values.items() if len(found) == 1 and found != {None}}
+        if len(set(shared.values())) > 1:
+            for key, value in shared.items():
+                words[key] += f", {condition.phrase.format(value)}"
+    return words

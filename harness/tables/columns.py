@@ -1,0 +1,174 @@
+"""The columns of the tables, each told once: its name, how people read it, the factor to that unit, and the digits.
+
+Whatever makes, shows or draws a table reads it here. The numbers that the paper gives are a table as well. Imports
+neither torch nor pandas.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TableRow = dict[str, Any]
+"""A row by the names of its columns: numbers, words, or None where nothing was measured."""
+
+PUBLISHED_CSV = Path(__file__).parent / "published.csv"
+MISSING = "-"
+GIB = 2**30
+
+
+class Column(NamedTuple):
+    """A column, or the quantity that a metric names.
+
+    heading: with the unit. factor: from what the table holds to that unit. digits: after the point; None for words.
+    phrase: how a value reads within a sentence; "" where the sentence says it already.
+    """
+
+    name: str
+    heading: str = ""
+    factor: float = 1
+    digits: int | None = None
+    phrase: str = "{}"
+
+    def show(self, value: float | None, stderr: float | None = None) -> str:
+        """The number in this unit, without the sign of -0, with its standard error where there is one."""
+        if value is None:
+            return MISSING
+        spread = "" if stderr is None else f" ± {self.factor * stderr:.{self.digits}f}"
+        return f"{self.factor * value:z.{self.digits}f}{spread}"
+
+    @property
+    def words(self) -> str:
+        """The heading without its unit."""
+        return self.heading.partition(" (")[0]
+
+
+EXPERIMENT, MODEL, METHOD, RUN_ID = (
+    Column("experiment"),
+    Column("model"),
+    Column("method"),
+    Column("run_id", phrase="run {}"),
+)
+PLATFORM = Column("platform")
+SOURCE = Column("source", phrase="source: {}")
+LABEL = Column("label", "label")
+SETTINGS = Column("settings", "settings")
+METRIC = Column("metric", phrase="")
+VALUE = Column("value", "value", 1, 3)
+STDERR = Column("stderr", "standard error", 1, 3)
+NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
+NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
+SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
+KV_FRAC = Column("kv_frac", "KV read (%)", 100, 1)
+LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
+X_NAME = Column("x_name", phrase="")
+
+ACCURACY = (
+    EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
+    Column("task"),
+    METRIC, VALUE, STDERR, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
+    Column("kv_frac_artifact", "KV read as the artifact counts (%)", 100, 1),
+    SOURCE, RUN_ID,
+)  # fmt: skip
+SEGMENTS = (
+    Column("attention_s", "attention (ms)", 1e3, 3),
+    Column("ffn_s", "FFN (ms)", 1e3, 3),
+    Column("prediction_s", "prediction (ms)", 1e3, 3),
+    Column("transfer_s", "transfer (ms)", 1e3, 3),
+    Column("other_s", "other (ms)", 1e3, 3),
+)
+"""Seconds of one block in one decode step (Fig 18); transfer is the wait that no compute hides."""
+LATENCY = (
+    EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
+    Column("batch_size", "batch", 1, 0, "batch {:.0f}"),
+    Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}"),
+    Column("gen_len", "generated", 1, 0, "{:,.0f} generated"),
+    Column("prefill_s", "prefill (ms)", 1e3, 1),
+    Column("decode_s", "decode (ms)", 1e3, 1),
+    Column("total_s", "total (ms)", 1e3, 1),
+    Column("tokens_per_s", "tokens/s", 1, 2),
+    Column("step_p50_s", "step p50 (ms)", 1e3, 2),
+    Column("step_p95_s", "step p95 (ms)", 1e3, 2),
+    Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
+    Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
+    Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
+    Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2),
+    Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
+    KV_FRAC, RUN_ID, *SEGMENTS,
+)  # fmt: skip
+ANALYSIS = (
+    EXPERIMENT, MODEL,
+    Column("series"),
+    LAYER, X_NAME,
+    Column("x", "x", 1, 3),
+    METRIC, VALUE, STDERR, NUM_SAMPLES, SOURCE, RUN_ID,
+)  # fmt: skip
+"""`value` of `series` at `x`, in the unit that `metric` says."""
+TABLES: Mapping[str, Sequence[Column]] = {"accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS}
+"""The shapes of table; a record says in `table` which is its own."""
+OPTIONAL = (SETTINGS.name,)
+"""Columns that a table made by an older version lacks."""
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Column("acc", "acc (%)", 100, 1),
+        Column("acc_norm", "acc_norm (%)", 100, 1),
+        Column("perplexity", "perplexity", 1, 3),
+        Column("perplexity_full", "full cache's perplexity", 1, 3),
+        Column("kl_nats", "KL (nats)", 1, 4),
+        Column("top1_agreement", "top-1 agreement (%)", 100, 1),
+        Column("attention_recall", "attention recall (%)", 100, 1),
+        Column("bytes", "GiB", 1 / GIB, 2),
+        Column("cosine_similarity", "cosine similarity", 1, 3),
+        Column("key_tokens_for_0.9", "key tokens for 0.9 of the attention weight", 1, 1),
+        Column("share_of_queries", "queries (%)", 100, 1),
+        Column("share_of_sparse_queries", "queries that attend to < 1 % of the keys (%)", 100, 1),
+        Column("attention_weight", "attention weight (%)", 100, 3),
+        Column("query_magnitude", "mean magnitude of a column of Q", 1, 3),
+        Column("key_magnitude", "mean magnitude of a column of K", 1, 3),
+    )
+}
+"""What `value` is, by `metric`, in the order in which people read them."""
+
+
+def quantity(metric: str) -> Column:
+    """How the values of a metric read; one that is not listed as it stands."""
+    return METRICS.get(metric, Column(metric, metric, 1, 3))
+
+
+def rank(metric: str) -> tuple[int, str]:
+    """The order of metrics: as `METRICS` lists them, then the others by name."""
+    known = list(METRICS)
+    return (known.index(metric) if metric in known else len(known), metric)
+
+
+def names(columns: Sequence[Column]) -> tuple[str, ...]:
+    """The header of a CSV of these columns."""
+    return tuple(column.name for column in columns)
+
+
+def column(name: str) -> Column:
+    """The column of this name, whatever table it is of; one of the user's own has a name alone."""
+    return _EVERY.get(name, Column(name))
+
+
+def shape_of(header: Sequence[str]) -> str | None:
+    """Which of `TABLES` has this header; None for another file."""
+    fitting = (shape for shape, columns in TABLES.items() if {*names(columns)} <= {*header, *OPTIONAL})
+    return next(fitting, None)
+
+
+def typed(row: Mapping[str, str]) -> TableRow:
+    """A line of a CSV as the row that it was made of: an empty cell of a number is None. Raises ValueError for a cell
+    that should be a number and is none."""
+    return {name: text if column(name).digits is None else float(text) if text else None for name, text in row.items()}
+
+
+def published_rows() -> list[dict[str, str]]:
+    """All that the paper is known to say, as it stands in `PUBLISHED_CSV`."""
+    with PUBLISHED_CSV.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+_EVERY = {column.name: column for columns in TABLES.values() for column in columns}

@@ -1,0 +1,73 @@
+"""Rows as people read them: rounded, with units and standard errors, in Markdown, in a terminal, or in the report.
+
+Rows of a record and those read from a CSV give the same sheets. Seconds become ms and bytes GiB here, and only here.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from harness.tables import accuracy, analysis, speed
+from harness.tables.columns import MISSING, TableRow, published_rows
+from harness.tables.text import Sheet, aligned, markdown
+
+NOTE = (
+    "± is one standard error. KV read is the share of the full cache that a decode row reads; two numbers are its "
+    "range over a line's columns. Settings are those of a method that three quarters of its runs do not share, and of "
+    "a run those that three quarters of the runs on its task do not. What columns differ in stands in the headings."
+)
+ANALYSIS_NOTE = (
+    "± is one standard error over heads (over layers, where a number is of the whole model). Of many values of x a few "
+    "are shown; the CSV has all."
+)
+MODELLED_NOTE = (
+    "Predicted by the cost model (`harness/paper/costmodel`), not measured. KV read is the share of the full cache "
+    "that a decode row reads. The segments (attention to other) are those of one block in the last decode step."
+)
+SHAPES = {"latency": speed.sheets, "accuracy": accuracy.sheets, "analysis": analysis.sheets}
+
+
+def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
+    """A table per model, source and shape of row; chunks of perplexity below, each quantity of an analysis apart."""
+    groups: dict[tuple[str, str], list[TableRow]] = {}
+    for row in rows:
+        groups.setdefault((_title(row), _shape(row)), []).append(row)
+    for title in dict.fromkeys(title for title, _ in groups):
+        for shape, make in SHAPES.items():
+            if (title, shape) in groups:
+                yield from make(title, groups[title, shape])
+
+
+def render_markdown(experiment: str, rows: Sequence[TableRow]) -> str:
+    """The whole `.md` file; what the paper gives stands at its end."""
+    of_analysis = any(_shape(row) == "analysis" for row in rows)
+    note = ANALYSIS_NOTE if of_analysis else NOTE
+    return markdown(experiment, note, [*sheets_of(rows), *_published(experiment)])
+
+
+def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
+    """The whole `.md` file of what the cost model predicts of a figure: a table per platform and model."""
+    return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets_of(rows))
+
+
+def render_terminal(rows: Sequence[TableRow]) -> str:
+    """The same tables in columns aligned by blanks, of accuracy the metrics that matter most; "" without rows."""
+    shown = [row for row in rows if _shape(row) != "accuracy" or accuracy.is_brief(row)]
+    return "\n\n".join(map(aligned, sheets_of(shown)))
+
+
+def _title(row: TableRow) -> str:
+    where = (
+        f"{row['model']} on {row['platform']}" if row["source"] == "modelled" and "platform" in row else row["model"]
+    )
+    return f"{where}, {row['source']}"
+
+
+def _shape(row: TableRow) -> str:
+    return "analysis" if "series" in row else "accuracy" if "metric" in row else "latency"
+
+
+def _published(experiment: str) -> Iterator[Sheet]:
+    """What is known of the paper's figure or table of this name."""
+    rows = [row for row in published_rows() if row["figure"] == experiment]
+    if rows:
+        header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
+        yield Sheet("published", header, [[row[name] or MISSING for name in header] for row in rows])
