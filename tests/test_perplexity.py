@@ -30,6 +30,7 @@ from methods.streaming import Streaming
 MAX_LENGTH = 512
 METRICS = {
     "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact",
+    "index_frac",
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def settings(text: str, method=None, **changes) -> RunConfig:
     method = method or Full()
     values = {
         "method": method,
-        "method_name": method.name,
+        "method_name": type(method).__name__.lower(),
         "corpus": CorpusConfig("offline", path=text),
         "calibration": CalibrationConfig(path=text, num_tokens=64),
         "seq_len": 60,
@@ -215,7 +216,7 @@ def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeyp
     session = perplexity.ReplaySession
 
     def count_session(attached, method, **options):
-        made.append(method.name)
+        made.append(type(method).__name__.lower())
         return session(attached, method, **options)
 
     monkeypatch.setattr(perplexity, "ReplaySession", count_session)

@@ -47,7 +47,13 @@ def defaults() -> RunConfig:
 def settings(*tasks: str, method=None, root: Path | None = None, **changes) -> RunConfig:
     method = method or Full()
     data = DataConfig("local", str(root)) if root else DataConfig("offline")
-    values = {"method": method, "method_name": method.name, "tasks": tasks, "data": data, "num_samples": 8}
+    values = {
+        "method": method,
+        "method_name": type(method).__name__.lower(),
+        "tasks": tasks,
+        "data": data,
+        "num_samples": 8,
+    }
     return replace(defaults(), **(values | changes))
 
 
@@ -141,7 +147,7 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
     for task, metrics in outcome.metrics.items():
         samples = outcome.samples[task]
         assert set(metrics) == {
-            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact",
+            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "index_frac",
         }  # fmt: skip
         assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
         hits = [float(sample["predicted"] == sample["gold"]) for sample in samples]

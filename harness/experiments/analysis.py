@@ -20,7 +20,7 @@ class Analysis(Experiment):
 
     heeds = ("analysis", "corpus", "data", "calibration")
     table = "analysis"
-    code = ("paper/analysis", "paper/costmodel/hardware.py")
+    code = ("paper/analysis", "model/shape.py")
 
     def check(self, config: RunConfig) -> None:
         """There is a statistic, no setting that none of them heeds, and a method that it can compare."""

@@ -17,7 +17,7 @@ from harness.files import text_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "offload", "replay", "data", "setup.py", "sizing.py", "reads.py",
+    "offload", "replay", "data", "setup.py", "sizes.py",
     "model/attach.py", "model/attention.py", "model/adapters.py", "model/calibration.py",
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
