@@ -143,7 +143,8 @@ def check_run(arguments: list[str]) -> None:
     """
     if arguments == ["--help"]:
         return
-    quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in arguments]
+    placed = [re.sub(r"=DIR$", f"={ROOT}", word) for word in arguments]
+    quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
     for overrides in runs_of(tuple(quoted)):
         accept(overrides)
 
