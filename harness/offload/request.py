@@ -1,5 +1,5 @@
-"""What is asked of a store: its first n slots (int), a part of them (`Part`), or slot indices [batch, num_kv_heads, n] of
-which negative ones read nothing."""
+"""What is asked of a store: its first n slots (int), a part of them (`Part`), or slot indices [batch, num_kv_heads, n]
+of which negative ones read nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,360 @@
+"""The documents say what is so: every block of code in them is run or checked, every path and name in them exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import itertools
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pandas as pd
+import pytest
+import yaml
+from cases import Case
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from living import PROMPTS, TOLERANCE, attached_with_link, largest_difference, live, replay
+
+import methods
+from harness.settings.schema import build
+from methods.base import Method, State
+
+try:
+    from harness.settings.compose import CONF_DIR, compose, load
+except ModuleNotFoundError:
+    from harness.settings.run import CONF_DIR, compose, load
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+MAKEFILE = (ROOT / "Makefile").read_text()
+LAUNCHERS = ("joblib", "submitit_slurm")
+
+
+class Block(NamedTuple):
+    """A fenced block of a document, in words of its fence."""
+
+    document: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+def fenced(document: Path) -> list[Block]:
+    text, name = document.read_text(), str(document.relative_to(ROOT))
+    found = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(name, text[: each.start()].count("\n") + 1, each[1], each[2]) for each in found]
+
+
+def prose(document: Path) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def spans(document: Path) -> list[str]:
+    """What stands in backticks, on one line."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(document))]
+
+
+BLOCKS = [block for document in DOCUMENTS for block in fenced(document)]
+COMMANDS = sorted(
+    {(name, span) for name, document in zip(NAMES, DOCUMENTS, strict=True) for span in spans(document)
+     if re.match(r"(make|python) \S", span)}
+)  # fmt: skip
+
+
+# Commands
+
+
+def check_shell(text: str) -> None:
+    """Each command of a block of bash."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        for is_word, group in itertools.groupby(words, lambda word: word != "&&"):
+            if is_word:
+                check_command(tuple(group))
+
+
+@cache
+def check_command(words: tuple[str, ...]) -> None:
+    """One command."""
+    while "=" in words[0] and words[0].partition("=")[0].isupper():  # an environment variable
+        words = words[1:]
+    match words:
+        case [".", ".venv/bin/activate"]:
+            pass
+        case ["make", *arguments]:
+            check_make(arguments)
+        case ["python" | ".venv/bin/python", "run.py", *arguments]:
+            check_run(arguments)
+        case ["python" | ".venv/bin/python", "-m", module, *arguments]:
+            check_module(module, arguments)
+        case _:
+            pytest.fail(f"no rule for: {' '.join(words)}")
+
+
+def check_make(arguments: list[str]) -> None:
+    """Targets and variables that there are; what would run of it is checked as well."""
+    targets = re.search(r"^\.PHONY: (help .*)$", MAKEFILE, re.MULTILINE)[1].split()
+    for argument in arguments:
+        variable, given, _ = argument.partition("=")
+        if given:
+            assert re.search(rf"^{variable} \?=", MAKEFILE, re.MULTILINE), f"make knows no variable {variable}"
+        else:
+            assert argument in targets, f"no target {argument}"
+    command = ["make", "--no-print-directory", "-n", "-C", str(ROOT), *arguments]
+    planned = subprocess.run(command, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
+    for call in re.findall(r"bin/python ((?:run\.py|-m (?:harness|plots|benchmarks)).*?)(?: \|\||;|$)", planned, re.M):
+        check_command(("python", *shlex.split(call)))
+
+
+@cache
+def runs_of(arguments: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """The runs of a command line: one, or with `-m` each combination that a sweep has."""
+    overrides = OverridesParser.create().parse_overrides([word for word in arguments if word != "-m"])
+    choices = []
+    for override in overrides:
+        values = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_string()]
+        assert "-m" in arguments or not override.is_sweep_override(), f"{override.input_line}: needs -m"
+        if override.key_or_group == "hydra/launcher":
+            assert override.value() in LAUNCHERS
+        elif override.key_or_group == "grid.share":
+            assert all(re.fullmatch(r"\d+/\d+", value) for value in values)
+        elif not override.key_or_group.startswith("hydra"):
+            choices.append([f"{override.get_key_element()}={value}" for value in values])
+    return tuple(itertools.product(*choices))
+
+
+def check_run(arguments: list[str]) -> None:
+    """The settings of every run are accepted; of a grid, those that hold for all of its cells, and its own.
+
+    The cells are those of `tests/test_grid.py`.
+    """
+    if arguments == ["--help"]:
+        return
+    placed = [re.sub(r"=DIR$", f"={ROOT}", word) for word in arguments]
+    quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
+    for overrides in runs_of(tuple(quoted)):
+        accept(overrides)
+
+
+@cache
+def accept(overrides: tuple[str, ...]) -> None:
+    """Compose and check one run, or what a grid is started with."""
+    given = tuple(override for override in overrides if not override.startswith("grid"))
+    if given == overrides:
+        load(given)
+    else:
+        assert compose(overrides).grid.keys() & {"cells", "grids"}
+        accept(given)
+
+
+def check_module(module: str, arguments: list[str]) -> None:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"no module {module}"
+    file = Path(spec.origin)
+    source = (file.with_name("__main__.py") if file.stem == "__init__" else file).read_text()
+    for argument in arguments:
+        assert not argument.startswith("--") or f'"{argument}"' in source, f"{module} has no {argument}"
+
+
+# Python and YAML
+
+
+@pytest.fixture
+def examples(monkeypatch, tmp_path) -> Iterator[Callable[[str], ModuleType | None]]:
+    """Puts blocks of Python into `methods` for one test, as files named after the YAML block of their document."""
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+
+    def write(document: str) -> ModuleType | None:
+        blocks = [block for block in BLOCKS if block.document == document]
+        targets = [node["_target_"] for block in blocks if block.language == "yaml"
+                   and "_target_" in (node := yaml.safe_load(block.text))]  # fmt: skip
+        for target in targets:
+            module, _, cls = target.rpartition(".")
+            source = next(block.text for block in blocks if f"class {cls}" in block.text)
+            (tmp_path / f"{module.partition('.')[2]}.py").write_text(source)
+            return importlib.import_module(module)
+        return None
+
+    before = set(sys.modules)
+    yield write
+    for name in set(sys.modules) - before:
+        if name.startswith("methods."):
+            del sys.modules[name]
+
+
+def check_python(block: Block, examples: Callable) -> None:
+    """Runs; a method in it is held to the contract on a tiny model."""
+    module = examples(block.document)
+    defined = [] if module is None or inspect.getsource(module) != block.text else vars(module).values()
+    found = [each for each in defined if inspect.isclass(each) and each.__module__ == module.__name__]
+    if not found:
+        exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
+    for cls in found:
+        if issubclass(cls, Method):
+            check_contract(cls())
+
+
+def check_contract(method: Method) -> None:
+    case = Case(method)
+    with attached_with_link("gqa") as (attached, link):
+        expected = replay(attached, case, PROMPTS["padded"])
+        whole = replay(attached, Case(method.with_size(1.0)), PROMPTS["padded"])
+        assert largest_difference(expected.logits, whole.logits) > 10 * TOLERANCE, "it drops nothing"
+        for placement in ("device", "host"):
+            got = live(attached, case, PROMPTS["padded"], placement=placement, link=link)
+            assert largest_difference(got.logits, expected.logits) <= TOLERANCE
+            assert got.kv_frac == pytest.approx(expected.kv_frac, abs=1e-9)
+
+
+def check_yaml(block: Block, examples: Callable) -> None:
+    """Parses; a method's file has every setting with its default."""
+    node = yaml.safe_load(block.text)
+    if "_target_" in node:
+        module, _, cls = node.pop("_target_").rpartition(".")
+        examples(block.document)
+        chosen = getattr(importlib.import_module(module), cls)
+        assert node.pop("name") == module.rpartition(".")[2]
+        assert build(chosen, node, "method") == chosen() and node.keys() == {field.name for field in fields(chosen)}
+
+
+NODE = r'\w+(?:\["[^"\[\]]+"\])?'
+FLOWCHART = rf"flowchart \w+|subgraph \w+ \[[^\[\]]+\]|end|{NODE}(?: -->(?:\|[^|]+\|)? {NODE})*"
+
+
+def check_mermaid(block: Block, examples: Callable) -> None:
+    """A flowchart of a few simple forms, which GitHub draws."""
+    lines = [line.strip() for line in block.text.splitlines()]
+    assert lines[0].startswith("flowchart ")
+    assert [line for line in lines if not re.fullmatch(FLOWCHART, line)] == []
+    assert sum(line.startswith("subgraph") for line in lines) == lines.count("end")
+
+
+RULES: dict[str, Callable[[Block, Callable], Any]] = {
+    "bash": lambda block, examples: check_shell(block.text),
+    "python": check_python,
+    "yaml": check_yaml,
+    "mermaid": check_mermaid,
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_is_true(block, examples):
+    assert block.language in RULES, f"{block}: no rule for a block of {block.language or 'no language'}"
+    RULES[block.language](block, examples)
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS)
+def test_a_command_in_a_sentence_is_true(document, command):
+    check_shell(command)
+
+
+@pytest.mark.parametrize(
+    "text", ["make nothing", "make test COLOUR=red", "python run.py method=h2p", "python run.py seed=1,2",
+             "python run.py grid=none", "python -m harness.nothing", "rm -r results"],
+)  # fmt: skip
+def test_a_wrong_command_is_found(text):
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        check_shell(text)
+
+
+# Paths and names
+
+FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results", "tables", "figures", "tests")
+PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
+MADE_BY_RUNS = ("results/runs/", "report.html", "results/report.html")
+
+
+def exists(path: str) -> bool:
+    """In the project, or in `results/`; <name> and * stand for any."""
+    pattern = re.sub(r"<\w+>", "*", path).rstrip("/")
+    return any(any(folder.glob(pattern)) for folder in (ROOT, ROOT / "results"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_paths_exist(document):
+    paths = {span for span in spans(document) if PATH.fullmatch(span)}
+    paths |= {word for span in spans(document) for word in span.split() if word.startswith("conf/")}
+    assert [path for path in sorted(paths) if not path.startswith(MADE_BY_RUNS) and not exists(path)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+def test_links_lead_somewhere(document):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        if target.startswith("https://"):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def anchors(file: Path) -> set[str]:
+    """The headings as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", prose(file), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 95
+
+
+def test_methods_has_a_line_for_every_method_with_its_settings():
+    rows = [line for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if line.startswith("| `")]
+    lines = {name: row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    for file in (CONF_DIR / "method").glob("*.yaml"):
+        fields = set(yaml.safe_load(file.read_text())) - {"_target_", "name", "title", "codec", "num_exempt_layers"}
+        assert file.stem in lines, f"docs/methods.md: no line for {file.stem}"
+        assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[file.stem])), file.stem
+
+
+def test_contributing_names_every_hook():
+    named = set(re.findall(r"`(\w+)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    for owner in (Method, State):
+        hooks = {name for name in {*vars(owner), *owner.__annotations__} if not name.startswith("_")}
+        assert hooks - named == set()
+
+
+# Numbers
+
+COLUMNS = ("kl_nats", "top1_agreement", "perplexity", "kv_recall", "passkey")
+IN_TABLES = {"full cache": "Full cache", "streaming": "Streaming", "oracle": "Oracle"}
+
+
+def measured(label: str, column: str, size: float) -> tuple[float, float] | None:
+    """Value and standard error of the run of that label whose size is nearest; None where there is no such number."""
+    name = "fig11" if column in ("kv_recall", "passkey") else "perplexity"
+    table = pd.read_csv(ROOT / "results" / "tables" / f"{name}.csv")
+    which = (table.task == column) & (table.metric == "acc") if name == "fig11" else table.metric == column
+    rows = table[which & (table.label == label) & (table.task.str.contains("[", regex=False) == 0)]
+    nearest = rows.iloc[(rows.kv_frac - size).abs().argsort()[:1]]
+    factor = 100 if name == "fig11" or column == "top1_agreement" else 1
+    return None if nearest.empty else (factor * float(nearest.value.iloc[0]), factor * float(nearest.stderr.iloc[0]))
+
+
+def test_the_readmes_table_is_that_of_the_results():
+    text = prose(ROOT / "README.md").partition("| full cache |")
+    lines = [line.strip("| ").split(" | ") for line in "".join(text[1:]).partition("\n\n")[0].splitlines()]
+    assert len(lines) == 9
+    for label, size, *cells in lines:
+        for column, cell in zip(COLUMNS, cells, strict=True):
+            found = measured(IN_TABLES.get(label, label), column, float(size) / 100)
+            assert found is not None, (label, column)
+            for shown, number in zip(cell.split(" ± "), found, strict=False):
+                if re.fullmatch(r"[\d.]+", shown):  # 4·10⁵ is looked at by people
+                    digits = len(shown.partition(".")[2])
+                    assert float(shown) == pytest.approx(number, abs=0.51 * 10**-digits), (label, column, shown)
