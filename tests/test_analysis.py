@@ -25,6 +25,7 @@ from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
 from harness.paper.analysis.memory import run_memory
 from harness.paper.analysis.study import run_analysis
 from harness.settings.run import RunConfig, load
+from methods.infinigen import InfiniGen
 
 NUM_TOKENS = 60
 FAMILIES = ("tiny_llama", "tiny_gqa", "tiny_opt", "tiny_qwen3", "tiny_gpt_neox")
@@ -288,7 +289,7 @@ class Capture(Handler):
 def test_column_magnitudes_are_the_direct_ones(model, text):
     points = measured(model, settings(text, "fig7", "analysis.layers=[2]"))
     with attach(model) as attached:
-        rotation = calibrate(attached, list(text.read_bytes())[:80]).rotation[2].double()
+        rotation = calibrate(attached, InfiniGen(), list(text.read_bytes())[:80])["rotation"][2].double()
         capture = Capture(attached.geometry.scale)
         attached.forward(ids_of(text), torch.arange(NUM_TOKENS)[None], capture)
     query, key = capture.rows[2]

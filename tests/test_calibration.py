@@ -9,7 +9,9 @@ import torch
 
 from harness.model.attach import attach
 from harness.model.calibration import cached_calibration, calibrate
+from methods.base import Geometry
 from methods.full import Full
+from methods.infinigen import InfiniGen
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def text() -> list[int]:
 def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
     model = request.getfixturevalue(fixture)
     with attach(model) as attached:
-        rotation = calibrate(attached, text[:-1]).rotation.double().numpy()
+        rotation = calibrate(attached, InfiniGen(), text[:-1])["rotation"].double().numpy()
         geometry = attached.geometry
     reference = plain.Reference(model, Full(), final_length=len(text), prefill_len=len(text) - 1)
     with torch.inference_mode():
@@ -45,7 +47,7 @@ def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
 
 def test_a_text_shorter_than_head_dim_still_gives_a_rotation(tiny_llama, text):
     with attach(tiny_llama) as attached:
-        rotation = calibrate(attached, text[:5]).rotation  # 5 queries of 16 elements
+        rotation = calibrate(attached, InfiniGen(), text[:5])["rotation"]  # 5 queries of 16 elements
     identity = torch.eye(16).expand_as(rotation)
     assert torch.allclose(rotation.transpose(-1, -2) @ rotation, identity, atol=1e-5)
 
@@ -53,14 +55,14 @@ def test_a_text_shorter_than_head_dim_still_gives_a_rotation(tiny_llama, text):
 def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_path, monkeypatch):
     calls = []
 
-    def count_call(attached, ids):
+    def count_call(attached, method, ids):
         calls.append(ids)
-        return calibrate(attached, ids)
+        return calibrate(attached, method, ids)
 
     monkeypatch.setattr("harness.model.calibration.calibrate", count_call)
 
-    def rotation(ids=text, fingerprint="a" * 64):
-        return cached_calibration(attached, ids, fingerprint, tmp_path / "new" / "calibration").rotation
+    def rotation(ids=text, fingerprint="a" * 64, method=InfiniGen()):
+        return cached_calibration(attached, method, ids, fingerprint, tmp_path / "new" / "calibration")["rotation"]
 
     with attach(tiny_gqa) as attached:
         first = rotation()

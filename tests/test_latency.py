@@ -57,7 +57,7 @@ def ids():
 
 def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
     with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
-        calibration = calibrate(attached, ids[0].tolist())
+        calibration = calibrate(attached, InfiniGen(), ids[0].tolist())
         prompt = run_shared_prompt(attached, ids) if shared else ids
         return time_cell(attached, prompt, cell, link=link, calibration=calibration)
 
@@ -69,21 +69,20 @@ EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batc
 INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
 
 
-def cached(ahead: int = 0) -> int:
-    """Tokens that a layer fetches which reads all of them: those of this step, or asked for in the step before."""
-    return sum(PROMPT + s + ahead for s in TIMED)
+CACHED = sum(PROMPT + s for s in TIMED)
+"""Tokens that a layer uses in the timed steps which reads all of them."""
 
 
 @pytest.mark.parametrize(
     ("cell", "h2d_bytes", "d2h_bytes"),
     [
-        (Cell(Full(), SHAPE), EXACT * (cached(ahead=1) + 3 * cached()), 8 * 4 * EXACT),
+        (Cell(Full(), SHAPE), EXACT * 4 * CACHED, 8 * 4 * EXACT),
         (
             Cell(Full(), SHAPE, codec=Codec("int4")),
-            EXACT * 2 * cached(ahead=1) + INT4 * 2 * cached(),
+            EXACT * 2 * CACHED + INT4 * 2 * CACHED,
             8 * 2 * (EXACT + INT4),
         ),
-        (Cell(InfiniGen(fixed_fetch=5), SHAPE), EXACT * (2 * cached(ahead=1) + 8 * 2 * 5), 8 * 4 * EXACT),
+        (Cell(InfiniGen(fixed_fetch=5), SHAPE), EXACT * (2 * CACHED + 8 * 2 * 5), 8 * 4 * EXACT),
         (Cell(Full(), SHAPE, placement="device"), 0, 0),
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],

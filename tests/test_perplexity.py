@@ -21,7 +21,6 @@ from harness.settings.run import CalibrationConfig, CorpusConfig, RunConfig, loa
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
-from methods.quantization import Quantized
 from methods.streaming import Streaming
 
 MAX_LENGTH = 512
@@ -61,7 +60,7 @@ def settings(text: str, method=None, **changes) -> RunConfig:
     method = method or Full()
     values = {
         "method": method,
-        "method_name": method.name,
+        "method_name": type(method).__name__.lower(),
         "corpus": CorpusConfig("offline", path=text),
         "calibration": CalibrationConfig(path=text, num_tokens=64),
         "seq_len": 60,
@@ -164,7 +163,7 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len)
 def test_what_cannot_be_measured_is_none(loaded, text):
     one_window = metrics_of(run_perplexity(settings(text, H2O(), num_windows=1), loaded))
     assert absent(one_window) == {f"{name}_stderr" for name in METRICS}
-    quantized = metrics_of(run_perplexity(settings(text, Quantized(num_bits=2)), loaded))
+    quantized = metrics_of(run_perplexity(settings(text, codec="int2"), loaded))
     assert absent(quantized) == {"attention_recall", "attention_recall_stderr"}
     assert quantized["kv_frac"] == pytest.approx((2 + 2 * (2 + 32 / 16) / 16) / 4)
     assert quantized["kv_frac_artifact"] == pytest.approx(2 / 16)
@@ -212,16 +211,16 @@ def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeyp
     session = perplexity.ReplaySession
 
     def count_session(attached, method, **options):
-        made.append(method.name)
+        made.append(type(method))
         return session(attached, method, **options)
 
     monkeypatch.setattr(perplexity, "ReplaySession", count_session)
     perplexity._references.clear()
     first = metrics_of(run_perplexity(settings(text, H2O()), loaded))
     second = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2)), loaded))
-    assert made.count("full") == 3 and first["perplexity_full"] == second["perplexity_full"]
+    assert made.count(Full) == 3 and first["perplexity_full"] == second["perplexity_full"]
     metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded))
-    assert made.count("full") == 6, "other rows are scored"
+    assert made.count(Full) == 6, "other rows are scored"
 
 
 def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp_path):

@@ -27,8 +27,8 @@ from replaying import (
 
 from harness.model.attach import attach
 from harness.offload.codec import Codec
-from harness.replay import session as replay
-from methods import h2o
+from harness.replay import passes
+from methods import evicting
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -63,18 +63,18 @@ def test_a_padded_prompt_is_what_the_model_makes_of_it(model):
 def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
     expected = run_ragged(tiny_gqa, CASES[name], measure_recall=True)
     blocks = []
-    original = replay._Block.__init__
+    original = passes._Block.__init__
 
     def count_block(block, *arguments):
         blocks.append(block)
         original(block, *arguments)
 
-    monkeypatch.setattr(replay._Block, "__init__", count_block)
-    monkeypatch.setattr(h2o, "PROMPT_CHUNK", 7)
+    monkeypatch.setattr(passes._Block, "__init__", count_block)
+    monkeypatch.setattr(evicting, "PROMPT_CHUNK", 7)
     for limit in ({"MAX_CHUNK": 16}, {"SCORES_PER_CHUNK": 1}):
         with monkeypatch.context() as patch:
             for constant, value in limit.items():
-                patch.setattr(replay, constant, value)
+                patch.setattr(passes, constant, value)
             got = run_ragged(tiny_gqa, CASES[name], measure_recall=True)
         assert len(blocks) > 4, "one chunk a layer tests nothing"
         blocks.clear()
@@ -138,14 +138,14 @@ def test_a_fork_is_each_continuation_alone(model, name):
         root = open_session(attached, case, final, 20)
         root.prefill(*pad(contexts, left=True), torch.tensor([2, 2]))
         shared = [choices[0][1][:4], []]
-        trunk = root.fork(torch.tensor([0, 1]), torch.tensor(final), 20 + 4)
+        trunk = root.fork(torch.tensor([0, 1]), 20 + 4)
         trunk.decode(*pad(shared, left=False), torch.tensor([2, 1]))
         stems = torch.tensor([parent for parent, _ in choices])
         own = [tokens[len(shared[parent]) :] for parent, tokens in choices]
-        tips = trunk.fork(stems, torch.tensor(final)[stems], 24 + max(map(len, own)))
+        tips = trunk.fork(stems, 24 + max(map(len, own)))
         ids, valid = pad(own, left=False)
         got = attached.logits(tips.decode(ids, valid))
-        again = trunk.fork(stems, torch.tensor(final)[stems], 24 + max(map(len, own)))
+        again = trunk.fork(stems, 24 + max(map(len, own)))
         assert torch.equal(got[valid], attached.logits(again.decode(ids, valid))[valid]), "a sibling left something"
         alone = []
         for row, (parent, tokens) in enumerate(choices):

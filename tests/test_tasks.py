@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from lm_eval.api.metrics import mean_stderr
 from tokens import byte_tokenizer
 
-from harness.accuracy import generated
 from harness.accuracy.tasks import clustered_stderr, run_tasks
+from harness.data import generated
 from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.tasks import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
 from harness.errors import UserError
@@ -27,7 +27,6 @@ from harness.settings.run import PAPER_TASKS, TASKS, DataConfig, RunConfig, load
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
-from methods.quantization import Quantized
 
 MAX_LENGTH = 2048
 
@@ -46,7 +45,7 @@ def defaults() -> RunConfig:
 def settings(*tasks: str, method=None, root: Path | None = None, **changes) -> RunConfig:
     method = method or Full()
     data = DataConfig("local", str(root)) if root else DataConfig("offline")
-    values = {"method": method, "method_name": method.name, "tasks": tasks, "data": data, "num_samples": 8}
+    values = {"method": method, "method_name": type(method).__name__.lower(), "tasks": tasks, "data": data, "num_samples": 8}
     return replace(defaults(), **(values | changes))
 
 
@@ -122,19 +121,25 @@ def test_stderr_of_clusters():
 
 
 @pytest.mark.parametrize(
-    "method", [Full(), H2O(heavy_frac=0.1, recent_frac=0.1), InfiniGen(max_fetch_frac=0.2), Quantized(num_bits=2)]
+    ("method", "codec"),
+    [
+        (Full(), None),
+        (H2O(heavy_frac=0.1, recent_frac=0.1), None),
+        (InfiniGen(max_fetch_frac=0.2), None),
+        (Full(), "int2"),
+    ],
 )
-def test_generated_tasks_without_a_network(method, loaded, monkeypatch, tmp_path):
+def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     calibration = replace(defaults().calibration, num_tokens=200)
-    config = settings("kv_recall", "passkey", method=method, num_samples=12, calibration=calibration)
+    config = settings("kv_recall", "passkey", method=method, codec=codec, num_samples=12, calibration=calibration)
     outcome = run_tasks(config, loaded)
     assert list(outcome.metrics) == ["kv_recall", "passkey"]
     for task, metrics in outcome.metrics.items():
         samples = outcome.samples[task]
         assert set(metrics) == {
-            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact",
+            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "index_frac",
         }  # fmt: skip
         assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
         hits = [float(sample["predicted"] == sample["gold"]) for sample in samples]
@@ -149,7 +154,7 @@ def test_generated_tasks_without_a_network(method, loaded, monkeypatch, tmp_path
             assert loaded.tokenizer.decode(ids[: sample["prefill_len"]]) == context[:-1]
             scores = sample["log_likelihoods"]
             assert len(scores) == 4 and sample["predicted"] == scores.index(max(scores))
-        assert metrics["kv_frac"] == 1 if method == Full() else metrics["kv_frac"] < 0.8
+        assert metrics["kv_frac"] == 1 if (method, codec) == (Full(), None) else metrics["kv_frac"] < 0.8
 
 
 def refuse(*arguments):
