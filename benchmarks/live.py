@@ -212,7 +212,7 @@ def _run(options: argparse.Namespace) -> None:
     print(f"{torch.get_num_threads()} compute threads; link at {rate / 1e9:.3f} GB/s")
     with attach(model) as attached:
         prompt = run_shared_prompt(attached, ids)
-        calibration = calibrate(attached, ids[0, :CALIBRATION_TOKENS].tolist())
+        calibration = calibrate(attached, InfiniGen(), ids[0, :CALIBRATION_TOKENS].tolist())
     if options.only != "labels":
         compare(model, prompt, shape)
     if options.only != "transformers":
