@@ -98,8 +98,10 @@ def test_a_link_of_known_rate_takes_its_time(tiny_gqa, ids):
     slow = 2e7
     result = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow)
     moved = result.h2d_bytes + result.d2h_bytes
-    assert 0.99 * moved / slow <= result.link_busy_s <= sum(result.timed) + 0.05
-    assert result.link_bytes_per_s == pytest.approx(moved / result.link_busy_s)
+    # Of all ten steps, and what the last one asked for the next: the first layer's rows.
+    assert result.transferred_bytes == EXACT * (4 * sum(PROMPT + s for s in range(10)) + PROMPT + 10 + 10 * 4)
+    assert 0.99 * result.transferred_bytes / slow <= result.link_busy_s <= sum(result.timed) * 11 / 8 + 0.05
+    assert result.link_bytes_per_s == pytest.approx(result.transferred_bytes / result.link_busy_s)
     # The first layer's rows of the first timed step have crossed before; no step is faster than the rest of them.
     assert sum(result.timed) >= 0.9 * moved / slow
     assert 0 < result.metrics()["exposed_transfer_s"] < result.decode_s
@@ -178,9 +180,10 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     assert peak["offload"] == 2 * layer, "two buffers that take turns"
     partial_keys = 2 * BATCH * HEADS * (PROMPT + 12) * 5 * 4  # ceil(0.3 * 16) columns in two layers
     projections = 2 * BATCH * HEADS * HEAD_DIM * 5 * 4
-    lengths = BATCH * 8
+    lengths = 2 * BATCH * 8  # of prompts and of whole sequences
+    rotation = 4 * HEADS * HEAD_DIM**2 * 4
     buffers = 2 * layer + 2 * selected  # of the two exempt layers, and two that take turns
-    assert peak["infinigen"] == buffers + partial_keys + projections + lengths
+    assert peak["infinigen"] == buffers + partial_keys + projections + rotation + lengths
     assert peak["infinigen+reuse"] == peak["infinigen"] + 2 * selected
 
 

@@ -357,7 +357,7 @@ def test_a_session_prefills_once():
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        (Oracle(), {"placement": "host"}, "placement=host.*method=Oracle.*placement=device"),
+        (Oracle(), {"placement": "host"}, "placement=host.*Oracle.*placement=device"),
         (InfiniGen(), {"placement": "device", "reuse": True}, "reuse=true.*method=infinigen and placement=host"),
         (H2O(), {"placement": "host", "reuse": True}, "reuse=true.*method=infinigen and placement=host"),
         (Full(), {"placement": "host", "reuse": True}, "reuse=true"),
