@@ -63,7 +63,9 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
 
     monkeypatch.setattr("harness.model.calibration.calibrate", count_call)
 
-    def rotation(ids=text, fingerprint="a" * 64, method=InfiniGen()):
+    infinigen = InfiniGen()
+
+    def rotation(ids=text, fingerprint="a" * 64, method=infinigen):
         return cached_calibration(attached, method, ids, fingerprint, tmp_path / "new" / "calibration")["rotation"]
 
     with attach(tiny_gqa) as attached:

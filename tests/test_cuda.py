@@ -28,7 +28,18 @@ HERE = {
     "opt": lambda: tiny_model("opt", word_embed_proj_dim=64),
 }
 SCANNED = (
-    *("full", "int4", "h2o", "streaming", "oracle", "infinigen", "infinigen-fixed"),
+    *(
+        "full",
+        "int4",
+        "h2o",
+        "streaming",
+        "snapkv",
+        "quest",
+        "oracle",
+        "infinigen",
+        "infinigen-fixed",
+        "infinigen-final",
+    ),
     *("pool-fifo", "pool-lru", "pool-fills"),
 )
 PLACED = [

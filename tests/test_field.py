@@ -118,7 +118,9 @@ def quest_rule(method: Quest):
             keys = key[number * page : (number + 1) * page]
             low, high = keys.min(0), keys.max(0)
             for head, query in enumerate(group[:, t]):
-                bounds[head, number] = sum(max(q * least, q * most) for q, least, most in zip(query, low, high))
+                bounds[head, number] = sum(
+                    max(q * least, q * most) for q, least, most in zip(query, low, high, strict=True)
+                )
         budget = max(3, math.floor(method.read_frac * t / page))
         others = full if method.read_frac == 1 else min(full, budget - 1)
         relative = (bounds - bounds.max(1, keepdims=True)).max(0) if full else np.empty(0)

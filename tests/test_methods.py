@@ -145,7 +145,9 @@ alphas = st.one_of(st.just(math.inf), st.floats(0, 20))
 @given(seeds, st.integers(1, 30), alphas, positive_fractions)
 def test_the_count_lies_between_one_and_the_cap(seed, slots, alpha, frac):
     scores, cached = random_scores(seed, 5, slots)
-    selection = Oracle(alpha=alpha, max_fetch_frac=frac).select(scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY)
+    selection = Oracle(alpha=alpha, max_fetch_frac=frac).select(
+        scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY
+    )
     cap = [max(1, math.floor(frac * t)) for t in cached[0].tolist()]
     counts = selection.num_read[0].tolist()
     assert all(1 <= count <= limit for count, limit in zip(counts, cap, strict=True))
@@ -163,7 +165,11 @@ def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
     scores, cached = random_scores(seed, 4, slots)
 
     def mask(alpha, frac):
-        return Oracle(alpha=alpha, max_fetch_frac=frac).select(scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY).mask
+        return (
+            Oracle(alpha=alpha, max_fetch_frac=frac)
+            .select(scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY)
+            .mask
+        )
 
     assert (mask(small_alpha, small_frac) <= mask(large_alpha, small_frac)).all()
     assert (mask(small_alpha, small_frac) <= mask(small_alpha, large_frac)).all()
@@ -172,7 +178,9 @@ def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
 @given(seeds, st.integers(1, 30), st.integers(1, 40))
 def test_fixed_fetch_is_that_many_or_all(seed, slots, fixed):
     scores, cached = random_scores(seed, 4, slots)
-    selection = Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01).select(scores, cached, torch.tensor([slots]), GEOMETRY)
+    selection = Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01).select(
+        scores, cached, torch.tensor([slots]), GEOMETRY
+    )
     assert selection.num_read[0].tolist() == [min(fixed, t) for t in cached[0].tolist()]
 
 

@@ -9,7 +9,16 @@ import torch
 from cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import FAMILIES, TOLERANCE, attached_with_link, calibration, largest_difference, open_live, tiny, token_batch
+from living import (
+    FAMILIES,
+    TOLERANCE,
+    attached_with_link,
+    calibration,
+    largest_difference,
+    open_live,
+    tiny,
+    token_batch,
+)
 from living import replay as replay_case
 from pool_reference import ArtifactPool, PooledReference, capacity
 

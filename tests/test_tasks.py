@@ -45,7 +45,13 @@ def defaults() -> RunConfig:
 def settings(*tasks: str, method=None, root: Path | None = None, **changes) -> RunConfig:
     method = method or Full()
     data = DataConfig("local", str(root)) if root else DataConfig("offline")
-    values = {"method": method, "method_name": type(method).__name__.lower(), "tasks": tasks, "data": data, "num_samples": 8}
+    values = {
+        "method": method,
+        "method_name": type(method).__name__.lower(),
+        "tasks": tasks,
+        "data": data,
+        "num_samples": 8,
+    }
     return replace(defaults(), **(values | changes))
 
 
