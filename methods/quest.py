@@ -21,14 +21,16 @@ MIN_PAGES = 3
 
 @dataclass(frozen=True)
 class Quest(Retrieving):
-    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them."""
+    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at 1 all."""
 
     page_size: int = 16
 
     title = "Quest"
 
     def pages_read(self, cached: int) -> int:
-        """The last page is one of the budget's."""
+        """The last page is one of the budget's; a share of 1 leaves none out."""
+        if self.read_frac == 1:
+            return cached // self.page_size
         budget = int(self.read_frac * cached) // self.page_size
         return min(cached // self.page_size, max(MIN_PAGES, budget) - 1)
 

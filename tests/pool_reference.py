@@ -51,6 +51,42 @@ class Pool:
         return {"fifo": 0, "lru": use.last, "counter": use.count}[self.policy], token
 
 
+class ArtifactPool:
+    """One KV head under the artifact's rule: candidates for eviction are all tokens of the first half, evicted or not.
+
+    A policy's numbers go on from the dense prompt, whose rows fetched every token up to their own.
+    """
+
+    def __init__(self, prompt: int, capacity: int, policy: str) -> None:
+        self.capacity = capacity
+        self.policy = policy
+        self.count = {token: prompt - token for token in range(prompt)}
+        self.last = dict.fromkeys(range(prompt), prompt - 1)
+        self.gone = set(range(prompt - capacity)) if policy == "fifo" else set()
+        self.victims: list[int] = []
+
+    def row(self, t: int, scores: list[list[float]], count: int) -> set[int]:
+        """What row t reads by the `scores` [group][token]; its own token enters, and one is evicted."""
+        present = [token for token in range(t) if token not in self.gone]
+        best = [max(head[token] for token in present) for head in scores]
+        worth = {token: max(head[token] - top for head, top in zip(scores, best, strict=True)) for token in present}
+        chosen = set(sorted(present, key=lambda token: (-worth[token], token))[:count])
+        for token in chosen:
+            self.count[token] += 1
+            self.last[token] = t
+        self.count[t], self.last[t] = 0, t
+        if t >= self.capacity:
+            self.victims.append(self._victim(t))
+            self.gone.add(self.victims[-1])
+        return chosen
+
+    def _victim(self, t: int) -> int:
+        if self.policy == "fifo":
+            return t - self.capacity
+        numbers = {"lru": self.last, "counter": self.count}[self.policy]
+        return min(range(t // 2), key=lambda token: (numbers[token], token))
+
+
 def capacity(method: InfiniGen, final_length: int) -> int:
     """Rows a pool holds."""
     return method.pool_tokens or math.floor(method.pool_frac * final_length)

@@ -239,7 +239,8 @@ class Reference:
             for query in row:
                 by_query += np.abs(query @ basis) / self.family.group
         by_key = sum(np.abs(key @ basis) for key in head.keys)
-        wanted = math.ceil(self.method.partial_weight_ratio * size)
+        rounded = {"up": math.ceil, "down": math.floor}[self.method.round_columns]
+        wanted = max(1, rounded(self.method.partial_weight_ratio * size))
         importances = {"sum": [by_query + by_key], "query": [by_query], "union": [by_query, by_key]}
         chosen: set[int] = set()
         for importance in importances[self.method.columns]:
@@ -286,7 +287,8 @@ class Reference:
                 self._decided(abs(r + alpha))
         counts = [sum(r >= -alpha for r in scores.values()) for scores in relative]
         count = math.floor(sum(counts) / len(counts))
-        return min(max(count, 1), max(1, math.floor(method.max_fetch_frac * cached)))
+        whole = {"cached": cached, "final": self.final_length}[method.cap_of]
+        return min(max(count, 1), max(1, math.floor(method.max_fetch_frac * whole)), cached)
 
     def _evict(self, head: Head, num_tokens: int) -> None:
         """H2O, once row `num_tokens - 1` has run."""

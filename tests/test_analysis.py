@@ -26,6 +26,7 @@ from harness.paper.analysis.study import run_analysis
 from harness.resources import Resources
 from harness.settings.compose import load
 from harness.settings.run import RunConfig
+from methods.infinigen import InfiniGen
 from tests.runs import start
 
 NUM_TOKENS = 60
@@ -290,7 +291,7 @@ class Capture(Handler):
 def test_column_magnitudes_are_the_direct_ones(model, text):
     points = measured(model, settings(text, "fig7", "analysis.layers=[2]"))
     with attach(model) as attached:
-        rotation = calibrate(attached, list(text.read_bytes())[:80]).rotation[2].double()
+        rotation = calibrate(attached, InfiniGen(), list(text.read_bytes())[:80])["rotation"][2].double()
         capture = Capture(attached.geometry.scale)
         attached.forward(ids_of(text), torch.arange(NUM_TOKENS)[None], capture)
     query, key = capture.rows[2]

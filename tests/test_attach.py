@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import CASES, Case
 from conftest import tiny_model
-from methods.quantization import Quantized
 from replaying import (
     LENGTH,
     PROMPT,
@@ -29,7 +28,7 @@ from harness.errors import UserError
 from harness.model.adapters import Adapter
 from harness.model.attach import attach
 from harness.offload.passes import run_prompt
-from harness.replay import session as replay
+from harness.replay import passes
 
 # Order of calls, refusals
 
@@ -53,18 +52,13 @@ def test_a_method_that_leaves_no_layer_is_refused(tiny_gqa, name):
         open_session(attached, Case(method, CASES[name].codec), [20], 20)
 
 
-def test_a_quantized_method_without_its_codec_is_refused(tiny_gqa):
-    with attach(tiny_gqa) as attached, pytest.raises(ValueError, match="codec=None: method=int4 .* int4"):
-        open_session(attached, Case(Quantized()), [20], 20)
-
-
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infinigen-union"])
 def test_only_the_layers_that_select_by_a_rehearsal_are_rehearsed(tiny_gqa, name, monkeypatch):
     method, asked = CASES[name].method, []
     original = Adapter.query
     monkeypatch.setattr(Adapter, "query", lambda *a: (asked.append(a[1].layer_idx), original(*a))[1])
     run_one(tiny_gqa, CASES[name])
-    assert asked == (list(range(method.num_exempt_layers, 4)) if method.rehearses else [])
+    assert asked == (list(range(method.num_exempt_layers, 4)) if method.selects == "rehearsed" else [])
 
 
 def test_a_window_shorter_than_the_sequence_is_refused():
@@ -139,7 +133,7 @@ def test_attaching_leaves_nothing_behind_after_an_error(model, monkeypatch):
     def fail(*arguments):
         raise ArithmeticError
 
-    monkeypatch.setattr(replay._DecodePass, "attention", fail)
+    monkeypatch.setattr(passes.DecodePass, "attention", fail)
     with attach(model) as attached, pytest.raises(ArithmeticError):
         run(attached, CASES["infinigen"], [token_ids(LENGTH)], [PROMPT])
     assert fingerprint(model) == before

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import reference as plain
 import torch
+from conftest import tiny_model
 
 from harness.model.attach import attach
 from harness.model.calibration import cached_calibration, calibrate
 from methods.full import Full
+from methods.infinigen import InfiniGen
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +26,7 @@ def text() -> list[int]:
 def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
     model = request.getfixturevalue(fixture)
     with attach(model) as attached:
-        rotation = calibrate(attached, text[:-1]).rotation.double().numpy()
+        rotation = calibrate(attached, InfiniGen(), text[:-1])["rotation"].double().numpy()
         geometry = attached.geometry
     reference = plain.Reference(model, Full(), final_length=len(text), prefill_len=len(text) - 1)
     with torch.inference_mode():
@@ -45,7 +49,7 @@ def test_calibration_is_the_svd_of_the_groups_queries(fixture, text, request):
 
 def test_a_text_shorter_than_head_dim_still_gives_a_rotation(tiny_llama, text):
     with attach(tiny_llama) as attached:
-        rotation = calibrate(attached, text[:5]).rotation  # 5 queries of 16 elements
+        rotation = calibrate(attached, InfiniGen(), text[:5])["rotation"]  # 5 queries of 16 elements
     identity = torch.eye(16).expand_as(rotation)
     assert torch.allclose(rotation.transpose(-1, -2) @ rotation, identity, atol=1e-5)
 
@@ -53,14 +57,16 @@ def test_a_text_shorter_than_head_dim_still_gives_a_rotation(tiny_llama, text):
 def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_path, monkeypatch):
     calls = []
 
-    def count_call(attached, ids):
+    def count_call(attached, method, ids):
         calls.append(ids)
-        return calibrate(attached, ids)
+        return calibrate(attached, method, ids)
 
     monkeypatch.setattr("harness.model.calibration.calibrate", count_call)
 
-    def rotation(ids=text, fingerprint="a" * 64):
-        return cached_calibration(attached, ids, fingerprint, tmp_path / "new" / "calibration").rotation
+    infinigen = InfiniGen()
+
+    def rotation(ids=text, fingerprint="a" * 64, method=infinigen):
+        return cached_calibration(attached, method, ids, fingerprint, tmp_path / "new" / "calibration")["rotation"]
 
     with attach(tiny_gqa) as attached:
         first = rotation()
@@ -76,3 +82,81 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
         rotation(fingerprint="b" * 64)
         assert len(calls) == 2, "another text or other weights need another calibration"
         assert len(list((tmp_path / "new" / "calibration").iterdir())) == 3, "something is left lying about"
+        calls.clear()
+        for method in (InfiniGen(alpha=2.0, partial_weight_ratio=0.5), InfiniGen()):
+            assert torch.equal(rotation(method=method), first) and not calls, "settings it does not heed make it anew"
+
+
+@dataclass(frozen=True)
+class Measuring(Full):
+    """Measures two things, one of them by a setting."""
+
+    power: float = 1.0
+    unheeded: int = 0
+
+    calibration_settings = ("power",)
+
+    def calibrate(self, query, key, geometry):
+        return {"rotation": key.abs().pow(self.power).mean(1), "heads": query.mean((1, 2))}
+
+
+@dataclass(frozen=True)
+class MeasuringToo(Measuring):
+    """The same code under another name."""
+
+
+def test_another_method_or_another_setting_that_it_heeds_is_another_file(tiny_gqa, text, tmp_path):
+    def files() -> int:
+        return len(list(tmp_path.iterdir()))
+
+    with attach(tiny_gqa) as attached:
+
+        def measured(method):
+            return cached_calibration(attached, method, text, "a" * 64, tmp_path)
+
+        found = measured(Measuring())
+        assert {name: tuple(each.shape) for name, each in found.items()} == {"rotation": (4, 2, 16), "heads": (4, 4)}
+        again = measured(Measuring(unheeded=3, num_exempt_layers=1))
+        assert files() == 1 and all(torch.equal(again[name], found[name]) for name in found)
+        assert not torch.equal(measured(Measuring(power=2.0))["rotation"], found["rotation"]) and files() == 2
+        assert torch.equal(measured(MeasuringToo())["rotation"], found["rotation"]) and files() == 3
+        assert set(measured(InfiniGen())) == {"rotation"} and files() == 4
+        direct = calibrate(attached, Measuring(power=2.0), text)
+        kept = measured(Measuring(power=2.0))
+        assert files() == 4 and all(torch.equal(kept[name], direct[name]) for name in direct)
+
+
+def test_the_number_of_threads_leaves_no_trace(text):
+    """Of a model wide enough that its products are shared among threads."""
+    model = tiny_model("llama", hidden_size=512, num_key_value_heads=2, intermediate_size=1024)
+    found, seen = [], []
+
+    class Spying(InfiniGen):
+        def calibrate(self, query, key, geometry):
+            seen.append(torch.get_num_threads())
+            return super().calibrate(query, key, geometry)
+
+    with attach(model) as attached:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            try:
+                found.append(calibrate(attached, Spying(), text * 4)["rotation"])
+                assert torch.get_num_threads() == threads, "put back"
+            finally:
+                torch.set_num_threads(1)
+    assert set(seen) == {1}
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_threads_are_put_back_after_an_error(tiny_gqa, text):
+    class Failing(InfiniGen):
+        def calibrate(self, query, key, geometry):
+            raise ArithmeticError
+
+    torch.set_num_threads(2)
+    try:
+        with attach(tiny_gqa) as attached, pytest.raises(ArithmeticError):
+            calibrate(attached, Failing(), text)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)

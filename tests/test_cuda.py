@@ -5,7 +5,6 @@ The first needs no GPU: tensors of the device `meta` have no values, so an opera
 """
 
 from copy import deepcopy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,14 +29,26 @@ HERE = {
     "opt": lambda: tiny_model("opt", word_embed_proj_dim=64),
 }
 SCANNED = (
-    *("full", "int4", "h2o", "streaming", "oracle", "infinigen", "infinigen-fixed"),
+    *(
+        "full",
+        "int4",
+        "h2o",
+        "streaming",
+        "snapkv",
+        "quest",
+        "oracle",
+        "infinigen",
+        "infinigen-fixed",
+        "infinigen-final",
+    ),
     *("pool-fifo", "pool-lru", "pool-fills"),
 )
 PLACED = [
     (name, placement, reuse)
     for name, case in ((name, CASES[name]) for name in SCANNED)
     for placement, reuse in (("device", False), ("host", False), ("host", True))
-    if (placement == "device" or not case.method.needs_all_keys) and (case.method.rehearses or not reuse)
+    if (placement == "device" or case.method.selects != "scores")
+    and (case.method.selects in ("rehearsed", "query") or not reuse)
 ]
 
 
@@ -115,7 +126,8 @@ def test_a_step_waits_for_no_value_and_touches_no_tensor_of_the_cpu(name, placem
         model.to(META)
         attached.device = META
         session.fetcher._pending.clear()
-        for thing in (session, session.fetcher, *([session.state] if session.state else []), *session.stores):
+        states = [state for state in {id(cache.state): cache.state for cache in session.caches}.values() if state]
+        for thing in (session, session.batch, session.fetcher, *states, *session.stores):
             to_meta(thing)
         with NothingFromTheCPU():
             token = torch.empty(len(ids), dtype=torch.int64, device=META)
@@ -152,7 +164,7 @@ def link(attached):
 
 
 def calibration_on(attached):
-    return SimpleNamespace(rotation=calibration_of(attached).rotation.to(attached.device))
+    return {name: tensor.to(attached.device) for name, tensor in calibration_of(attached).items()}
 
 
 def decode(attached, case: Case, **options) -> tuple[torch.Tensor, LiveSession]:
@@ -199,12 +211,12 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     device, session = decode(attached, case)
     assert largest_difference(device, expected) <= tolerance
     assert session.kv_frac == pytest.approx(replayed.reads.kv_frac)
-    if case.method.needs_all_keys:
+    if case.method.selects == "scores":
         return
     host, session = decode(attached, case, placement="host", link=link)
     assert torch.equal(host, device)
     session.close()
-    if case.method.rehearses:
+    if case.method.selects in ("rehearsed", "query"):
         reused, session = decode(attached, case, placement="host", link=link, reuse=True)
         assert largest_difference(reused, device) <= tolerance
         session.close()

@@ -132,7 +132,7 @@ def test_an_error_inside_the_model_leaves_model_and_link_usable(monkeypatch):
         ids, real = token_batch(EVEN)
         session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
         with monkeypatch.context() as patch:
-            patch.setattr(type(session.state), "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(type(session.caches[-1].state), "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 session.decode_step(ids[:, PROMPT])
         session.close()

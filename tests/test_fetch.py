@@ -11,7 +11,7 @@ from living import PROMPTS, STEPS, attached_with_link, force, live, open_live
 from torch import Tensor
 
 from harness.offload.codec import Codec
-from harness.offload.fetch import Fetcher, indices, place
+from harness.offload.fetch import Fetcher, indices, places
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link, Ticket, Transfer
 from harness.offload.request import Part, Request
@@ -47,17 +47,17 @@ def test_indices_are_the_slots_in_order_and_minus_one_behind(mask, spare):
 
 
 @given(masks(min_slots=1), st.data())
-def test_place_keeps_what_is_there_and_fetches_the_rest_into_free_places(mask, data):
+def test_places_keep_what_is_there_and_fetches_the_rest_into_free_places(mask, data):
     slots = mask.shape[-1]
     most = int(mask.sum(-1).max())
-    places = data.draw(st.integers(max(1, most), max(1, most) + 3))
+    room = data.draw(st.integers(max(1, most), max(1, most) + 3))
     resident = []
     for _ in range(mask.shape[0] * mask.shape[1]):
-        there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=places))
-        resident.append(data.draw(st.permutations(there + [-1] * (places - len(there)))))
-    resident = torch.tensor(resident).view(*mask.shape[:2], places)
+        there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=room))
+        resident.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
+    resident = torch.tensor(resident).view(*mask.shape[:2], room)
     before = resident.clone()
-    fetch, after = place(mask, resident)
+    fetch, after = places(mask, resident)
     assert torch.equal(resident, before), "what is resident was changed in place"
     for head, old, fetched, new in zip(*(x.flatten(0, 1) for x in (mask, before, fetch, after)), strict=True):
         wanted, old, fetched, new = set(selected(head)), old.tolist(), fetched.tolist(), new.tolist()
@@ -114,7 +114,8 @@ def fetched(fetcher: Fetcher, store: KVStore, mask: Tensor) -> list[float]:
     """First elements of the present rows' values; keys and values must agree, and absent values be 0."""
     fetcher.request_selected(0, store, mask, 3)
     fetcher.wait(0)
-    keys, values, present = fetcher.take(0)
+    keys, values, present, bias = fetcher.take(0)
+    assert bias is None
     assert torch.equal(keys[present], values[present])
     assert not values[~present].any()
     return sorted(values[present][:, 0].tolist())
@@ -216,10 +217,10 @@ def test_at_most_two_layers_share_the_buffers_that_take_turns():
     most = 0
     original = Fetcher._submit
 
-    def counting(fetcher, *arguments):
+    def counting(fetcher, *arguments, **options):
         nonlocal most
-        original(fetcher, *arguments)
-        most = max(most, sum(layer >= len(fetcher._ahead) for layer in fetcher._pending))
+        original(fetcher, *arguments, **options)
+        most = max(most, sum(layer >= fetcher.num_ahead for layer in fetcher._pending))
 
     with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fetcher, "_submit", counting)
@@ -264,7 +265,7 @@ def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():
         patch.setattr(Fetcher, "_prefetch", noting)
         session = open_live(attached, CASES["infinigen"], placement="host", link=link)
         force(session, PROMPTS["even"])
-        layers, columns = attached.geometry.num_layers, session.columns
-        rows = session.ahead * columns * session.stores[0].slots.shape[:2].numel()
-        assert shares and max(shares) <= -(-rows // (layers - session.ahead))
+        layers, ahead = attached.geometry.num_layers, session.fetcher.num_ahead
+        rows = ahead * session.batch.columns * session.stores[0].slots.shape[:2].numel()
+        assert shares and max(shares) <= -(-rows // (layers - ahead))
         session.close()

@@ -60,7 +60,7 @@ def ids():
 
 def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
     with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
-        calibration = calibrate(attached, ids[0].tolist())
+        calibration = calibrate(attached, InfiniGen(), ids[0].tolist())
         prompt = run_shared_prompt(attached, ids) if shared else ids
         return time_cell(attached, prompt, cell, link=link, calibration=calibration)
 
@@ -72,21 +72,20 @@ EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batc
 INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
 
 
-def cached(ahead: int = 0) -> int:
-    """Tokens that a layer fetches which reads all of them: those of this step, or asked for in the step before."""
-    return sum(PROMPT + s + ahead for s in TIMED)
+CACHED = sum(PROMPT + s for s in TIMED)
+"""Tokens that a layer uses in the timed steps which reads all of them."""
 
 
 @pytest.mark.parametrize(
     ("cell", "h2d_bytes", "d2h_bytes"),
     [
-        (Cell(Full(), SHAPE), EXACT * (cached(ahead=1) + 3 * cached()), 8 * 4 * EXACT),
+        (Cell(Full(), SHAPE), EXACT * 4 * CACHED, 8 * 4 * EXACT),
         (
             Cell(Full(), SHAPE, codec=Codec("int4")),
-            EXACT * 2 * cached(ahead=1) + INT4 * 2 * cached(),
+            EXACT * 2 * CACHED + INT4 * 2 * CACHED,
             8 * 2 * (EXACT + INT4),
         ),
-        (Cell(InfiniGen(fixed_fetch=5), SHAPE), EXACT * (2 * cached(ahead=1) + 8 * 2 * 5), 8 * 4 * EXACT),
+        (Cell(InfiniGen(fixed_fetch=5), SHAPE), EXACT * (2 * CACHED + 8 * 2 * 5), 8 * 4 * EXACT),
         (Cell(Full(), SHAPE, placement="device"), 0, 0),
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],
@@ -102,8 +101,10 @@ def test_a_link_of_known_rate_takes_its_time(tiny_gqa, ids):
     slow = 2e7
     result = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow)
     moved = result.h2d_bytes + result.d2h_bytes
-    assert 0.99 * moved / slow <= result.link_busy_s <= sum(result.timed) + 0.05
-    assert result.link_bytes_per_s == pytest.approx(moved / result.link_busy_s)
+    # Of all ten steps, and what the last one asked for the next: the first layer's rows.
+    assert result.transferred_bytes == EXACT * (4 * sum(PROMPT + s for s in range(10)) + PROMPT + 10 + 10 * 4)
+    assert 0.99 * result.transferred_bytes / slow <= result.link_busy_s <= sum(result.timed) * 11 / 8 + 0.05
+    assert result.link_bytes_per_s == pytest.approx(result.transferred_bytes / result.link_busy_s)
     # The first layer's rows of the first timed step have crossed before; no step is faster than the rest of them.
     assert sum(result.timed) >= 0.9 * moved / slow
     assert 0 < result.metrics()["exposed_transfer_s"] < result.decode_s
@@ -182,9 +183,10 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     assert peak["offload"] == 2 * layer, "two buffers that take turns"
     partial_keys = 2 * BATCH * HEADS * (PROMPT + 12) * 5 * 4  # ceil(0.3 * 16) columns in two layers
     projections = 2 * BATCH * HEADS * HEAD_DIM * 5 * 4
-    lengths = BATCH * 8
+    lengths = 2 * BATCH * 8  # of prompts and of whole sequences
+    rotation = 4 * HEADS * HEAD_DIM**2 * 4
     buffers = 2 * layer + 2 * selected  # of the two exempt layers, and two that take turns
-    assert peak["infinigen"] == buffers + partial_keys + projections + lengths
+    assert peak["infinigen"] == buffers + partial_keys + projections + rotation + lengths
     assert peak["infinigen+reuse"] == peak["infinigen"] + 2 * selected
 
 

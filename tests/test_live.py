@@ -5,12 +5,26 @@ import time
 import pytest
 import torch
 from cases import CASES, Case
-from living import FAMILIES, PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, tiny, token_batch
-from methods.quantization import Quantized
+from living import (
+    FAMILIES,
+    PROMPT,
+    PROMPTS,
+    STEPS,
+    TOLERANCE,
+    attached_with_link,
+    force,
+    largest_difference,
+    live,
+    open_live,
+    replay,
+    tiny,
+    token_batch,
+)
 from transformers import AttentionInterface
 
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.offload.cache import LayerCache
 from harness.offload.codec import Codec
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.passes import run_prompt
@@ -105,19 +119,19 @@ def test_streaming_that_fills_up_moves_no_empty_slot():
     assert session["h2d"] == HEADS * rows * FP32_ROW
 
 
-@pytest.mark.parametrize("name", ["infinigen", "infinigen-fixed", "pool-counter", "infinigen+int4"])
+@pytest.mark.parametrize("name", ["infinigen", "infinigen-fixed", "pool-counter", "infinigen+int4", "quest"])
 def test_reuse_moves_only_what_the_step_before_did_not_select(name, monkeypatch):
     selections = {}
-    original = LiveSession.request_selected
+    original = LayerCache.request_selected
 
-    def spy(session, layer, mask):
-        tokens = session.slots_of(layer).expand(-1, KV_HEADS, -1)
-        mask = mask.expand_as(tokens)
+    def spy(cache, selection):
+        tokens = cache.slots().expand(-1, KV_HEADS, -1)
+        mask = selection.mask[:, :, 0].expand_as(tokens)
         picked = [set(t[m].tolist()) for t, m in zip(tokens.flatten(0, 1), mask.flatten(0, 1), strict=True)]
-        selections.setdefault(layer, []).append(picked)
-        original(session, layer, mask)
+        selections.setdefault(cache.layer, []).append(picked)
+        original(cache, selection)
 
-    monkeypatch.setattr(LiveSession, "request_selected", spy)
+    monkeypatch.setattr(LayerCache, "request_selected", spy)
     session = counted(CASES[name], reuse=True)
     row = INT4_ROW if name.endswith("int4") else FP32_ROW
     for layer in (2, 3):
@@ -145,10 +159,27 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
             session.decode_step(ids[:, PROMPT + step])
             session.fetcher.drain()
             for layer in range(CASES[name].method.num_exempt_layers):
-                early = layer == 0 or session.ahead  # asked for in the step before, unless the next token is the last
+                early = (
+                    layer == 0 or session.fetcher.num_ahead
+                )  # asked for in the step before, unless the next token is the last
                 ahead = 1 if early and step + 2 < STEPS else 0
                 crossed = sum(CACHED[: step + 1 + ahead])
                 assert session.stores[layer].h2d_bytes == HEADS * crossed * session.stores[layer].slot_bytes
+
+
+def test_what_steps_use_is_counted_whatever_is_under_way():
+    """The counters of the fetcher need no drain: after any step they hold what its layers took and wrote."""
+    with attached_with_link(bytes_per_s=2e7) as (attached, link):
+        session = open_live(attached, CASES["infinigen-fixed"], placement="host", link=link)
+        ids, real = token_batch(EVEN)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        assert session.fetcher.h2d_bytes == 0
+        for step in range(STEPS):
+            session.decode_step(ids[:, PROMPT + step])
+            rows = 2 * sum(CACHED[: step + 1]) + 2 * 6 * (step + 1)
+            assert session.fetcher.h2d_bytes == HEADS * rows * FP32_ROW
+            assert session.fetcher.d2h_bytes == LAYERS * HEADS * (PROMPT + step + 1) * FP32_ROW
+        session.close()
 
 
 def test_device_placement_crosses_no_link():
@@ -171,6 +202,7 @@ def counted(case: Case, **options) -> dict:
         }
         session.close()
         assert (session.h2d_bytes, session.d2h_bytes) == (found["h2d"], found["d2h"])
+        assert session.fetcher.d2h_bytes == found["d2h"] and session.fetcher.h2d_bytes == found["h2d"]
     return found
 
 
@@ -178,7 +210,7 @@ def counted(case: Case, **options) -> dict:
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("name", ["h2o", "h2o-recent", "h2o-fills", "streaming", "pool-lru", "pool-fills"])
+@pytest.mark.parametrize("name", ["h2o", "h2o-recent", "h2o-fills", "streaming", "snapkv", "pool-lru", "pool-fills"])
 def test_the_store_holds_the_kept_tokens_rows_and_a_freed_one_is_never_read(name, placement):
     """After every step, each slot in use holds its token's key; garbage in all others changes nothing."""
     with attached_with_link() as (attached, link):
@@ -202,7 +234,7 @@ def test_the_store_holds_the_kept_tokens_rows_and_a_freed_one_is_never_read(name
 def check_and_poison(session, layer, keys, real) -> int:
     """keys [batch, kv, columns so far, head_dim] of all tokens ever; returns the number of slots poisoned."""
     store = session.stores[layer]
-    state = session.state.tokens[layer]
+    state = session.caches[layer].state.tokens[layer]
     assert bool((state[..., store.capacity :] == EMPTY).all()), "the own slot and the dump are empty between steps"
     tokens = state[..., : store.capacity]
     used = tokens != EMPTY
@@ -238,7 +270,7 @@ def key_spy(attached) -> dict[int, torch.Tensor]:
         (name, placement)
         for name, case in CASES.items()
         for placement in ("device", "host")
-        if not (placement == "host" and case.method.needs_all_keys)
+        if not (placement == "host" and case.method.selects == "scores")
     ],
 )
 def test_a_prompt_that_is_handed_over_is_as_good_as_ones_own(name, placement):
@@ -327,7 +359,7 @@ def test_a_session_prefills_once():
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        (Oracle(), {"placement": "host"}, "placement=host.*method=oracle.*placement=device"),
+        (Oracle(), {"placement": "host"}, "placement=host.*Oracle.*placement=device"),
         (InfiniGen(), {"placement": "device", "reuse": True}, "reuse=true.*method=infinigen and placement=host"),
         (H2O(), {"placement": "host", "reuse": True}, "reuse=true.*method=infinigen and placement=host"),
         (Full(), {"placement": "host", "reuse": True}, "reuse=true"),
@@ -350,11 +382,6 @@ def test_a_method_that_leaves_no_layer_is_refused():
         open_live(attached, Case(H2O(num_exempt_layers=4)))
 
 
-def test_a_quantized_method_without_its_codec_is_refused():
-    with attached_with_link() as (attached, _), pytest.raises(ValueError, match="codec=None: method=int2 .* int2"):
-        open_live(attached, Case(Quantized(num_bits=2)))
-
-
 def test_infinigen_without_its_calibration_is_refused():
     ids, real = token_batch(EVEN)
     with attached_with_link() as (attached, _), pytest.raises(ValueError, match="method.skew=true.*calibration"):
@@ -362,14 +389,27 @@ def test_infinigen_without_its_calibration_is_refused():
 
 
 def test_a_codec_of_fewer_bits_applies_to_the_layers_it_says():
-    """An integer codec leaves the exempt layers exact, a float one does not."""
+    """Integer and float codecs leave the exempt layers exact."""
     with attached_with_link() as (attached, _):
         widths = {}
         for codec in ("int8", "fp16"):
             session = open_live(attached, Case(Full(), Codec(codec)))
             force(session, EVEN)
             widths[codec] = [store.codec.name for store in session.stores]
-    assert widths == {"int8": ["fp32"] * 2 + ["int8"] * 2, "fp16": ["fp16"] * 4}
+    assert widths == {"int8": ["fp32"] * 2 + ["int8"] * 2, "fp16": ["fp32"] * 2 + ["fp16"] * 2}
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("padding", PROMPTS)
+def test_a_float_codec_reads_back_live_as_in_replay(padding, placement):
+    case = Case(Full(), Codec("fp16"))
+    with attached_with_link() as (attached, link):
+        expected = replay(attached, case, PROMPTS[padding])
+        got = live(attached, case, PROMPTS[padding], placement=placement, link=link)
+        exact = live(attached, Case(Full()), PROMPTS[padding])
+    assert largest_difference(got.logits, expected.logits) <= TOLERANCE
+    assert not torch.equal(got.logits, exact.logits), "nothing was coded"
+    assert got.kv_frac == expected.kv_frac == 1
 
 
 def test_a_pageable_link_without_overlap_gives_the_same():

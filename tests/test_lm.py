@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import tiny_model
-from harness.reads import ReadStats
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from methods.quantization import Quantized
 from tokens import byte_tokenizer
 
 from harness.accuracy import scoring
@@ -24,6 +22,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.codec import Codec
 from harness.replay.session import ReplaySession
+from harness.sizes import ReadStats
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -48,8 +47,9 @@ METHODS = {
     "h2o": H2O(heavy_frac=0.15, recent_frac=0.15),
     "infinigen": InfiniGen(max_fetch_frac=0.3),
     "streaming": Streaming(kv_frac=0.3),
-    "int4": Quantized(num_bits=4),
+    "int4": Full(),
 }
+CODECS = {"int4": Codec("int4")}
 
 
 def loaded_model(model) -> LoadedModel:
@@ -74,10 +74,9 @@ def planned(questions, prefill: Prefill) -> list[Request]:
     return lm.requests
 
 
-def run(model, requests, method) -> tuple[list[Score], ReadStats]:
-    codec = Codec("int4") if isinstance(method, Quantized) else None
+def run(model, requests, method, codec=None) -> tuple[list[Score], ReadStats]:
     with attach(model) as attached:
-        calibration = calibrate(attached, list(range(3, 99))) if method.needs_calibration else None
+        calibration = calibrate(attached, method, list(range(3, 99))) if method.needs_calibration else None
 
         def open_session(final_lengths, num_columns):
             return ReplaySession(
@@ -129,9 +128,9 @@ def replace_last(request: Request) -> Request:
 def test_sharing_leaves_no_trace(name, mode, tiny_gqa):
     """Scored together, with everything shared and padded, as scored one request at a time."""
     method = METHODS[name]
-    requests = planned(QUESTIONS, Prefill(mode, budget=method.artifact_budget()))
-    together, reads = run(tiny_gqa, requests, method)
-    alone = [run(tiny_gqa, [request], method) for request in requests]
+    requests = planned(QUESTIONS, Prefill(mode, budget=0.0 if name in CODECS else method.artifact_budget()))
+    together, reads = run(tiny_gqa, requests, method, CODECS.get(name))
+    alone = [run(tiny_gqa, [request], method, CODECS.get(name)) for request in requests]
     difference = max(
         abs(one.log_likelihood - each[0].log_likelihood) for one, (each, _) in zip(together, alone, strict=True)
     )
@@ -149,10 +148,10 @@ def test_sharing_leaves_no_trace(name, mode, tiny_gqa):
 def test_batches_leave_no_trace(name, tiny_gqa, monkeypatch):
     requests = planned(QUESTIONS + UNSHARED, Prefill("artifact", budget=0.2))
     method = METHODS[name]
-    expected, reads = run(tiny_gqa, requests, method)
+    expected, reads = run(tiny_gqa, requests, method, CODECS.get(name))
     for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)):
         monkeypatch.setattr(scoring, constant, size)
-        found, again = run(tiny_gqa, requests, method)
+        found, again = run(tiny_gqa, requests, method, CODECS.get(name))
         difference = max(abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found, expected, strict=True))
         assert difference < 1e-3, f"{constant}: largest difference {difference:.1e} nats"
         assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from methods.base import EMPTY, Geometry, PromptRows, Rows
+from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import COLUMN_RULES, InfiniGen, choose_columns
 from methods.oracle import Oracle
-from methods.quantization import Quantized
+from methods.quest import Quest
 from methods.selection import largest
+from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -36,9 +36,6 @@ seeds = st.integers(0, 2**31)
     "method, settings, message",
     [
         (Full, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
-        (Quantized, {"num_bits": 3}, r"method\.num_bits=3: .*8, 4, 2, 1"),
-        (Quantized, {"group_size": 0}, r"method\.group_size=0: .*>= 1"),
-        (Quantized, {"num_exempt_layers": -2}, r"method\.num_exempt_layers=-2: .*>= 0"),
         (H2O, {"heavy_frac": -0.1}, r"method\.heavy_frac=-0\.1: .*\[0, 1\]"),
         (H2O, {"heavy_frac": math.nan}, r"method\.heavy_frac=nan: .*\[0, 1\]"),
         (H2O, {"recent_frac": 1.5}, r"method\.recent_frac=1\.5: .*\[0, 1\]"),
@@ -51,6 +48,7 @@ seeds = st.integers(0, 2**31)
         (Streaming, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
         (Oracle, {"alpha": -1.0}, r"method\.alpha=-1\.0: .*>= 0, inf or null"),
         (Oracle, {"max_fetch_frac": 0.0}, r"method\.max_fetch_frac=0\.0: .*\(0, 1\]"),
+        (Oracle, {"cap_of": "all"}, r"method\.cap_of=all: .*cached, final"),
         (Oracle, {"fixed_fetch": 0}, r"method\.fixed_fetch=0: .*>= 1 or null"),
         (Oracle, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
         (InfiniGen, {"alpha": math.nan}, r"method\.alpha=nan: .*>= 0, inf or null"),
@@ -58,6 +56,7 @@ seeds = st.integers(0, 2**31)
         (InfiniGen, {"max_fetch_frac": math.inf}, r"method\.max_fetch_frac=inf: .*\(0, 1\]"),
         (InfiniGen, {"partial_weight_ratio": 0.0}, r"method\.partial_weight_ratio=0\.0: .*\(0, 1\]"),
         (InfiniGen, {"partial_weight_ratio": 1.1}, r"method\.partial_weight_ratio=1\.1: .*\(0, 1\]"),
+        (InfiniGen, {"round_columns": "near"}, r"method\.round_columns=near: .*up, down"),
         (InfiniGen, {"columns": "key"}, r"method\.columns=key: .*sum, query, union"),
         (InfiniGen, {"fixed_fetch": -3}, r"method\.fixed_fetch=-3: .*>= 1 or null"),
         (InfiniGen, {"num_exempt_layers": 0}, r"method\.num_exempt_layers=0: .*>= 1"),
@@ -71,20 +70,25 @@ def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, setti
 
 def test_what_only_shows_at_a_batch_is_refused_there():
     with pytest.raises(ValueError, match=r"method\.kv_frac=0\.1: keeps 4 of 40.*exceed.*num_sinks=4"):
-        Streaming(kv_frac=0.1, num_sinks=4).new_state(GEOMETRY, torch.tensor([100, 40]))
+        Streaming(kv_frac=0.1, num_sinks=4).new_state(GEOMETRY, lengths_of([50, 20], [100, 40]))
     with pytest.raises(ValueError, match=r"method\.skew=true: needs a calibration"):
-        InfiniGen().new_state(GEOMETRY, torch.tensor([40]))
+        InfiniGen().new_state(GEOMETRY, lengths_of([20], [40]))
 
 
-@pytest.mark.parametrize("method", [Full(), Quantized(num_bits=2)], ids=lambda method: method.name)
-def test_a_method_without_a_size_says_so(method):
-    with pytest.raises(ValueError, match="no size"):
-        method.with_size(0.5)
+def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
+    return Lengths(torch.tensor(prompts), torch.tensor(finals))
 
 
-def test_names_are_those_of_the_settings():
-    methods = [Full(), H2O(), Streaming(), Oracle(), InfiniGen(), Quantized(num_bits=1)]
-    assert [method.name for method in methods] == ["full", "h2o", "streaming", "oracle", "infinigen", "int1"]
+def test_a_method_without_a_size_says_so():
+    with pytest.raises(ValueError, match="method Full has no size"):
+        Full().with_size(0.5)
+
+
+def test_labels_are_titles_and_what_makes_another_method_of_it():
+    methods = [Full(), H2O(), Streaming(), Oracle(), InfiniGen(), InfiniGen(skew=False), Quest(), SnapKV()]
+    names = ["Full cache", "H2O", "Streaming", "Oracle", "InfiniGen", "InfiniGen without skewing", "Quest", "SnapKV"]
+    assert [method.label for method in methods] == names
+    assert [method.title for method in methods] == [name.removesuffix(" without skewing") for name in names]
 
 
 def test_budgets_of_the_artifacts_prefill():
@@ -92,7 +96,8 @@ def test_budgets_of_the_artifacts_prefill():
     assert Streaming(kv_frac=0.3).artifact_budget() == 0.3
     assert InfiniGen(max_fetch_frac=0.4).artifact_budget() == 0.4
     assert Oracle(max_fetch_frac=0.4).artifact_budget() == 0.4
-    assert Quantized().artifact_budget() == 0
+    assert Quest(read_frac=0.4).artifact_budget() == 0.4
+    assert Full().artifact_budget() == SnapKV(kept_frac=0.4).artifact_budget() == 1
 
 
 @pytest.mark.parametrize("family, threshold", [("opt", 4), ("llama", 5), ("qwen3", 5)])
@@ -100,7 +105,7 @@ def test_alpha_null_is_the_papers(family, threshold):
     """Scores a unit apart, the cap out of the way: the count is the number of units within alpha."""
     scores = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
     geometry = replace(GEOMETRY, family=family)
-    selection = Oracle(max_fetch_frac=1.0).select(scores, torch.tensor([[20]]), geometry)
+    selection = Oracle(max_fetch_frac=1.0).select(scores, torch.tensor([[20]]), torch.tensor([40]), geometry)
     assert selection.num_read.item() == threshold + 1  # r = -alpha counts
     assert selection.mask.sum(-1).unique().tolist() == [threshold + 1]
 
@@ -140,7 +145,9 @@ alphas = st.one_of(st.just(math.inf), st.floats(0, 20))
 @given(seeds, st.integers(1, 30), alphas, positive_fractions)
 def test_the_count_lies_between_one_and_the_cap(seed, slots, alpha, frac):
     scores, cached = random_scores(seed, 5, slots)
-    selection = Oracle(alpha=alpha, max_fetch_frac=frac).select(scores.clone(), cached, GEOMETRY)
+    selection = Oracle(alpha=alpha, max_fetch_frac=frac).select(
+        scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY
+    )
     cap = [max(1, math.floor(frac * t)) for t in cached[0].tolist()]
     counts = selection.num_read[0].tolist()
     assert all(1 <= count <= limit for count, limit in zip(counts, cap, strict=True))
@@ -158,7 +165,11 @@ def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
     scores, cached = random_scores(seed, 4, slots)
 
     def mask(alpha, frac):
-        return Oracle(alpha=alpha, max_fetch_frac=frac).select(scores.clone(), cached, GEOMETRY).mask
+        return (
+            Oracle(alpha=alpha, max_fetch_frac=frac)
+            .select(scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY)
+            .mask
+        )
 
     assert (mask(small_alpha, small_frac) <= mask(large_alpha, small_frac)).all()
     assert (mask(small_alpha, small_frac) <= mask(small_alpha, large_frac)).all()
@@ -167,7 +178,9 @@ def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
 @given(seeds, st.integers(1, 30), st.integers(1, 40))
 def test_fixed_fetch_is_that_many_or_all(seed, slots, fixed):
     scores, cached = random_scores(seed, 4, slots)
-    selection = Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01).select(scores, cached, GEOMETRY)
+    selection = Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01).select(
+        scores, cached, torch.tensor([slots]), GEOMETRY
+    )
     assert selection.num_read[0].tolist() == [min(fixed, t) for t in cached[0].tolist()]
 
 
@@ -179,12 +192,12 @@ def decode(method, length: int, prompt: int, seed: int) -> tuple[torch.Tensor, t
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(1, KV_HEADS * GROUP, length, HEAD_DIM, generator=generator)
     key = torch.randn(1, KV_HEADS, length, HEAD_DIM, generator=generator)
-    calibration = SimpleNamespace(rotation=torch.eye(HEAD_DIM).expand(1, KV_HEADS, -1, -1))
-    state = method.new_state(GEOMETRY, torch.tensor([length]), calibration)
+    calibration = {"rotation": torch.eye(HEAD_DIM).expand(1, KV_HEADS, -1, -1)}
+    state = method.new_state(GEOMETRY, lengths_of([prompt], [length]), calibration)
     real = torch.ones(1, prompt, dtype=torch.bool)
-    state.prompt(0, query[:, :, :prompt], key[:, :, :prompt], PromptRows(real, length))
-    state.append(0, key[:, :, prompt:], slice(prompt, length))
+    state.prompt(0, query[:, :, :prompt], key[:, :, :prompt], key[:, :, :prompt], PromptRows(real, length))
     positions = torch.arange(prompt, length)[None]
+    state.append(0, key[:, :, prompt:], key[:, :, prompt:], positions, slice(prompt, length))
     grouped = query[:, :, prompt:].reshape(1, KV_HEADS, GROUP, -1, HEAD_DIM)
     scores = GEOMETRY.scale * grouped @ key.unsqueeze(2).transpose(-1, -2)
     hidden = torch.arange(length) > positions[..., None]
@@ -211,6 +224,9 @@ methods = st.one_of(
     st.builds(lambda frac: Oracle(alpha=math.inf, max_fetch_frac=frac), positive_fractions),
     st.builds(lambda fixed: InfiniGen(fixed_fetch=fixed), st.integers(1, 50)),
     st.builds(lambda frac: InfiniGen(alpha=math.inf, max_fetch_frac=frac, skew=False), positive_fractions),
+    st.builds(lambda frac: InfiniGen(alpha=math.inf, max_fetch_frac=frac, cap_of="final"), positive_fractions),
+    st.builds(lambda frac, size: Quest(read_frac=frac, page_size=size), positive_fractions, st.integers(1, 7)),
+    st.builds(lambda kept, window: SnapKV(kept_tokens=window + kept, window=window), *[st.integers(1, 9)] * 2),
 )
 
 
@@ -219,15 +235,37 @@ def test_the_closed_form_is_what_is_read(method, shape, seed):
     length, prompt = shape
     assume(not isinstance(method, Streaming) or int(method.kv_frac * length) > 0)
     mask, count = decode(method, length, prompt, seed)
-    expected = [method.tokens_read(cached, length) for cached in range(prompt, length)]
+    rows = [Row(cached, prompt, length) for cached in range(prompt, length)]
+    expected = [method.tokens_read(row, 0) for row in rows]
     assert count.tolist() == expected
     assert mask.sum(-1).tolist() == [expected] * KV_HEADS
+    assert [method.max_tokens_read(row, 0) for row in rows] == expected
+    assert all(read <= method.tokens_kept(row, 0) <= row.cached for read, row in zip(expected, rows, strict=True))
 
 
 def test_the_closed_form_of_alpha_is_none():
-    assert InfiniGen().tokens_read(100, 200) is None
-    assert Oracle(alpha=4.0).tokens_read(100, 200) is None
-    assert Full().tokens_read(100, 200) == Quantized().tokens_read(100, 200) == 100
+    row = Row(100, 50, 200)
+    assert InfiniGen().tokens_read(row, 3) is None
+    assert Oracle(alpha=4.0).tokens_read(row, 3) is None
+    assert Full().tokens_read(row, 3) == 100
+
+
+def test_the_cap_is_a_share_of_what_is_cached_or_of_the_final_length():
+    """Of 20 cached tokens of 40, and of 8: floor(0.3 * 20) = 6, floor(0.3 * 40) = 12, never more than there are."""
+    for cap_of, expected in (("cached", [6, 2]), ("final", [12, 8])):
+        method = InfiniGen(alpha=math.inf, max_fetch_frac=0.3, cap_of=cap_of)
+        assert [method.tokens_read(Row(cached, 5, 40), 2) for cached in (20, 8)] == expected
+        scores = torch.randn(1, KV_HEADS, GROUP, 2, 20, generator=torch.Generator().manual_seed(0))
+        scores[..., 1, 8:] = -math.inf
+        selection = method.select(scores, torch.tensor([[20, 8]]), torch.tensor([40]), GEOMETRY)
+        assert selection.num_read.tolist() == [expected]
+        assert selection.mask.sum(-1).tolist() == [[expected] * KV_HEADS]
+    tiny = InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final")
+    assert tiny.tokens_read(Row(20, 5, 40), 2) == 1, "at least one"
+    by_alpha = InfiniGen(alpha=2.5, max_fetch_frac=0.3, cap_of="final")
+    steps = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
+    assert by_alpha.select(steps, torch.tensor([[20]]), torch.tensor([40]), GEOMETRY).num_read.item() == 3
+    assert by_alpha.max_tokens_read(Row(20, 5, 40), 2) == 12
 
 
 @given(positive_fractions, fractions, lengths, seeds)
@@ -271,7 +309,8 @@ def plain_columns(query, key, real, basis, method) -> set[int]:
             by_key[column] += abs(float(key[t] @ basis[:, column]))
             for head in query:
                 by_query[column] += abs(float(head[t] @ basis[:, column])) / len(query)
-    wanted = math.ceil(method.partial_weight_ratio * HEAD_DIM)
+    rounded = {"up": math.ceil, "down": math.floor}[method.round_columns]
+    wanted = max(1, rounded(method.partial_weight_ratio * HEAD_DIM))
 
     def top(values):
         return set(sorted(range(HEAD_DIM), key=lambda column: -values[column])[:wanted])
@@ -284,15 +323,15 @@ def plain_columns(query, key, real, basis, method) -> set[int]:
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(COLUMN_RULES), positive_fractions, st.integers(1, 9), seeds)
-def test_columns_are_the_plain_ones(rule, ratio, prompt, seed):
+@given(st.sampled_from(COLUMN_RULES), st.sampled_from(["up", "down"]), positive_fractions, st.integers(1, 9), seeds)
+def test_columns_are_the_plain_ones(rule, rounding, ratio, prompt, seed):
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(2, KV_HEADS * GROUP, prompt, HEAD_DIM, generator=generator)
     key = 2 * torch.randn(2, KV_HEADS, prompt, HEAD_DIM, generator=generator)
     basis = torch.linalg.qr(torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q
     real = torch.ones(2, prompt, dtype=torch.bool)
     real[1, : prompt // 2] = False
-    method = InfiniGen(columns=rule, partial_weight_ratio=ratio)
+    method = InfiniGen(columns=rule, partial_weight_ratio=ratio, round_columns=rounding)
     chosen = choose_columns(query, key, real, basis, method)
     for sequence in range(2):
         for head in range(KV_HEADS):
@@ -300,6 +339,37 @@ def test_columns_are_the_plain_ones(rule, ratio, prompt, seed):
             wanted = plain_columns(group, key[sequence, head], real[sequence], basis[head], method)
             got = [column for column in chosen[sequence, head].T.tolist() if any(column)]
             assert sorted(got) == sorted(basis[head][:, sorted(wanted)].T.tolist())
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "ratio", "up", "down"), [(4, 0.3, 2, 1), (4, 0.1, 1, 1), (64, 0.3, 20, 19), (64, 0.5, 32, 32)]
+)
+def test_a_fraction_of_a_column_is_rounded_as_the_setting_says(head_dim, ratio, up, down):
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 9, head_dim, generator=generator) for heads in (KV_HEADS * GROUP, KV_HEADS))
+    for rounding, expected in (("up", up), ("down", down)):
+        method = InfiniGen(partial_weight_ratio=ratio, round_columns=rounding)
+        basis = torch.eye(head_dim).expand(KV_HEADS, -1, -1)
+        chosen = choose_columns(query, key, torch.ones(1, 9, dtype=torch.bool), basis, method)
+        assert chosen.shape == (1, KV_HEADS, head_dim, expected)
+
+
+@pytest.mark.parametrize("rule", COLUMN_RULES)
+@pytest.mark.parametrize(("prompt", "magnitude"), [(32_768, 10.0), (9, 2e4)], ids=["long", "large"])
+def test_the_importance_of_columns_overflows_in_no_half_precision(rule, prompt, magnitude):
+    """Sums beyond 65504, fp16's largest number: all columns would tie at infinity."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0.4, 1, 8)[torch.randperm(8, generator=generator)] * magnitude
+    signs = torch.randn(2, KV_HEADS * GROUP, prompt, 8, generator=generator).sign()
+    query = (signs * spread).half()
+    key = (signs[:, :KV_HEADS] * spread.flip(-1)).half()
+    real = torch.ones(2, prompt, dtype=torch.bool)
+    real[1, :4] = False
+    basis = torch.eye(8, dtype=torch.float16).expand(KV_HEADS, -1, -1)
+    method = InfiniGen(columns=rule)
+    got = choose_columns(query, key, real, basis, method)
+    assert got.dtype == torch.float16 and float(query.abs().sum(2, dtype=torch.float32).min()) > 65_504
+    assert torch.equal(got.float(), choose_columns(query.float(), key.float(), real, basis.float(), method))
 
 
 def test_slots_without_a_token_are_never_visible():

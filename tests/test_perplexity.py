@@ -163,6 +163,7 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len)
     assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
     for name in ("top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact"):
         assert metrics[name] == 1
+    assert metrics["index_frac"] == 0
 
 
 def test_what_cannot_be_measured_is_none(loaded, text):
@@ -234,8 +235,15 @@ def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp
     assert outcome["kv_frac"] == pytest.approx(0.7, abs=0.01)
     (file,) = (tmp_path / "cache" / "calibration").iterdir()
     stamp = file.stat().st_mtime_ns
+    assert outcome["index_frac"] == pytest.approx(2 / 4 * 5 / (2 * 16))  # ceil(0.3 * 16) columns in two of four layers
     again = metrics_of(run_perplexity(settings(text, method, target_kv_frac=0.7), loaded))
     assert again == outcome and file.stat().st_mtime_ns == stamp
+
+
+def test_a_target_heeds_the_codecs_bits(loaded, text):
+    method = H2O(num_exempt_layers=1)
+    metrics = metrics_of(run_perplexity(settings(text, method, codec="int4", target_kv_frac=0.30), loaded))
+    assert metrics["kv_frac"] == pytest.approx(0.30, abs=0.01)
 
 
 def test_a_codec_under_a_method_counts_its_bits(loaded, text):

@@ -2,18 +2,30 @@
 
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 import pytest
 import torch
 from cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import FAMILIES, TOLERANCE, calibration, largest_difference, tiny, token_batch
+from living import (
+    FAMILIES,
+    TOLERANCE,
+    attached_with_link,
+    calibration,
+    largest_difference,
+    open_live,
+    tiny,
+    token_batch,
+)
 from living import replay as replay_case
-from pool_reference import PooledReference, capacity
+from pool_reference import ArtifactPool, PooledReference, capacity
 
+from harness.errors import UserError
 from harness.model.attach import attach
-from methods.base import EMPTY, Geometry, PromptRows, Rows
+from methods import pool as pool_rules
+from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.infinigen import InfiniGen
 from methods.pool import SATURATED
 
@@ -45,23 +57,140 @@ def test_replay_is_the_reference(name, family):
             method,
             final_length=ids.shape[1],
             prefill_len=PROMPT[0],
-            rotation=calibration(geometry.num_kv_heads, geometry.head_dim).rotation,
+            rotation=calibration(geometry.num_kv_heads, geometry.head_dim)["rotation"],
         ).run(ids[0].tolist())
     assert capacity(method, ids.shape[1]) < ids.shape[1], "nothing is evicted"
     assert expected.margin > 1e-6, "these ids make a choice that rounding decides"
     assert largest_difference(got.logits[0, 1:], expected.logits) <= TOLERANCE
 
 
-def test_the_artifacts_eviction_is_none():
-    """Its victim stays selectable, so the limit changes nothing."""
+def test_a_limit_changes_what_is_read():
     limited = LIMITED["counter"]
     with attach(tiny("gqa")) as attached:
         nothing = replay_case(attached, Case(replace(limited, pool_frac=None)), PROMPT)
-        artifact = replay_case(attached, Case(replace(limited, eviction="artifact")), PROMPT)
         corrected = replay_case(attached, Case(limited), PROMPT)
-    assert torch.equal(artifact.logits, nothing.logits)
-    assert artifact.kv_frac == nothing.kv_frac
     assert largest_difference(corrected.logits, nothing.logits) > 10 * TOLERANCE
+
+
+# The artifact's simulation
+
+BATCH = ((16, 260), (7, 251))
+"""(prompt, length) of two sequences, decoded side by side."""
+GEOMETRY = Geometry(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, scale=0.5, family="llama")
+
+
+class Simulated(NamedTuple):
+    """chosen[sequence][KV head]: the tokens each row read; victims alike, of the rows that evict."""
+
+    chosen: list[list[list[set[int]]]]
+    victims: list[list[list[int]]]
+    num_read: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+def simulate(policy: str, monkeypatch, calls: int = 1, seed: int = 0, pool_tokens: int = 60) -> Simulated:
+    """A state of random queries and keys, as replay drives it: left-padded prompts, then all rows."""
+    method = InfiniGen(
+        alpha=inf,
+        max_fetch_frac=0.15,
+        skew=False,
+        partial_weight_ratio=1.0,
+        pool_tokens=pool_tokens,
+        pool_policy=policy,
+        eviction="artifact",
+    )
+    generator = torch.Generator().manual_seed(seed)
+    prompts, finals = torch.tensor(BATCH).T
+    prompt, steps = int(prompts.max()), int((finals - prompts)[0])
+    columns = prompt + steps
+    real = torch.arange(prompt) >= prompt - prompts[:, None]
+    # Few digits, of which fp32 rounds none: the plain rule must choose alike, ties included.
+    query, key = (torch.randn(2, heads, columns, 8, generator=generator).mul(64).round() / 64 for heads in (8, 4))
+    tokens = (torch.arange(columns) - (prompt - prompts)[:, None]).int()
+    tokens = tokens.masked_fill(tokens < 0, EMPTY)
+    victims = []
+    find = pool_rules.artifact_victim
+
+    def spy(positions, policy, worth, capacities, position):
+        slots = find(positions, policy, worth, capacities, position)
+        victims.append(positions.gather(-1, slots)[..., 0].masked_fill(position[..., 0] < capacities[:, None], -1))
+        return slots
+
+    monkeypatch.setattr(pool_rules, "artifact_victim", spy)
+    state = method.new_state(GEOMETRY, Lengths(prompts, finals))
+    state.prompt(1, query[:, :, :prompt], key[:, :, :prompt], key[:, :, :prompt], PromptRows(real, columns))
+    masks, counts = [], []
+    for begin in range(prompt, columns, -(-steps // calls)):
+        stop = min(begin + -(-steps // calls), columns)
+        own = torch.arange(begin, stop)
+        positions = tokens[:, begin:stop]
+        state.append(1, key[:, :, begin:stop], key[:, :, begin:stop], positions, slice(begin, stop))
+        rows = Rows(
+            query[:, :, begin:stop],
+            positions,
+            torch.ones_like(positions, dtype=torch.bool),
+            tokens[:, None, :stop],
+            own.expand(2, 1, -1),
+            lambda: pytest.fail("it selects by its rehearsal"),
+        )
+        selection = state.select(1, rows)
+        masks.append(torch.nn.functional.pad(selection.mask, (0, columns - stop)))
+        counts.append(selection.num_read)
+    chosen = [
+        [[set(tokens[b][row].tolist()) for row in head] for head in heads]
+        for b, heads in enumerate(torch.cat(masks, 2))
+    ]
+    evicted = [
+        [[token for token in head if token >= 0] for head in heads] for heads in torch.stack(victims, -1).tolist()
+    ]
+    return Simulated(chosen, evicted, torch.cat(counts, 1), query, key)
+
+
+@pytest.mark.parametrize("policy", ["lru", "counter"])
+def test_the_artifact_evicts_the_same_token_again_and_again(policy, monkeypatch):
+    """Which is no eviction to speak of: what it gave up is never fetched again, and so stays the worst."""
+    victims = [head for heads in simulate(policy, monkeypatch).victims for head in heads]
+    distinct = [len(set(head)) for head in victims]
+    assert min(map(len, victims)) > 180
+    assert sum(distinct) / len(distinct) < 1.5
+
+
+def test_the_artifacts_fifo_evicts_for_good(monkeypatch):
+    found = simulate("fifo", monkeypatch)
+    for b, (prompt, length) in enumerate(BATCH):
+        for head in range(4):
+            assert found.victims[b][head] == list(range(max(0, prompt - 60), length - 60))
+            for t, read in zip(range(prompt, length), found.chosen[b][head], strict=True):
+                assert read <= set(range(max(0, t - 60), t)), "an evicted token was read"
+
+
+@pytest.mark.parametrize("policy", ["fifo", "lru", "counter"])
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("capacity", [60, 9, 300])
+def test_the_artifacts_rule_is_the_plain_one(policy, calls, capacity, monkeypatch):
+    found = simulate(policy, monkeypatch, calls, seed=capacity, pool_tokens=capacity)
+    columns = found.key.shape[2]
+    for b, (prompt, length) in enumerate(BATCH):
+        first = columns - length
+        for g in range(4):
+            key = found.key[b, g, first:].double()
+            group = found.query[b, 2 * g : 2 * g + 2, first:].double()
+            scores = (GEOMETRY.scale * group @ key.T).tolist()
+            plain = ArtifactPool(prompt, min(capacity, length), policy)
+            for t, read in zip(range(prompt, length), found.chosen[b][g], strict=True):
+                assert read == plain.row(t, [head[t] for head in scores], max(1, int(0.15 * t)))
+            assert found.victims[b][g] == plain.victims
+            assert bool(plain.victims) == (capacity < length)
+
+
+def test_the_artifacts_eviction_is_not_decoded_live():
+    case = Case(replace(LIMITED["counter"], eviction="artifact"))
+    message = r"method\.eviction=artifact: frees no slot, it simulates.*\(replay\), not decoded live"
+    with attached_with_link() as (attached, _), pytest.raises(UserError, match=message) as refusal:
+        open_live(attached, case)
+    assert "\n" not in str(refusal.value)
+    assert replace(LIMITED["counter"], pool_frac=None, eviction="artifact").replay_only is None, "nothing is evicted"
 
 
 # Worked examples: token j's key is the j-th unit vector, so that a query picks the tokens it names
@@ -72,24 +201,27 @@ class Live:
 
     def __init__(self, prompt: int, **settings) -> None:
         method = InfiniGen(num_exempt_layers=1, skew=False, partial_weight_ratio=1.0, **settings)
-        self.state = method.new_state(ONE_HEAD, torch.tensor([ONE_HEAD.head_dim]))
+        lengths = Lengths(torch.tensor([prompt]), torch.tensor([ONE_HEAD.head_dim]))
+        self.state = method.new_state(ONE_HEAD, lengths)
+        self.capacity = method.tokens_kept(Row(ONE_HEAD.head_dim, prompt, ONE_HEAD.head_dim), 1)
         keys = torch.eye(ONE_HEAD.head_dim)[None, None]
         real = torch.ones(1, prompt, dtype=torch.bool)
-        self.state.prompt(1, keys[:, :, :prompt], keys[:, :, :prompt], PromptRows(real, prompt))
-        self.state.compact(1)
+        self.state.prompt(1, *[keys[:, :, :prompt]] * 3, PromptRows(real, prompt))
+        self.state.compact(1, self.capacity)
         self.keys, self.position = keys, prompt
 
     def step(self, *wanted: int) -> list[int]:
         """One row that fetches `wanted` (fixed_fetch of them); returns the tokens present after it."""
         query = self.keys[:, :, list(wanted)].sum(2, keepdim=True)
-        own = min(self.position, self.state.capacity)
+        own = min(self.position, self.capacity)
         slots = self.state.tokens[1][..., : own + 1]
         position = torch.tensor([[self.position]], dtype=torch.int32)
         rows = Rows(query, position, torch.ones(1, 1, dtype=torch.bool), slots, torch.full((1, 1, 1), own), None)
         before = slots.clone()
         mask = self.state.select(1, rows).mask[0, 0, 0]
         assert set(before[0, 0][mask].tolist()) == set(wanted)
-        self.state.append(1, self.keys[:, :, self.position : self.position + 1], slice(own, own + 1))
+        entering = self.keys[:, :, self.position : self.position + 1]
+        self.state.append(1, entering, entering, position, slice(own, own + 1))
         self.state.place_own(1, own)
         self.position += 1
         return self.tokens()
@@ -179,18 +311,19 @@ def test_the_pool_never_exceeds_its_limit_nor_gives_back_what_it_evicted(batch):
     lengths = torch.tensor(prompts)
     longest = max(prompts)
     final = lengths + steps
-    state = method.new_state(geometry, final)
+    state = method.new_state(geometry, Lengths(lengths, final))
+    most = max(method.tokens_kept(Row(length, 0, length), 1) for length in final.tolist())
     real = torch.arange(longest) >= longest - lengths[:, None]
     key = torch.randn(len(prompts), 2, longest, 8)
-    state.prompt(1, torch.randn(len(prompts), 4, longest, 8), key, PromptRows(real, longest))
-    state.compact(1)
+    state.prompt(1, torch.randn(len(prompts), 4, longest, 8), key, key, PromptRows(real, longest))
+    state.compact(1, most)
     sizes = [capacity(method, length) for length in final.tolist()]
     present = tokens_in(state)
     for b, prompt in enumerate(prompts):
         assert all(kept == set(range(max(0, prompt - sizes[b]), prompt)) for kept in present[b])
     for step in range(steps):
         position = (lengths + step).int()[:, None]
-        own = min(longest + step, state.capacity)
+        own = min(longest + step, most)
         slots = state.tokens[1][..., : own + 1].clone()
         rows = Rows(
             torch.randn(len(prompts), 4, 1, 8),
@@ -201,7 +334,8 @@ def test_the_pool_never_exceeds_its_limit_nor_gives_back_what_it_evicted(batch):
             None,
         )
         selection = state.select(1, rows)
-        state.append(1, torch.randn(len(prompts), 2, 1, 8), slice(own, own + 1))
+        entering = torch.randn(len(prompts), 2, 1, 8)
+        state.append(1, entering, entering, position, slice(own, own + 1))
         placed = state.place_own(1, own)
         after = tokens_in(state)
         for b, size in enumerate(sizes):

@@ -20,6 +20,7 @@ from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.resources import Resources
 from harness.settings.compose import load
+from harness.settings.experiment import Outcome
 from tests.runs import outcome, stand_in, start
 
 CODE = ("code:method", "code:harness")
@@ -271,7 +272,7 @@ def test_a_failed_run_says_why_and_is_repeated(runs, command, capsys):
 
 
 def test_a_number_that_is_none_fails_the_run(runs, command):
-    runs.measure = lambda config: records.Outcome({"offline": {"perplexity": math.inf}})
+    runs.measure = lambda config: Outcome({"offline": {"perplexity": math.inf}})
     with pytest.raises(ValueError):
         start(command)
     (record,) = records.read_records(load(command).results_dir, "perplexity")

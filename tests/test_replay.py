@@ -6,8 +6,6 @@ import pytest
 import reference as plain
 import torch
 from cases import CASES, Case
-from harness.reads import ReadStats
-from methods.quantization import Quantized
 from replaying import (
     LENGTH,
     PROMPT,
@@ -16,8 +14,8 @@ from replaying import (
     SELECTING,
     WELL_APART,
     assert_close,
-    every_case,
     every_model,
+    every_referenced_case,
     open_session,
     pad,
     run_one,
@@ -29,13 +27,15 @@ from replaying import (
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.offload.codec import Codec
-from harness.replay import session as replay
+from harness.replay import passes
+from harness.sizes import ReadStats
+from methods.full import Full
 
 # Against the reference
 
 
 @every_model
-@every_case
+@every_referenced_case
 def test_replay_is_the_reference(model, name):
     expected = trace(model, name)
     assert expected.margin > WELL_APART, "these ids make a choice that rounding decides"
@@ -84,21 +84,21 @@ def test_selections_are_the_references(model, name, monkeypatch):
 def spy_on_selections(monkeypatch) -> dict[int, list[list[set[int]]]]:
     """Fills with the tokens selected by the first sequence: [layer][KV head][decode row]."""
     selected: dict[int, list[list[set[int]]]] = {}
-    original = replay._Block._select
+    original = passes._Block._select
 
     def select(block, exact):
         selection = original(block, exact)
         kv_heads = block.key.shape[1]
         heads = selected.setdefault(block.layer, [[] for _ in range(kv_heads)])
         mask = selection.mask[0].expand(kv_heads, -1, -1)
-        tokens = block.session.tokens[0, : block.stop]
+        tokens = block.tokens[0, : block.stop]
         for head, rows in enumerate(mask):
             heads[head] += [set(tokens[row].tolist()) for row in rows]
         counted = mask.sum(-1).double().mean(0)
         assert torch.equal(counted, selection.num_read[0].expand_as(counted))
         return selection
 
-    monkeypatch.setattr(replay._Block, "_select", select)
+    monkeypatch.setattr(passes._Block, "_select", select)
     return selected
 
 
@@ -106,7 +106,7 @@ def spy_on_selections(monkeypatch) -> dict[int, list[list[set[int]]]]:
 def test_quantized_reads_are_the_references(tiny_gqa, bits, group_size):
     """An element on the edge of two codes may fall either way, so means are compared, not the largest difference."""
     ids = token_ids(LENGTH)
-    case = Case(Quantized(num_bits=bits, group_size=group_size), Codec(f"int{bits}", group_size))
+    case = Case(Full(), Codec(f"int{bits}", group_size))
 
     def codec(row):
         return plain.quantized(row, bits, group_size)
@@ -126,7 +126,7 @@ def test_quantized_reads_are_the_references(tiny_gqa, bits, group_size):
 
 
 @pytest.mark.parametrize("multiplicity", [None, [2, 1, 3]])
-@every_case
+@every_referenced_case
 def test_sizes_and_recall_are_the_plain_ones(tiny_gqa, name, multiplicity):
     case = CASES[name]
     counted = None if multiplicity is None else torch.tensor(multiplicity)
@@ -154,7 +154,7 @@ def test_recall_is_measured_on_demand(tiny_gqa):
     assert run_one(tiny_gqa, CASES["full"], measure_recall=True).reads.attention_recall == 1
 
 
-@every_case
+@every_referenced_case
 def test_merged_reads_are_those_of_the_batch(tiny_gqa, name):
     batch = run_ragged(tiny_gqa, CASES[name], measure_recall=True).reads
     parts = [
@@ -177,11 +177,11 @@ def test_a_method_that_never_ran_is_an_error(tiny_gqa):
 
 
 def test_a_layer_in_which_the_method_did_not_run_is_an_error(tiny_gqa, monkeypatch):
-    attend = replay._DecodePass.attention
+    attend = passes.DecodePass.attention
 
     def skip_last(self, layer, query, key, value):
         return query.transpose(1, 2) if layer == 3 else attend(self, layer, query, key, value)
 
-    monkeypatch.setattr(replay._DecodePass, "attention", skip_last)
+    monkeypatch.setattr(passes.DecodePass, "attention", skip_last)
     with pytest.raises(UserError, match="ran on 0 of 37 decode rows"):
         run_one(tiny_gqa, CASES["streaming"]).reads.check_fired()

@@ -2,64 +2,88 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from statistics import mean
+
 import pytest
 import torch
-from harness.sizing import TOLERANCE, DecodeRow, kv_frac, sized
+from cases import Case
 from hypothesis import given
 from hypothesis import strategies as st
+from living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, token_batch
 
 from harness.errors import UserError
-from methods.base import Geometry
+from harness.offload.codec import Codec
+from harness.replay.session import ReplaySession
+from harness.sizes import TOLERANCE, kv_frac, sized
+from methods.base import Geometry, Lengths, Row
+from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
+from methods.quest import Quest
+from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 
 decode_rows = st.builds(
     lambda contexts: [
-        DecodeRow(cached, prompt + rows + 1, times)
+        Row(cached, prompt, prompt + rows + 1)
         for prompt, rows, times in contexts
         for cached in range(prompt, prompt + rows)
+        for _ in range(times)
     ],
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=4),
 )
+widths = st.sampled_from([1.0, 0.375, 0.28125])
 sizeable = st.sampled_from(
-    [H2O(), Streaming(num_sinks=1), Oracle(), InfiniGen(num_exempt_layers=1), H2O(num_exempt_layers=0)]
+    [
+        H2O(),
+        Streaming(num_sinks=1),
+        Oracle(),
+        InfiniGen(num_exempt_layers=1),
+        InfiniGen(cap_of="final"),
+        H2O(num_exempt_layers=0),
+        Quest(),
+        Quest(page_size=1, num_exempt_layers=0),
+        SnapKV(window=1),
+    ]
 )
 GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, family="llama")
 
 
-@given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0))
-def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target):
+@given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0), widths)
+def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, width):
+    counted = Counter(rows)
     try:
-        found = sized(method, rows, num_layers, target)
+        found = sized(method, rows, num_layers, target, width)
     except UserError as error:
         assert f"target_kv_frac={target}" in str(error)
-        least = method.min_size(min(row.final_length for row in rows))
+        least = max(method.min_size(row) for row in rows)
         sizes = [step / 500 for step in range(1, 501) if step / 500 >= least]
-        reached = [kv_frac(method.with_size(size), rows, num_layers) for size in sizes]
+        reached = [kv_frac(method.with_size(size), counted, num_layers, width) for size in sizes]
         assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
+    except ValueError as error:  # a prompt that is no longer than the window
+        assert isinstance(method, SnapKV) and min(row.prompt for row in rows) <= method.window, error
     else:
-        if isinstance(found, Streaming):
-            found.new_state(GEOMETRY, torch.tensor([row.final_length for row in rows]))  # refused nowhere
+        prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
+        if isinstance(found, Streaming | SnapKV):
+            found.new_state(GEOMETRY, Lengths(prompts, finals))  # refused nowhere
         assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
-        total = weight = 0.0
+        total = 0.0
+        exempt = method.num_exempt_layers
         for row in rows:
-            read = found.tokens_read(row.cached, row.final_length)
-            exempt = method.num_exempt_layers
-            layers = [1.0] * exempt + [read / row.cached] * (num_layers - exempt)
-            total += row.multiplicity * sum(layers) / num_layers
-            weight += row.multiplicity
-        assert abs(total / weight - target) <= TOLERANCE + 1e-9
+            reads = [found.tokens_read(row, layer) for layer in range(exempt, num_layers)]
+            total += (exempt + sum(width * read / row.cached for read in reads)) / num_layers
+        assert abs(total / len(rows) - target) <= TOLERANCE + 1e-9
 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
-    rows = [DecodeRow(cached, 100) for cached in range(50, 99)]
-    smallest = kv_frac(Streaming(kv_frac=0.0501), rows, 10)  # 5 of 100 tokens
+    rows = [Row(cached, 50, 100) for cached in range(50, 99)]
+    smallest = kv_frac(Streaming(kv_frac=0.0501), Counter(rows), 10)  # 5 of 100 tokens
     with pytest.raises(UserError, match=f"target_kv_frac=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
         sized(Streaming(), rows, 10, 0.21)
     assert "kv_frac=" not in str(refusal.value).replace("target_kv_frac=", "")
-    assert sized(Streaming(), rows, 10, smallest).tokens_read(99, 100) == 5
+    assert sized(Streaming(), rows, 10, smallest).tokens_read(Row(99, 50, 100), 2) == 5
     with pytest.raises(ValueError, match="num_sinks=100: must be below 100"):
         sized(Streaming(num_sinks=100), rows, 10, 0.5)
 
@@ -67,15 +91,87 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
 @given(st.integers(0, 50), st.integers(1, 3000))
 def test_the_smallest_window_is_one_token_more_than_the_sinks(num_sinks, more):
     method, length = Streaming(num_sinks=num_sinks), num_sinks + more
-    assert method.with_size(method.min_size(length)).tokens_read(length, length) == num_sinks + 1
+    row = Row(length, 1, length)
+    assert method.with_size(method.min_size(row)).tokens_read(row, 2) == num_sinks + 1
+
+
+@given(st.integers(1, 50), st.integers(1, 3000))
+def test_the_smallest_share_of_a_prompt_is_one_token_more_than_the_window(window, more):
+    method, row = SnapKV(window=window), Row(window + more, window + more, window + more + 1)
+    assert method.with_size(method.min_size(row)).tokens_read(row, 2) == window + 1
 
 
 def test_rows_without_cached_tokens_count_nothing():
-    rows = [DecodeRow(0, 10), DecodeRow(5, 10)]
     method = Streaming(kv_frac=0.5, num_sinks=1)
-    assert kv_frac(method, rows, 4) == kv_frac(method, rows[1:], 4)
+    with_empty = {Row(0, 1, 10): 1, Row(5, 1, 10): 1}
+    assert kv_frac(method, with_empty, 4) == kv_frac(method, {Row(5, 1, 10): 1}, 4)
+
+
+def test_rows_count_as_often_as_they_occur():
+    method = Streaming(kv_frac=0.5, num_sinks=1)
+    one, other = (kv_frac(method, {row: 1}, 4) for row in (Row(6, 1, 10), Row(9, 1, 10)))
+    assert one != other
+    assert kv_frac(method, {Row(6, 1, 10): 3, Row(9, 1, 10): 1}, 4) == pytest.approx((3 * one + other) / 4)
+
+
+def test_a_codecs_bits_count_in_the_layers_that_it_codes():
+    row = Row(100, 50, 200)
+    assert kv_frac(Streaming(kv_frac=0.2, num_sinks=1), {row: 1}, 10, width=0.28125) == (2 + 8 * 0.28125 * 0.4) / 10
+    assert kv_frac(Full(), {row: 1}, 10, width=0.28125) == (2 + 8 * 0.28125) / 10
 
 
 def test_a_size_that_depends_on_the_data_is_refused():
     with pytest.raises(ValueError, match="depends on the data"):
-        kv_frac(InfiniGen(), [DecodeRow(5, 10)], 4)
+        kv_frac(InfiniGen(), {Row(5, 1, 10): 1}, 4)
+
+
+# What replay and live decoding report
+
+
+@pytest.mark.parametrize("decode", [replay, live])
+def test_a_target_is_met_by_what_is_reported_with_the_codecs_bits(decode):
+    """H2O over int4 at 0.30 of the cache, of which the exempt layers alone would be half on a tiny model."""
+    codec = Codec("int4", 16)
+    with attached_with_link() as (attached, _):
+        width = codec.bits_per_element(attached.geometry.head_dim) / 16
+        rows = [Row(PROMPT + step, PROMPT, PROMPT + STEPS) for step in range(STEPS)]
+        method = sized(H2O(num_exempt_layers=0), rows, attached.geometry.num_layers, 0.30, width)
+        found = decode(attached, Case(method, codec), (PROMPT,)).kv_frac
+    assert found == pytest.approx(0.30, abs=TOLERANCE)
+    assert width < 0.4 and method.heavy_frac + method.recent_frac > 0.5, "without the codec it would be 0.30"
+
+
+def index_fracs(method) -> tuple[float, float]:
+    """Of replay and of live decoding, on a sequence of `PROMPT` + `STEPS` tokens."""
+    ids, real = token_batch((PROMPT,))
+    with attached_with_link() as (attached, _):
+        session = ReplaySession(attached, method, final_lengths=real.sum(-1), num_columns=ids.shape[1])
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        session.decode(ids[:, PROMPT:], real[:, PROMPT:])
+        stepwise = open_live(attached, Case(method))
+        force(stepwise, (PROMPT,))
+    return session.reads.index_frac, stepwise.index_frac
+
+
+CACHED = range(PROMPT, PROMPT + STEPS)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        # 2 of 4 layers; ceil(0.3 * 16) of 16 columns of every cached key, and no value
+        (InfiniGen(skew=False, fixed_fetch=5), 2 / 4 * 5 / (2 * 16)),
+        (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), 2 / 4 * 4 / (2 * 16)),
+        # of a pool of 20 tokens
+        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), 2 / 4 * 5 / 32 * mean(20 / t for t in CACHED)),
+        # two vectors a full page
+        (Quest(page_size=5), 2 / 4 * mean(t // 5 / t for t in CACHED)),
+        (Full(), 0),
+        (H2O(), 0),
+        (Oracle(), 0),
+    ],
+    ids=lambda value: getattr(value, "title", None),
+)
+def test_what_is_read_of_an_index_by_hand(method, expected):
+    for found in index_fracs(method):
+        assert found == pytest.approx(expected, rel=1e-12)

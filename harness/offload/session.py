@@ -230,7 +230,7 @@ def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None)
 
 
 def _tensor_bytes(value: Any) -> int:
-    """Bytes of a tensor, or of all in a mapping of them."""
-    if isinstance(value, Mapping):
-        return sum(map(_tensor_bytes, value.values()))
+    """Bytes of a tensor, or of all in a mapping or tuple of them."""
+    if isinstance(value, Mapping | tuple):
+        return sum(map(_tensor_bytes, value.values() if isinstance(value, Mapping) else value))
     return value.nbytes if isinstance(value, Tensor) else 0

@@ -109,7 +109,7 @@ class KVStore:
         if isinstance(request, int):
             return request * self.slots.shape[:2].numel() * self.slot_bytes
         moved = (request >= 0).sum()
-        return (moved if moved.is_cuda else int(moved)) * self.slot_bytes
+        return (int(moved) if moved.is_cpu else moved) * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""

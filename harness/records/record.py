@@ -21,10 +21,8 @@ from typing import Any
 from harness.errors import UserError
 from harness.files import text_sha256, write_atomic
 from harness.records import code
-from harness.settings.experiment import Outcome, find, foreign_settings
+from harness.settings.experiment import find, foreign_settings
 from harness.settings.run import RunConfig
-
-__all__ = ["Outcome", "foreign_settings", "write_atomic"]
 
 SCHEMA = 2
 STATUSES = ("finished", "failed", "interrupted")
