@@ -195,7 +195,8 @@ class PooledState(InfiniGenState, EvictingState):
             mask = torch.zeros_like(chosen.mask).scatter_(-1, order.unsqueeze(2), chosen.mask)
             self._use(layer, rows, row, mask[:, :, 0])
             masks.append(mask)
-            counts.append(chosen.num_read)
+            # The artifact's cap is a share of all tokens, of which its FIFO may hold fewer.
+            counts.append(mask.sum(-1).double().mean(1) if self.simulates else chosen.num_read)
         return Selection(torch.cat(masks, 2), torch.cat(counts, 1), self.index_read(layer, present))
 
     def _use(self, layer: int, rows: Rows, row: int, mask: Tensor) -> None:

@@ -182,6 +182,8 @@ def test_the_artifacts_rule_is_the_plain_one(policy, calls, capacity, monkeypatc
                 assert read == plain.row(t, [head[t] for head in scores], max(1, int(0.15 * t)))
             assert found.victims[b][g] == plain.victims
             assert bool(plain.victims) == (capacity < length)
+        sizes = torch.tensor([[len(read) for read in head] for head in found.chosen[b]], dtype=torch.float64)
+        assert torch.equal(found.num_read[b], sizes.mean(0))
 
 
 def test_the_artifacts_eviction_is_not_decoded_live():
