@@ -84,8 +84,9 @@ class InfiniGen(ScoreSelecting):
     @property
     def replay_only(self) -> str | None:
         """The artifact's victims stay candidates, so their slots are never free."""
-        frees_nothing = self.limited and self.eviction == "artifact"
-        return f"method.eviction={self.eviction}: frees no slot, it simulates" if frees_nothing else None
+        if not self.limited or self.eviction == "corrected":
+            return None
+        return f"method.eviction={self.eviction}: frees no slot, so it can only be scored (replay), not decoded live"
 
     def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
         """rotation: A of each KV head, fp32 [num_kv_heads, head_dim, head_dim], columns by falling singular value.
@@ -171,7 +172,6 @@ class PooledState(InfiniGenState, EvictingState):
         self.fetches[layer], self.last_fetch[layer] = torch.zeros_like(tokens), tokens.clone()
         if self.simulates:  # its dense rows are fetches of all tokens up to their own
             self.fetches[layer] = (lengths - tokens).clamp(min=0)
-            self.last_fetch[layer] = torch.where(tokens < lengths, lengths - 1, tokens)
         if not self.simulates or self.method.pool_policy == "fifo":
             tokens.masked_fill_(tokens < lengths - self.capacities[:, None, None], EMPTY)
 
@@ -184,8 +184,7 @@ class PooledState(InfiniGenState, EvictingState):
         self.last_fetch[layer].scatter_(-1, own, rows.positions.int()[:, None].expand_as(own))
         held = self.tokens[layer][..., :slots]
         order = held.argsort(-1)  # live slots are reused; ties go to the lowest token
-        full = rows.positions if self.simulates else self.capacities[:, None]
-        present = torch.minimum(rows.positions, full)
+        present = rows.positions if self.simulates else torch.minimum(rows.positions, self.capacities[:, None])
         masks, counts = [], []
         for row in range(scores.shape[3]):
             position = rows.positions[:, row, None, None]

@@ -39,6 +39,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes.set_title(f"{model}, published")
     for axes in all_axes:
         axes.margins(y=0.1)
+        axes.tick_params(axis="x", labelsize=6)  # with the artifact's evictions there are seven
         axes.set(xlabel="KV pool, of the sequence", ylabel="perplexity", ylim=(0, None))
     return style.finish(figure, f"{panels.shared}; bars: one standard error. Published: WikiText-2, 2,048 tokens")
 
@@ -60,7 +61,7 @@ def _mark(axes: Axes, places: bars.Places, pools: list[str], published: pd.DataF
 
 
 def _ticks(pools: list[str]) -> list[str]:
-    return [pool.replace(" % ", " %\n") for pool in pools]
+    return [pool.replace(" % ", " %\n").replace(" (", "\n(") for pool in pools]
 
 
 def _published() -> pd.DataFrame:

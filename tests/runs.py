@@ -30,7 +30,7 @@ def outcome(config: RunConfig) -> Outcome:
         "num_samples": 2,
     }
     chunk = {"chunk": 1, "perplexity": 12.5, "perplexity_stderr": None, "num_tokens": 10}
-    return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, [chunk])
+    return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
 
 
 @dataclass

@@ -188,7 +188,7 @@ def test_the_artifacts_rule_is_the_plain_one(policy, calls, capacity, monkeypatc
 
 def test_the_artifacts_eviction_is_not_decoded_live():
     case = Case(replace(LIMITED["counter"], eviction="artifact"))
-    message = r"method\.eviction=artifact: frees no slot, it simulates.*\(replay\), not decoded live"
+    message = r"method\.eviction=artifact: frees no slot, .*\(replay\), not decoded live"
     with attached_with_link() as (attached, _), pytest.raises(UserError, match=message) as refusal:
         open_live(attached, case)
     assert "\n" not in str(refusal.value)

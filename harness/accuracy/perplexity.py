@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,8 @@ def run_perplexity(config: RunConfig, loaded: LoadedModel, references: Reference
             key = (tuple(window), config.prefill_len)
             full_nll, reference = references.get(key, partial(_full, attached, window, config.prefill_len))
             scored.append(_score(attached, setup, window, config.prefill_len, full_nll, reference))
-    return summarize(scored, config)
+    outcome = summarize(scored, config)
+    return replace(outcome, methods=dict.fromkeys(outcome.metrics, asdict(setup.method)))
 
 
 def _score(
@@ -118,7 +119,7 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
     name = Path(config.corpus.path).name if config.corpus.path else config.corpus.name
     samples = {"windows": [_raw(window) for window in windows]}
-    return Outcome({name: metrics}, samples, _chunks(windows, config.prefill_len, config.seq_len))
+    return Outcome({name: metrics}, samples, chunks=_chunks(windows, config.prefill_len, config.seq_len))
 
 
 def _add(

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import asdict
 from typing import Any, TextIO
 
 from lm_eval.api.task import ConfigurableTask
@@ -50,10 +51,12 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
         UserError: missing or malformed data, a context longer than the model's limit, settings under which a task
             cannot be scored, or a method that never ran.
     """
-    metrics, samples = {}, {}
+    outcome = Outcome({})
     for name in config.tasks:
-        metrics[name], samples[name] = _run_task(name, config, loaded)
-    return Outcome(metrics, samples)
+        scorer = ReplayScorer(config, loaded, name, sys.stderr)
+        outcome.metrics[name], outcome.samples[name] = _run_task(name, config, loaded, scorer)
+        outcome.methods[name] = asdict(scorer.method)
+    return outcome
 
 
 def decode_rows(requests: Sequence[Request]) -> list[Row]:
@@ -84,7 +87,7 @@ def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float 
 
 
 class ReplayScorer:
-    """Scores the requests of one task; `reads` is what the method read for them."""
+    """Scores the requests of one task; `reads` is what `method`, as it was sized for them, read."""
 
     def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
         self.config = config
@@ -92,6 +95,7 @@ class ReplayScorer:
         self.task = task
         self.bar_file = bar_file
         self.reads = ReadStats()
+        self.method = config.method
 
     def __call__(self, requests: Sequence[Request]) -> list[Score]:
         with (
@@ -106,6 +110,7 @@ class ReplayScorer:
             ) as bar,
         ):
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
+            self.method = setup.method
 
             def open_session(final_lengths: Any, num_columns: int) -> ReplaySession:
                 return ReplaySession(
@@ -121,8 +126,9 @@ class ReplayScorer:
         return scores
 
 
-def _run_task(name: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    scorer = ReplayScorer(config, loaded, name, sys.stderr)
+def _run_task(
+    name: str, config: RunConfig, loaded: LoadedModel, scorer: ReplayScorer
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lm = ReplayLM(loaded, _prefill(name, config), scorer, mean=config.scoring == "mean")
     with redirect_stderr(io.StringIO()):  # lm-eval's own progress bars, one a step
         task = load_task(name, config)

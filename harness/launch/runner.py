@@ -182,7 +182,7 @@ def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
     experiment = find(config.kind)
     outcome = experiment.run(config, resources)
     device = str(resources.model(config.model).model.device) if experiment.needs_weights(config) else None
-    return asdict(outcome) | {"environment": environment.describe(device)}
+    return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": environment.describe(device)}
 
 
 @contextmanager

@@ -38,7 +38,7 @@ Record = Mapping[str, Any]
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as JSON can hold it; an infinite number is written "inf"."""
-    return _jsonable({name: value for name, value in asdict(config).items() if name != "label_given"})
+    return jsonable({name: value for name, value in asdict(config).items() if name != "label_given"})
 
 
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
@@ -170,9 +170,10 @@ def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
             log.warning("%s; left out of tables and figures", error)
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """Mappings and lists as JSON can hold them; an infinite setting is written "inf"."""
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     return str(value) if isinstance(value, float) and math.isinf(value) else value

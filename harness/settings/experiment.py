@@ -25,11 +25,13 @@ class Outcome:
 
     metrics: by task or corpus: acc, perplexity, kl_nats, kv_frac, ...; an absent measurement is None.
     samples: raw values behind the metrics, by task.
+    methods: the settings of the method that ran, by task, `target_kv_frac` resolved.
     chunks: perplexity by chunk: {"chunk", "perplexity", "perplexity_stderr", "num_tokens"}.
     """
 
     metrics: dict[str, Any]
     samples: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, Any] = field(default_factory=dict)
     chunks: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -81,7 +81,7 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
     if placement not in ("device", "host"):
         raise UserError(f"placement={placement}: must be device or host")
     if method.replay_only:
-        raise UserError(f"{method.replay_only}, so it can only be scored (replay), not decoded live")
+        raise UserError(method.replay_only)
     if placement == "host" and method.selects == "scores":
         raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
     if reuse and not (placement == "host" and method.selects in ("rehearsed", "query")):

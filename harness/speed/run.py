@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
     marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
     ceiling = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
-    return Outcome(marks | result.metrics() | ceiling, samples | result.samples())
+    methods = {"latency": asdict(setup.method)}
+    return Outcome(marks | result.metrics() | ceiling, samples | result.samples(), methods)
 
 
 @contextmanager
