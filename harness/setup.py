@@ -11,7 +11,7 @@ from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
 from harness.model.load import LoadedModel
-from harness.offload.codec import AnyCodec, Codec
+from harness.offload.codec import AnyCodec, Codec, SplitCodec
 from harness.settings.run import RunConfig
 from harness.sizes import sized
 from methods.base import Calibration, Method, Row
@@ -50,4 +50,7 @@ def prepare(
 
 def codec_of(config: RunConfig) -> AnyCodec | None:
     """The codec of a run; None stores rows exactly."""
-    return None if config.codec is None else Codec(config.codec, config.group_size)
+    if config.codec is None:
+        return None
+    keys = Codec(config.codec, config.group_size)
+    return keys if config.value_codec is None else SplitCodec(keys, Codec(config.value_codec, config.group_size))

@@ -256,6 +256,8 @@ REFUSED = {
     "group_size=32": "group_size=32: codec=None has no groups; choose an integer codec",
     "codec=fp16 group_size=32": "group_size=32: codec=fp16 has no groups",
     "codec=int8 group_size=32": None,
+    "value_codec=int8": "value_codec=int8: needs codec=, the format of the keys",
+    "codec=fp32 value_codec=int8 group_size=32": None,
     "model.device=cuda": "model.device=cuda: contradicts platform=cpu",
     "platform=cuda model.device=cpu": "model.device=cpu: contradicts platform=cuda",
     "platform=cuda platform.name=gpu": "platform.name=gpu: did you mean 'cpu'?",

@@ -246,6 +246,16 @@ def test_a_target_heeds_the_codecs_bits(loaded, text):
     assert metrics["kv_frac"] == pytest.approx(0.30, abs=0.01)
 
 
+def test_values_may_have_a_codec_of_their_own(loaded, text):
+    both, values = (
+        metrics_of(run_perplexity(settings(text, Full(), **codecs), loaded))
+        for codecs in ({"codec": "int2"}, {"codec": "fp32", "value_codec": "int2"})
+    )
+    width = (16 + 2 + 32 / 16) / 2 / 16
+    assert values["kv_frac"] == pytest.approx((2 + 2 * width) / 4)
+    assert 0 < values["kl_nats"] < both["kl_nats"]
+
+
 def test_a_codec_under_a_method_counts_its_bits(loaded, text):
     method = Streaming(kv_frac=0.2)
     metrics = metrics_of(run_perplexity(settings(text, method, codec="int4"), loaded))

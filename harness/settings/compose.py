@@ -151,7 +151,7 @@ def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -
     if experiment.live:
         return systems.name_of(_plain_method(config.method_name, file), config)
     title = file.get("title") or config.method.label
-    return title if config.codec in (None, file.get("codec")) else f"{title} + {config.codec}"
+    return title if config.codec_name in (None, file.get("codec")) else f"{title} + {config.codec_name}"
 
 
 def _plain_method(name: str, file: Mapping[str, Any]) -> str:

@@ -15,7 +15,17 @@ from harness.errors import UserError, nearest
 from harness.settings.run import RunConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments"
-COMMON = ("experiment", "kind", "model", "method", "method_name", "codec", "group_size", "target_kv_frac")
+COMMON = (
+    "experiment",
+    "kind",
+    "model",
+    "method",
+    "method_name",
+    "codec",
+    "value_codec",
+    "group_size",
+    "target_kv_frac",
+)
 """Settings that decide the numbers of every kind of run."""
 
 

@@ -29,12 +29,16 @@ LOWEST = {
 }  # fmt: skip
 
 
+CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "int2", "int1"]
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie in (0, 1].
 
     kind: a module of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose
-    it. group_size: elements along head_dim that share lo and step of an integer codec.
+    it. value_codec: of the values, where it is not the keys'. group_size: elements along head_dim that share lo and
+    step of an integer codec.
 
     Raises:
         UserError: a value out of range, or settings that contradict one another.
@@ -52,7 +56,8 @@ class RunConfig:
     tasks: tuple[str, ...]
     label: str
     label_given: bool = False
-    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "int2", "int1"] | None = None
+    codec: CodecName | None = None
+    value_codec: CodecName | None = None
     group_size: int = GROUP_SIZE
     target_kv_frac: float | None = None
     num_samples: int | None = None
@@ -75,7 +80,7 @@ class RunConfig:
         for setting, low in LOWEST.items():
             check_range(setting, getattr(self, setting), low)
         self._check_size()
-        self._check_groups()
+        self._check_codecs()
         self._check_tasks()
 
     def _check_size(self) -> None:
@@ -88,8 +93,15 @@ class RunConfig:
         except ValueError as error:
             raise UserError(f"target_kv_frac={self.target_kv_frac}: {error}") from error
 
-    def _check_groups(self) -> None:
-        if self.group_size != GROUP_SIZE and not (self.codec or "").startswith("int"):
+    @property
+    def codec_name(self) -> str | None:
+        """The codec in words, `int4/int8` where keys and values have different ones; None stores rows exactly."""
+        return self.codec if self.value_codec in (None, self.codec) else f"{self.codec}/{self.value_codec}"
+
+    def _check_codecs(self) -> None:
+        if self.value_codec is not None and self.codec is None:
+            raise UserError(f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact")
+        if self.group_size != GROUP_SIZE and "int" not in (self.codec_name or ""):
             raise UserError(f"group_size={self.group_size}: codec={self.codec} has no groups; choose an integer codec")
 
     def _check_tasks(self) -> None:

@@ -81,11 +81,11 @@ def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: C
 def name_of(method: str, config: RunConfig) -> str:
     """The label of a run: the system that it is, else words for what it is. method: a preset's is the one behind it."""
     platform = config.platform
-    system = System(method, config.placement, config.codec, config.reuse, platform.overlap, platform.pinned)
+    system = System(method, config.placement, config.codec_name, config.reuse, platform.overlap, platform.pinned)
     known = next((label for label, each in LABELS.items() if each == system), None)
     if known is not None:
         return known
-    parts = [method, config.codec, "reuse" if config.reuse else None, None if platform.overlap else "no overlap"]
+    parts = [method, config.codec_name, "reuse" if config.reuse else None, None if platform.overlap else "no overlap"]
     return "+".join(part for part in parts if part) + f" ({config.placement})"
 
 
