@@ -21,10 +21,10 @@ from harness.paper.costmodel.__main__ import main
 from harness.paper.costmodel.case import Case
 from harness.paper.costmodel.counts import Layer, Work, decode_block, layers_of, prefill_block
 from harness.paper.costmodel.hardware import FITTED, Efficiency, load_platform
+from harness.paper.costmodel.overlap import BlockTimes, block_ends
 from harness.paper.costmodel.predict import predict
 from harness.paper.costmodel.published import FIGURES
 from harness.paper.costmodel.schemes import SCHEMES, tokens_read
-from harness.paper.costmodel.timeline import BlockTimes, block_ends
 from harness.settings.systems import LABELS
 from harness.tables.columns import LATENCY, PUBLISHED_CSV, names
 from methods.base import Method, Row

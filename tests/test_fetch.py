@@ -14,7 +14,7 @@ from harness.offload.codec import Codec
 from harness.offload.fetch import Fetcher, indices, places
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link, Ticket, Transfer
-from harness.offload.request import Part, Request
+from harness.offload.request import Part, SlotRequest
 from harness.offload.store import KVStore
 
 CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ class LatestLink(Link):
     def __init__(self) -> None:
         self.queue: list[Deferred] = []
 
-    def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
+    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
         rows[request >= 0 if isinstance(request, Tensor) else slice(None)] = 0xFF
         return self._submit(rows, lambda: store.load(request, rows))

@@ -1,4 +1,4 @@
-"""KV stores: random reads and writes against a plain dict, exact byte counts, forks, limits."""
+"""KV stores: random reads and writes against a plain dict, exact byte counts, limits."""
 
 import pytest
 import torch
@@ -143,19 +143,6 @@ def test_the_first_slots_on_the_device_are_read_in_place():
     store = make_store(placement="device")
     store.write(store.pack(*key_value(4, torch.Generator().manual_seed(0))), at=0)
     assert store.fetch(4).keys.untyped_storage().data_ptr() == store.slots.untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize("placement", ["device", "host"])
-def test_a_fork_copies_the_chosen_elements_and_counts_anew(placement):
-    generator = torch.Generator().manual_seed(0)
-    store = make_store("int8", placement)
-    store.write(store.pack(*key_value(CAPACITY, generator)), at=0)
-    fork = store.fork(torch.tensor([1, 1, 0]))
-    assert torch.equal(fork.fetch(4).keys, store.fetch(4).keys[[1, 1, 0]])
-    before = fork.fetch(4).keys.clone()
-    store.write(store.pack(*key_value(CAPACITY, generator)), at=0)
-    assert torch.equal(fork.fetch(4).keys, before)
-    assert fork.d2h_bytes == 0 and fork.nbytes == 3 * HEADS * CAPACITY * fork.slot_bytes
 
 
 def test_free_gives_the_slots_back():

@@ -31,6 +31,7 @@ class Batch:
         self.real = real
         self.lengths = Lengths(prompt, prompt + max_new_tokens)
         self.prompts: list[int] = prompt.tolist()
+        self.distinct_prompts = sorted(set(self.prompts))
         self.max_new_tokens = max_new_tokens
         self.steps = 0
         self.positions = prompt
@@ -48,8 +49,8 @@ class Batch:
         return self.real.shape[1] + self.steps
 
     def rows(self, steps: int) -> list[Row]:
-        """Each sequence's row after `steps` steps, for the arithmetic of sizes."""
-        return [Row(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in self.prompts]
+        """The rows that the sequences have after `steps` steps, each once, for the arithmetic of sizes."""
+        return [Row(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in self.distinct_prompts]
 
     def advance(self) -> None:
         """The step under way is done: its tokens are cached."""

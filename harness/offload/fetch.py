@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.links.link import Link, Ticket
-from harness.offload.request import Part, Request
+from harness.offload.request import Part, SlotRequest
 from harness.offload.store import KVStore
 
 
@@ -197,7 +197,7 @@ class Fetcher:
         rows = None if buffer is None else store.rows_in(buffer, request)
         self._pending[layer] = _Pending(store, request, present, bias, rows, [])
 
-    def _prefetch(self, layer: int, request: Request, buffer: Tensor) -> None:
+    def _prefetch(self, layer: int, request: SlotRequest, buffer: Tensor) -> None:
         assert self.link is not None
         pending = self._pending[layer]
         pending.tickets.append(self.link.prefetch(pending.store, request, buffer))

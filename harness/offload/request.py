@@ -17,7 +17,7 @@ class Part(NamedTuple):
     num_slots: int
 
 
-Request = int | Part | Tensor
+SlotRequest = int | Part | Tensor
 
 
 def num_requested(request: int | Tensor) -> int:

@@ -10,14 +10,13 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     store.write(store.pack(k, v), at=0)
     k, v = store.fetch(index)
 
-A read is described by a `Request`: the first n slots (int), a part of them (`Part`), or slot indices
+A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slot indices
 [batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the
 computation; while it does, the store belongs to the link, which keeps the order of its reads and writes.
 """
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from harness.errors import UserError
 from harness.offload.codec import AnyCodec
 from harness.offload.gather import gather_rows, scatter_rows
 from harness.offload.memory import require_memory
-from harness.offload.request import Part, Request, num_requested
+from harness.offload.request import Part, SlotRequest, num_requested
 
 Placement = Literal["device", "host"]
 
@@ -117,7 +116,7 @@ class KVStore:
         size = batch * num_kv_heads * num_rows * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def rows_in(self, buffer: Tensor, request: Request) -> Tensor:
+    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
         """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills at the start of a flat buffer; of a part, its
         rows [n, slot_bytes] among them."""
         if isinstance(request, Part):
@@ -150,7 +149,7 @@ class KVStore:
         self.load(request, rows)
         return self.unpack(rows)
 
-    def load(self, request: Request, rows: Tensor) -> int | Tensor:
+    def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and
@@ -205,14 +204,6 @@ class KVStore:
         if self.placement == "host":
             self._rows_written = self._rows_written + moved
         return moved * self.slot_bytes
-
-    def fork(self, index: Tensor) -> KVStore:
-        """A store with copies of the batch elements `index` (int64 [new batch]); its counts start at 0."""
-        forked = copy(self)
-        forked._rows_loaded = forked._rows_written = 0
-        forked.slots = self._allocate(len(index), *self.slots.shape[1:3])
-        torch.index_select(self.slots, 0, index.to(self.slots.device), out=forked.slots)
-        return forked
 
     def free(self) -> None:
         """Gives the slots back; the store holds none afterwards. Drain the link before."""

@@ -27,7 +27,7 @@ from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.paper.catalogue import ENTRIES, MODELLED, Entry
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
-from harness.paper.costmodel.published import Cell, quantity
+from harness.paper.costmodel.published import PaperCell, quantity
 from harness.paper.report_data import all_records, environment, findings, gaps, read_rows, read_sheets, unfinished
 from harness.tables.columns import MISSING, SEGMENTS, published_rows
 from harness.tables.text import WORDS, Sheet
@@ -158,7 +158,7 @@ def published_sheet(entry: Entry, rows: Sequence[Mapping[str, str]]) -> Sheet | 
 def _ours(line: Mapping[str, str], rows: Sequence[Mapping[str, str]]) -> float | None:
     """The published quantity from our rows; None where one that it needs is absent, emulated, or there twice."""
 
-    def timed(cell: Cell) -> TimedRow:
+    def timed(cell: PaperCell) -> TimedRow:
         wanted = {"model": cell.model, "label": cell.label, "batch_size": str(cell.batch_size)}
         (row,) = (
             row

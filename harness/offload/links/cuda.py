@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.links.link import Direction, Link, Ticket, Transfer
-from harness.offload.request import Request
+from harness.offload.request import SlotRequest
 from harness.offload.store import KVStore
 
 
@@ -54,7 +54,7 @@ class CudaLink(Link):
         self._records: list[_Record] | None = None
         self._origin = _event(self.stream)
 
-    def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
+    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
         used = (buffer, request) if isinstance(request, Tensor) else (buffer,)
         ticket = _CudaTicket(rows, partial(self._transfer, "h2d", partial(store.load, request, rows), used))

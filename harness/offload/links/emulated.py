@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.offload.links.link import Direction, Link, Ticket, Transfer
-from harness.offload.request import Request
+from harness.offload.request import SlotRequest
 from harness.offload.store import KVStore
 
 # Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s
@@ -74,7 +74,7 @@ class EmulatedLink(Link):
         self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
         self._worker.start()
 
-    def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
+    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
         ticket = _EmulatedTicket(self, rows, "h2d", partial(store.load, request, rows))
         if self.overlap:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from harness.offload.request import Request
+from harness.offload.request import SlotRequest
 from harness.offload.store import KVStore
 
 Direction = Literal["h2d", "d2h"]
@@ -57,7 +57,7 @@ class Link(ABC):
     """Moves rows between stores under host placement and the device, in the order of the calls."""
 
     @abstractmethod
-    def prefetch(self, store: KVStore, request: Request, buffer: Tensor) -> Ticket:
+    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         """Starts loading the requested slots into `buffer`, flat and from `store.new_buffer`.
 
         The buffer may still be read by work already queued on the current stream. A row of negative index

@@ -1,7 +1,7 @@
 """Speed on hardware that is not at hand, from counted FLOPs and bytes; every row it makes says `source: modelled`.
 
 A block's kernels take the longer of arithmetic and memory traffic (`counts`), what its attention needs crosses the
-link, and compute and link are walked over blocks and steps as two resources (`timeline`, `predict`). The constants are
+link, and compute and link are walked over blocks and steps as two resources (`overlap`, `predict`). The constants are
 data-sheet rates (`hardware`, conf/platform) and three efficiencies, the same everywhere, fitted once by least squares
 of log(predicted / published) (`fit`):
 

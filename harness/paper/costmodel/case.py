@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from harness.errors import UserError, nearest
 from harness.model.shape import ModelShape
 from harness.paper.costmodel.hardware import FITTED, Efficiency, Platform
+from harness.paper.costmodel.overlap import Overlap
 from harness.paper.costmodel.schemes import SCHEMES, Scheme
-from harness.paper.costmodel.timeline import Overlap
 
 WEIGHTS_FRAC = 0.9
 """Share of device memory that weights may take; the rest is for buffers and activations, which are not counted."""

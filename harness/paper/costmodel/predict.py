@@ -21,8 +21,8 @@ from harness.paper.costmodel.counts import (
     managed_bytes,
     prefill_block,
 )
+from harness.paper.costmodel.overlap import BlockTimes, block_ends
 from harness.paper.costmodel.schemes import tokens_kept, tokens_read
-from harness.paper.costmodel.timeline import BlockTimes, block_ends
 
 
 @dataclass(frozen=True)

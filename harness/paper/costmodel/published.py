@@ -28,7 +28,7 @@ OFFLOADED = ("offload", "offload-pageable", "offload+int4", "offload+h2o", "infi
 COMPARED = ("uvm", "uvm+h2o", *OFFLOADED)
 
 
-class Cell(NamedTuple):
+class PaperCell(NamedTuple):
     """A case of the paper's figures, on a platform to be chosen."""
 
     label: str
@@ -37,14 +37,14 @@ class Cell(NamedTuple):
     total_len: int = TOTAL_LEN
 
 
-FIGURES: Mapping[str, tuple[Cell, ...]] = {
-    "fig14": tuple(Cell(label, batch_size=20) for label in COMPARED),
-    "fig15": tuple(Cell(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED),
-    "fig16a": tuple(Cell(label, total_len=length) for length in (512, 1024, 1536, 2048) for label in OFFLOADED),
+FIGURES: Mapping[str, tuple[PaperCell, ...]] = {
+    "fig14": tuple(PaperCell(label, batch_size=20) for label in COMPARED),
+    "fig15": tuple(PaperCell(label, batch_size=batch) for batch in (4, 8, 12, 16, 20) for label in COMPARED),
+    "fig16a": tuple(PaperCell(label, total_len=length) for length in (512, 1024, 1536, 2048) for label in OFFLOADED),
     "fig16b": tuple(
-        Cell(label, model, batch_size=4) for model in ("opt-6.7b", "opt-13b", "opt-30b") for label in OFFLOADED
+        PaperCell(label, model, batch_size=4) for model in ("opt-6.7b", "opt-13b", "opt-30b") for label in OFFLOADED
     ),
-    "fig18": tuple(Cell(label) for label in (*OFFLOADED, "ideal")),
+    "fig18": tuple(PaperCell(label) for label in (*OFFLOADED, "ideal")),
 }
 """The figures that the cost model draws, and the bars of each."""
 
@@ -150,7 +150,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | None:
+def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], Timed]) -> float | None:
     """What a line of the file about one of `FIGURES` gives, made of our runs, in its unit; None for what is no time.
 
     timed: our run of a case of the paper; what it raises for one that is missing is passed on.
@@ -160,7 +160,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | 
     batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
 
     def run(label: str, batch: int = batch_size) -> Timed:
-        return timed(Cell(label, row["model"], batch, total_len))
+        return timed(PaperCell(label, row["model"], batch, total_len))
 
     def block_s(label: str) -> float:
         return sum(run(label).block.values())
@@ -181,7 +181,7 @@ def quantity(row: Mapping[str, str], timed: Callable[[Cell], Timed]) -> float | 
 
 
 @cache
-def _predict(cell: Cell, platform: str, efficiency: Efficiency) -> Prediction:
+def _predict(cell: PaperCell, platform: str, efficiency: Efficiency) -> Prediction:
     return predict(
         Case(
             platform=load_platform(platform),

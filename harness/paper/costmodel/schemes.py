@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from harness.paper.costmodel.timeline import Overlap
+from harness.paper.costmodel.overlap import Overlap
 from harness.settings.systems import LABELS, System
 
 if TYPE_CHECKING:
