@@ -37,7 +37,8 @@ from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rat
 from harness.offload.links.open import open_link
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import LABELS, System
-from harness.speed.cell import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.result import LatencyResult
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O

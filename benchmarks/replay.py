@@ -36,6 +36,8 @@ CASES = {
     "infinigen, fixed cap": ["method=infinigen", "method.alpha=inf"],
     "h2o": ["method=h2o"],
     "streaming": ["method=streaming"],
+    "snapkv": ["method=snapkv"],
+    "quest": ["method=quest"],
     "oracle": ["method=oracle"],
 }
 LIMITS = {"int4": 1.4, "infinigen": 2.0, "infinigen, fixed cap": 2.0, "h2o": 3.0}
