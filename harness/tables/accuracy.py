@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from harness.tables.columns import (
+    INDEX_FRAC,
     KV_FRAC,
     LABEL,
     MISSING,
@@ -15,6 +16,7 @@ from harness.tables.columns import (
     NUM_SAMPLES,
     SEQ_LEN,
     SETTINGS,
+    Column,
     TableRow,
     quantity,
     rank,
@@ -65,14 +67,19 @@ class _Line(NamedTuple):
         _, label, settings, *_ = self.identity
         return (min(sizes) < 1, label, min(sizes), max(row["seq_len"] or 0 for row in rows), settings or "")
 
-    def texts(self, columns: Sequence[Key]) -> list[str]:
-        """The cells as they are read; two sizes are the range over the line."""
+    def texts(self, sizes: Sequence[Column], columns: Sequence[Key]) -> list[str]:
+        """The cells as they are read; two numbers of a size are the range over the line."""
         _, label, settings, *_ = self.identity
         rows = [self.cells.get(key) for key in columns]
-        sizes = [row["kv_frac"] for row in rows if row is not None and row["kv_frac"] is not None]
-        ends = dict.fromkeys(map(KV_FRAC.show, (min(sizes), max(sizes)))) if sizes else [MISSING]
+        ranges = [_range(column, [row for row in rows if row is not None]) for column in sizes]
         values = (MISSING if row is None else quantity(row["metric"]).show(row["value"], row["stderr"]) for row in rows)
-        return [label, settings or MISSING, "-".join(ends), *values]
+        return [label, settings or MISSING, *ranges, *values]
+
+
+def _range(column: Column, rows: Sequence[TableRow]) -> str:
+    """A size, or the least and the largest where they differ as they are read."""
+    sizes = [row[column.name] for row in rows if row.get(column.name) is not None]
+    return "-".join(dict.fromkeys(map(column.show, (min(sizes), max(sizes))))) if sizes else MISSING
 
 
 def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
@@ -83,9 +90,10 @@ def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     columns = sorted(cells, key=lambda key: rank(key[1]))
     conditions = _conditions(cells)
     headings = {key: f"{key[0]} {quantity(key[1]).heading}{conditions[key]}" for key in columns}
-    header = [LABEL.heading, SETTINGS.heading, KV_FRAC.heading, *headings.values()]
+    sizes = [KV_FRAC, INDEX_FRAC] if any(row.get(INDEX_FRAC.name) for row in rows) else [KV_FRAC]
+    header = [*(column.heading for column in (LABEL, SETTINGS, *sizes)), *headings.values()]
     scores = [heading for (_, metric), heading in headings.items() if metric in SCORES]
-    return Sheet(title, header, [line.texts(columns) for line in lines], scores)
+    return Sheet(title, header, [line.texts(sizes, columns) for line in lines], scores)
 
 
 def _lines(rows: Sequence[TableRow]) -> list[_Line]:

@@ -60,6 +60,7 @@ NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 KV_FRAC = Column("kv_frac", "KV read (%)", 100, 1)
+INDEX_FRAC = Column("index_frac", "index read (%)", 100, 1)
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
 X_NAME = Column("x_name", phrase="")
 
@@ -68,7 +69,7 @@ ACCURACY = (
     Column("task"),
     METRIC, VALUE, STDERR, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
     Column("kv_frac_artifact", "KV read as the artifact counts (%)", 100, 1),
-    SOURCE, RUN_ID,
+    INDEX_FRAC, SOURCE, RUN_ID,
 )  # fmt: skip
 SEGMENTS = (
     Column("attention_s", "attention (ms)", 1e3, 3),
@@ -94,7 +95,7 @@ LATENCY = (
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2),
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
-    KV_FRAC, RUN_ID, *SEGMENTS,
+    KV_FRAC, INDEX_FRAC, RUN_ID, *SEGMENTS,
 )  # fmt: skip
 ANALYSIS = (
     EXPERIMENT, MODEL,
@@ -106,7 +107,7 @@ ANALYSIS = (
 """`value` of `series` at `x`, in the unit that `metric` says."""
 TABLES: Mapping[str, Sequence[Column]] = {"accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS}
 """The shapes of table; a record says in `table` which is its own."""
-OPTIONAL = (SETTINGS.name,)
+OPTIONAL = (SETTINGS.name, INDEX_FRAC.name)
 """Columns that a table made by an older version lacks."""
 
 METRICS = {

@@ -10,9 +10,10 @@ from harness.tables.columns import MISSING, TableRow, published_rows
 from harness.tables.text import Sheet, aligned, markdown
 
 NOTE = (
-    "± is one standard error. KV read is the share of the full cache that a decode row reads; two numbers are its "
-    "range over a line's columns. Settings are those of a method that three quarters of its runs do not share, and of "
-    "a run those that three quarters of the runs on its task do not. What columns differ in stands in the headings."
+    "± is one standard error. KV read is the share of the full cache that a decode row reads, index read what it reads "
+    "of an index to choose; two numbers are a range over a line's columns. Settings are those of a method that three "
+    "quarters of its runs do not share, and of a run those that three quarters of the runs on its task do not. What "
+    "columns differ in stands in the headings."
 )
 ANALYSIS_NOTE = (
     "± is one standard error over heads (over layers, where a number is of the whole model). Of many values of x a few "

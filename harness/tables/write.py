@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 CHUNK_TOKENS = 256
-CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact")
+CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "index_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
 
