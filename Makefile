@@ -67,8 +67,8 @@ lint: $(STAMP)  ## ruff (rules and format) and mypy
 test: $(STAMP)  ## run the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
 
-accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, ARGS=)
-	$(PY) run.py grid=$(GRID) model=$(MODEL) data=$(DATA) $(ARGS)
+accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
+	$(PY) run.py grid=$(GRID) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)
 
 speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
 	$(PY) run.py grid=$(SPEED_GRID) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)

@@ -115,7 +115,7 @@ def test_setup_refuses_an_unsupported_interpreter(checkout, python, message):
 def test_accuracy_chooses_the_grid_by_the_data(checkout, data, grid):
     make(checkout, "setup", f"PYTHON={checkout}/python")
     commands = make(checkout, "-n", "accuracy", f"DATA={data}", "MODEL=opt-13b", "ARGS=seed=3").stdout
-    assert f"run.py grid={grid} model=opt-13b data={data} seed=3" in commands
+    assert f"run.py grid={grid} model=opt-13b platform=cpu data={data} seed=3" in commands
 
 
 PAPER = {
