@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def source(module: str) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
+@cache
 def imports(module: str, *, lazy: bool = True) -> set[str]:
     """Modules that `module` imports; inside functions and under TYPE_CHECKING only where `lazy`."""
     file = source(module)
