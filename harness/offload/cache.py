@@ -36,7 +36,7 @@ class Batch:
         self.steps = 0
         self.positions = prompt
         self.tokens = torch.full((len(real), real.shape[1] + max_new_tokens), EMPTY, device=real.device).int()
-        self.tokens[:, : real.shape[1]] = positions_of(real).masked_fill(~real, EMPTY).int()
+        self.tokens[:, : real.shape[1]] = PromptRows(real, real.shape[1]).positions.int()
 
     @property
     def padded(self) -> bool:

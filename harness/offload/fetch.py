@@ -172,16 +172,10 @@ class Fetcher:
         return self._buffers[0]
 
     def _submit(
-        self,
-        layer: int,
-        store: KVStore,
-        request: int | Tensor,
-        buffer: Tensor | None,
-        *,
-        present: Tensor | None = None,
-        bias: Tensor | None = None,
+        self, layer: int, store: KVStore, request: int | Tensor, buffer: Tensor | None, **of_rows: Tensor | None
     ) -> None:
-        self._expect(layer, store, request, buffer, present, bias)
+        """Start a request that comes in one piece. of_rows: `present` and `bias` of `_Pending`."""
+        self._expect(layer, store, request, buffer, **of_rows)
         if buffer is not None:
             self._prefetch(layer, request, buffer)
 
