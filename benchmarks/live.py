@@ -32,7 +32,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from harness.errors import exit_code
 from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
-from harness.offload.codec import Codec
 from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
 from harness.offload.links.open import open_link
 from harness.settings.speed import LatencyConfig
@@ -40,6 +39,7 @@ from harness.settings.systems import LABELS, System
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.result import LatencyResult
 from methods.base import Method
+from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

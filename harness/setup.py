@@ -11,10 +11,10 @@ from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
 from harness.model.load import LoadedModel
-from harness.offload.codec import AnyCodec, Codec, SplitCodec
 from harness.settings.run import RunConfig
 from harness.sizes import sized
 from methods.base import Calibration, Method, Row
+from methods.codec import AnyCodec, Codec, SplitCodec
 
 
 @dataclass(frozen=True)

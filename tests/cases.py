@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.offload.codec import Codec, SplitCodec
 from harness.settings.compose import load, options
 from methods.base import Method
+from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

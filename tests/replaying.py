@@ -12,9 +12,9 @@ from cases import CASES, Case, smooth
 from conftest import tiny_model
 
 from harness.model.attach import attach
-from harness.offload.codec import Codec
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
+from methods.codec import Codec
 from methods.snapkv import SnapKV
 
 LENGTH, PROMPT = 56, 19

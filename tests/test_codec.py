@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.offload.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, Codec
+from methods.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, Codec
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))
 seeds = st.integers(0, 2**31)

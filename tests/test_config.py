@@ -183,7 +183,7 @@ def test_automatic_settings_of_a_task():
 
 
 def test_codec_names_are_those_of_the_codec():
-    from harness.offload.codec import CODEC_NAMES
+    from methods.codec import CODEC_NAMES
 
     with pytest.raises(UserError) as refused:
         load(["codec=int3"])

@@ -15,7 +15,6 @@ import pytest
 
 from harness.errors import UserError
 from harness.model.shape import CONF_DIR, ModelShape, load_shape
-from harness.offload.codec import Codec
 from harness.paper.costmodel import counts, fit, hardware, published, schemes
 from harness.paper.costmodel.__main__ import main
 from harness.paper.costmodel.case import Case
@@ -28,6 +27,7 @@ from harness.paper.costmodel.schemes import SCHEMES, tokens_read
 from harness.settings.systems import LABELS
 from harness.tables.columns import LATENCY, PUBLISHED_CSV, names
 from methods.base import Method, Row
+from methods.codec import Codec
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 

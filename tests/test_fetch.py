@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from living import PROMPTS, STEPS, attached_with_link, force, live, open_live
 from torch import Tensor
 
-from harness.offload.codec import Codec
 from harness.offload.fetch import Fetcher, indices, places
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link, Ticket, Transfer
 from harness.offload.request import Part, SlotRequest
 from harness.offload.store import KVStore
+from methods.codec import Codec
 
 CPU = torch.device("cpu")
 

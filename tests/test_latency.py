@@ -24,7 +24,6 @@ from harness.model import load as models
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
-from harness.offload.codec import Codec
 from harness.offload.links.open import open_link
 from harness.offload.timeline import SEGMENTS, Timeline
 from harness.settings.compose import load
@@ -33,6 +32,7 @@ from harness.settings.systems import LABELS
 from harness.speed import run as speed
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
 from harness.tables import columns
+from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.offload.codec import Codec
 from harness.offload.links.emulated import EmulatedLink, default_bytes_per_s, measure_copy_rate
 from harness.offload.links.open import open_link
 from harness.offload.store import KVStore
+from methods.codec import Codec
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
 CPU = torch.device("cpu")

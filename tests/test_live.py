@@ -25,12 +25,12 @@ from transformers import AttentionInterface
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.offload.cache import LayerCache
-from harness.offload.codec import Codec
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.passes import run_prompt
 from harness.offload.session import LiveSession, generate
 from harness.offload.timeline import SEGMENTS, Timeline
 from methods.base import EMPTY
+from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

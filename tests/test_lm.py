@@ -20,9 +20,9 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
-from harness.offload.codec import Codec
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
+from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

@@ -26,9 +26,9 @@ from replaying import (
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.offload.codec import Codec
 from harness.replay import passes
 from harness.sizes import ReadStats
+from methods.codec import Codec
 from methods.full import Full
 
 # Against the reference

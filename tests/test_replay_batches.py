@@ -28,9 +28,9 @@ from replaying import (
 )
 
 from harness.model.attach import attach
-from harness.offload.codec import Codec
 from harness.replay import passes
 from methods import evicting
+from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

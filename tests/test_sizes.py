@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, token_batch
 
 from harness.errors import UserError
-from harness.offload.codec import Codec
 from harness.replay.session import ReplaySession
 from harness.sizes import TOLERANCE, kv_frac, sized
 from methods.base import Geometry, Lengths, Row
+from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

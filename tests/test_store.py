@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.offload.codec import CODEC_NAMES, Codec
 from harness.offload.store import KVStore
+from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
 CPU = torch.device("cpu")

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from harness.model.attach import Attached
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
-from harness.offload.codec import FLOAT_DTYPES, AnyCodec, Codec
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
 from harness.offload.memory import require_memory
@@ -33,6 +32,7 @@ from harness.settings.speed import check_combination
 from harness.sizes import share_of_cache
 from methods.base import Calibration, Method, State
 from methods.checks import require
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
 from methods.evicting import EvictingState
 
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
-from harness.offload.codec import AnyCodec
 from harness.offload.gather import gather_rows, scatter_rows
 from harness.offload.memory import require_memory
 from harness.offload.request import Part, SlotRequest, num_requested
+from methods.codec import AnyCodec
 
 Placement = Literal["device", "host"]
 

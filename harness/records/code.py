@@ -21,6 +21,8 @@ CORE = (
     "model/attach.py", "model/attention.py", "model/adapters.py", "model/calibration.py",
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
+CODEC = "methods/codec.py"
+"""What any method's rows may go through."""
 SUFFIXES = (".py", ".yaml")
 
 
@@ -49,8 +51,8 @@ def method_files(module: str) -> list[Path]:
 
 
 def harness_files(own: Sequence[str]) -> list[Path]:
-    """The sources of the core and of `own`."""
-    files: set[Path] = set()
+    """The sources of the core, the codecs and `own`."""
+    files = {ROOT / CODEC}
     for name in (*CORE, *own):
         path = ROOT / "harness" / name
         files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in SUFFIXES}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload.codec import AnyCodec
 from methods.base import EMPTY, Method
+from methods.codec import AnyCodec
 
 
 class History:

@@ -14,12 +14,12 @@ from copy import copy
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload.codec import AnyCodec
 from harness.replay.history import History
 from harness.replay.passes import DecodePass, PromptPass
 from harness.sizes import ReadStats
 from methods.base import Calibration, Lengths, Method, State
 from methods.checks import require
+from methods.codec import AnyCodec
 
 
 class ReplaySession:

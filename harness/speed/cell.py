@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload.codec import AnyCodec
 from harness.offload.links.link import Link, Transfer
 from harness.offload.passes import PrefilledPrompt, run_prompt
 from harness.offload.session import LiveSession
@@ -33,6 +32,7 @@ from harness.offload.timeline import Timeline
 from harness.settings.speed import LatencyConfig
 from harness.speed.result import LatencyResult
 from methods.base import Calibration, Method
+from methods.codec import AnyCodec
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.errors import UserError, nearest
-
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 CODEC_NAMES = (*FLOAT_DTYPES, *INTEGER_BITS)
@@ -44,7 +42,7 @@ class Codec:
     """Storage format of cached K and V rows; holds no state.
 
     name: one of CODEC_NAMES. group_size: elements that share lo and step (integer codecs only).
-    Raises UserError for an unknown name or a group_size below 1.
+    Raises ValueError for an unknown name or a group_size below 1.
     """
 
     name: str
@@ -52,13 +50,13 @@ class Codec:
 
     def __post_init__(self) -> None:
         if self.name not in CODEC_NAMES:
-            raise UserError(f"codec={self.name!r} is unknown; {nearest(self.name, CODEC_NAMES)}")
+            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(CODEC_NAMES)}")
         if type(self.group_size) is not int or self.group_size < 1:
-            raise UserError(f"group_size={self.group_size!r} of codec {self.name} must be an integer >= 1")
+            raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 1")
 
     @classmethod
     def parse(cls, name: str, group_size: int = 64) -> Codec:
-        """The codec called `name`; raises UserError naming the allowed ones."""
+        """The codec called `name`; raises ValueError naming the allowed ones."""
         return cls(name, group_size)
 
     @property
