@@ -52,5 +52,7 @@ def codec_of(config: RunConfig) -> AnyCodec | None:
     """The codec of a run; None stores rows exactly."""
     if config.codec is None:
         return None
-    keys = Codec(config.codec, config.group_size)
-    return keys if config.value_codec is None else SplitCodec(keys, Codec(config.value_codec, config.group_size))
+    keys, values = (
+        Codec(name, config.group_size, config.rotation) for name in (config.codec, config.value_codec or config.codec)
+    )
+    return keys if keys == values else SplitCodec(keys, values)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.settings.compose import load, options
+from harness.setup import codec_of
 from methods.base import Method
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
@@ -84,6 +85,8 @@ CASES = {
     "full+smooth": Case(Full(), Smooth()),
     "int8": Case(Full(), Codec("int8")),
     "int4": Case(Full(), Codec("int4")),
+    "fp8": Case(Full(), Codec("fp8")),
+    "hadamard": Case(Full(), Codec("int8", rotation="hadamard")),
     "full+split": Case(Full(), SplitCodec(Codec("fp32"), Smooth())),
     "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
     "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
@@ -123,7 +126,7 @@ CASES = {
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults."""
     config = load([f"method={name}"])
-    return Case(config.method, None if config.codec is None else Codec(config.codec, config.group_size))
+    return Case(config.method, codec_of(config))
 
 
 SHIPPED = options("method")

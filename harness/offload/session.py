@@ -181,7 +181,7 @@ class LiveSession:
         exempt = self.method.num_exempt_layers
         rows = {row for steps in range(self.max_new_tokens + 1) for row in self.batch.rows(steps)}
         selected = max(self.method.max_tokens_read(row, layer) for row in rows for layer in layers[exempt:])
-        reads_less = not self.method.reads_all or not self.codec.is_float
+        reads_less = not self.method.reads_all or self.codec.bits < 16
         self.fetcher.open(self.stores, selected, exempt if reads_less else 0)
 
     def _num_slots(self, layer: int, state: State | None) -> int:

@@ -21,13 +21,14 @@ from omegaconf import DictConfig, OmegaConf
 from harness.errors import UserError, nearest
 from harness.settings import systems
 from harness.settings.experiment import Experiment, find
-from harness.settings.run import GENERATED_TASKS, PAPER_TASKS, RunConfig
+from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, GROUP_SIZE, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build
 from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-OF_THE_FILE = ("_target_", "codec", "title")
+OF_THE_CODEC = ("codec", "rotation")
+OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC)
 """What makes a method's YAML that method: not to be changed under its name."""
 
 
@@ -136,14 +137,23 @@ def _take_method(settings: dict[str, Any]) -> dict[str, Any]:
         value, own = node.pop(key, None), file.get(key)
         if value != own:
             raise UserError(f"method.{key}={value}: method={name} has {own}; choose another by method=NAME")
-    if codec := file.get("codec"):
-        if settings.get("codec") not in (None, codec):
-            raise UserError(f"codec={settings['codec']} contradicts method={name}: leave it out, or method=full")
-        settings["codec"] = codec
+    _take_codec(settings, file)
     module, _, cls = str(file["_target_"]).rpartition(".")
     method = build(getattr(importlib.import_module(module), cls), node, "method")
     settings |= {"method_name": name, "method": method}
     return file
+
+
+def _take_codec(settings: dict[str, Any], file: Mapping[str, Any]) -> None:
+    """Put a preset's codec in its place."""
+    for key in OF_THE_CODEC:
+        if key in file:
+            if settings.get(key) not in (None, file[key]):
+                given = f"{key}={settings[key]}"
+                raise UserError(f"{given} contradicts method={file['name']}: leave it out, or method=full")
+            settings[key] = file[key]
+    if settings.get("group_size") is None:
+        settings["group_size"] = file.get("group_size", GROUP_SIZE)
 
 
 def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:
@@ -151,7 +161,8 @@ def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -
     if experiment.live:
         return systems.name_of(_plain_method(config.method_name, file), config)
     title = file.get("title") or config.method.label
-    return title if config.codec_name in (None, file.get("codec")) else f"{title} + {config.codec_name}"
+    own = codec_words(**{name: file.get(name) for name in CODEC_WORDS})
+    return title if config.codec_name in (None, own) else f"{title} + {config.codec_name}"
 
 
 def _plain_method(name: str, file: Mapping[str, Any]) -> str:

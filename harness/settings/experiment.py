@@ -24,6 +24,7 @@ COMMON = (
     "codec",
     "value_codec",
     "group_size",
+    "rotation",
     "target_kv_frac",
 )
 """Settings that decide the numbers of every kind of run."""

@@ -29,7 +29,18 @@ LOWEST = {
 }  # fmt: skip
 
 
-CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "int2", "int1"]
+CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1"]
+INTEGER_CODECS = ("int8", "int4", "int2", "int1")
+CODEC_WORDS = ("codec", "value_codec", "rotation")
+"""The settings that `codec_words` tells apart."""
+
+
+def codec_words(codec: str | None, value_codec: str | None = None, rotation: str | None = None) -> str | None:
+    """A codec's name in tables and labels; None for none."""
+    if codec is None:
+        return None
+    words = codec if value_codec in (None, codec) else f"{codec}/{value_codec}"
+    return words if rotation is None else f"{rotation}-{words}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class RunConfig:
 
     kind: a module of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose
     it. value_codec: of the values, where it is not the keys'. group_size: elements along head_dim that share lo and
-    step of an integer codec.
+    step of an integer codec. rotation: what a row goes through before an integer codec.
 
     Raises:
         UserError: a value out of range, or settings that contradict one another.
@@ -59,6 +70,7 @@ class RunConfig:
     codec: CodecName | None = None
     value_codec: CodecName | None = None
     group_size: int = GROUP_SIZE
+    rotation: Literal["hadamard"] | None = None
     target_kv_frac: float | None = None
     num_samples: int | None = None
     num_fewshot: int | None = None
@@ -95,14 +107,18 @@ class RunConfig:
 
     @property
     def codec_name(self) -> str | None:
-        """The codec in words, `int4/int8` where keys and values have different ones; None stores rows exactly."""
-        return self.codec if self.value_codec in (None, self.codec) else f"{self.codec}/{self.value_codec}"
+        """The codec in words, such as `hadamard-int4`, or `int4/int8` of keys and values; None stores rows exactly."""
+        return codec_words(**{name: getattr(self, name) for name in CODEC_WORDS})
 
     def _check_codecs(self) -> None:
         if self.value_codec is not None and self.codec is None:
             raise UserError(f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact")
-        if self.group_size != GROUP_SIZE and "int" not in (self.codec_name or ""):
+        codecs = {self.codec, self.value_codec or self.codec}
+        if self.group_size != GROUP_SIZE and codecs.isdisjoint(INTEGER_CODECS):
             raise UserError(f"group_size={self.group_size}: codec={self.codec} has no groups; choose an integer codec")
+        if self.rotation is not None and not codecs.issubset(INTEGER_CODECS):
+            words = "/".join(str(codec) for codec in dict.fromkeys((self.codec, self.value_codec or self.codec)))
+            raise UserError(f"rotation={self.rotation}: codec={words} is not turned; choose an integer codec")
 
     def _check_tasks(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):

@@ -33,6 +33,8 @@ class System:
             "method": self.method,
             "placement": self.placement,
             "codec": self.codec,
+            "value_codec": None,
+            "rotation": None,
             "reuse": self.reuse,
             "platform.overlap": self.overlap,
             "platform.pinned": self.pinned,
