@@ -6,9 +6,8 @@ Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's 
 clamped; `value = code * step + lo` in the compute dtype. A group whose step rounds to 0 gives `lo`. Where
 head_dim is no multiple of group_size (Phi-3's 96 with 64), the last group is shorter.
 
-A packed row of an integer codec is `[lo, step of each group (fp16) | codes]`. The codes are planar: with
-n = 8 / bits codes a byte, byte i holds elements i, i + width, ..., i + (n - 1) * width, the first in the
-lowest bits, so unpacking writes n contiguous blocks instead of interleaving.
+A packed row of an integer codec is `[lo, step of each group (fp16) | codes]`, the codes as `methods.bit_planes` has
+them.
 
 With `rotation="hadamard"` a row is rotated before it is quantized and back after, as QuaRot's KV cache (Ashkboos et
 al., NeurIPS 2024): the orthonormal Hadamard transform spreads an outlier over the row, so that one group's step no
@@ -24,12 +23,13 @@ other two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from methods import bit_planes
 from methods.hadamard import hadamard
 
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -38,8 +38,9 @@ STORED_DTYPES = FLOAT_DTYPES | {"fp8": torch.float8_e4m3fn}
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
 CODEC_NAMES = (*STORED_DTYPES, *INTEGER_BITS)
 Rotation = Literal["hadamard"]
+Count = TypeVar("Count", int, Tensor)
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-_GROUP_META_BYTES = 4  # lo and step, fp16 each
+GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
 class _Quantized(NamedTuple):
@@ -63,6 +64,9 @@ class Codec:
     group_size: int = 64
     rotation: Rotation | None = None
 
+    residual: ClassVar[int] = 0
+    """Last tokens that are kept exact; see `SplitCodec`."""
+
     def __post_init__(self) -> None:
         if self.name not in CODEC_NAMES:
             raise ValueError(f"codec={self.name!r}: must be one of {', '.join(CODEC_NAMES)}")
@@ -70,11 +74,6 @@ class Codec:
             raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 1")
         if self.rotation is not None and self.is_float:
             raise ValueError(f"rotation={self.rotation}: needs an integer codec, not {self.name}")
-
-    @classmethod
-    def parse(cls, name: str, group_size: int = 64) -> Codec:
-        """The codec called `name`; raises ValueError naming the allowed ones."""
-        return cls(name, group_size)
 
     @property
     def keys(self) -> Codec:
@@ -87,6 +86,11 @@ class Codec:
         return self
 
     @property
+    def span(self) -> int:
+        """Consecutive tokens that are coded together."""
+        return 1
+
+    @property
     def is_float(self) -> bool:
         """Whether elements are stored as floating-point numbers, without groups."""
         return self.name in STORED_DTYPES
@@ -95,6 +99,10 @@ class Codec:
     def bits(self) -> int:
         """Bits that an element counts, lo and step apart: those stored, and 16 for any float but fp8."""
         return 16 if self.name in FLOAT_DTYPES else INTEGER_BITS.get(self.name, 8)
+
+    def stored(self, cached: Count) -> Count:
+        """How many of `cached` tokens are read as stored: all."""
+        return cached
 
     def num_groups(self, head_dim: int) -> int:
         """Groups in a row of head_dim elements; 0 for float codecs."""
@@ -108,7 +116,7 @@ class Codec:
         """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any slot."""
         if self.is_float:
             return -(-head_dim * STORED_DTYPES[self.name].itemsize // 2) * 2
-        return self._meta_bytes(head_dim) + self._plane_width(head_dim)
+        return self._meta_bytes(head_dim) + bit_planes.plane_width(head_dim, self.bits)
 
     def roundtrip(self, x: Tensor) -> Tensor:
         """`x` [..., head_dim] as it reads back from storage, in its own dtype; maybe `x` itself."""
@@ -125,7 +133,8 @@ class Codec:
             missing = self.row_bytes(head_dim) - packed.shape[-1]
             return pad(packed, (0, missing)) if missing else packed
         codes, lo, step = self._quantize(x)
-        return torch.cat([self._pack_meta(lo, step), self._pack(self._ungrouped(codes, x.shape))], dim=-1)
+        packed = bit_planes.pack(self._ungrouped(codes, x.shape), self.bits)
+        return torch.cat([self._pack_meta(lo, step), packed], dim=-1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with stride 1 last.
@@ -137,7 +146,7 @@ class Codec:
             return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
         meta_bytes = self._meta_bytes(head_dim)
         lo, step = self._unpack_meta(packed[..., :meta_bytes], head_dim)
-        codes = self._unpack(packed[..., meta_bytes:], head_dim, self._working(dtype))
+        codes = bit_planes.unpack(packed[..., meta_bytes:], self.bits, head_dim, self._working(dtype))
         return self._values(self._grouped(codes), lo, step, codes.shape).to(dtype)
 
     def _as_float(self, x: Tensor) -> Tensor:
@@ -151,11 +160,11 @@ class Codec:
     def _grouped(self, rows: Tensor) -> Tensor:
         """Cuts [..., head_dim] into groups; a shorter last one repeats its last element: same min and max."""
         head_dim = rows.shape[-1]
-        group = min(self.group_size, head_dim)
+        group = max(1, min(self.group_size, head_dim))
         missing = -head_dim % group
         if missing:
             rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], missing)], dim=-1)
-        return rows.unflatten(-1, (-1, group))
+        return rows.unflatten(-1, (rows.shape[-1] // group, group))
 
     def _ungrouped(self, groups: Tensor, shape: torch.Size) -> Tensor:
         """Rows of `shape` from their groups."""
@@ -178,7 +187,7 @@ class Codec:
 
     def _meta_bytes(self, head_dim: int) -> int:
         """Bytes of lo and step in a row."""
-        return _GROUP_META_BYTES * self.num_groups(head_dim)
+        return GROUP_META_BYTES * self.num_groups(head_dim)
 
     def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
         """[..., num_groups, 1] each, as bytes [..., meta bytes]."""
@@ -189,38 +198,23 @@ class Codec:
         meta = packed.view(torch.float16).unflatten(-1, (self.num_groups(head_dim), 2))
         return meta[..., :1], meta[..., 1:]
 
-    def _plane_width(self, head_dim: int) -> int:
-        """Bytes that hold the codes of a row, which is also the number of elements in a bit plane; even."""
-        return -(-head_dim * self.bits // 16) * 2
-
-    def _pack(self, codes: Tensor) -> Tensor:
-        """fp32 codes [..., head_dim] as bytes [..., plane width]."""
-        head_dim, per_byte = codes.shape[-1], 8 // self.bits
-        width = self._plane_width(head_dim)
-        padded = pad(codes, (0, width * per_byte - head_dim)).to(torch.uint8)
-        planes = padded.unflatten(-1, (per_byte, width))
-        packed = planes[..., 0, :]
-        for plane in range(1, per_byte):
-            packed = packed | (planes[..., plane, :] << (plane * self.bits))
-        return packed
-
-    def _unpack(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Bytes [..., plane width] as codes [..., head_dim] in `dtype`."""
-        width = packed.shape[-1]
-        codes = torch.empty(*packed.shape[:-1], head_dim, dtype=dtype, device=packed.device)
-        for plane, start in enumerate(range(0, head_dim, width)):
-            block = codes[..., start : start + width]
-            shifted = (packed >> (plane * self.bits)) & (2**self.bits - 1)
-            block.copy_(shifted[..., : block.shape[-1]])
-        return codes
-
 
 @dataclass(frozen=True)
 class SplitCodec:
-    """Keys and values stored in formats of their own; sizes are means of the two."""
+    """Keys and values stored in formats of their own, the last tokens exact; sizes are means of the two.
+
+    residual: tokens whose values are exact, KIVI's R; 0 codes all. So are their keys, but where those are coded in
+    groups of tokens, then R at a time, as soon as R are there. A step still reads exactly what it completes.
+    Raises ValueError where no number of groups fills R.
+    """
 
     keys: Codec
     values: Codec
+    residual: int = 0
+
+    def __post_init__(self) -> None:
+        if self.residual % self.keys.span or (self.keys.span > 1 and not self.residual):
+            raise ValueError(f"residual={self.residual}: must be a multiple of the {self.keys.span} tokens of a group")
 
     @property
     def name(self) -> str:
@@ -235,6 +229,21 @@ class SplitCodec:
     def bits_per_element(self, head_dim: int) -> float:
         """Bits an element counts in kv_frac."""
         return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
+
+    def coded_values(self, cached: Count) -> Count:
+        """How many values, of the first of `cached` tokens, a row reads coded."""
+        return (cached - self.residual) * (cached > self.residual)
+
+    def coded_keys(self, cached: Count) -> Count:
+        """How many keys, alike."""
+        if self.residual and self.keys.span > 1:
+            return cached - cached % self.residual
+        return self.coded_values(cached)
+
+    def stored(self, cached: Count) -> Count:
+        """How many tokens are read as stored: both coded, and all that their keys were coded with."""
+        coded = self.coded_values(cached)
+        return coded - coded % self.keys.span
 
 
 AnyCodec = Codec | SplitCodec

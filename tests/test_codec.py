@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from methods.channel_codec import ChannelCodec
 from methods.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, Codec, SplitCodec
 from methods.hadamard import hadamard
 
@@ -42,7 +43,7 @@ def reference_roundtrip(x, bits, group_size):
 @given(integer_names, group_sizes, shapes, seeds, st.sampled_from([1e-4, 1.0, 300.0]))
 def test_integer_codec_follows_its_definition(name, group_size, shape, seed, scale):
     x = rows(shape, seed, scale)
-    codec = Codec.parse(name, group_size)
+    codec = Codec(name, group_size)
     assert torch.equal(codec.roundtrip(x), reference_roundtrip(x, codec.bits, group_size))
 
 
@@ -115,7 +116,7 @@ def test_roundtrip_leaves_its_input_alone():
     ],
 )
 def test_sizes_by_hand(name, head_dim, row_bytes, bits):
-    codec = Codec.parse(name, group_size=64)
+    codec = Codec(name, group_size=64)
     assert codec.row_bytes(head_dim) == row_bytes
     assert codec.bits_per_element(head_dim) == pytest.approx(bits)
     if name not in FLOAT_DTYPES:  # what is counted is what is stored
@@ -124,12 +125,32 @@ def test_sizes_by_hand(name, head_dim, row_bytes, bits):
 
 def test_bad_settings_name_the_setting_and_what_is_allowed():
     with pytest.raises(ValueError, match=r"codec='int3'.*fp32, fp16, bf16, fp8, int8, int4, int2, int1"):
-        Codec.parse("int3")
+        Codec("int3")
     for group_size in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match=r"group_size=.*>= 1"):
-            Codec.parse("int4", group_size)
+            Codec("int4", group_size)
     with pytest.raises(ValueError, match="rotation=hadamard: needs an integer codec, not fp8"):
         Codec("fp8", rotation="hadamard")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    integer_names,
+    st.sampled_from([1, 3, 4, 32]),
+    st.integers(0, 3),
+    st.integers(1, 100),
+    seeds,
+    st.sampled_from(sorted(FLOAT_DTYPES)),
+    st.sampled_from([None, "hadamard"]),
+)
+def test_a_channel_is_coded_as_a_row_is(name, group_size, groups, head_dim, seed, compute, rotation):
+    x = rows((2, 2, groups * group_size, head_dim), seed).to(FLOAT_DTYPES[compute])
+    codec = ChannelCodec(name, group_size, rotation)
+    packed = codec.encode(x)
+    assert packed.shape == (*x.shape[:-1], codec.row_bytes(head_dim))
+    assert torch.equal(codec.decode(packed, head_dim, x.dtype), codec.roundtrip(x))
+    if rotation is None:
+        assert torch.equal(codec.roundtrip(x), Codec(name, group_size).roundtrip(x.mT).mT)
 
 
 def test_fp8_is_e4m3_that_saturates():

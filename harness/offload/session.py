@@ -26,6 +26,7 @@ from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
 from harness.offload.memory import require_memory
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
+from harness.offload.residual import ResidualCache, slots_stored
 from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
 from harness.settings.speed import check_combination
@@ -136,10 +137,11 @@ class LiveSession:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what the cache and the method keep on the device: stores there, buffers, the method's state."""
+        """Bytes of what the cache and the method keep on the device: stores there, resident rows, buffers, state."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
-        return stores + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
+        resident = sum(cache.device_bytes for cache in self.caches)
+        return stores + resident + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
 
     @property
     def kv_frac(self) -> float:
@@ -185,8 +187,10 @@ class LiveSession:
         self.fetcher.open(self.stores, selected, exempt if reads_less else 0)
 
     def _num_slots(self, layer: int, state: State | None) -> int:
-        evicts = isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers
-        return slots_needed(self.method, self.batch, layer) if evicts else self.batch.tokens.shape[1]
+        if isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers:
+            return slots_needed(self.method, self.batch, layer)
+        codec = self._codec(layer)
+        return slots_stored(codec, self.batch, self.max_new_tokens) if codec.residual else self.batch.tokens.shape[1]
 
     def _codec(self, layer: int) -> AnyCodec:
         """Exempt layers are stored as they are, in replay and here."""
@@ -213,7 +217,8 @@ class LiveSession:
             device=self.attached.device,
             pinned=self.pinned,
         )
-        return LayerCache(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
+        kind = ResidualCache if store.codec.residual else LayerCache
+        return kind(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
 
 
 def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:

@@ -25,6 +25,8 @@ COMMON = (
     "value_codec",
     "group_size",
     "rotation",
+    "key_groups",
+    "residual",
     "target_kv_frac",
 )
 """Settings that decide the numbers of every kind of run."""

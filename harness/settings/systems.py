@@ -35,6 +35,8 @@ class System:
             "codec": self.codec,
             "value_codec": None,
             "rotation": None,
+            "key_groups": "token",
+            "residual": 0,
             "reuse": self.reuse,
             "platform.overlap": self.overlap,
             "platform.pinned": self.pinned,
