@@ -63,7 +63,7 @@ class ResidualCache(LayerCache):
         stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
         packed = self.store.pack(key[:, :, :coded], value[:, :, :coded])
         if stored:
-            self.fetcher.write_back(self.layer, self.store, packed[:, :, :stored], 0)
+            self.fetcher.write_back(self.layer, self.store, packed[:, :, :stored].contiguous(), 0)
         begin = min(map(self.codec.stored, prompts))
         if begin < coded:
             self._take_packed(packed[:, :, begin:], tokens, begin)
