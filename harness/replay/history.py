@@ -17,7 +17,8 @@ class History:
 
     kv: by layer (keys, values), each [batch, num_kv_heads, columns, head_dim]. exact: where the codec leaves the last
     tokens exact, the same of every coded layer as they were. tokens: int32 [batch, columns], the token of each column,
-    `EMPTY` where there is none. length: columns in use.
+    `EMPTY` where there is none. length: columns in use. queries: by layer that of the last token, [batch, heads, 1,
+    head_dim], where the method selects by the query of the step before.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class History:
         self.method = method
         self.codec = codec
         self.length = 0
+        self.queries: dict[int, Tensor] = {}
         shape = (batch, geometry.num_kv_heads, num_columns, geometry.head_dim)
 
         def rows() -> tuple[Tensor, ...]:
@@ -78,6 +80,7 @@ class History:
         """Of the sequences `index` [new_batch], with room for `num_columns`."""
         child = copy(self)
         child.tokens = self._widen(self.tokens, index, 1, num_columns, EMPTY)
+        child.queries = {layer: query.index_select(0, index) for layer, query in self.queries.items()}
 
         def rows(kv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(self._widen(part, index, 2, num_columns, 0) for part in kv)

@@ -136,7 +136,7 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         kv_frac=session.kv_frac,
         index_frac=session.index_frac,
         num_layers=session.attached.geometry.num_layers,
-        predicts=cell.method.selects in ("rehearsed", "query"),
+        predicts=cell.method.names_rows,
     )
 
 
