@@ -30,7 +30,7 @@ from methods.checks import require
 EMPTY = torch.iinfo(torch.int32).max
 """Position of a slot without a token, and of padding: later than every query, hence never visible."""
 
-Selects = Literal["ahead", "rehearsed", "query", "scores"]
+Selects = Literal["ahead", "previous", "rehearsed", "query", "scores"]
 Calibration = Mapping[str, Tensor]
 """What `Method.calibrate` measured, by name, the layers stacked first: [num_layers, ...]."""
 
@@ -72,6 +72,16 @@ class Lengths(NamedTuple):
     final: Tensor
 
 
+class Rest(NamedTuple):
+    """What stands for the tokens that are not read: output = (1 - share) * attention + share * value.
+
+    share: fp32 [batch, num_kv_heads, group, rows]; value: [batch, num_kv_heads, rows, head_dim].
+    """
+
+    share: Tensor
+    value: Tensor
+
+
 class Selection(NamedTuple):
     """What a block of query rows may read besides each row's own token.
 
@@ -80,19 +90,21 @@ class Selection(NamedTuple):
     side: what was read of an index to find them, in tokens (2 * head_dim elements), alike; None reads no index.
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite, fp32 [batch,
         num_kv_heads or 1, group or 1, rows, slots].
+    rest: what stands for the tokens not read; None for nothing.
     """
 
     mask: Tensor | None
     num_read: Tensor
     side: Tensor | None = None
     bias: Tensor | None = None
+    rest: Rest | None = None
 
 
 @dataclass
 class Rows:
     """A block of query rows of one layer and the slots they look at.
 
-    query: [batch, heads, rows, head_dim], after positions, before the softmax scale; rehearsed or true.
+    query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the one that `selects` says.
     positions: int [batch, rows], t = the row's position = its number of cached tokens.
     real: bool [batch, rows], False for padding.
     slot_positions: int [batch, 1 or num_kv_heads, slots], `EMPTY` where there is no token.
@@ -201,6 +213,7 @@ class Method:
 
     selects: when live decoding calls `select`, which fetches just what its mask names:
         `ahead`      what is read is all that is kept, known a layer ahead; `select` sees its true scores and may evict
+        `previous`   a layer ahead, by the layer's query of the step before
         `rehearsed`  a layer ahead, by a query made from the attention input of the layer before
         `query`      in the layer, by its true query, before any row is fetched
         `scores`     by the true scores of all keys, which therefore cannot lie behind a link
@@ -210,7 +223,6 @@ class Method:
 
     title: ClassVar[str] = ""
     """What tables and legends call it."""
-    selects: ClassVar[Selects] = "ahead"
     reads_all: ClassVar[bool] = False
     """Every cached token is read: there is nothing to select, and no state."""
     needs_prompt: ClassVar[bool] = False
@@ -227,6 +239,16 @@ class Method:
     def label(self) -> str:
         """The title, and what of the settings makes it another method."""
         return self.title
+
+    @property
+    def selects(self) -> Selects:
+        """When `select` is called."""
+        return "ahead"
+
+    @property
+    def names_rows(self) -> bool:
+        """Whether `select` says which rows are fetched, before they are."""
+        return self.selects in ("previous", "rehearsed", "query")
 
     @property
     def needs_calibration(self) -> bool:

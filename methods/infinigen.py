@@ -9,7 +9,7 @@ what layer l fetches. A pool of limited size (section 4.4) chooses its victims a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row,
 from methods.checks import require, require_fraction, require_one_of
 from methods.evicting import EvictingState
 from methods.projected import ProjectedState
-from methods.selection import ScoreSelecting
+from methods.threshold import ScoreSelecting
 
 COLUMN_RULES = ("sum", "query", "union")
 
@@ -46,14 +46,13 @@ class InfiniGen(ScoreSelecting):
     protect_recent: float = 0.5
     eviction: str = "corrected"
 
+    when: str = "previous_layer"
+
     title = "InfiniGen"
-    selects = "rehearsed"
     needs_prompt = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        because = "an integer >= 1: layer 0 has no layer before it to rehearse in"
-        require(self.num_exempt_layers >= 1, "num_exempt_layers", self.num_exempt_layers, because)
         require_fraction("partial_weight_ratio", self.partial_weight_ratio)
         require_one_of("round_columns", self.round_columns, ("up", "down"))
         require_one_of("columns", self.columns, COLUMN_RULES)
@@ -65,6 +64,8 @@ class InfiniGen(ScoreSelecting):
         require_fraction("protect_recent", self.protect_recent, zero=True)
         require_one_of("pool_policy", self.pool_policy, pool.POLICIES)
         require_one_of("eviction", self.eviction, pool.EVICTIONS)
+        one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
+        require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
 
     @property
     def label(self) -> str:
@@ -102,6 +103,7 @@ class InfiniGen(ScoreSelecting):
         if self.skew and calibration is None:
             raise ValueError("method.skew=true: needs a calibration; calibrate first, or set skew=false")
         rotation = calibration["rotation"] if calibration and self.skew else None
+        self.check_lengths(lengths)
         state = PooledState if self.limited else InfiniGenState
         return state(self, geometry, lengths, rotation)
 
@@ -135,7 +137,7 @@ class InfiniGenState(ProjectedState):
         """Steps 3 and 4."""
         scores = self.partial_scores(layer, rows)
         scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
-        selection = self.method.select(scores, rows.positions, self.lengths.final, self.geometry)
+        selection = self.method.select(scores, rows, self.lengths.final, self.geometry)
         return selection._replace(side=self.index_read(layer, rows.positions))
 
 
@@ -190,7 +192,9 @@ class PooledState(InfiniGenState, EvictingState):
             position = rows.positions[:, row, None, None]
             candidates = scores[:, :, :, row : row + 1].masked_fill((held >= position)[:, :, None, None], -math.inf)
             ordered = candidates.gather(-1, order[:, :, None, None].expand_as(candidates))
-            chosen = self.method.select(ordered, present[:, row : row + 1], self.lengths.final, self.geometry)
+            one = replace(rows, positions=rows.positions[:, row : row + 1], slot_positions=held.gather(-1, order))
+            cached = present[:, row : row + 1]
+            chosen = self.method.select(ordered, one, self.lengths.final, self.geometry, cached)
             mask = torch.zeros_like(chosen.mask).scatter_(-1, order.unsqueeze(2), chosen.mask)
             self._use(layer, rows, row, mask[:, :, 0])
             masks.append(mask)

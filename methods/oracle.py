@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from methods.base import Calibration, Geometry, Lengths, Rows, Selection, State
-from methods.selection import ScoreSelecting
+from methods.base import Calibration, Geometry, Lengths, Rows, Selection, Selects, State
+from methods.checks import require
+from methods.threshold import ScoreSelecting
 
 
 @dataclass(frozen=True)
@@ -13,10 +14,19 @@ class Oracle(ScoreSelecting):
     """Selects by the true scores. They need every key on the device, so this is no offloading method."""
 
     title = "Oracle"
-    selects = "scores"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.when == "layer", "when", self.when, "layer: the true scores are known no earlier")
+
+    @property
+    def selects(self) -> Selects:
+        """By the true scores."""
+        return "scores"
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> OracleState:
         """No calibration, nothing carried."""
+        self.check_lengths(lengths)
         return OracleState(self, geometry, lengths)
 
 
@@ -26,4 +36,4 @@ class OracleState(State):
     def select(self, layer: int, rows: Rows) -> Selection:
         """Step 4 over the true scores of the cached tokens."""
         scores = rows.true_scores().masked_fill(~rows.visible().unsqueeze(2), float("-inf"))
-        return self.method.select(scores, rows.positions, self.lengths.final, self.geometry)
+        return self.method.select(scores, rows, self.lengths.final, self.geometry)

@@ -29,9 +29,9 @@ class Quest(Retrieving):
 
     def pages_read(self, cached: int) -> int:
         """The last page is one of the budget's; a share of 1 leaves none out."""
-        if self.read_frac == 1:
+        if self.budget(cached) == cached:
             return cached // self.page_size
-        budget = int(self.read_frac * cached) // self.page_size
+        budget = self.budget(cached) // self.page_size
         return min(cached // self.page_size, max(MIN_PAGES, budget) - 1)
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> QuestState:

@@ -7,48 +7,62 @@ a page matters only once all its tokens are there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from methods.base import Geometry, Lengths, PromptRows, Row, Rows, Selection, State
 from methods.checks import require, require_fraction
-from methods.selection import ascending, best_of_group, largest
+from methods.selection import Selecting, ascending, largest
 
 
 @dataclass(frozen=True)
-class Retrieving(Method):
-    """Reads `read_frac` of the cached tokens, in pages of `page_size` tokens."""
+class Retrieving(Selecting):
+    """Reads `read_frac` of the cached tokens, or `read_tokens` of them, in pages of `page_size` tokens."""
 
     read_frac: float = 0.2
+    read_tokens: int | None = None
     page_size: int = 1
-
-    selects = "query"
-    size_setting = "read_frac"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_fraction("read_frac", self.read_frac)
+        require(self.read_tokens is None or self.read_tokens >= 1, "read_tokens", self.read_tokens, ">= 1 or null")
         require(self.page_size >= 1, "page_size", self.page_size, "an integer >= 1")
+
+    def budget(self, cached: int) -> int:
+        """Tokens that a row with `cached` tokens is to read."""
+        return int(self.read_frac * cached) if self.read_tokens is None else min(self.read_tokens, cached)
 
     def pages_read(self, cached: int) -> int:
         """Full pages that a row with `cached` tokens reads beside the last, unfinished one."""
-        wanted = (int(self.read_frac * cached) - cached % self.page_size) // self.page_size
+        wanted = (self.budget(cached) - cached % self.page_size) // self.page_size
         return min(cached // self.page_size, max(1, wanted))
 
-    def tokens_read(self, row: Row, layer: int) -> float:
+    def tokens_read(self, row: Row, layer: int) -> float | None:
         """The pages and the unfinished one."""
-        return self.max_tokens_read(row, layer)
+        return None if self.group == "union" else self._read(row.cached)
 
     def max_tokens_read(self, row: Row, layer: int) -> int:
-        """As many."""
-        return self.pages_read(row.cached) * self.page_size + row.cached % self.page_size
+        """As many; of a union anything."""
+        return row.cached if self.group == "union" else self._read(row.cached)
+
+    def _read(self, cached: int) -> int:
+        return self.pages_read(cached) * self.page_size + cached % self.page_size
+
+    def with_size(self, frac: float) -> Self:
+        """Sized by `read_frac`."""
+        return replace(self, read_frac=frac, read_tokens=None)
+
+    def artifact_budget(self) -> float:
+        """The share."""
+        return self.read_frac
 
 
 class RetrievingState(State):
-    """Reads what scores best; a group's query heads read what is best for any of them.
+    """Reads what scores best.
 
     paged: `scores` are of pages, counted from position 0; else of slots.
     """
@@ -57,6 +71,7 @@ class RetrievingState(State):
 
     def __init__(self, method: Retrieving, geometry: Geometry, lengths: Lengths) -> None:
         super().__init__(method, geometry, lengths)
+        method.check_lengths(lengths)
         self.num_tokens = int(lengths.final.max())
         counts = [method.pages_read(cached) for cached in range(self.num_tokens + 1)]
         self.pages_read = torch.tensor(counts, device=lengths.final.device)
@@ -86,12 +101,14 @@ class RetrievingState(State):
         size, positions = self.method.page_size, rows.positions
         candidates = self._full(positions) if self.paged else rows.visible()
         scores = self.scores(layer, rows).masked_fill(~candidates.unsqueeze(2), float("-inf"))
-        relative = best_of_group(scores)
-        pages = self.pages_read[positions]
-        mask = largest(relative, ascending(relative), pages)
-        num_read = (pages * size + positions % size).double()
+        pages, unfinished = self.pages_read[positions], positions % size
+        first = torch.arange(self.num_pages, device=positions.device)[None, None] * size
+        first, last = (first, first + size - 1) if self.paged else (rows.slot_positions, rows.slot_positions)
+        relative = self.method.reduced(scores, self.method.forced(first, last, positions, pages * size + unfinished))
+        chosen = largest(relative, ascending(relative), pages)
+        mask, num_pages = self.method.joined(chosen, pages, self.geometry)
         side = self.index_read(layer, positions)
-        return Selection(self._tokens(mask, rows) if self.paged else mask, num_read, side)
+        return Selection(self._tokens(mask, rows) if self.paged else mask, num_pages * size + unfinished, side)
 
     def _full(self, positions: Tensor) -> Tensor:
         """Pages all of whose tokens are cached, bool [batch, 1, rows, pages]."""

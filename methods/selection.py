@@ -1,93 +1,120 @@
-"""How many tokens a row reads by their scores, and which: step 4 of InfiniGen, and the choice of the best for all."""
+"""Choosing the best by their scores: the settings that all methods share which do, and the choice itself."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Method, Row, Selection, floor_frac
+from methods.base import Geometry, Lengths, Method, Row, Selects, floor_frac
 from methods.checks import require, require_fraction, require_one_of
 
-ALPHA_OPT = 4.0
-ALPHA_OTHER = 5.0
+GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
+WHEN: dict[str, Selects] = {"layer": "query", "previous_layer": "rehearsed", "previous_step": "previous"}
 
 
 @dataclass(frozen=True)
-class ScoreSelecting(Method):
-    """The count rule: tokens within `alpha` of the best score, at most `max_fetch_frac` of the cache.
+class Selecting(Method):
+    """Scores what is cached and reads the best: the settings that all such methods share.
 
-    alpha: in units of scaled logits; inf always takes the cap; None means 4 for OPT and 5 otherwise (section 5.1).
-    max_fetch_frac: cap, as a share of what `cap_of` says: of the tokens `cached` at a row, or of T, the `final` number
-        of tokens, as in the artifact's accuracy code. The text ("up to 20 % of the KV cache") leaves it open.
-    fixed_fetch: this many tokens, instead of alpha and the cap; as the artifact's speed code has its cap.
+    group: how the scores of a KV head's query heads become one (see `reduce_group`); `union` reads what is best for any
+        of them, so that the number read depends on the data.
+    covers: a selection is made for each `kv_head`, or one for all heads of a `layer`.
+    when: by which query: the `layer`'s own, one rehearsed in the `previous_layer`, or that of the `previous_step`. The
+        last two let rows cross the link while the layer before computes.
+    sinks: the first tokens of a sequence, always read. recent_frac: share of the tokens read that are the most recent.
     """
 
-    alpha: float | None = None
-    max_fetch_frac: float = 0.2
-    cap_of: str = "cached"
-    fixed_fetch: int | None = None
+    group: str = "best"
+    covers: str = "kv_head"
+    when: str = "layer"
+    sinks: int = 0
+    recent_frac: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "a number >= 0, inf or null")
-        require_fraction("max_fetch_frac", self.max_fetch_frac)
-        require_one_of("cap_of", self.cap_of, ("cached", "final"))
-        require(self.fixed_fetch is None or self.fixed_fetch >= 1, "fixed_fetch", self.fixed_fetch, ">= 1 or null")
+        require_one_of("group", self.group, GROUPS)
+        require_one_of("covers", self.covers, ("kv_head", "layer"))
+        require_one_of("when", self.when, tuple(WHEN))
+        require(self.sinks >= 0, "sinks", self.sinks, "an integer >= 0")
+        require_fraction("recent_frac", self.recent_frac, zero=True)
+        because = "an integer >= 1: layer 0 has no layer before it to rehearse in"
+        rehearses = self.selects == "rehearsed"
+        require(not rehearses or self.num_exempt_layers >= 1, "num_exempt_layers", self.num_exempt_layers, because)
 
-    def tokens_read(self, row: Row, layer: int) -> float | None:
-        """Closed form where alpha plays no part."""
-        plays_no_part = self.fixed_fetch is not None or self.alpha == math.inf
-        return self.max_tokens_read(row, layer) if plays_no_part else None
+    @property
+    def selects(self) -> Selects:
+        """As `when` says."""
+        return WHEN[self.when]
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        """The cap; with `fixed_fetch` that number."""
-        if self.fixed_fetch is not None:
-            return min(self.fixed_fetch, row.cached)
-        whole = row.cached if self.cap_of == "cached" else row.final
-        return min(row.cached, max(1, int(self.max_fetch_frac * whole)))
+    def min_size(self, row: Row) -> float:
+        """The least that reads a token beside the sinks at the first row."""
+        if not self.sinks:
+            return super().min_size(row)
+        first, low, high = row._replace(cached=row.prompt), 0.0, 1.0
+        for _ in range(24):
+            middle = (low + high) / 2
+            enough = self.with_size(middle).max_tokens_read(first, self.num_exempt_layers) > self.sinks
+            low, high = (low, middle) if enough else (middle, high)
+        return high
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: alpha becomes inf."""
-        return replace(self, alpha=math.inf, max_fetch_frac=frac, fixed_fetch=None)
+    def check_lengths(self, lengths: Lengths) -> None:
+        """ValueError where the sinks leave nothing to select in the shortest prompt, all of which is not read."""
+        prompt = int(lengths.prompt.min())
+        shortest = Row(prompt, prompt, int(lengths.final.min()))
+        read = self.max_tokens_read(shortest, self.num_exempt_layers)
+        enough = not self.sinks or read > self.sinks or read == shortest.cached
+        require(enough, "sinks", self.sinks, f"below {read}, what is read of a prompt of {prompt} tokens")
 
-    def artifact_budget(self) -> float:
-        """The cap."""
-        return self.max_fetch_frac
+    def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
+        """What is read whatever its score: sinks and recent tokens; None where there are none.
 
-    def threshold(self, geometry: Geometry) -> float:
-        """`alpha`, or the paper's value for this family."""
-        if self.alpha is None:
-            return ALPHA_OPT if geometry.family == "opt" else ALPHA_OTHER
-        return self.alpha
-
-    def select(self, scores: Tensor, cached: Tensor, final: Tensor, geometry: Geometry) -> Selection:
-        """Each KV head's best tokens.
-
-        scores: [batch, num_kv_heads, group, rows, slots], scaled, -inf where not visible; overwritten.
-        cached: int [batch, rows], number of visible tokens; final: int [batch], T.
+        first, last: int [batch, num_kv_heads or 1, n], tokens from which to which each candidate goes; positions: int
+        [batch, rows]; num_read: int [batch, rows], tokens read in all. Returns bool [batch, 1 or kv, rows, n].
         """
-        relative = best_of_group(scores)
-        ordered = ascending(relative)
-        count = self._count(ordered, cached, final, geometry)
-        return Selection(largest(relative, ordered, count), count.double())
+        if not self.sinks and not self.recent_frac:
+            return None
+        recent = (positions - floor_frac(self.recent_frac, num_read))[:, None, :, None]
+        return (first.unsqueeze(2) < self.sinks) | (last.unsqueeze(2) >= recent)
 
-    def _count(self, ordered: Tensor, cached: Tensor, final: Tensor, geometry: Geometry) -> Tensor:
-        if self.fixed_fetch is not None:
-            return cached.clamp(max=self.fixed_fetch)
-        whole = cached if self.cap_of == "cached" else final[:, None]
-        cap = torch.minimum(floor_frac(self.max_fetch_frac, whole).clamp(min=1), cached)
-        alpha = self.threshold(geometry)
-        if alpha == math.inf:
-            return cap
-        below = torch.searchsorted(ordered, ordered.new_full((*ordered.shape[:-1], 1), -alpha)).squeeze(-1)
-        above = ordered.shape[-1] - below  # [batch, kv, rows] tokens with r >= -alpha
-        mean = above.sum(1) // above.shape[1]
-        return torch.minimum(mean.clamp(min=1), cap)
+    def reduced(self, scores: Tensor, forced: Tensor | None = None) -> Tensor:
+        """Scores [batch, num_kv_heads, group, rows, n], -inf where nothing is to be read, overwritten, as one for each
+        set that is chosen: [batch, sets, rows, n], inf where `forced`, which only what could be read may be."""
+        if self.covers == "layer":
+            scores = scores.flatten(1, 2).unsqueeze(1)
+        hidden = scores[:, :, 0] == -math.inf
+        worth = reduce_group(scores, self.group)
+        if forced is not None:
+            sets = worth.shape[1] // hidden.shape[1]  # of a union one for each query head
+            worth.masked_fill_((forced & ~hidden).repeat_interleave(sets, 1), math.inf)
+        return worth
+
+    def joined(self, mask: Tensor, count: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """The sets that were chosen, bool [batch, sets, rows, n], `count` [batch, rows] in each, as one for each KV
+        head or the layer: [batch, num_kv_heads or 1, rows, n], and how many that is, mean over the heads, fp64."""
+        if self.group != "union":
+            return mask, count.double()
+        joint = mask.unflatten(1, (-1, geometry.group if self.covers == "kv_head" else geometry.num_heads)).any(2)
+        return joint, joint.sum(-1).double().mean(1)
+
+
+def reduce_group(scores: Tensor, how: str) -> Tensor:
+    """One score for the query heads of a group, [batch, num_kv_heads, rows, n]; of `union` one for each, [batch, heads,
+    rows, n]. Means rank as sums do. `best`: the largest distance below each head's own best, which is InfiniGen's r.
+
+    scores: [batch, num_kv_heads, group, rows, n], -inf where nothing is to be read; overwritten.
+    """
+    if how == "best":
+        return best_of_group(scores)
+    if how == "union":
+        return scores.flatten(1, 2)
+    if how.endswith("probs"):
+        scores = scores.log_softmax(-1)  # log: ranks alike, and stays -inf where hidden
+        return scores.amax(2) if how == "max_probs" else scores.logsumexp(2)
+    return scores.amax(2) if how == "max_logits" else scores.sum(2)
 
 
 def best_of_group(scores: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.settings.compose import load, options
-from methods.base import Method
+from methods.base import Method, Rest
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
@@ -79,6 +79,23 @@ class BiasedState(QuestState):
         return selection._replace(bias=bias.expand(-1, -1, -1, rows.positions.shape[1], -1))
 
 
+@dataclass(frozen=True)
+class Resting(Quest):
+    """Quest in which a mean value stands for a part of the attention."""
+
+    def new_state(self, geometry, lengths, calibration=None):
+        return RestingState(self, geometry, lengths)
+
+
+class RestingState(QuestState):
+    def select(self, layer, rows):
+        batch, heads, num_rows, head_dim = rows.query.shape
+        kv_heads = self.geometry.num_kv_heads
+        share = rows.query.float().mean(-1).sigmoid().view(batch, kv_heads, -1, num_rows)
+        value = rows.query.view(batch, kv_heads, -1, num_rows, head_dim).mean(2)
+        return super().select(layer, rows)._replace(rest=Rest(share, value))
+
+
 CASES = {
     "full": Case(Full()),
     "full+smooth": Case(Full(), Smooth()),
@@ -99,12 +116,21 @@ CASES = {
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
     "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),
+    "quest-layer": Case(Quest(read_frac=0.4, page_size=3, covers="layer", group="sum_probs", sinks=4)),
+    "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", sinks=1, num_exempt_layers=0)),
+    "quest-step": Case(Quest(read_frac=0.4, page_size=2, when="previous_step", group="max_logits")),
+    "quest-rehearsed": Case(Quest(read_frac=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
+    "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
     "oracle+smooth": Case(Oracle(alpha=inf, max_fetch_frac=0.3), Smooth()),
     "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
     "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
     "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
+    "infinigen-step": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, when="previous_step", sinks=1, recent_frac=0.3)),
+    "infinigen-layer": Case(
+        InfiniGen(alpha=inf, max_fetch_frac=0.4, when="layer", covers="layer", group="max_probs", num_exempt_layers=0)
+    ),
     "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
     "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),

@@ -47,7 +47,7 @@ every_case = in_families(CASES)
 every_padding = pytest.mark.parametrize("padding", PROMPTS)
 OFFLOADED = [name for name, case in CASES.items() if case.method.selects != "scores"]
 offloaded = in_families(OFFLOADED)
-CHOOSING = [name for name, case in CASES.items() if case.method.selects in ("rehearsed", "query")]
+CHOOSING = [name for name, case in CASES.items() if case.method.names_rows]
 choosing = in_families(CHOOSING)
 
 

@@ -47,8 +47,7 @@ PLACED = [
     (name, placement, reuse)
     for name, case in ((name, CASES[name]) for name in SCANNED)
     for placement, reuse in (("device", False), ("host", False), ("host", True))
-    if (placement == "device" or case.method.selects != "scores")
-    and (case.method.selects in ("rehearsed", "query") or not reuse)
+    if (placement == "device" or case.method.selects != "scores") and (case.method.names_rows or not reuse)
 ]
 
 
@@ -216,7 +215,7 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     host, session = decode(attached, case, placement="host", link=link)
     assert torch.equal(host, device)
     session.close()
-    if case.method.selects in ("rehearsed", "query"):
+    if case.method.names_rows:
         reused, session = decode(attached, case, placement="host", link=link, reuse=True)
         assert largest_difference(reused, device) <= tolerance
         session.close()

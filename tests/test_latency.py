@@ -32,6 +32,7 @@ from harness.settings.systems import LABELS
 from harness.speed import run as speed
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
 from harness.tables import columns
+from methods.base import Method
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
@@ -277,10 +278,20 @@ class Deciding:
     replay_only: str | None = None
     title: str = "Deciding"
 
+    @property
+    def names_rows(self):
+        return Method.names_rows.fget(self)
+
 
 @pytest.mark.parametrize(
     ("selects", "reusable", "on_the_host"),
-    [("ahead", False, True), ("rehearsed", True, True), ("query", True, True), ("scores", False, False)],
+    [
+        ("ahead", False, True),
+        ("previous", True, True),
+        ("rehearsed", True, True),
+        ("query", True, True),
+        ("scores", False, False),
+    ],
 )
 def test_what_a_method_selects_by_decides_where_it_may_run(selects, reusable, on_the_host):
     method = Deciding(selects)

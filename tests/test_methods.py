@@ -16,7 +16,7 @@ from methods.h2o import H2O
 from methods.infinigen import COLUMN_RULES, InfiniGen, choose_columns
 from methods.oracle import Oracle
 from methods.quest import Quest
-from methods.selection import largest
+from methods.selection import GROUPS, largest
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 
@@ -100,12 +100,20 @@ def test_budgets_of_the_artifacts_prefill():
     assert Full().artifact_budget() == SnapKV(kept_frac=0.4).artifact_budget() == 1
 
 
+def chosen(method, scores, positions, final, geometry=None):
+    """What `method` selects of one sequence whose slots hold their tokens in order."""
+    slots = torch.arange(scores.shape[-1]).expand(1, 1, -1)
+    query = torch.empty(1, GROUP * KV_HEADS, positions.shape[1], 0)
+    rows = Rows(query, positions, positions >= 0, slots, positions[:, None], lambda: scores)
+    return method.select(scores, rows, torch.tensor([final]), geometry or GEOMETRY)
+
+
 @pytest.mark.parametrize("family, threshold", [("opt", 4), ("llama", 5), ("qwen3", 5)])
 def test_alpha_null_is_the_papers(family, threshold):
     """Scores a unit apart, the cap out of the way: the count is the number of units within alpha."""
     scores = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
     geometry = replace(GEOMETRY, family=family)
-    selection = Oracle(max_fetch_frac=1.0).select(scores, torch.tensor([[20]]), torch.tensor([40]), geometry)
+    selection = chosen(Oracle(max_fetch_frac=1.0), scores, torch.tensor([[20]]), 40, geometry)
     assert selection.num_read.item() == threshold + 1  # r = -alpha counts
     assert selection.mask.sum(-1).unique().tolist() == [threshold + 1]
 
@@ -145,9 +153,7 @@ alphas = st.one_of(st.just(math.inf), st.floats(0, 20))
 @given(seeds, st.integers(1, 30), alphas, positive_fractions)
 def test_the_count_lies_between_one_and_the_cap(seed, slots, alpha, frac):
     scores, cached = random_scores(seed, 5, slots)
-    selection = Oracle(alpha=alpha, max_fetch_frac=frac).select(
-        scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY
-    )
+    selection = chosen(Oracle(alpha=alpha, max_fetch_frac=frac), scores.clone(), cached, slots + 3)
     cap = [max(1, math.floor(frac * t)) for t in cached[0].tolist()]
     counts = selection.num_read[0].tolist()
     assert all(1 <= count <= limit for count, limit in zip(counts, cap, strict=True))
@@ -165,11 +171,7 @@ def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
     scores, cached = random_scores(seed, 4, slots)
 
     def mask(alpha, frac):
-        return (
-            Oracle(alpha=alpha, max_fetch_frac=frac)
-            .select(scores.clone(), cached, torch.tensor([slots + 3]), GEOMETRY)
-            .mask
-        )
+        return chosen(Oracle(alpha=alpha, max_fetch_frac=frac), scores.clone(), cached, slots + 3).mask
 
     assert (mask(small_alpha, small_frac) <= mask(large_alpha, small_frac)).all()
     assert (mask(small_alpha, small_frac) <= mask(small_alpha, large_frac)).all()
@@ -178,10 +180,74 @@ def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
 @given(seeds, st.integers(1, 30), st.integers(1, 40))
 def test_fixed_fetch_is_that_many_or_all(seed, slots, fixed):
     scores, cached = random_scores(seed, 4, slots)
-    selection = Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01).select(
-        scores, cached, torch.tensor([slots]), GEOMETRY
-    )
+    selection = chosen(Oracle(fixed_fetch=fixed, alpha=0.0, max_fetch_frac=0.01), scores, cached, slots)
     assert selection.num_read[0].tolist() == [min(fixed, t) for t in cached[0].tolist()]
+
+
+REDUCTIONS = {
+    "best": lambda s: (s - s.amax(-1, keepdim=True)).amax(0),
+    "max_logits": lambda s: s.amax(0),
+    "sum_logits": lambda s: s.mean(0),  # a mean ranks as the sum does
+    "max_probs": lambda s: s.softmax(-1).amax(0),
+    "sum_probs": lambda s: s.softmax(-1).mean(0),
+}
+
+
+@pytest.mark.parametrize("covers", ["kv_head", "layer"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
+    """Against each rule on one row at a time, with sinks and recent tokens among the 8 of 20 that are read."""
+    scores = 3 * torch.randn(1, KV_HEADS, GROUP, 1, 20, generator=torch.Generator().manual_seed(5))
+    method = Oracle(alpha=math.inf, max_fetch_frac=0.4, group=group, covers=covers, sinks=2, recent_frac=0.25)
+    selection = chosen(method, scores.clone(), torch.tensor([[20]]), 40)
+    forced = {0, 1, 18, 19}
+    heads = scores[0, :, :, 0].double()
+    heads = heads.flatten(0, 1)[None] if covers == "layer" else heads
+
+    def best(values):
+        order = sorted(set(range(20)) - forced, key=lambda token: -values[token])
+        return forced | set(order[:4])
+
+    for head, mask in zip(heads, selection.mask[0, :, 0], strict=True):
+        sets = [best(row) for row in head] if group == "union" else [best(REDUCTIONS[group](head))]
+        assert set(mask.nonzero().flatten().tolist()) == set.union(*sets)
+    assert selection.num_read.item() == selection.mask[0, :, 0].sum(-1).double().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        (Oracle, {"group": "median"}, "method.group=median: must be one of best, "),
+        (Oracle, {"covers": "model"}, "method.covers=model: must be one of kv_head, layer"),
+        (Oracle, {"when": "previous_step"}, "method.when=previous_step: must be layer"),
+        (Oracle, {"group": "sum_probs"}, "method.group=sum_probs: must be best, the distance that alpha bounds"),
+        (Quest, {"sinks": -1}, "method.sinks=-1: must be an integer >= 0"),
+        (Quest, {"recent_frac": 1.5}, r"method.recent_frac=1.5: must be in \[0, 1\]"),
+        (Quest, {"read_tokens": 0}, "method.read_tokens=0: must be >= 1 or null"),
+        (Quest, {"when": "previous_layer", "num_exempt_layers": 0}, "method.num_exempt_layers=0: must be an integer"),
+        (InfiniGen, {"pool_frac": 0.5, "covers": "layer"}, "method.covers, method.group=layer, best: must be kv_head"),
+    ],
+)
+def test_settings_of_a_selection_without_meaning_are_refused(method, settings, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        method(**settings)
+
+
+def test_sinks_leave_something_to_select():
+    lengths = Lengths(torch.tensor([100]), torch.tensor([120]))
+    method = Quest(read_frac=0.2, page_size=1, sinks=20)
+    with pytest.raises(ValueError, match="^method.sinks=20: must be below 19, what is read of a prompt of 100 tokens$"):
+        method.new_state(GEOMETRY, lengths)
+    least = method.min_size(Row(100, 100, 120))
+    assert least == pytest.approx(0.22, abs=1e-6)
+    method.with_size(least).new_state(GEOMETRY, lengths)
+
+
+def test_a_share_or_a_number_of_tokens_is_read():
+    assert Quest(read_tokens=32, page_size=4).tokens_read(Row(200, 100, 300), 2) == 28  # the last page is one of 8
+    assert Quest(read_tokens=32, page_size=4).with_size(0.5) == Quest(read_frac=0.5, page_size=4)
+    assert Quest(group="union").tokens_read(Row(200, 100, 300), 2) is None
+    assert Quest(group="union").max_tokens_read(Row(200, 100, 300), 2) == 200
 
 
 # Selections of a state, over random tensors
@@ -257,14 +323,14 @@ def test_the_cap_is_a_share_of_what_is_cached_or_of_the_final_length():
         assert [method.tokens_read(Row(cached, 5, 40), 2) for cached in (20, 8)] == expected
         scores = torch.randn(1, KV_HEADS, GROUP, 2, 20, generator=torch.Generator().manual_seed(0))
         scores[..., 1, 8:] = -math.inf
-        selection = method.select(scores, torch.tensor([[20, 8]]), torch.tensor([40]), GEOMETRY)
+        selection = chosen(method, scores, torch.tensor([[20, 8]]), 40)
         assert selection.num_read.tolist() == [expected]
         assert selection.mask.sum(-1).tolist() == [[expected] * KV_HEADS]
     tiny = InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final")
     assert tiny.tokens_read(Row(20, 5, 40), 2) == 1, "at least one"
     by_alpha = InfiniGen(alpha=2.5, max_fetch_frac=0.3, cap_of="final")
     steps = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
-    assert by_alpha.select(steps, torch.tensor([[20]]), torch.tensor([40]), GEOMETRY).num_read.item() == 3
+    assert chosen(by_alpha, steps, torch.tensor([[20]]), 40).num_read.item() == 3
     assert by_alpha.max_tokens_read(Row(20, 5, 40), 2) == 12
 
 

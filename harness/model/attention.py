@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from methods.base import Rest
+
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None = None) -> Tensor:
     """torch's fused attention.
@@ -44,6 +46,14 @@ def weighted_values(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     probs = torch.softmax(scores, -1, out=scores)
     stacked = probs.view(batch, num_kv_heads, group * rows, slots).to(value.dtype)
     return (stacked @ value).view(batch, num_kv_heads, group, rows, -1), probs
+
+
+def with_rest(output: Tensor, rest: Rest | None) -> Tensor:
+    """`output` [batch, num_kv_heads, group, rows, head_dim] mixed with what stands for the tokens not read."""
+    if rest is None:
+        return output
+    share = rest.share.unsqueeze(-1).to(output.dtype)
+    return torch.lerp(output, rest.value.unsqueeze(2).to(output.dtype).expand_as(output), share)
 
 
 def heads_last(output: Tensor) -> Tensor:

@@ -71,7 +71,8 @@ def slots_needed(method: Method, batch: Batch, layer: int) -> int:
 
 @dataclass
 class LayerCache:
-    """state: None in a layer where all is read. exempt: it reads the full cache whatever the method."""
+    """state: None in a layer where all is read. exempt: it reads the full cache whatever the method. last_query: by
+    which the next step selects, [batch, heads, 1, head_dim], where it does by the step before's."""
 
     layer: int
     batch: Batch
@@ -80,6 +81,7 @@ class LayerCache:
     method: Method
     fetcher: Fetcher
     exempt: bool
+    last_query: Tensor | None = None
 
     @property
     def evicts(self) -> bool:
@@ -90,6 +92,11 @@ class LayerCache:
     def rehearses(self) -> bool:
         """Whether rows are chosen in the layer before."""
         return self.state is not None and self.method.selects == "rehearsed"
+
+    @property
+    def foresees(self) -> bool:
+        """Whether rows are chosen in the layer before, by the query of the step before."""
+        return self.state is not None and self.method.selects == "previous"
 
     @property
     def known_ahead(self) -> bool:
@@ -115,6 +122,7 @@ class LayerCache:
 
     def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Write the prompt to the store: all of it, or what the method keeps."""
+        self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
             self.state.prompt(self.layer, query, key, value, PromptRows(self.batch.real, slots))
@@ -123,6 +131,11 @@ class LayerCache:
             index = columns.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
             key, value = key.gather(2, index), value.gather(2, index)
         self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), 0)
+
+    def remember(self, query: Tensor) -> None:
+        """Keep the query [batch, heads, 1, head_dim] by which the next step selects."""
+        if self.foresees:
+            self.last_query = query.clone()
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Show the own row to the state."""

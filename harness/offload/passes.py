@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
-from harness.model.attention import dense_attention, heads_last, visible_to_prompt
+from harness.model.attention import dense_attention, heads_last, visible_to_prompt, with_rest
 from harness.offload.cache import LayerCache, positions_of
 from harness.offload.fetch import Fetcher
 from harness.offload.timeline import Timeline
-from methods.base import Selection, attention_scores
+from methods.base import Rest, Selection, attention_scores
 
 
 @dataclass
@@ -79,6 +79,7 @@ class StepPass(Handler):
         positions = caches[0].batch.positions
         self.read = torch.zeros(len(positions), dtype=torch.float64, device=positions.device)
         self.index_read = torch.zeros_like(self.read)
+        self.rest: dict[int, Rest] = {}
 
     def layer_begins(self, layer: int) -> None:
         """The rehearsal comes first, the next layer's query projection included."""
@@ -100,6 +101,7 @@ class StepPass(Handler):
         if cache.chooses:
             self.timeline.switch("prediction")
             self._choose(layer, query)
+        cache.remember(query)
         self._request_next(layer)
         self.timeline.switch("transfer")
         self.fetcher.wait(layer)
@@ -117,19 +119,28 @@ class StepPass(Handler):
         probs = scores.softmax(-1).to(value.dtype)
         output = probs[..., 0, :-1] @ values + probs[..., 0, -1:] * value  # [batch, kv, group, head_dim]
         cache.keep_own(key, value)
-        return heads_last(output.unsqueeze(3))
+        return heads_last(with_rest(output.unsqueeze(3), self.rest.pop(layer, None)))
+
+    def request_early(self, layer: int) -> None:
+        """Ask for a layer's rows where they are known before its query is."""
+        cache = self.caches[layer]
+        if cache.known_ahead:
+            cache.request()
+        elif cache.foresees:
+            assert cache.last_query is not None, "a prompt comes first"
+            self._choose(layer, cache.last_query)
 
     def _choose(self, layer: int, query: Tensor) -> None:
         """Let the method name rows by a query, and ask for them."""
         selection = self.caches[layer].select(query, _no_scores)
-        self._count(selection)
+        self._note(layer, selection)
         self.caches[layer].request_selected(selection)
 
     def _request_next(self, layer: int) -> None:
         """Ask for the next layer's rows where they are known, and for the next step's first ones."""
         following, ahead = layer + 1, self.fetcher.num_ahead
-        if ahead <= following < len(self.caches) and self.caches[following].known_ahead:
-            self.caches[following].request()
+        if ahead <= following < len(self.caches):
+            self.request_early(following)
         if self.last:
             return
         if layer >= ahead > 0:
@@ -152,13 +163,15 @@ class StepPass(Handler):
                 self.read += cache.batch.positions
         elif cache.known_ahead:
             selection = cache.select(query, lambda: scores)
-            self._count(selection)
+            self._note(cache.layer, selection)
             if selection.bias is not None:
                 scores[..., :-1] += selection.bias[..., :-1]
             if selection.mask is not None:
                 scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 
-    def _count(self, selection: Selection) -> None:
+    def _note(self, layer: int, selection: Selection) -> None:
+        if selection.rest is not None:
+            self.rest[layer] = selection.rest
         self.read += selection.num_read[:, 0]
         if selection.side is not None:
             self.index_read += selection.side[:, 0]

@@ -99,11 +99,11 @@ class LiveSession:
         """Decode one token of every sequence, ids int [batch]; returns logits [batch, vocab] for the next."""
         if self.steps >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
-        for cache in self.caches[: max(1, self.fetcher.num_ahead)]:
-            if cache.known_ahead and not self.fetcher.pending(cache.layer):
-                cache.request()  # the first step: nothing computed before it
         scale, last = self.attached.geometry.scale, self.steps + 2 >= self.max_new_tokens  # the last token is not fed
         step = StepPass(self.caches, self.fetcher, self.timeline, scale, last=last)
+        for cache in self.caches[: max(1, self.fetcher.num_ahead)]:
+            if not self.fetcher.pending(cache.layer):
+                step.request_early(cache.layer)  # the first step: nothing computed before it
         hidden = self.attached.forward(ids[:, None], self.batch.positions[:, None], step)
         self.timeline.switch("other")
         self.reads.count(self.batch.positions, step.read, step.index_read)

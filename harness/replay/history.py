@@ -16,7 +16,8 @@ class History:
     """Columns of one batch, all layers.
 
     kv: by layer (keys, values), each [batch, num_kv_heads, columns, head_dim]. tokens: int32 [batch, columns], the
-    token of each column, `EMPTY` where there is none. length: columns in use.
+    token of each column, `EMPTY` where there is none. length: columns in use. queries: by layer that of the last token,
+    [batch, heads, 1, head_dim], where the method selects by the query of the step before.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class History:
         self.method = method
         self.codec = codec
         self.length = 0
+        self.queries: dict[int, Tensor] = {}
         shape = (batch, geometry.num_kv_heads, num_columns, geometry.head_dim)
         self.kv = [
             tuple(torch.empty(shape, dtype=attached.dtype, device=attached.device) for _ in "kv")
@@ -57,6 +59,7 @@ class History:
         """Of the sequences `index` [new_batch], with room for `num_columns`."""
         child = copy(self)
         child.tokens = self._widen(self.tokens, index, 1, num_columns, EMPTY)
+        child.queries = {layer: query.index_select(0, index) for layer, query in self.queries.items()}
         child.kv = [tuple(self._widen(part, index, 2, num_columns, 0) for part in kv) for kv in self.kv]
         return child
 

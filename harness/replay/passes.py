@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
-from harness.model.attention import dense_attention, heads_last, visible_to_prompt, weighted_values
+from harness.model.attention import dense_attention, heads_last, visible_to_prompt, weighted_values, with_rest
 from harness.replay.history import History
 from harness.sizes import ReadStats, resident_share, share_of_cache
 from methods.base import EMPTY, PromptRows, Rows, Selection, State, attention_scores
@@ -33,6 +33,8 @@ class PromptPass(Handler):
         self.history.keep(layer, key, value, slice(0, key.shape[2]))
         if self.state is not None and layer >= self.history.method.num_exempt_layers:
             self.state.prompt(layer, query, key, value, self.rows)
+            if self.history.method.selects == "previous":
+                self.history.queries[layer] = query[:, :, -1:].clone()
         return dense_attention(query, key, value, self.scale, self.visible)
 
 
@@ -81,12 +83,21 @@ class DecodePass(Handler):
             self.layers_fired += 1
             if self.state is not None:
                 self.state.append(layer, key, value, self.history.tokens[:, columns], columns)
-        rehearsed = self.rehearsed.pop(layer, query)
+        selects_by = self._selecting_query(layer, query)
         chunks = []
         for rows in self._chunks(query):
-            block = _Block(self, layer, rows, query, rehearsed)
+            block = _Block(self, layer, rows, query, selects_by)
             chunks.append(block.dense() if exempt else block.selected(key[:, :, rows], value[:, :, rows]))
         return torch.cat(chunks, 1)
+
+    def _selecting_query(self, layer: int, query: Tensor) -> Tensor:
+        """What the rows select by, shaped like their `query`."""
+        if layer not in self.history.queries:
+            return self.rehearsed.pop(layer, query)
+        shifted = torch.cat([self.history.queries[layer], query], 2)
+        last = self.valid.sum(-1)[:, None, None, None].expand(*query.shape[:2], 1, query.shape[-1])
+        self.history.queries[layer] = shifted.gather(2, last)
+        return shifted[:, :, :-1]
 
     def stats(self, weights: Tensor, code_bits: float) -> ReadStats:
         """Sums over the pass's rows, each `weights` [batch, rows] times."""
@@ -124,7 +135,7 @@ class DecodePass(Handler):
 class _Block:
     """A chunk of decode rows in one layer, over the columns up to the chunk's end."""
 
-    def __init__(self, rows_pass: DecodePass, layer: int, rows: slice, query: Tensor, rehearsed: Tensor) -> None:
+    def __init__(self, rows_pass: DecodePass, layer: int, rows: slice, query: Tensor, selects_by: Tensor) -> None:
         self.rows_pass = rows_pass
         self.tokens = rows_pass.history.tokens
         self.layer = layer
@@ -132,7 +143,7 @@ class _Block:
         self.first_own = rows_pass.start + rows.start
         self.stop = rows_pass.start + rows.stop
         self.query = query[:, :, rows]
-        self.rehearsed = rehearsed[:, :, rows]
+        self.selects_by = selects_by[:, :, rows]
         self.key, self.value = (part[:, :, : self.stop] for part in rows_pass.history.kv[layer])
         self.scale = rows_pass.geometry.scale
         self._scores: Tensor | None = None
@@ -161,7 +172,7 @@ class _Block:
         if exact is not None:
             stored = self.value[:, :, self.first_own :]
             output += self._own(probs).unsqueeze(-1) * (value - stored).unsqueeze(2)
-        return heads_last(output)
+        return heads_last(with_rest(output, selection.rest))
 
     def _select(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
         positions = self.rows_pass.positions[:, self.rows]
@@ -170,7 +181,7 @@ class _Block:
         else:
             own = torch.arange(self.first_own, self.stop, device=positions.device)
             rows = Rows(
-                query=self.rehearsed,
+                query=self.selects_by,
                 positions=positions,
                 real=self.rows_pass.valid[:, self.rows],
                 slot_positions=self.tokens[:, None, : self.stop],

@@ -139,7 +139,7 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         kv_frac=session.reads.kv_frac,
         device_frac=session.reads.device_frac,
         num_layers=session.attached.geometry.num_layers,
-        predicts=cell.method.selects in ("rehearsed", "query"),
+        predicts=cell.method.names_rows,
     )
 
 
