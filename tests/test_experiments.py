@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_model
 from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_latency
@@ -21,6 +20,7 @@ from harness.launch.cli import main
 from harness.launch.plan import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
 from harness.settings.compose import CONF_DIR, compose
 from harness.settings.run import RunConfig
 from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, PUBLISHED_CSV, names
