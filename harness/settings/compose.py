@@ -106,5 +106,5 @@ def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -
     """The name of a run that the user gave none: the system that it is, or the method and its codec."""
     if experiment.live:
         return systems.name_of(method.plain(config.method_name, file), config)
-    title = file.get("title") or config.method.label or config.method_name
+    title = file.get("title") or config.method.label
     return title if config.codec_name in (None, file.get("codec")) else f"{title} + {config.codec_name}"

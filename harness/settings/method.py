@@ -27,13 +27,14 @@ def file_of(name: str) -> dict[str, Any]:
 def take(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Put the method, its name and the codec of a preset (`method=int4`) in their places.
 
-    given: names of the settings on the command line. Returns the method's YAML, {} of a user's own.
+    given: names of the settings on the command line. Returns the method's YAML; of a user's own, what it would say.
     """
     node = group(settings, "method")
     name = node.pop("name", None)
     if own_method.is_target(node.get("_target_")) and not given & {"method._target_", "method.name"}:
-        settings |= {"method_name": name, "method": _own(name, node)}
-        return {}
+        method = _own(name, node)
+        settings |= {"method_name": name, "method": method}
+        return {} if vars(type(method)).keys() & {"title", "label"} else {"title": name}  # not what it derives from
     if name not in options("method"):
         raise UserError(f"method.name={name}: {nearest(name, options('method'))}")
     file = file_of(name)

@@ -14,7 +14,6 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +43,7 @@ class OwnMethod:
 
     def node(self) -> dict[str, Any]:
         """What its file in `conf/method` would say, had it one."""
-        return {"_target_": self.target, "name": self.name, **_defaults(self.cls, self.name)}
+        return {"_target_": self.target, "name": self.name, **_defaults(self.cls)}
 
 
 def is_target(target: object) -> bool:
@@ -76,8 +75,9 @@ def _run_file(path: Path, choice: str) -> ModuleType:
     if not path.stem.isidentifier():
         raise UserError(f"method={choice}: the file's name must be a Python name, as my_method.py is")
     module = _import(path.stem, choice, path.resolve().parent)
-    if not module.__file__ or not path.samefile(module.__file__):
-        taken = module.__file__ or "Python itself"
+    found = getattr(module, "__file__", None)  # none in what is built into Python
+    if found is None or not path.samefile(found):
+        taken = found or "Python itself"
         raise UserError(f"method={choice}: {path.stem} is a module of {taken} already; rename the file")
     return module
 
@@ -129,21 +129,21 @@ def _check(cls: type, choice: str) -> None:
 
     if "__dataclass_fields__" not in vars(cls):
         raise UserError(f"method={choice}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings")
+    for each in fields(cls):
+        if each.default is MISSING and each.default_factory is MISSING:
+            raise UserError(f"method={choice}: {cls.__name__}.{each.name} needs a default")
     needed = () if cls.reads_all else ("new_state", "tokens_read")  # type: ignore[attr-defined]
     for hook in needed:
         if getattr(cls, hook) is getattr(Method, hook):
             raise UserError(f"method={choice}: {cls.__name__} lacks {hook}; methods/base.py says what it is")
 
 
-def _defaults(cls: type, name: str) -> Mapping[str, Any]:
+def _defaults(cls: type) -> dict[str, Any]:
     """The settings of a method as YAML holds them."""
-    values = {}
-    for field in fields(cls):
-        value = field.default_factory() if field.default_factory is not MISSING else field.default
-        if value is MISSING:
-            raise UserError(f"method={name}: {cls.__name__}.{field.name} needs a default")
-        values[field.name] = list(value) if isinstance(value, tuple) else value
-    return values
+    made = {
+        each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(cls)
+    }
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in made.items()}
 
 
 class OwnMethods(ConfigSource):
