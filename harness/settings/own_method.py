@@ -140,10 +140,11 @@ def _check(cls: type, choice: str) -> None:
 
 def _defaults(cls: type) -> dict[str, Any]:
     """The settings of a method as YAML holds them."""
-    made = {
-        each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(cls)
-    }
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in made.items()}
+    values = {}
+    for each in fields(cls):
+        value = each.default if each.default_factory is MISSING else each.default_factory()
+        values[each.name] = list(value) if isinstance(value, tuple) else value
+    return values
 
 
 class OwnMethods(ConfigSource):
