@@ -9,9 +9,9 @@ import pytest
 import reference as plain
 import torch
 from cases import CASES, Case, smooth
-from conftest import tiny_model
 
 from harness.model.attach import attach
+from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
 from methods.codec import Codec, SplitCodec

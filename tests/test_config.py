@@ -10,8 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.settings.compose import CONF_DIR, OF_THE_FILE, compose, load, options, parse
+from harness.settings.compose import CONF_DIR, compose, load, options, parse
 from harness.settings.experiment import COMMON, find, foreign_settings, kinds
+from harness.settings.method import OF_THE_FILE
 from harness.settings.run import PAPER_TASKS, RunConfig
 
 QUANTIZED = ("int8", "int4", "int2", "int1")

@@ -9,12 +9,12 @@ from copy import deepcopy
 import pytest
 import torch
 from cases import CASES, Case
-from conftest import tiny_model
 from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, open_live, replay, tiny, token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.model.attach import attach
+from harness.model.tiny import tiny_model
 from harness.offload import store as store_module
 from harness.offload.links.link import Link, Ticket, Transfer
 from harness.offload.links.open import open_link

@@ -95,7 +95,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("harness.model", "harness.data"),
     ("harness.offload", "harness.records"),
     ("harness.replay", "harness.setup", "harness.tables", "harness.resources"),
-    ("harness.accuracy", "harness.speed", "harness.paper"),
+    ("harness.accuracy", "harness.speed", "harness.contract", "harness.paper"),
     ("harness.experiments",),
     ("harness.launch",),
     ("run",),
