@@ -249,7 +249,10 @@ class Method:
         raise NotImplementedError
 
     def tokens_read(self, row: Row, layer: int) -> float | None:
-        """Cached tokens that a decode row reads in a non-exempt layer; None where that depends on the data."""
+        """Cached tokens that a decode row reads in a non-exempt layer; None where that depends on the data.
+
+        The mean over the layer's KV heads, and over the layers where they share a budget: sizes sum over all of them.
+        """
         raise NotImplementedError
 
     def max_tokens_read(self, row: Row, layer: int) -> int:

@@ -1,8 +1,9 @@
 """Methods that give tokens up for good, so that live decoding uses their slots again, and read all that they keep.
 
-`EvictingState` keeps book of which token lies in which slot. `WorthState` is the easy base on top of it: give each
-token a worth, and the least worthy leave. It is told a budget and how many recent tokens are safe, and asks for
-`prompt_worth`; a method that goes on evicting while it decodes says in `observe` what a row's attention adds.
+`EvictingState` keeps book of which token lies in which slot. `WorthState` is the easy base on top of it for methods
+that evict after the prompt and after every row: give each token a worth, and the least worthy leave. It is told a
+budget and how many recent tokens are safe; `prompt_worth` and `observe` say what a token's worth is. Methods that evict
+after the prompt alone have a base of their own, `methods.prompt_evicting`.
 """
 
 from __future__ import annotations
@@ -95,12 +96,10 @@ class WorthState(EvictingState):
     """Keeps the tokens of the largest worth, the `recent` last ones whatever their worth.
 
     worth[layer]: fp32, shaped like tokens[layer], inf in slots that hold no token.
-    budget, recent: int [batch], tokens kept after the prompt and tokens that are safe; budgets may differ by layer.
-    evicts_later: whether rows that are decoded evict too, down to the same budget; else all of them are kept.
+    budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer.
     """
 
     slot_tensors = {**EvictingState.slot_tensors, "worth": INF}
-    evicts_later = True
     worth: dict[int, Tensor]
 
     def budget(self, layer: int) -> Tensor:
@@ -118,6 +117,7 @@ class WorthState(EvictingState):
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
         """Update `worth` [batch, num_kv_heads, slots] by a row's attention [batch, num_kv_heads, group, slots]."""
+        raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Evict down to the budget."""
@@ -141,11 +141,9 @@ class WorthState(EvictingState):
         worth.scatter_(-1, own, torch.where(rows.real, 0.0, INF)[:, None].expand_as(own))
         readable = tokens[:, :, :slots].clone()
         mask = readable.unsqueeze(2) < rows.positions[:, None, :, None]
-        if self.evicts_later:
-            died = self._scan(layer, rows, readable)
-            mask &= died.unsqueeze(2) >= torch.arange(own.shape[-1], device=own.device)[:, None]
-            return Selection(mask, torch.minimum(rows.positions, self.budget(layer)[:, None]).double())
-        return Selection(mask, mask.sum(-1).double().mean(1))
+        died = self._scan(layer, rows, readable)
+        mask &= died.unsqueeze(2) >= torch.arange(own.shape[-1], device=own.device)[:, None]
+        return Selection(mask, torch.minimum(rows.positions, self.budget(layer)[:, None]).double())
 
     def _scan(self, layer: int, rows: Rows, readable: Tensor) -> Tensor:
         """The row after which each slot's token was evicted, int [batch, num_kv_heads, slots]; rows if it was not."""

@@ -13,13 +13,17 @@ from torch import Tensor
 from harness.settings.compose import load, options
 from methods.base import Method
 from methods.codec import Codec, SplitCodec
+from methods.expected import ExpectedAttention
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.keydiff import KeyDiff
+from methods.knorm import Knorm
 from methods.oracle import Oracle
 from methods.quest import Quest, QuestState
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from methods.tova import TOVA
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,18 @@ CASES = {
     "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
     "snapkv-avg": Case(SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0)),
     "snapkv+smooth": Case(SnapKV(kept_frac=0.4, window=3), Smooth()),
+    "snapkv-pyramid": Case(SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", num_exempt_layers=1)),
+    "snapkv-adaptive": Case(SnapKV(kept_frac=0.5, window=3, heads="adaptive")),
+    "snapkv-both": Case(SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive")),
+    "tova": Case(TOVA(kept_frac=0.3)),
+    "tova-last": Case(TOVA(kept_tokens=6, protect_last=True, num_exempt_layers=0)),
+    "tova+smooth": Case(TOVA(kept_frac=0.5), Smooth()),
+    "knorm": Case(Knorm(kept_frac=0.4)),
+    "knorm-adaptive": Case(Knorm(kept_tokens=9, num_sinks=1, heads="adaptive", num_exempt_layers=1)),
+    "keydiff": Case(KeyDiff(kept_frac=0.4)),
+    "keydiff-window": Case(KeyDiff(kept_tokens=9, window=3, num_exempt_layers=0)),
+    "expected": Case(ExpectedAttention(kept_frac=0.5)),
+    "expected-adaptive": Case(ExpectedAttention(kept_tokens=9, num_sinks=2, epsilon=0.01, heads="adaptive")),
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
     "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),

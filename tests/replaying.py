@@ -15,13 +15,14 @@ from harness.model.attach import attach
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
 from methods.codec import Codec
-from methods.snapkv import SnapKV
+from methods.prompt_evicting import PromptEvicting
 
 LENGTH, PROMPT = 56, 19
 RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))
 """(prompt, length) of the sequences of a padded batch."""
 TOLERANCE = 1e-4
-TOO_SHORT = [case.method for case in CASES.values() if isinstance(case.method, SnapKV) and not case.method.kept_tokens]
+EVICTING_ONCE = [case.method for case in CASES.values() if isinstance(case.method, PromptEvicting)]
+TOO_SHORT = [method for method in EVICTING_ONCE if method.kept_tokens is None]
 """Methods that refuse a prompt of one token."""
 WELL_APART = 1e-6
 """The least `Reference.margin` at which fp32 and fp64 must choose alike."""
@@ -32,7 +33,7 @@ MODELS = {
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-UNREFERENCED = ("quest", "snap", "pool", "biased", "full+split")
+UNREFERENCED = ("quest", "snap", "pool", "biased", "full+split", "tova", "knorm", "keydiff", "expected", "rkv", "duo")
 WITHOUT_STEPS = [name for name, case in CASES.items() if not isinstance(case.codec, Codec)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
 REFERENCED = [name for name in WITHOUT_STEPS if not name.startswith(UNREFERENCED)]
