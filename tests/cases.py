@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.settings.compose import load, options
 from methods.base import Method
 from methods.codec import Codec, SplitCodec
+from methods.duo import DuoAttention
 from methods.expected import ExpectedAttention
 from methods.full import Full
 from methods.h2o import H2O
@@ -21,6 +22,7 @@ from methods.keydiff import KeyDiff
 from methods.knorm import Knorm
 from methods.oracle import Oracle
 from methods.quest import Quest, QuestState
+from methods.rkv import RKV
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
@@ -112,6 +114,13 @@ CASES = {
     "keydiff-window": Case(KeyDiff(kept_tokens=9, window=3, num_exempt_layers=0)),
     "expected": Case(ExpectedAttention(kept_frac=0.5)),
     "expected-adaptive": Case(ExpectedAttention(kept_tokens=9, num_sinks=2, epsilon=0.01, heads="adaptive")),
+    "rkv": Case(RKV(kept_tokens=8, divide_length=3, window=2, kernel=3)),
+    "rkv-share": Case(RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, num_exempt_layers=0)),
+    "rkv-each": Case(RKV(kept_tokens=6, divide_length=1, window=4, num_exempt_layers=1)),
+    "rkv+smooth": Case(RKV(kept_tokens=8, divide_length=4, window=2), Smooth()),
+    "duo": Case(DuoAttention(num_sinks=2, num_recent=4)),
+    "duo-most": Case(DuoAttention(sparsity=0.75, num_sinks=1, num_recent=3, num_exempt_layers=0)),
+    "duo+smooth": Case(DuoAttention(num_sinks=0, num_recent=5), Smooth()),
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
     "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),

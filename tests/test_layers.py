@@ -144,7 +144,7 @@ def test_methods_import_torch_and_one_another_only(module):
     assert packages(imports(module)) <= allowed
 
 
-BASES = {"base", "checks", "codec", "selection", "evicting", "prompt_evicting", "retrieving", "projected"}
+BASES = {"base", "checks", "codec", "selection", "evicting", "prompt_evicting", "windowed", "retrieving", "projected"}
 """What methods derive from and build on; any other file of methods/ is a method, or a folder-mate of one."""
 PARTS = {"methods.infinigen": {"methods.pool"}}
 
