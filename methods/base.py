@@ -233,6 +233,11 @@ class Method:
         return False
 
     @property
+    def file(self) -> str | None:
+        """A file that its settings name, whose contents belong to a run's identity; None where there is none."""
+        return None
+
+    @property
     def replay_only(self) -> str | None:
         """Why it can be scored and not decoded live, in words for the user; None where it can."""
         return None

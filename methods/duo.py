@@ -35,7 +35,6 @@ class DuoAttention(Method):
     pattern: str | None = None
 
     title = "DuoAttention"
-    calibration_settings = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,12 +55,10 @@ class DuoAttention(Method):
 
     def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
         """gates: fp32 [num_kv_heads], the group's mean."""
-        num_positions = 500
-        positions = torch.arange(query.shape[1], device=query.device)[None]
-        plain = (geometry.rotate(states[None], positions, inverse=True).float() for states in (query, key))
-        means = (states.mean(2, keepdim=True).expand(-1, -1, num_positions, -1) for states in plain)
-        positions = torch.arange(num_positions, device=query.device)[None]
-        mean_query, mean_key = (geometry.rotate(states, positions) for states in means)
+        text, ahead = (torch.arange(n, device=query.device)[None] for n in (query.shape[1], 500))
+        plain = (geometry.rotate(states[None], text, inverse=True).float() for states in (query, key))
+        means = (states.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1) for states in plain)
+        mean_query, mean_key = (geometry.rotate(states, ahead) for states in means)
         probs = attention_scores(mean_query[:, :, -1:], mean_key, geometry.scale).softmax(-1)
         return {"gates": probs[0, :, :, 0].cumsum(-1).mean((1, 2))}
 

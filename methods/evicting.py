@@ -8,13 +8,15 @@ after the prompt alone have a base of their own, `methods.prompt_evicting`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, attention_scores
+from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, attention_scores, floor_frac
+from methods.checks import require, require_fraction
 
 PROMPT_CHUNK = 256
 """Prompt rows whose probabilities are held at once."""
@@ -32,6 +34,41 @@ class Evicting(Method):
     def max_tokens_read(self, row: Row, layer: int) -> int:
         """What is kept."""
         return self.tokens_kept(row, layer)
+
+
+@dataclass(frozen=True)
+class EvictingToShare(Evicting):
+    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`."""
+
+    kept_frac: float = 0.2
+    kept_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("kept_frac", self.kept_frac)
+        require(self.kept_tokens is None or self.kept_tokens >= 1, "kept_tokens", self.kept_tokens, ">= 1 or null")
+
+    def budget(self, final: int) -> int:
+        """Tokens kept of a sequence of T = `final`."""
+        return max(1, int(self.kept_frac * final)) if self.kept_tokens is None else self.kept_tokens
+
+    def budgets(self, final: Tensor) -> Tensor:
+        """`budget` of each sequence, int [batch]."""
+        if self.kept_tokens is None:
+            return floor_frac(self.kept_frac, final).clamp(min=1)
+        return torch.full_like(final, self.kept_tokens)
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        """The budget, or all that is cached."""
+        return min(row.cached, self.budget(row.final))
+
+    def with_size(self, frac: float) -> Self:
+        """Sized by `kept_frac`."""
+        return replace(self, kept_frac=frac, kept_tokens=None)
+
+    def artifact_budget(self) -> float:
+        """The budget, where it is a share."""
+        return self.kept_frac if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):

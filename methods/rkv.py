@@ -8,8 +8,7 @@ twice. The state keeps these rows' queries, and the keys of what is kept a secon
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,25 +24,22 @@ from methods.base import (
     Rows,
     Selection,
     attention_scores,
-    floor_frac,
 )
 from methods.checks import require, require_fraction
-from methods.evicting import INF, PROMPT_CHUNK, Evicting, EvictingState
+from methods.evicting import INF, PROMPT_CHUNK, EvictingState, EvictingToShare
 
 ALIKE = 0.5
 """Keys of a larger cosine say the same: of those, the latest is not held to be like the others."""
 
 
 @dataclass(frozen=True)
-class RKV(Evicting):
-    """Goes back to floor(kept_frac * T) tokens, or `kept_tokens`, the `window` last ones among them.
+class RKV(EvictingToShare):
+    """window: last tokens that stay, and are part of the budget; their rows' attention is what counts.
 
     divide_length: generated tokens from one compression to the next. mix_lambda: the share of attention in a token's
     worth, the rest is similarity. kernel: width (odd) of the maximum that smooths the attention.
     """
 
-    kept_frac: float = 0.2
-    kept_tokens: int | None = None
     divide_length: int = 128
     window: int = 8
     mix_lambda: float = 0.07
@@ -53,17 +49,12 @@ class RKV(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("kept_frac", self.kept_frac)
         require(self.window >= 1, "window", self.window, "an integer >= 1")
         above = f"above window={self.window}, or null"
         require(self.kept_tokens is None or self.kept_tokens > self.window, "kept_tokens", self.kept_tokens, above)
         require(self.divide_length >= 1, "divide_length", self.divide_length, "an integer >= 1")
         require_fraction("mix_lambda", self.mix_lambda, zero=True)
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
-
-    def budget(self, final: int) -> int:
-        """Tokens after a compression, of a sequence of T = `final`."""
-        return int(self.kept_frac * final) if self.kept_tokens is None else self.kept_tokens
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> RKVState:
         """ValueError where a sequence's budget would not exceed the window."""
@@ -82,18 +73,10 @@ class RKV(Evicting):
         """What a compression finds, at most: its slots are taken again one by one."""
         return min(row.cached, self.budget(row.final) + self.divide_length - 1)
 
-    def with_size(self, frac: float) -> Self:
-        """Sized by `kept_frac`."""
-        return replace(self, kept_frac=frac, kept_tokens=None)
-
     def min_size(self, row: Row) -> float:
         """What keeps one token more than the window, rounded up so that the floor does."""
         require(self.window < row.final, "window", self.window, f"below {row.final}, the shortest sequence")
         return min(1.0, math.nextafter((self.window + 1) / row.final, 1))
-
-    def artifact_budget(self) -> float:
-        """The budget, where it is a share."""
-        return self.kept_frac if self.kept_tokens is None else 1.0
 
 
 class RKVState(EvictingState):
@@ -118,13 +101,6 @@ class RKVState(EvictingState):
         assert isinstance(child, RKVState)
         child.generated = {layer: counts[index.cpu()] for layer, counts in self.generated.items()}
         return child
-
-    @property
-    def budget(self) -> Tensor:
-        """Tokens after a compression, int [batch]."""
-        if self.method.kept_tokens is not None:
-            return torch.full_like(self.lengths.final, self.method.kept_tokens)
-        return floor_frac(self.method.kept_frac, self.lengths.final)
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Keep the prompt's keys and last queries, and compress."""
@@ -189,7 +165,7 @@ class RKVState(EvictingState):
         attention = self._attention(queries, keys, competes)
         worth = self.method.mix_lambda * attention - (1 - self.method.mix_lambda) * similarity(keys, held != EMPTY)
         best = worth.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
-        loses = (place >= (self.budget - window)[:, None, None]) & due[:, None, None]
+        loses = (place >= (self.method.budgets(self.lengths.final) - window)[:, None, None]) & due[:, None, None]
         gone = competes & torch.zeros_like(competes).scatter_(-1, best, loses.expand_as(best))
         tokens.scatter_(-1, slots, tokens.gather(-1, slots).masked_fill(gone, EMPTY))
 
