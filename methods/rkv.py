@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
@@ -92,14 +93,14 @@ class RKVState(EvictingState):
 
     def __init__(self, method: RKV, geometry: Geometry, lengths: Lengths) -> None:
         super().__init__(method, geometry, lengths)
-        self.generated: dict[int, Tensor] = {}
+        self.generated: dict[int, np.ndarray] = {}
         self.most = method.budget(int(lengths.final.max())) + method.divide_length
 
     def fork(self, index: Tensor, num_slots: int) -> RKVState:
         """With the counts of the sequences chosen."""
         child = super().fork(index, num_slots)
         assert isinstance(child, RKVState)
-        child.generated = {layer: counts[index.cpu()] for layer, counts in self.generated.items()}
+        child.generated = {layer: counts[index.cpu().numpy()] for layer, counts in self.generated.items()}
         return child
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
@@ -108,7 +109,7 @@ class RKVState(EvictingState):
         prompt, window = key.shape[2], self.method.window
         self.keys[layer] = pad(key, (0, 0, 0, rows.num_slots + self.spare_slots - prompt))
         self.queries[layer] = pad(query, (0, 0, max(0, window - prompt), 0))[:, :, -window:]
-        self.generated[layer] = torch.zeros(len(key), dtype=torch.int64, device="cpu")
+        self.generated[layer] = np.zeros(len(key), dtype=np.int64)
         self._compress(layer, self.queries[layer], rows.lengths, rows.lengths > 0, prompt)
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
@@ -138,11 +139,11 @@ class RKVState(EvictingState):
 
     def _ends(self, layer: int, rows: Rows) -> list[int]:
         """Rows, counted from 1, after which a sequence compresses. Only a replayed, padded block asks the device."""
-        real = rows.real.cpu() if rows.padded else torch.ones(rows.real.shape, dtype=torch.bool, device="cpu")
+        real = rows.real.cpu().numpy() if rows.padded else np.ones(rows.real.shape, dtype=bool)
         generated = self.generated[layer][:, None] + real.cumsum(-1)
         self.generated[layer] = generated[:, -1]
         due = real & (generated % self.method.divide_length == 0)
-        return (due.any(0).nonzero().flatten() + 1).tolist()
+        return [end for end, compresses in enumerate(due.any(0).tolist(), 1) if compresses]
 
     def _last(self, queries: Tensor, real: Tensor, rows: int) -> Tensor:
         """The queries of the last `window` real rows of the first `rows`, before which those from earlier stand."""

@@ -17,6 +17,8 @@ from test_field import BATCHES, Sequence, every_batch, every_model, replayed, so
 
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
+from harness.records import inputs
+from harness.settings.compose import load
 from harness.sizes import kv_frac
 from methods.base import Geometry, Lengths, Method, Row
 from methods.duo import DuoAttention
@@ -488,6 +490,16 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
         DuoAttention().new_state(GEOMETRY, LENGTHS)
     with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
         DuoAttention().new_state(GEOMETRY, LENGTHS, {"gates": torch.ones(4, 2)})
+
+
+def test_the_contents_of_duos_file_are_an_input_of_the_run(tmp_path):
+    pattern = tmp_path / "gates.tsv"
+    pattern.write_text("0\t1\n")
+    config = load(["method=duo", f"method.pattern={pattern}"])
+    first = inputs.digests(config)["method"]
+    pattern.write_text("1\t0\n")
+    assert inputs.digests(config)["method"] != first
+    assert "method" not in inputs.digests(load(["method=duo"]))
 
 
 def test_duo_grows_with_its_size():
