@@ -110,7 +110,8 @@ class RKVState(EvictingState):
         self.keys[layer] = pad(key, (0, 0, 0, rows.num_slots + self.spare_slots - prompt))
         self.queries[layer] = pad(query, (0, 0, max(0, window - prompt), 0))[:, :, -window:]
         self.generated[layer] = np.zeros(len(key), dtype=np.int64)
-        self._compress(layer, self.queries[layer], rows.lengths, rows.lengths > 0, prompt)
+        due = torch.ones_like(rows.lengths, dtype=torch.bool)
+        self._compress(layer, self.queries[layer], rows.lengths, due, max(prompt, self.most))
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
         """Keep the keys."""

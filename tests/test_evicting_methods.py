@@ -20,7 +20,7 @@ from harness.model.calibration import calibrate
 from harness.records import inputs
 from harness.settings.compose import load
 from harness.sizes import kv_frac
-from methods.base import Geometry, Lengths, Method, Row
+from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, Row
 from methods.duo import DuoAttention
 from methods.expected import ExpectedAttention
 from methods.h2o import H2O
@@ -468,6 +468,16 @@ def test_what_cannot_work_at_these_lengths_is_refused_with_the_least_that_can():
     row = Row(40, 30, 50)
     assert RKV().with_size(RKV().min_size(row)).budget(50) == 9
     assert ExpectedAttention().with_size(ExpectedAttention().min_size(row)).budget(30) == 5
+
+
+@pytest.mark.parametrize("method", [TOVA(), RKV(), DuoAttention()], ids=lambda method: method.title)
+def test_what_learns_nothing_of_a_prompt_takes_none(method):
+    assert not method.needs_prompt
+    lengths = Lengths(torch.tensor([0, 0]), torch.tensor([60, 60]))
+    state = method.new_state(GEOMETRY, lengths, {"gates": torch.rand(4, 2)})
+    query, key = torch.randn(2, 4, 0, 16), torch.randn(2, 2, 0, 16)
+    state.prompt(2, query, key, key, PromptRows(torch.ones(2, 0, dtype=torch.bool), 60))
+    assert (state.tokens[2] == EMPTY).all()
 
 
 def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
