@@ -15,13 +15,19 @@ from harness.setup import codec_of
 from methods.base import Method, Rest
 from methods.channel_codec import ChannelCodec
 from methods.codec import Codec, SplitCodec
+from methods.duo import DuoAttention
+from methods.expected import ExpectedAttention
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.keydiff import KeyDiff
+from methods.knorm import Knorm
 from methods.oracle import Oracle
 from methods.quest import Quest, QuestState
+from methods.rkv import RKV
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from methods.tova import TOVA
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,25 @@ CASES = {
     "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
     "snapkv-avg": Case(SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0)),
     "snapkv+smooth": Case(SnapKV(kept_frac=0.4, window=3), Smooth()),
+    "snapkv-pyramid": Case(SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", num_exempt_layers=1)),
+    "snapkv-adaptive": Case(SnapKV(kept_frac=0.5, window=3, heads="adaptive")),
+    "snapkv-both": Case(SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive")),
+    "tova": Case(TOVA(kept_frac=0.3)),
+    "tova-last": Case(TOVA(kept_tokens=6, protect_last=True, num_exempt_layers=0)),
+    "tova+smooth": Case(TOVA(kept_frac=0.5), Smooth()),
+    "knorm": Case(Knorm(kept_frac=0.4)),
+    "knorm-adaptive": Case(Knorm(kept_tokens=9, num_sinks=1, heads="adaptive", num_exempt_layers=1)),
+    "keydiff": Case(KeyDiff(kept_frac=0.4)),
+    "keydiff-window": Case(KeyDiff(kept_tokens=9, window=3, num_exempt_layers=0)),
+    "expected": Case(ExpectedAttention(kept_frac=0.5)),
+    "expected-adaptive": Case(ExpectedAttention(kept_tokens=9, num_sinks=2, epsilon=0.01, heads="adaptive")),
+    "rkv": Case(RKV(kept_tokens=8, divide_length=3, window=2, kernel=3)),
+    "rkv-share": Case(RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, num_exempt_layers=0)),
+    "rkv-each": Case(RKV(kept_tokens=6, divide_length=1, window=4, num_exempt_layers=1)),
+    "rkv+smooth": Case(RKV(kept_tokens=8, divide_length=4, window=2), Smooth()),
+    "duo": Case(DuoAttention(num_sinks=2, num_recent=4)),
+    "duo-most": Case(DuoAttention(sparsity=0.75, num_sinks=1, num_recent=3, num_exempt_layers=0)),
+    "duo+smooth": Case(DuoAttention(num_sinks=0, num_recent=5), Smooth()),
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
     "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),

@@ -46,10 +46,10 @@ def tiny(family: str) -> PreTrainedModel:
 
 @cache
 def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-    """A random rotation per layer and KV head: no symmetry that could hide a transposed one."""
+    """A random rotation per layer and KV head: no symmetry that could hide a transposed one; random gates."""
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
-    return {"rotation": rotation}
+    return {"rotation": rotation, "gates": torch.rand(4, num_kv_heads, generator=generator)}
 
 
 def calibration_of(attached: Attached) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ class Trial:
 def live_is_replay(trial: Trial) -> str:
     """Logits, and the sizes that both report."""
     got, expected = trial.on_device, trial.replayed
-    for name in ("kv_frac", "index_frac"):
+    for name in ("kv_frac", "device_frac", "resident_frac"):
         here, there = getattr(got, name), getattr(expected, name)
         if abs(here - there) > SIZE_TOLERANCE:
             raise BrokenError(f"{name} is {here:.6f} live and {there:.6f} in replay")
