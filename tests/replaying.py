@@ -37,13 +37,13 @@ MODELS = {
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-WITHOUT_STEPS = [name for name, case in CASES.items() if not isinstance(case.codec, Codec)]
+WITHOUT_STEPS = [name for name, case in CASES.items() if case.codec is None or not isinstance(case.codec.values, Codec)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
 REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "full+split"))
+    and not name.startswith(("pool", "full+split", "residual"))
 ]
 """Cases that the plain reference knows; others have one of their own."""
 BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
