@@ -35,12 +35,14 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
     }
 
 
-def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> tuple[Tensor, Tensor]:
-    """W_q and W_k, fp64 [..., head_dim, columns], by the sum of `known` moments [..., head_dim, head_dim]."""
+def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:
+    """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of `known` moments, of which some may
+    have no batch."""
     left, right = (_factor(reduce(torch.add, (each[name] for each in known))) for name in ("query", "key"))
     left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
     scale = strength[..., None, :columns].rsqrt()
-    return right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale
+    of_query, of_key = right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale
+    return torch.stack([of_query, of_key], -4)
 
 
 def _factor(moment: Tensor) -> Tensor:

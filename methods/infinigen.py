@@ -14,30 +14,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods import pool
 from methods.balanced import balanced, moments
 from methods.base import Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, State
 from methods.checks import require_fraction, require_one_of
-from methods.pool import PoolState
+from methods.pool import Pooled, PoolState
 from methods.projected import ProjectedState, require_index_bits
-from methods.threshold import ScoreSelecting
 
 COLUMN_RULES = ("sum", "query", "union")
 
 
 @dataclass(frozen=True)
-class InfiniGen(ScoreSelecting):
-    """InfiniGen's settings; defaults are the paper's (section 5.1).
+class InfiniGen(Pooled):
+    """InfiniGen's settings beside its pool's; defaults are the paper's (section 5.1).
 
     partial_weight_ratio: share of the columns that rehearse. round_columns: `up`, or `down` as the artifact's int().
     columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query` alone (the artifact's speed code),
         or the `union` of the best by either (its accuracy code).
     skew: rotate by A first; False uses the identity.
-    index: the `columns` of the paper, or the `balanced` projections to as many (`methods.balanced`), by the `statistics`
-        of the `prompt`, of the `calibration` text, or `both` added.
+    index: the `columns` of the paper, or the `balanced` projections to as many (`methods.balanced`), by `statistics` of
+        the `prompt`, of the `calibration` text, or `both` added.
     index_bits: in so many bits it is kept, with scales as in `methods.codec`; None keeps it as the keys are.
-    pool_tokens, pool_frac: limit of the pool in tokens, or as a share of T; at most one of them; None is no limit.
-    pool_policy, protect_recent, eviction: which token leaves a full pool, see `methods.pool`.
     """
 
     partial_weight_ratio: float = 0.3
@@ -47,11 +43,6 @@ class InfiniGen(ScoreSelecting):
     index: str = "columns"
     statistics: str = "both"
     index_bits: int | None = None
-    pool_tokens: int | None = None
-    pool_frac: float | None = None
-    pool_policy: str = "counter"
-    protect_recent: float = 0.5
-    eviction: str = "corrected"
 
     when: str = "previous_layer"
 
@@ -67,7 +58,6 @@ class InfiniGen(ScoreSelecting):
         require_one_of("index", self.index, ("columns", "balanced"))
         require_one_of("statistics", self.statistics, ("prompt", "calibration", "both"))
         require_index_bits(self.index_bits)
-        pool.check(self)
 
     @property
     def label(self) -> str:
@@ -81,26 +71,14 @@ class InfiniGen(ScoreSelecting):
         """The rotation is measured, the identity is not; so are moments that are not the prompt's own."""
         return self.skew if self.index == "columns" else self.statistics != "prompt"
 
-    @property
-    def limited(self) -> bool:
-        """Whether the pool has a limit."""
-        return self.pool_tokens is not None or self.pool_frac is not None
-
-    @property
-    def replay_only(self) -> str | None:
-        """The artifact's victims stay candidates, so their slots are never free."""
-        if not self.limited or self.eviction == "corrected":
-            return None
-        return f"method.eviction={self.eviction}: frees no slot, so it can only be scored (replay), not decoded live"
-
     def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
         """rotation: A of each KV head, fp32 [num_kv_heads, head_dim, head_dim], columns by falling singular value.
 
         A = V of the SVD of the group's stacked queries, not centred (section 4.1). A balanced index takes `moments`.
         """
         if self.index == "balanced":
-            everything = torch.ones(1, key.shape[1], dtype=torch.bool, device=key.device)
-            return {name: found[0] for name, found in moments(query[None], key[None], everything).items()}
+            real = torch.ones_like(key[:1, :, 0], dtype=torch.bool)
+            return {name: found[0] for name, found in moments(query[None], key[None], real).items()}
         stacked = query.reshape(len(key), -1, query.shape[-1]).float()
         few = stacked.shape[1] < stacked.shape[2]  # then the reduced V would not be square
         return {"rotation": torch.linalg.svd(stacked, full_matrices=few).Vh.mT.contiguous()}
@@ -108,9 +86,8 @@ class InfiniGen(ScoreSelecting):
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
         """`calibration` is required where `needs_calibration`."""
         if self.needs_calibration and calibration is None:
-            by_columns = self.index == "columns"
-            cause = "skew=true" if by_columns else f"statistics={self.statistics}"
-            instead = "skew=false" if by_columns else "statistics=prompt"
+            columns = self.index == "columns"
+            cause, instead = ("skew=true", "skew=false") if columns else ("index=balanced", "statistics=prompt")
             raise ValueError(f"method.{cause}: needs a calibration; calibrate first, or set {instead}")
         self.check_lengths(lengths)
         state = PooledState if self.limited else InfiniGenState
@@ -121,48 +98,34 @@ class InfiniGen(ScoreSelecting):
         round_to = math.ceil if self.round_columns == "up" else math.floor
         return max(1, round_to(self.partial_weight_ratio * head_dim))
 
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        """As many as the pool has, at most."""
-        return super().max_tokens_read(row._replace(cached=self.tokens_kept(row, layer)), layer)
-
-    def tokens_kept(self, row: Row, layer: int) -> int:
-        """The pool, or all that is cached."""
-        if not self.limited or self.eviction == "artifact":
-            return row.cached
-        return min(row.cached, self.pool_tokens or int((self.pool_frac or 1) * row.final))
-
 
 class InfiniGenState(ProjectedState):
     """The projection is A restricted to the sequence's own columns, or the balanced one; the query is rehearsed."""
 
-    def __init__(
-        self, method: InfiniGen, geometry: Geometry, lengths: Lengths, calibration: Calibration | None
-    ) -> None:
+    def __init__(self, method: InfiniGen, geometry: Geometry, lengths: Lengths, measured: Calibration | None) -> None:
         super().__init__(method, geometry, lengths)
-        self.calibration = calibration
+        self.measured = measured
 
-    def projections(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> tuple[Tensor, Tensor]:
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         """Step 2."""
         if self.method.index == "balanced":
             return self._balanced(layer, query, key, rows)
-        if self.calibration is None:
+        if self.measured is None:
             basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(key.shape[1], -1, -1)
         else:
-            basis = self.calibration["rotation"][layer].to(key)
-        chosen = choose_columns(query, key, rows.real, basis, self.method)
-        return chosen, chosen
+            basis = self.measured["rotation"][layer].to(key)
+        return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)
 
-    def _balanced(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> tuple[Tensor, Tensor]:
-        known = [] if self.calibration is None else [{name: each[layer] for name, each in self.calibration.items()}]
+    def _balanced(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
+        known = [] if self.measured is None else [{name: each[layer] for name, each in self.measured.items()}]
         if self.method.statistics != "calibration":
             known.append(moments(query, key, rows.real))
-        of_query, of_key = balanced(known, self.method.num_columns(key.shape[-1]))
-        shape = (len(key), -1, -1, -1)
-        return of_query.to(key).expand(shape), of_key.to(key).expand(shape)
+        pair = balanced(known, self.method.num_columns(key.shape[-1])).to(key)
+        return pair.expand(len(key), -1, -1, -1, -1)
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Steps 3 and 4."""
-        scores = self.partial_scores(layer, rows)
+        scores = self.scores(layer, rows)
         scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
         selection = self.method.select(scores, rows, self.lengths.final, self.geometry)
         return selection._replace(side=self.index_read(layer, rows.positions))
@@ -180,7 +143,7 @@ class PooledState(InfiniGenState, PoolState):
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Steps 3 and 4, a row after the other."""
-        selection = self.choose(layer, rows, self.partial_scores(layer, rows))
+        selection = self.choose(layer, rows, self.scores(layer, rows))
         return selection._replace(side=self.index_read(layer, self.candidates(rows.positions)))
 
 

@@ -1,4 +1,4 @@
-"""Who leaves a full KV pool (InfiniGen, section 4.4).
+"""A KV pool that may have a limit, and who leaves it when it is full (InfiniGen, section 4.4).
 
 `fifo` takes the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches, ties to the
 lowest position; victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
@@ -12,15 +12,15 @@ again, which is no eviction to speak of. Its FIFO takes token t - capacity and s
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Geometry, Lengths, PromptRows, Rows, Selection, floor_frac
+from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows, Selection, floor_frac
 from methods.checks import require, require_fraction, require_one_of
 from methods.evicting import EvictingState
+from methods.threshold import ScoreSelecting
 
 POLICIES = ("fifo", "lru", "counter")
 EVICTIONS = ("corrected", "artifact")
@@ -29,22 +29,58 @@ SATURATED = 255
 NEVER = torch.iinfo(torch.int64).max
 
 
-def check(method: Any) -> None:
-    """ValueError where a method's settings of its pool, named as in InfiniGen, are not what they must be."""
-    require(method.pool_tokens is None or method.pool_tokens >= 1, "pool_tokens", method.pool_tokens, ">= 1 or null")
-    one_limit = method.pool_tokens is None or method.pool_frac is None
-    require(one_limit, "pool_frac", method.pool_frac, "null with pool_tokens")
-    if method.pool_frac is not None:
-        require_fraction("pool_frac", method.pool_frac)
-    require_fraction("protect_recent", method.protect_recent, zero=True)
-    require_one_of("pool_policy", method.pool_policy, POLICIES)
-    require_one_of("eviction", method.eviction, EVICTIONS)
-    one_set = not method.limited or (method.covers, method.group) == ("kv_head", "best")
-    require(one_set, "covers, method.group", f"{method.covers}, {method.group}", "kv_head, best in a limited pool")
+@dataclass(frozen=True)
+class Pooled(ScoreSelecting):
+    """Chooses of a pool that may have a limit, in each layer, sequence and KV head.
+
+    pool_tokens, pool_frac: limit of the pool in tokens, or as a share of T; at most one of them; None is no limit.
+    pool_policy, protect_recent, eviction: which token leaves a full pool, see the top of this file.
+    """
+
+    pool_tokens: int | None = None
+    pool_frac: float | None = None
+    pool_policy: str = "counter"
+    protect_recent: float = 0.5
+    eviction: str = "corrected"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
+        one_limit = self.pool_tokens is None or self.pool_frac is None
+        require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
+        if self.pool_frac is not None:
+            require_fraction("pool_frac", self.pool_frac)
+        require_fraction("protect_recent", self.protect_recent, zero=True)
+        require_one_of("pool_policy", self.pool_policy, POLICIES)
+        require_one_of("eviction", self.eviction, EVICTIONS)
+        one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
+        require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
+
+    @property
+    def limited(self) -> bool:
+        """Whether the pool has a limit."""
+        return self.pool_tokens is not None or self.pool_frac is not None
+
+    @property
+    def replay_only(self) -> str | None:
+        """The artifact's victims stay candidates, so their slots are never free."""
+        if not self.limited or self.eviction == "corrected":
+            return None
+        return f"method.eviction={self.eviction}: frees no slot, so it can only be scored (replay), not decoded live"
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        """As many as the pool has, at most."""
+        return super().max_tokens_read(row._replace(cached=self.tokens_kept(row, layer)), layer)
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        """The pool, or all that is cached."""
+        if not self.limited or self.eviction == "artifact":
+            return row.cached
+        return min(row.cached, self.pool_tokens or int((self.pool_frac or 1) * row.final))
 
 
 class PoolState(EvictingState):
-    """A pool of limited size, of which `method.select` chooses.
+    """What is in a pool that has a limit; a `Pooled` method selects of it.
 
     fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a token was
     selected; a token that enters has 0 and its own position.
@@ -54,7 +90,7 @@ class PoolState(EvictingState):
     fetches: dict[int, Tensor]
     last_fetch: dict[int, Tensor]
 
-    def __init__(self, method: Any, geometry: Geometry, lengths: Lengths) -> None:
+    def __init__(self, method: Pooled, geometry: Geometry, lengths: Lengths) -> None:
         super().__init__(method, geometry, lengths)
         self.simulates = method.eviction == "artifact"
         if bool((self.capacities < 1).any()):

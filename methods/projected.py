@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from methods.base import Geometry, Lengths, PromptRows, Rows, State
@@ -49,79 +48,94 @@ def require_index_bits(bits: int | None) -> None:
     require(bits is None or bits in allowed, "index_bits", bits, f"one of {', '.join(map(str, allowed))}, or null")
 
 
-class ProjectedState(State):
-    """Partial keys and the projections that make them; `projections` says which.
+class PartialKeysState(State):
+    """A few numbers of every key, and scores on them; `partial_key` and `partial_query` say which.
 
-    query_projection[layer], key_projection[layer]: [batch, num_kv_heads, head_dim, columns]; partial_keys[layer]:
-    [batch, num_kv_heads, slots, columns], or of coded ones their bytes.
+    partial_keys[layer]: [batch, num_kv_heads, slots, columns], or of coded ones their bytes, uint8.
     """
 
-    sequence_tensors: ClassVar[tuple[str, ...]] = ("query_projection", "key_projection")
     slot_tensors = {"partial_keys": 0}
-    query_projection: dict[int, Tensor]
-    key_projection: dict[int, Tensor]
     partial_keys: dict[int, Tensor]
+    columns: int
 
     def __init__(self, method: Any, geometry: Geometry, lengths: Lengths) -> None:
         super().__init__(method, geometry, lengths)
         self.codec = None if method.index_bits is None else Codec(f"int{method.index_bits}")
 
-    def projections(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> tuple[Tensor, Tensor]:
-        """Of queries and of keys, [batch, num_kv_heads, head_dim, columns] each, given the prompt's query and key."""
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        """What is kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads, n, columns]."""
+        raise NotImplementedError
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        """What scores it, of `query` [batch, num_kv_heads, group, rows, head_dim]: [..., columns], scaled."""
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Choose the projections and store the prompt's partial keys."""
-        of_query, of_key = self.projections(layer, query, key, rows)
-        self.query_projection[layer], self.key_projection[layer] = of_query, of_key
-        columns, dtype = of_key.shape[-1], key.dtype
-        width, dtype = (columns, dtype) if self.codec is None else (self.codec.row_bytes(columns), torch.uint8)
-        slots = rows.num_slots + self.spare_slots
-        self.partial_keys[layer] = key.new_empty((*key.shape[:2], slots, width), dtype=dtype)
+        """Store the prompt's partial keys."""
+        one = self._stored(layer, key[:, :, :1])
+        self.partial_keys[layer] = one.new_empty((*key.shape[:2], rows.num_slots + self.spare_slots, one.shape[-1]))
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
-        """Keep the projection of the keys that enter `slots`."""
-        projection, entering = self.key_projection[layer], self.partial_keys[layer][:, :, slots]
-        if self.codec is None:
-            torch.matmul(key, projection, out=entering)
-        else:
-            entering.copy_(self.codec.encode(key @ projection))
+        """Store the partial keys that enter `slots`."""
+        self.partial_keys[layer][:, :, slots] = self._stored(layer, key)
 
-    def partial_scores(self, layer: int, rows: Rows) -> Tensor:
-        """Scaled scores of `rows.query` on the projection: fp32 [batch, num_kv_heads, group, rows, all slots]."""
-        query, slots = self.partial_query(layer, rows.query), rows.slot_positions.shape[-1]
-        keys = self.partial_keys[layer][:, :, :slots]
+    def _stored(self, layer: int, key: Tensor) -> Tensor:
+        partial = self.partial_key(layer, key)
+        self.columns = partial.shape[-1]
+        return partial if self.codec is None else self.codec.encode(partial)
+
+    def scores(self, layer: int, rows: Rows) -> Tensor:
+        """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, all slots]."""
+        query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
+        keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
         if self.codec is not None:
-            keys = self.codec.decode(keys, self.key_projection[layer].shape[-1], query.dtype)
-        return (query @ keys.mT).view(*query.shape[:2], self.geometry.group, -1, slots).float()
-
-    def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        """The projection of `query` [batch, heads, rows, head_dim], scaled: [batch, num_kv_heads, group * rows,
-        columns]."""
-        projection = self.query_projection[layer]
-        return query.reshape(*projection.shape[:2], -1, query.shape[-1]) @ (projection * self.geometry.scale)
+            keys = self.codec.decode(keys, self.columns, query.dtype)
+        return (query.flatten(2, 3) @ keys.mT).unflatten(2, query.shape[2:4]).float()
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """What the scores of `positions` [batch, rows] tokens read, in tokens of 2 * head_dim elements."""
-        head_dim, columns = self.key_projection[layer].shape[-2:]
-        width = 1.0 if self.codec is None else self.codec.bits_per_element(columns) / 16
-        return positions.double() * width * columns / (2 * head_dim)
+        width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
+        return positions.double() * width * self.columns / (2 * self.geometry.head_dim)
+
+
+class ProjectedState(PartialKeysState):
+    """Partial keys are products with a projection; `project` says which.
+
+    projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and keys alike, or the
+    queries' and the keys' own.
+    """
+
+    sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
+    projection: dict[int, Tensor]
+
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
+        """The projection, shaped as above, given the prompt's query and key."""
+        raise NotImplementedError
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        """Choose the projection and store the prompt's partial keys."""
+        self.projection[layer] = self.project(layer, query, key, rows)
+        super().prompt(layer, query, key, value, rows)
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        """Its product."""
+        return key @ self.projection[layer][:, -1]
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        """Its product."""
+        product = query.flatten(2, 3) @ (self.projection[layer][:, 0] * self.geometry.scale)
+        return product.unflatten(2, query.shape[2:4])
 
 
 class FixedProjectionState(ProjectedState, RetrievingState):
-    """One projection of queries and keys alike, known before any prompt."""
+    """One projection, known before any prompt."""
 
-    def __init__(self, method: Projected, geometry: Geometry, lengths: Lengths, projection: Tensor) -> None:
-        """projection: [num_layers, num_kv_heads, head_dim, columns]."""
+    def __init__(self, method: Projected, geometry: Geometry, lengths: Lengths, fixed: Tensor) -> None:
+        """fixed: [num_layers, num_kv_heads, head_dim, columns]."""
         super().__init__(method, geometry, lengths)
-        self.projection = projection
+        self.fixed = fixed
 
-    def projections(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> tuple[Tensor, Tensor]:
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         """The layer's, of every sequence."""
-        shared = self.projection[layer].to(key).expand(len(key), -1, -1, -1)
-        return shared, shared
-
-    def scores(self, layer: int, rows: Rows) -> Tensor:
-        """On the projection."""
-        return self.partial_scores(layer, rows)
+        return self.fixed[layer].to(key).expand(len(key), 1, -1, -1, -1)

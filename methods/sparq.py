@@ -15,7 +15,8 @@ from torch import Tensor
 
 from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Rest, Rows, State
 from methods.checks import require
-from methods.projected import FixedProjectionState, Projected
+from methods.projected import PartialKeysState, Projected
+from methods.retrieving import RetrievingState
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,28 @@ class SparQ(Projected):
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
         """No calibration."""
-        everything = torch.eye(geometry.head_dim, device=lengths.final.device)
-        shape = (geometry.num_layers, geometry.num_kv_heads, -1, -1)
-        return SparQState(self, geometry, lengths, everything.expand(shape))
+        return SparQState(self, geometry, lengths)
 
 
-class SparQState(FixedProjectionState):
+class SparQState(PartialKeysState, RetrievingState):
     """value_sum[layer]: fp32 [batch, num_kv_heads, rows + 1, head_dim], sum of the values before each of the rows that
     were appended last, and behind them; first[layer]: int [batch], the position of the first of these rows."""
 
-    sequence_tensors = (*FixedProjectionState.sequence_tensors, "value_sum", "first")
+    sequence_tensors = ("value_sum", "first")
     value_sum: dict[int, Tensor]
     first: dict[int, Tensor]
 
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        """All of it."""
+        return key
+
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         """The largest channels of each row, by the sum over the group; the scale makes up for the others."""
-        batch, _, rows, head_dim = query.shape
-        grouped = query.view(batch, -1, self.geometry.group, rows, head_dim)
-        magnitude = grouped.abs()
-        best = magnitude.sum(2, keepdim=True).topk(self.method.num_columns(head_dim)).indices
-        kept = torch.zeros_like(grouped[:, :, :1]).scatter_(-1, best, 1.0)
+        magnitude = query.abs()
+        best = magnitude.sum(2, keepdim=True).topk(self.method.num_columns(query.shape[-1])).indices
+        kept = torch.zeros_like(query[:, :, :1]).scatter_(-1, best, 1.0)
         share = (magnitude * kept).sum(-1, keepdim=True) / magnitude.sum(-1, keepdim=True)
-        return (grouped * kept * self.geometry.scale / share.sqrt()).flatten(2, 3)
+        return query * kept * self.geometry.scale / share.sqrt()
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Of the values only the sum is kept."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +9,7 @@ import reference as plain
 import torch
 from cases import CASES, Case, smooth
 from conftest import tiny_model
+from living import calibration
 
 from harness.model.attach import attach
 from harness.replay.session import ReplaySession
@@ -43,7 +43,7 @@ REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "full+split"))
+    and not name.startswith(("pool", "full+split", "infinigen-coded", "infinigen-balanced"))
 ]
 """Cases that the plain reference knows; others have one of their own."""
 BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
@@ -63,20 +63,13 @@ def token_ids(length: int, seed: int = 0) -> list[int]:
 RAGGED_IDS = [token_ids(length, seed) for seed, (_, length) in enumerate(RAGGED)]
 
 
-@cache
-def rotation(num_kv_heads: int, head_dim: int) -> torch.Tensor:
-    """A random rotation per layer and KV head: no symmetry that could hide a transposed one."""
-    generator = torch.Generator().manual_seed(5)
-    return torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
-
-
 def open_session(attached, case: Case, final_lengths, num_columns: int, **options) -> ReplaySession:
     geometry = attached.geometry
     return ReplaySession(
         attached,
         case.method,
         codec=case.codec,
-        calibration={"rotation": rotation(geometry.num_kv_heads, geometry.head_dim)},
+        calibration=calibration(geometry.num_kv_heads, geometry.head_dim),
         final_lengths=torch.tensor(final_lengths),
         num_columns=num_columns,
         **options,
@@ -143,7 +136,7 @@ def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
                 case.method,
                 final_length=len(ids),
                 prefill_len=prompt,
-                rotation=rotation(getattr(config, "num_key_value_heads", 4), head_dim),
+                rotation=calibration(getattr(config, "num_key_value_heads", 4), head_dim)["rotation"],
                 codec=case.codec and smooth,
             )
             _traces[key] = reference.run(ids)

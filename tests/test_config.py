@@ -15,6 +15,8 @@ from harness.settings.experiment import COMMON, find, foreign_settings, kinds
 from harness.settings.run import PAPER_TASKS, RunConfig
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
+PRESETS = ("infinigen-balanced", "infinigen-coded")
+"""Other settings of a method, worth a name."""
 MODELLED = [path.stem for path in sorted(CONF_DIR.glob("platform/*.yaml")) if "kind: modelled" in path.read_text()]
 
 
@@ -41,10 +43,18 @@ def test_every_choice_composes(group, choice, tmp_path):
 
 @pytest.mark.parametrize("choice", options("method"))
 def test_method_file_lists_every_setting_with_its_default(choice):
-    """Each default is written twice, for Hydra and for Python; they must agree."""
+    """Each default is written twice, for Hydra and for Python; they must agree, but where a preset has its own."""
     node = OmegaConf.load(CONF_DIR / "method" / f"{choice}.yaml")
     settings = {key: value for key, value in node.items() if key not in ("_target_", "name", "title", "codec")}
-    assert settings == dataclasses.asdict(type(load([f"method={choice}"]).method)())
+    method = load([f"method={choice}"]).method
+    assert settings == dataclasses.asdict(method if choice in PRESETS else type(method)())
+
+
+@pytest.mark.parametrize("choice", PRESETS)
+def test_a_preset_has_a_label_of_its_own(choice):
+    config = load([f"method={choice}"])
+    assert config.method != type(config.method)()
+    assert config.label != type(config.method)().label
 
 
 @pytest.mark.parametrize("choice", QUANTIZED)
