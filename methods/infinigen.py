@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from methods.balanced import balanced, moments
-from methods.base import Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, State
+from methods.base import Calibration, Geometry, Lengths, PromptRows, Rows, Selection, State
 from methods.checks import require_fraction, require_one_of
 from methods.pool import Pooled, PoolState
 from methods.projected import ProjectedState, require_index_bits
