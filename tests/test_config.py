@@ -219,7 +219,7 @@ def test_a_given_hub_id_replaces_source_name_and_shape():
 
 
 REFUSED = {
-    "method=infingen": "method=infingen: did you mean 'infinigen'?",
+    "method=infingen": "method=infingen: did you mean 'infinigen' or",
     "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
     "experiment=fig1": "experiment=fig1: did you mean 'fig1",
     "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'?",
@@ -295,7 +295,7 @@ REFUSED = {
     "label=false": "label=False: must be text",
     "~seed": None,
     "~experiment": "setting experiment is missing",
-    "~method": "method=None: allowed: full",
+    "~method": "method=None: allowed: ",
     "data.name=x": "data.name=x: allowed: offline, local, hub",
 }
 

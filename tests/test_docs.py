@@ -317,7 +317,7 @@ def test_the_readme_is_short():
 
 def test_methods_has_a_line_for_every_method_with_its_settings():
     rows = [line for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if line.startswith("| `")]
-    lines = {name: row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    lines = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
     for file in (CONF_DIR / "method").glob("*.yaml"):
         fields = set(yaml.safe_load(file.read_text())) - {"_target_", "name", "title", "codec"}
         fields -= {field.name for field in dataclasses.fields(Selecting)}  # have a table of their own
