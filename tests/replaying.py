@@ -14,7 +14,7 @@ from living import calibration
 from harness.model.attach import attach
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
-from methods.codec import Codec
+from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -37,13 +37,14 @@ MODELS = {
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-WITHOUT_STEPS = [name for name, case in CASES.items() if not isinstance(case.codec, Codec)]
+WITHOUT_STEPS = [name for name, case in CASES.items() if case.codec is None or not isinstance(case.codec.values, Codec)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
 REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "full+split", "infinigen-coded", "infinigen-balanced"))
+    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced"))
+    and not isinstance(CASES[name].codec, SplitCodec)
 ]
 """Cases that the plain reference knows; others have one of their own."""
 BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]

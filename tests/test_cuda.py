@@ -126,7 +126,7 @@ def test_a_step_waits_for_no_value_and_touches_no_tensor_of_the_cpu(name, placem
         attached.device = META
         session.fetcher._pending.clear()
         states = [state for state in {id(cache.state): cache.state for cache in session.caches}.values() if state]
-        for thing in (session, session.batch, session.fetcher, *states, *session.stores):
+        for thing in (session, session.batch, session.fetcher, session.reads, *states, *session.stores):
             to_meta(thing)
         with NothingFromTheCPU():
             token = torch.empty(len(ids), dtype=torch.int64, device=META)
@@ -205,11 +205,11 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     first = replayed.prefill(ids[:, :PROMPT], real[:, :PROMPT])[:, -1:]
     rows = replayed.decode(ids[:, PROMPT:], real[:, PROMPT:])
     expected = attached.logits(torch.cat([first, rows], 1))
-    flips = case.codec is not None and not case.codec.is_float and case.codec.name != "smooth"
+    flips = case.codec is not None and case.codec.bits < 16 and case.codec.name != "smooth"
     tolerance = 3e-2 if flips else 1e-3
     device, session = decode(attached, case)
     assert largest_difference(device, expected) <= tolerance
-    assert session.kv_frac == pytest.approx(replayed.reads.kv_frac)
+    assert session.reads.kv_frac == pytest.approx(replayed.reads.kv_frac)
     if case.method.selects == "scores":
         return
     host, session = decode(attached, case, placement="host", link=link)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.fetch import Fetcher
-from harness.offload.store import KVStore
+from harness.offload.store import KeyValue, KVStore
 from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
 from methods.evicting import EvictingState
 
@@ -149,6 +149,22 @@ class LayerCache:
         if isinstance(self.state, EvictingState):
             at = self.state.place_own(self.layer, self.slots_in_use())
         self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), at)
+
+    def resident(self) -> list[KeyValue]:
+        """Cached rows that the device holds beside those that are fetched."""
+        return []
+
+    def hidden(self) -> Tensor | None:
+        """Fetched slots, and resident rows, without a token that the step may see: bool [batch, 1 or kv, 1, n]; None
+        where all have one."""
+        if not self.batch.padded and not self.evicts:
+            return None
+        return self.slots()[:, :, None, :-1] >= self.batch.positions[:, None, None, None]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the resident rows."""
+        return 0
 
     def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
         """What the step's single row reads, over `slots()`."""
