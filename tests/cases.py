@@ -15,6 +15,7 @@ from harness.setup import codec_of
 from methods.base import Method, Rest
 from methods.channel_codec import ChannelCodec
 from methods.codec import Codec, SplitCodec
+from methods.doublesparsity import DoubleSparsity
 from methods.duo import DuoAttention
 from methods.expected import ExpectedAttention
 from methods.full import Full
@@ -22,10 +23,12 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.keydiff import KeyDiff
 from methods.knorm import Knorm
+from methods.loki import Loki
 from methods.oracle import Oracle
 from methods.quest import Quest, QuestState
 from methods.rkv import RKV
 from methods.snapkv import SnapKV
+from methods.sparq import SparQ
 from methods.streaming import Streaming
 from methods.tova import TOVA
 
@@ -171,6 +174,17 @@ CASES = {
     "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", sinks=1, num_exempt_layers=0)),
     "quest-step": Case(Quest(read_frac=0.4, page_size=2, when="previous_step", group="max_logits")),
     "quest-rehearsed": Case(Quest(read_frac=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
+    "doublesparsity": Case(DoubleSparsity(read_frac=0.4, rank=0.25)),
+    "doublesparsity-coded": Case(
+        DoubleSparsity(read_frac=0.3, rank=0.5, channels="k", index_bits=4, when="previous_layer", num_exempt_layers=1)
+    ),
+    "loki": Case(Loki(read_frac=0.4, rank=0.3)),
+    "loki-step": Case(Loki(read_tokens=7, rank=0.1, when="previous_step", group="max_probs", num_exempt_layers=0)),
+    "loki+smooth": Case(Loki(read_frac=0.3, index_bits=8), Smooth()),
+    "sparq": Case(SparQ(read_tokens=None, read_frac=0.4)),
+    "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", sinks=2, num_exempt_layers=0)),
+    "sparq-rehearsed": Case(SparQ(read_tokens=8, mean_value=False, when="previous_layer", group="union")),
+    "sparq+smooth": Case(SparQ(read_tokens=5, recent_frac=0.0), Smooth()),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
@@ -184,6 +198,9 @@ CASES = {
     ),
     "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
     "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),
+    "infinigen-coded": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, partial_weight_ratio=1.0, index_bits=4)),
+    "infinigen-balanced": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, index="balanced")),
+    "infinigen-balanced-prompt": Case(InfiniGen(alpha=0.5, max_fetch_frac=0.5, index="balanced", statistics="prompt")),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
     "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
@@ -193,6 +210,12 @@ CASES = {
     "pool-fills": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
     # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
     "pool-tie": Case(InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
+    "pool-coded": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, skew=False, index_bits=8)),
+    "pool-balanced": Case(
+        InfiniGen(
+            alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, index="balanced", statistics="calibration", index_bits=2
+        )
+    ),
     "pool+smooth": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru"), Smooth()),
 }
 

@@ -46,10 +46,15 @@ def tiny(family: str) -> PreTrainedModel:
 
 @cache
 def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-    """A random rotation per layer and KV head: no symmetry that could hide a transposed one; random gates."""
+    """A random rotation per layer and KV head: no symmetry that could hide a transposed one; random gates of heads,
+    worths of channels, and moments of queries and keys."""
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
-    return {"rotation": rotation, "gates": torch.rand(4, num_kv_heads, generator=generator)}
+    gates = torch.rand(4, num_kv_heads, generator=generator)
+    channels = {name: torch.rand(4, num_kv_heads, head_dim, generator=generator) for name in ("qk", "q", "k")}
+    factors = {name: torch.randn(rotation.shape, generator=generator) / head_dim**0.5 for name in ("query", "key")}
+    moments = {name: factor @ factor.mT for name, factor in factors.items()}
+    return {"rotation": rotation, "gates": gates, **channels, **moments}
 
 
 def calibration_of(attached: Attached) -> dict[str, Tensor]:
