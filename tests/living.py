@@ -18,6 +18,7 @@ from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link
 from harness.offload.session import LiveSession
 from harness.replay.session import ReplaySession
+from harness.sizes import resident_share
 
 PROMPT, STEPS = 24, 10
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
@@ -33,7 +34,8 @@ class Result(NamedTuple):
 
     logits: Tensor
     kv_frac: float
-    index_frac: float
+    device_frac: float
+    resident_frac: float
 
 
 @cache
@@ -86,7 +88,9 @@ def replay(attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len
     )
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
     rows = session.decode(ids[:, columns:], real[:, columns:])
-    return Result(attached.logits(torch.cat([last, rows], 1)), session.reads.kv_frac, session.reads.index_frac)
+    reads = session.reads
+    logits = attached.logits(torch.cat([last, rows], 1))
+    return Result(logits, reads.kv_frac, reads.device_frac, reads.resident_frac)
 
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:
@@ -114,9 +118,16 @@ def live(attached: Attached, case: Case, prompts: tuple[int, ...], **options) ->
     """The same rows one step at a time."""
     session = open_live(attached, case, **options)
     logits = force(session, prompts)
-    result = Result(logits, session.kv_frac, session.index_frac)
+    reads = session.reads
+    result = Result(logits, reads.kv_frac, reads.device_frac, live_resident_frac(session))
     session.close()
     return result
+
+
+def live_resident_frac(session: LiveSession) -> float:
+    """What the state of a live session keeps, counted as replay counts it."""
+    state = session.caches[-1].state
+    return 0.0 if state is None else float(resident_share(state).mean())
 
 
 @contextmanager

@@ -10,10 +10,9 @@ import torch
 from cases import Case
 from hypothesis import given
 from hypothesis import strategies as st
-from living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, token_batch
+from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
-from harness.replay.session import ReplaySession
 from harness.sizes import TOLERANCE, kv_frac, sized
 from methods.base import Geometry, Lengths, Row
 from methods.codec import Codec
@@ -141,18 +140,6 @@ def test_a_target_is_met_by_what_is_reported_with_the_codecs_bits(decode):
     assert width < 0.4 and method.heavy_frac + method.recent_frac > 0.5, "without the codec it would be 0.30"
 
 
-def index_fracs(method) -> tuple[float, float]:
-    """Of replay and of live decoding, on a sequence of `PROMPT` + `STEPS` tokens."""
-    ids, real = token_batch((PROMPT,))
-    with attached_with_link() as (attached, _):
-        session = ReplaySession(attached, method, final_lengths=real.sum(-1), num_columns=ids.shape[1])
-        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        session.decode(ids[:, PROMPT:], real[:, PROMPT:])
-        stepwise = open_live(attached, Case(method))
-        force(stepwise, (PROMPT,))
-    return session.reads.index_frac, stepwise.index_frac
-
-
 CACHED = range(PROMPT, PROMPT + STEPS)
 
 
@@ -173,5 +160,7 @@ CACHED = range(PROMPT, PROMPT + STEPS)
     ids=lambda value: getattr(value, "title", None),
 )
 def test_what_is_read_of_an_index_by_hand(method, expected):
-    for found in index_fracs(method):
-        assert found == pytest.approx(expected, rel=1e-12)
+    with attached_with_link() as (attached, _):
+        for run in (replay, live):
+            found = run(attached, Case(method), (PROMPT,))
+            assert found.device_frac - found.kv_frac == pytest.approx(expected, rel=1e-9)

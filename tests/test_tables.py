@@ -46,6 +46,8 @@ LATENCY_METRICS = {
     "step_p95_s": 0.07,
     "h2d_bytes": 2**31,
     "d2h_bytes": 2**20,
+    "device_read_bytes": 2**29,
+    "device_bytes": 2**22,
     "exposed_transfer_s": 0.25,
     "link_bytes_per_s": None,
     "peak_device_bytes": 2**30,
@@ -81,7 +83,7 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
 
 
 def save_task(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: Any) -> dict[str, Any]:
-    sizes = {"kv_frac": kv_frac, "kv_frac_artifact": 0.1, "index_frac": 0.05}
+    sizes = {"kv_frac": kv_frac, "kv_frac_artifact": 0.1, "device_frac": kv_frac + 0.05, "resident_frac": 0.02}
     return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | sizes}, **fields)
 
 
@@ -90,7 +92,8 @@ def save_text(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: A
         "kv_frac": kv_frac,
         "kv_frac_stderr": 0.001,
         "kv_frac_artifact": 0.1,
-        "index_frac": 0.05,
+        "device_frac": kv_frac + 0.05,
+        "resident_frac": 0.02,
         "kv_frac_artifact_stderr": 0.001,
     }
     return save(results, ["experiment=perplexity", *overrides], {"offline": TEXT_METRICS | sizes}, **fields)
@@ -106,14 +109,14 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     header = tables.update(tmp_path, "fig11").read_text().splitlines()[0]
     assert header == (
         "experiment,model,method,label,settings,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
-        "kv_frac_artifact,index_frac,source,run_id"
+        "kv_frac_artifact,device_frac,resident_frac,source,run_id"
     )
     save(tmp_path, ["experiment=tasks"], LATENCY_METRICS, kind="latency")
     header = tables.update(tmp_path, "tasks").read_text().splitlines()[0]
     assert header == (
         "experiment,platform,source,model,method,label,settings,batch_size,prompt_len,gen_len,prefill_s,decode_s,"
-        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
-        "peak_device_bytes,kv_frac,index_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
+        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,device_read_bytes,"
+        "device_bytes,exposed_transfer_s,link_bytes_per_s,peak_device_bytes,kv_frac,device_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 
 
@@ -135,7 +138,8 @@ def test_a_task_row_is_exact(tmp_path: Path) -> None:
         "seq_len": "",
         "kv_frac": "0.30000000000000004",
         "kv_frac_artifact": "0.1",
-        "index_frac": "0.05",
+        "device_frac": "0.35000000000000003",
+        "resident_frac": "0.02",
         "source": "measured",
         "run_id": record["run_id"],
     }
@@ -247,7 +251,8 @@ def test_markdown_has_units_and_errors(tmp_path: Path) -> None:
         "label": "H2O",
         "settings": "-",
         "KV read (%)": "16.0",
-        "index read (%)": "5.0",
+        "device read (%)": "21.0",
+        "on device (%)": "2.0",
         "offline perplexity": "12.500 ± 0.250",
         "offline full cache's perplexity": "11.000 ± 0.200",
         "offline KL (nats)": "0.0625 ± 0.0100",

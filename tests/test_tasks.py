@@ -147,7 +147,8 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
     for task, metrics in outcome.metrics.items():
         samples = outcome.samples[task]
         assert set(metrics) == {
-            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "index_frac",
+            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact",
+            "device_frac", "resident_frac",
         }  # fmt: skip
         assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
         hits = [float(sample["predicted"] == sample["gold"]) for sample in samples]

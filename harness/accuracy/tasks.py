@@ -32,7 +32,7 @@ from harness.replay.session import ReplaySession
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import prepare
-from harness.sizes import ReadStats
+from harness.sizes import SHARES, ReadStats
 from methods.base import Row
 
 METRICS = ("acc", "acc_norm")
@@ -44,8 +44,8 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
     Returns:
-        metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`; kv_frac, kv_frac_artifact,
-        num_samples, num_fewshot. samples by task: one entry a question.
+        metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`; `SHARES`, num_samples,
+        num_fewshot. samples by task: one entry a question.
 
     Raises:
         UserError: missing or malformed data, a context longer than the model's limit, settings under which a task
@@ -144,7 +144,7 @@ def _run_task(
             metrics[metric] = sum(values) / len(values)
             metrics[f"{metric}_stderr"] = clustered_stderr(values, clusters)
     metrics |= {"num_samples": len(logged), "num_fewshot": task.config.num_fewshot}
-    metrics |= {name: getattr(scorer.reads, name) for name in ("kv_frac", "kv_frac_artifact", "index_frac")}
+    metrics |= {name: getattr(scorer.reads, name) for name in SHARES}
     first = {request.document[1]: request for request in reversed(lm.requests)}
     return metrics, [_raw(task, sample, first[sample["doc_id"]]) for sample in logged]
 

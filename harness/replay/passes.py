@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, visible_to_prompt, weighted_values, with_rest
 from harness.replay.history import History
-from harness.sizes import ReadStats, share_of_cache
+from harness.sizes import ReadStats, resident_share, share_of_cache
 from methods.base import EMPTY, PromptRows, Rows, Selection, State, attention_scores
 
 SCORES_PER_CHUNK = 2**23
@@ -119,6 +119,7 @@ class DecodePass(Handler):
             fired_rows=rows if self.layers_fired == selecting else 0.0,
             frac_sum=float((weights * share).sum()),
             index_sum=float((weights * index_share).sum()),
+            resident_sum=0.0 if self.state is None else float(weights.sum(1).cpu() @ resident_share(self.state)),
             pairs_read=float((weights * (self.read / selecting + 1)).sum()),
             pairs=pairs,
             code_bits=code_bits,

@@ -14,7 +14,7 @@ TableRow = dict[str, Any]
 
 PUBLISHED_CSV = Path(__file__).parent / "published.csv"
 MISSING = "-"
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 class Column(NamedTuple):
@@ -60,7 +60,10 @@ NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 KV_FRAC = Column("kv_frac", "KV read (%)", 100, 1)
-INDEX_FRAC = Column("index_frac", "index read (%)", 100, 1)
+DEVICE_FRAC = Column("device_frac", "device read (%)", 100, 1)
+RESIDENT_FRAC = Column("resident_frac", "on device (%)", 100, 1)
+DEVICE_READ_BYTES = Column("device_read_bytes", "device read (GiB)", 1 / GIB, 3)
+DEVICE_BYTES = Column("device_bytes", "on device (MiB)", 1 / MIB, 1)
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
 X_NAME = Column("x_name", phrase="")
 
@@ -69,7 +72,7 @@ ACCURACY = (
     Column("task"),
     METRIC, VALUE, STDERR, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
     Column("kv_frac_artifact", "KV read as the artifact counts (%)", 100, 1),
-    INDEX_FRAC, SOURCE, RUN_ID,
+    DEVICE_FRAC, RESIDENT_FRAC, SOURCE, RUN_ID,
 )  # fmt: skip
 SEGMENTS = (
     Column("attention_s", "attention (ms)", 1e3, 3),
@@ -92,10 +95,11 @@ LATENCY = (
     Column("step_p95_s", "step p95 (ms)", 1e3, 2),
     Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
     Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
+    DEVICE_READ_BYTES, DEVICE_BYTES,
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2),
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
-    KV_FRAC, INDEX_FRAC, RUN_ID, *SEGMENTS,
+    KV_FRAC, DEVICE_FRAC, RUN_ID, *SEGMENTS,
 )  # fmt: skip
 ANALYSIS = (
     EXPERIMENT, MODEL,
@@ -107,7 +111,7 @@ ANALYSIS = (
 """`value` of `series` at `x`, in the unit that `metric` says."""
 TABLES: Mapping[str, Sequence[Column]] = {"accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS}
 """The shapes of table; a record says in `table` which is its own."""
-OPTIONAL = (SETTINGS.name, INDEX_FRAC.name)
+OPTIONAL = tuple(column.name for column in (SETTINGS, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_BYTES))
 """Columns that a table made by an older version lacks."""
 
 METRICS = {

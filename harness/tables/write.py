@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 CHUNK_TOKENS = 256
-CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "index_frac")
+CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
 
@@ -153,7 +153,8 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
 
 
 def _is_metric(name: str) -> bool:
-    return name not in CONDITIONS and not name.endswith("_stderr")
+    """Shares of the cache are none, those of an older version included."""
+    return name not in CONDITIONS and not name.endswith(("_frac", "_stderr"))
 
 
 def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
