@@ -169,6 +169,7 @@ def _unfinished(todo: Run) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": records.plain(config),
         "method_module": type(config.method).__module__,
+        "selects": config.method.selects,
         "inputs": dict(todo.inputs),
         "environment": environment.describe(),
         **asdict(Outcome(metrics={})),

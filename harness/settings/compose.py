@@ -65,6 +65,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings["platform"] = _platform(_group(settings, "platform"))
     settings["model"] = _model(_group(settings, "model"), settings["platform"].name, given)
     file = _take_method(settings)
+    if settings.get("sizing") == "nearest" and not _has_size(settings["method"]):
+        settings["target_kv_frac"] = None  # the same run at every target
     if settings.get("tasks") is None:
         offline = _group(settings, "data").get("name") == "offline"
         settings["tasks"] = GENERATED_TASKS if offline else PAPER_TASKS
@@ -75,6 +77,14 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
     experiment.check(checked)
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
+
+
+def choices(group: str, *without: str) -> list[str]:
+    """`${choices:method,full}` in a grid: the choices of a group but those named."""
+    return [name for name in options(group) if name not in without]
+
+
+OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 
 def options(group: str) -> list[str]:
@@ -144,6 +154,14 @@ def _take_method(settings: dict[str, Any]) -> dict[str, Any]:
     method = build(getattr(importlib.import_module(module), cls), node, "method")
     settings |= {"method_name": name, "method": method}
     return file
+
+
+def _has_size(method: Any) -> bool:
+    try:
+        method.with_size(1.0)
+    except ValueError:
+        return False
+    return True
 
 
 def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ COMMON = (
     "value_codec",
     "group_size",
     "target_kv_frac",
+    "sizing",
 )
 """Settings that decide the numbers of every kind of run."""
 
