@@ -45,11 +45,12 @@ class Frontier(Experiment):
 def answer(rows: list[TableRow], link_gbps: float, max_kl: float) -> str:
     """The fastest of `rows` that holds the bound, in words that part what was measured from what was modelled."""
     row = fastest(rows, link_gbps * GIGA, max_kl)
-    asked = "" if row["size"] is None else f" target_kv_frac={row['size']:g}"
+    settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
+    settings += "" if row["size"] is None else f" target_kv_frac={row['size']:g}"
     shape = f"{row['model']} on {row['platform']}, batch {row['batch_size']:.0f}, prompt {row['prompt_len']:,.0f}"
     step = STEP.show(step_seconds(row, link_gbps * GIGA))
     return (
-        f"{row['label']} (method={row['method']}{asked}): {step} ms a step over {link_gbps:g} GB/s, modelled from "
+        f"{row['label']} ({settings}): {step} ms a step over {link_gbps:g} GB/s, modelled from "
         f"measured compute ({STEP.show(row['compute_s'])} ms) and bytes ({row['link_bytes'] / MIB:.2f} MiB); "
         f"KL {KL.show(row[KL.name], row[f'{KL.name}_stderr'])} nats, measured; {shape}"
     )
@@ -76,3 +77,6 @@ def _candidates(config: RunConfig) -> list[TableRow]:
             f"{path}: no method of {config.model.name} with KL and a timed step; make leaderboard adds them"
         )
     return timed
+
+
+EXPERIMENT = Frontier()

@@ -17,6 +17,7 @@ from harness.tables.columns import (
     MISSING,
     NLL,
     RESIDENT_FRAC,
+    SIZE,
     STEP,
     TOP1,
     Column,
@@ -46,12 +47,17 @@ def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """A table per size, then the methods that have none; the fronts as one table."""
     groups: dict[str, list[TableRow]] = {}
     for row in rows:
-        at = "at a size of their own" if row["size"] is None else f"{row['size']:.0%} of the full cache's link bytes"
-        groups.setdefault("the fronts" if row["experiment"] == FRONTIER else at, []).append(row)
+        groups.setdefault(_group(row), []).append(row)
     outside = [list(_outside(row, rows)) for row in rows]
     said = {id(row): found for row, found in zip(rows, outside, strict=True)}
     for words, own in groups.items():
         yield _sheet(f"{title}, {words}", own, [said[id(row)] for row in own])
+
+
+def _group(row: TableRow) -> str:
+    if row["experiment"] == FRONTIER:
+        return "the fronts"
+    return "at a size of their own" if row["size"] is None else f"{SIZE.show(row['size'])} % of the link's bytes"
 
 
 def _sheet(title: str, rows: Sequence[TableRow], outside: Sequence[Sequence[str]]) -> Sheet:

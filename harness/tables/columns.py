@@ -120,7 +120,7 @@ COMPUTE, STEP = Column("compute_s", "compute (ms)", 1e3, 1), Column("step_s", "d
 LINK_BYTES = Column("link_bytes", "link a step (MiB)", 1 / MIB, 2)
 LATE_BYTES = Column("late_bytes", "of which nothing hides (MiB)", 1 / MIB, 2)
 STEP_SOURCE = Column("step_source")
-FAMILY = Column("family", "family")
+FAMILY, CODEC = Column("family"), Column("codec")
 FRONT = Column("front", "on the front of")
 
 
@@ -130,7 +130,7 @@ def _and(shown: Column, name: str, words: str) -> Column:
 
 
 BOARD = (
-    EXPERIMENT, MODEL, METHOD, FAMILY, LABEL, SETTINGS, SIZE, KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC,
+    EXPERIMENT, MODEL, METHOD, CODEC, FAMILY, LABEL, SETTINGS, SIZE, KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC,
     *(column for shown in (KL, TOP1, NLL) for column in (shown, _and(shown, "stderr", "standard error"))),
     *(
         column

@@ -39,16 +39,26 @@ def tables(results_dir: str | Path) -> dict[str, list[TableRow]]:
 
 
 def _rows(scores: Sequence[Record], times: Sequence[Record]) -> Iterator[TableRow]:
-    """By model, size and label; the full cache is what reads everything as it is."""
+    """By model, size and label; of two runs for one cell the newer counts."""
     runs: dict[tuple[Any, ...], list[Record]] = {}
-    for record in scores:
+    for record in _by_age(scores):
         runs.setdefault((_method(record["config"]), record["config"]["target_kv_frac"]), []).append(record)
-    full = {record["config"]["model"]["name"]: record for record in scores if _is_full(record)}
-    timed = {_method(record["config"]): record for record in times}
+    full = {_questions(record["config"]): record for record in scores if _is_full(record)}
+    timed = {_method(record["config"]): record for record in _by_age(times)}
     rows = [_row(own, full) | _step(own[0], timed.get(method)) for (method, _), own in runs.items()]
     for row in rows:
         row |= _scaled(row)
     yield from sorted(rows, key=lambda row: (row["model"], row["size"] or 1, row["label"], row["settings"]))
+
+
+def _by_age(records: Sequence[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: record["started"])
+
+
+def _questions(config: Mapping[str, Any]) -> str:
+    """What runs on the same questions have in common, as words that compare."""
+    names = ("tasks", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data")
+    return json.dumps([config["model"]["name"], *(config[name] for name in names)], sort_keys=True)
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -58,7 +68,7 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _is_full(record: Record) -> bool:
-    """Whether a run on tasks read all of an exact cache."""
+    """Whether a run on tasks read all of an exact cache: the full cache."""
     config = record["config"]
     read_all = all(entries["kv_frac"] == 1 for entries in record["metrics"].values())
     return record["kind"] == "tasks" and read_all and config["codec"] is None
@@ -72,6 +82,7 @@ def _row(runs: Sequence[Record], full: Mapping[str, Record]) -> TableRow:
         "method": config["method_name"],
         "family": _family(runs[0]),
         "label": config["label"],
+        "codec": config["codec"],
         "settings": _settings(runs[0]),
         "size": config["target_kv_frac"],
         "source": "measured",
@@ -79,7 +90,7 @@ def _row(runs: Sequence[Record], full: Mapping[str, Record]) -> TableRow:
     for record in runs:
         for name, entries in record["metrics"].items():
             if record["kind"] == "tasks":
-                row |= _task(record, name, entries, full.get(row["model"]))
+                row |= _task(record, name, entries, full.get(_questions(record["config"])))
             else:
                 row |= _text(record, entries)
     return row
@@ -119,6 +130,7 @@ def _step(scored: Record, timed: Record | None) -> TableRow:
         "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
         "link_bytes": metrics["h2d_bytes"] / steps,
         "late_bytes": metrics["late_frac"] * metrics["h2d_bytes"] / steps,
+        "timed_step_s": metrics["decode_s"] / steps,
         "step_s": metrics["decode_s"] / steps if same_size else None,
         "step_source": metrics["source"] if same_size else "modelled",
         "timed_kv_frac": metrics["kv_frac"],
@@ -126,14 +138,18 @@ def _step(scored: Record, timed: Record | None) -> TableRow:
 
 
 def _scaled(row: TableRow) -> TableRow:
-    """Bytes and seconds at the row's own size, where another was timed: exempt layers cost the same at any."""
+    """Bytes and seconds at the row's own size, where another was timed: that step, and what other bytes change.
+
+    The exempt layers' rows, which are all that a late method hides, are the same at any size.
+    """
     if row.get("step_source") != "modelled" or row.get("kv_frac") is None or not row["link_bytes_per_s"]:
         return {}
     link_bytes = row["link_bytes"] * row["kv_frac"] / row["timed_kv_frac"]
     hidden = row["link_bytes"] - row["late_bytes"]
     late_bytes = max(0.0, link_bytes - hidden) if row["late_bytes"] else 0.0
     scaled = {"compute_s": row["compute_s"], "link_bytes": link_bytes, "late_bytes": late_bytes}
-    return scaled | {"step_s": step_seconds(scaled, row["link_bytes_per_s"])}
+    change = step_seconds(scaled, row["link_bytes_per_s"]) - step_seconds(row, row["link_bytes_per_s"])
+    return scaled | {"step_s": row["timed_step_s"] + change}
 
 
 def _settings(record: Record) -> str:

@@ -15,8 +15,8 @@ SETTINGS_NOTE = (
 )
 NOTES = {
     "accuracy": "± is one standard error. KV read is the share of the full cache that a decode row reads, which "
-    "crosses the link where the cache is offloaded; device read is what it reads in device memory, an index included; on "
-    "device is what the method keeps there, as a share of the full cache at the end. Two numbers are a range over a "
+    "crosses the link where the cache is offloaded; device read is what it reads in device memory, an index included; "
+    "on device is what the method keeps there, as a share of the full cache at the end. Two numbers are a range over a "
     f"line's columns. {SETTINGS_NOTE} What columns differ in stands in the headings.",
     "latency": "KV read is the share of the full cache that a decode row reads, device read (%) what it reads in "
     "device memory, an index included. To device and to host is what crossed the link in all decode steps, device read "
