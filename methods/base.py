@@ -148,7 +148,8 @@ class PromptRows(NamedTuple):
 class State:
     """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
 
-    sequence_tensors: attributes with the batch first, tensors or dicts of them by layer: what `fork` copies.
+    sequence_tensors: attributes with the batch first, tensors or dicts of them by layer: what `fork` copies, and what
+        is counted as kept on the device.
     slot_tensors: attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots, ...], and the value of an
         empty slot; copied as well, and given room.
     spare_slots: slots that they have beyond those of the batch.

@@ -126,7 +126,7 @@ def test_a_step_waits_for_no_value_and_touches_no_tensor_of_the_cpu(name, placem
         attached.device = META
         session.fetcher._pending.clear()
         states = [state for state in {id(cache.state): cache.state for cache in session.caches}.values() if state]
-        for thing in (session, session.batch, session.fetcher, *states, *session.stores):
+        for thing in (session, session.batch, session.fetcher, session.reads, *states, *session.stores):
             to_meta(thing)
         with NothingFromTheCPU():
             token = torch.empty(len(ids), dtype=torch.int64, device=META)

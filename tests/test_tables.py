@@ -16,7 +16,7 @@ from harness.records import record as records
 from harness.settings.compose import load
 from harness.tables import write as tables
 from harness.tables.columns import LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
-from harness.tables.sheets import render_markdown
+from harness.tables.sheets import render_markdown, sheets_of
 
 TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
 TEXT_METRICS = {
@@ -295,6 +295,22 @@ def test_settings_are_those_that_set_runs_of_a_method_apart(tmp_path: Path) -> N
     texts = sorted(next(cell.strip() for cell in cells if cell.strip()) for cells in settings)
     tenth = "heavy_frac=0.1"  # in two of four runs, hence not common
     assert texts == [tenth, f"{tenth}, recent_frac=0.3", "heavy_frac=0.2", "heavy_frac=0.3"]
+
+
+def test_a_table_of_an_older_version_is_read_without_the_sizes_that_it_lacks(tmp_path: Path) -> None:
+    save_task(tmp_path, "method=h2o")
+    path = tables.update(tmp_path, "fig11")
+    lacking = ("device_frac", "resident_frac")
+    older = [{name: cell for name, cell in row.items() if name not in lacking} for row in rows(path)]
+    assert shape_of(tuple(older[0])) == "accuracy"
+    (old,) = sheets_of([typed(row) for row in older])
+    (new,) = sheets_of([typed(row) for row in rows(path)])
+    assert [heading for heading in new.header if heading not in old.header] == ["device read (%)", "on device (%)"]
+
+
+def test_a_share_that_only_an_older_version_recorded_is_no_metric(tmp_path: Path) -> None:
+    save(tmp_path, ["experiment=fig11"], {"passkey": TASK_METRICS | {"kv_frac": 0.2, "index_frac": 0.1}})
+    assert [row["metric"] for row in rows(tables.update(tmp_path, "fig11"))] == ["acc"]
 
 
 def test_summary_parts_lengths(tmp_path: Path) -> None:

@@ -99,6 +99,6 @@ def _summary(session: LiveSession, source: str) -> str:
     read = f"read {session.reads.kv_frac:.1%} of the cache" if session.steps else "read nothing"
     return (
         f"fetched {rows} rows ({rows / steps:.0f} a step, of one token and KV head each): "
-        f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host; "
-        f"{read}; {session.device_bytes / MIB:.2f} MiB on the device; source: {source}"
+        f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host, "
+        f"{session.device_bytes / MIB:.2f} MiB kept on the device; {read}; source: {source}"
     )
