@@ -37,7 +37,8 @@ def prepare(
     method, codec, geometry = config.method, codec_of(config), attached.geometry
     if config.target_kv_frac is not None:
         width = codec.bits_per_element(geometry.head_dim) / 16 if codec else 1.0
-        method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width)
+        nearest = config.sizing == "nearest"
+        method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width, nearest=nearest)
     calibration = None
     if method.needs_calibration:
         num_tokens = config.calibration.num_tokens

@@ -170,12 +170,14 @@ def kv_frac(method: Method, rows: Mapping[Row, int], num_layers: int, width: flo
     return total / weight
 
 
-def sized(method: Method, rows: Sequence[Row], num_layers: int, target: float, width: float = 1.0) -> Method:
+def sized(
+    method: Method, rows: Sequence[Row], num_layers: int, target: float, width: float = 1.0, *, nearest: bool = False
+) -> Method:
     """`method` with the setting whose reported kv_frac over `rows` is nearest to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
-    Raises UserError where nothing lands within `TOLERANCE`, ValueError where the method has no size to set, or allows
-    none at these lengths.
+    nearest: take it however far it is. Raises UserError where, otherwise, nothing lands within `TOLERANCE`; ValueError
+    where the method has no size to set, or allows none at these lengths.
     """
     counted = Counter(rows)
 
@@ -188,7 +190,7 @@ def sized(method: Method, rows: Sequence[Row], num_layers: int, target: float, w
         middle = (low + high) / 2
         low, high = (middle, high) if size_of(middle) < target else (low, middle)
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
-    if abs(size_of(best) - target) > TOLERANCE:
+    if abs(size_of(best) - target) > TOLERANCE and not nearest:
         raise UserError(
             f"target_kv_frac={target}: the nearest size is {size_of(best):.3f}; allowed here: {size_of(least):.3f} to "
             f"{size_of(1.0):.3g} ({method.num_exempt_layers} of {num_layers} layers read the full cache)"

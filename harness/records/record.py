@@ -4,7 +4,7 @@ A record is written whole or not at all. Its folder's name is a hash of all that
 is found again and not repeated. Schema 2:
 
     {"schema", "run_id", "settings_id", "experiment", "kind", "table": "accuracy" | "latency" | "analysis",
-     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "method_file",
+     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "method_file", "selects",
      "inputs": {name: sha256}, "environment", "metrics", "samples", "chunks", "seconds", "error"}
 
 `method_file` is where a user's own method lay, None of a shipped one.

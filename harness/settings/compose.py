@@ -61,6 +61,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings["platform"] = _platform(group(settings, "platform"))
     settings["model"] = _model(group(settings, "model"), settings["platform"].name, given)
     file = method.take(settings, given)
+    if settings.get("sizing") == "nearest" and not _has_size(settings["method"]):
+        settings["target_kv_frac"] = None  # the same run at every target
     if settings.get("tasks") is None:
         offline = group(settings, "data").get("name") == "offline"
         settings["tasks"] = GENERATED_TASKS if offline else PAPER_TASKS
@@ -71,6 +73,14 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
     experiment.check(checked)
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
+
+
+def choices(group: str, *without: str) -> list[str]:
+    """`${choices:method,full}` in a grid: the choices of a group but those named."""
+    return [name for name in options(group) if name not in without]
+
+
+OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 
 def _platform(node: dict[str, Any]) -> PlatformConfig:
@@ -100,6 +110,14 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if "model.name" not in given:
         model["name"] = Path(source).resolve().name.removesuffix(".gguf")
     return model
+
+
+def _has_size(method: Any) -> bool:
+    try:
+        method.with_size(1.0)
+    except ValueError:
+        return False
+    return True
 
 
 def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:

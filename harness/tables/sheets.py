@@ -5,7 +5,7 @@ Rows of a record and those read from a CSV give the same sheets. Seconds become 
 
 from collections.abc import Iterator, Sequence
 
-from harness.tables import accuracy, analysis, speed
+from harness.tables import accuracy, analysis, board, speed
 from harness.tables.columns import MISSING, TableRow, published_rows
 from harness.tables.text import Sheet, aligned, markdown
 
@@ -22,6 +22,10 @@ NOTES = {
     "device memory, an index included. To device and to host is what crossed the link in all decode steps, device read "
     "(GiB) what was read in device memory in them. On device is what the cache and the method keep there, buffers for "
     f"fetched rows included. {SETTINGS_NOTE}",
+    "board": "All at the same share of the full cache's bytes over the link, as far as they can; link (%) is what was "
+    "read, device read what was read in device memory, on device what the method keeps there. Bold is the best of that "
+    "size, bounds aside. ± is one standard error, over windows or contexts, of what is compared with the full cache on "
+    "the same windows or questions: KL, agreement, and the differences. The decode step runs over an emulated link.",
     "analysis": "± is one standard error over heads (over layers, where a number is of the whole model). Of many "
     "values of x a few are shown; the CSV has all.",
 }
@@ -30,7 +34,7 @@ MODELLED_NOTE = (
     "Predicted by the cost model (`harness/paper/costmodel`), not measured. KV read is the share of the full cache "
     "that a decode row reads. The segments (attention to other) are those of one block in the last decode step."
 )
-SHAPES = {"latency": speed.sheets, "accuracy": accuracy.sheets, "analysis": analysis.sheets}
+SHAPES = {"latency": speed.sheets, "accuracy": accuracy.sheets, "analysis": analysis.sheets, "board": board.sheets}
 
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
@@ -69,7 +73,8 @@ def _title(row: TableRow) -> str:
 
 
 def _shape(row: TableRow) -> str:
-    return "analysis" if "series" in row else "accuracy" if "metric" in row else "latency"
+    marks = {"series": "analysis", "metric": "accuracy", "size": "board"}
+    return next((shape for mark, shape in marks.items() if mark in row), "latency")
 
 
 def _published(experiment: str) -> Iterator[Sheet]:
