@@ -17,6 +17,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
+from methods.pqcache import PQCache
 from methods.quest import Quest, QuestState
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
@@ -120,6 +121,12 @@ CASES = {
     "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", sinks=1, num_exempt_layers=0)),
     "quest-step": Case(Quest(read_frac=0.4, page_size=2, when="previous_step", group="max_logits")),
     "quest-rehearsed": Case(Quest(read_frac=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
+    "pqcache": Case(PQCache(read_frac=0.5, sinks=1, recent_frac=0.3, bits=2, iterations=3)),
+    "pqcache-fine": Case(PQCache(read_frac=0.4, sinks=1, recent_frac=0.0, sub_vectors=4, bits=4, num_exempt_layers=0)),
+    "pqcache+smooth": Case(PQCache(read_frac=0.4, sinks=1, sub_vectors=1, bits=3), Smooth()),
+    "freekv": Case(
+        Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", sinks=3, recent_frac=0.25)
+    ),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),

@@ -32,7 +32,7 @@ MODELS = {
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-UNREFERENCED = ("quest", "snap", "pool", "biased", "full+split")
+UNREFERENCED = ("quest", "snap", "pool", "biased", "full+split", "rest", "pqcache", "freekv")
 WITHOUT_STEPS = [name for name, case in CASES.items() if not isinstance(case.codec, Codec)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
 REFERENCED = [name for name in WITHOUT_STEPS if not name.startswith(UNREFERENCED)]
