@@ -134,7 +134,7 @@ CASES = {
     "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
     "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
     "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
-    "infinigen-step": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, when="previous_step", sinks=2, recent_frac=0.3)),
+    "infinigen-step": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, when="previous_step", sinks=1, recent_frac=0.3)),
     "infinigen-layer": Case(
         InfiniGen(alpha=inf, max_fetch_frac=0.4, when="layer", covers="layer", group="max_probs", num_exempt_layers=0)
     ),

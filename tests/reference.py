@@ -147,6 +147,7 @@ class Reference:
         self.heads = [[Head() for _ in kv_heads] for _ in self.family.layers]
         self.reads: list[list[list[set[int]]]] = [[[] for _ in kv_heads] for _ in self.family.layers]
         self.recall: list[float] = []
+        self.last_queries: dict[int, list[Vector]] = dict.fromkeys(range(len(self.family.layers)), [])
 
     def run(self, ids: Sequence[int]) -> Trace:
         """Teacher-forced over `ids`, whose first `prefill_len` are the prompt."""
@@ -182,6 +183,7 @@ class Reference:
                 self._store(head, layer, keys[g], values[g])
                 if position < self.prefill_len:
                     head.prompt_queries.append(group)
+            self.last_queries[layer] = queries
             hidden = family.after_attention(layer, hidden, np.concatenate(outputs))
             previous_input = attention_input
         if position >= self.prefill_len:
@@ -260,19 +262,31 @@ class Reference:
             return [kept for _ in self.heads[layer]]
         if not isinstance(method, ScoreSelecting):
             return [set(cached) for _ in self.heads[layer]]
-        relative = []  # r_j of each KV head
+        asking = {"layer": queries, "previous_layer": rehearsed, "previous_step": self.last_queries[layer]}[method.when]
+        scores = []  # [KV head][query head of its group][token]
         for g, head in enumerate(self.heads[layer]):
-            if isinstance(method, Oracle):
-                asking, keys = queries, head.stored_keys
-            else:
-                asking = [query @ head.columns for query in rehearsed]
-                keys = [key @ head.columns for key in head.keys]
-            best = [-math.inf] * position
-            for query in asking[g * self.family.group : (g + 1) * self.family.group]:
-                scores = [self.family.scale * query @ keys[j] for j in cached]
-                best = [max(old, score - max(scores)) for old, score in zip(best, scores, strict=True)]
-            relative.append(dict(enumerate(best)))
-        return [self._largest(scores, self._count(relative, position)) for scores in relative]
+            oracle = isinstance(method, Oracle)
+            basis, keys = (np.eye(self.family.head_dim), head.stored_keys) if oracle else (head.columns, head.keys)
+            group = asking[g * self.family.group : (g + 1) * self.family.group]
+            scores.append([[self.family.scale * (q @ basis) @ (keys[j] @ basis) for j in cached] for q in group])
+        sets = scores if method.covers == "kv_head" else [sum(scores, [])]
+        relative = [dict(enumerate(self._reduced(np.array(heads)))) for heads in sets]
+        count = self._count(relative, position)
+        recent = position - math.floor(method.recent_frac * count)
+        for each in relative:
+            each.update({j: math.inf for j in cached if j < method.sinks or j >= recent})
+        chosen = [self._largest(each, count) for each in relative]
+        return chosen if method.covers == "kv_head" else chosen * len(scores)
+
+    def _reduced(self, scores: Vector) -> Vector:
+        """One score a token from those of several heads, [heads, tokens]."""
+        best = scores.max(1, keepdims=True)
+        return {
+            "best": lambda: (scores - best).max(0),
+            "max_logits": lambda: scores.max(0),
+            "max_probs": lambda: np.array([softmax(head) for head in scores]).max(0),
+            "sum_probs": lambda: np.array([softmax(head) for head in scores]).sum(0),
+        }[self.method.group]()
 
     def _count(self, relative: list[dict[int, float]], cached: int) -> int:
         """Step 4."""

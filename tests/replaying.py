@@ -15,7 +15,12 @@ from harness.model.attach import attach
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
 from methods.codec import Codec
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.oracle import Oracle
 from methods.snapkv import SnapKV
+from methods.streaming import Streaming
 
 LENGTH, PROMPT = 56, 19
 RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))
@@ -32,10 +37,14 @@ MODELS = {
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-UNREFERENCED = ("quest", "snap", "pool", "biased", "full+split", "rest", "pqcache", "freekv")
 WITHOUT_STEPS = [name for name, case in CASES.items() if not isinstance(case.codec, Codec)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
-REFERENCED = [name for name in WITHOUT_STEPS if not name.startswith(UNREFERENCED)]
+REFERENCED = [
+    name
+    for name in WITHOUT_STEPS
+    if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
+    and not name.startswith(("pool", "full+split"))
+]
 """Cases that the plain reference knows; others have one of their own."""
 BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
 """Cases that take the batch of `RAGGED`."""
