@@ -14,7 +14,7 @@ from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
 from harness.sizes import sized
 from methods.base import Calibration, Method, Row
-from methods.codec import AnyCodec, Codec, SplitCodec
+from methods.codec import AnyCodec, Codec, SplitCodec, without_keys
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ def prepare(
     decode_rows: lists the rows that `target_kv_frac` is to be met on; called only where it is set.
     """
     method, codec, geometry = config.method, codec_of(config), attached.geometry
+    if method.holds_keys:
+        codec = without_keys(codec, attached.dtype)
     if config.target_kv_frac is not None:
         width = codec.bits_per_element(geometry.head_dim) / 16 if codec else 1.0
         method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width)

@@ -172,10 +172,39 @@ class Codec:
 
 
 @dataclass(frozen=True)
+class NoCodec:
+    """Of what is not stored, as a method holds it otherwise."""
+
+    name = "none"
+    is_float = False
+    bits = 0
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """None."""
+        return 0.0
+
+    def row_bytes(self, head_dim: int) -> int:
+        """None."""
+        return 0
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        """`x` itself: what is held otherwise is not this codec's to change."""
+        return x
+
+    def encode(self, x: Tensor) -> Tensor:
+        """No bytes, uint8 [..., 0]."""
+        return x.new_empty((*x.shape[:-1], 0), dtype=torch.uint8)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """No elements, [..., 0]."""
+        return packed.to(dtype)
+
+
+@dataclass(frozen=True)
 class SplitCodec:
     """Keys and values stored in formats of their own; sizes are means of the two."""
 
-    keys: Codec
+    keys: Codec | NoCodec
     values: Codec
 
     @property
@@ -199,3 +228,13 @@ class SplitCodec:
 
 
 AnyCodec = Codec | SplitCodec
+
+
+def exact_codec(dtype: torch.dtype) -> Codec:
+    """The codec that stores rows of `dtype` as they are."""
+    return Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == dtype))
+
+
+def without_keys(codec: AnyCodec | None, dtype: torch.dtype) -> SplitCodec:
+    """The codec of a cache that holds values only; None stores them as they are."""
+    return SplitCodec(NoCodec(), (codec or exact_codec(dtype)).values)

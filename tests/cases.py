@@ -19,6 +19,7 @@ from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
 from methods.pqcache import PQCache
 from methods.quest import Quest, QuestState
+from methods.shadowkv import ShadowKV
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 
@@ -127,6 +128,12 @@ CASES = {
     "freekv": Case(
         Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", sinks=3, recent_frac=0.25)
     ),
+    "shadowkv": Case(ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, outlier_frac=0.2)),
+    "shadowkv-step": Case(
+        ShadowKV(read_frac=0.4, page_size=3, local_chunks=1, rank_frac=0.5, when="previous_step", num_exempt_layers=1)
+    ),
+    "shadowkv-union": Case(ShadowKV(read_frac=0.2, page_size=2, local_chunks=0, rank_frac=0.1, group="union")),
+    "shadowkv+smooth": Case(ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3), Smooth()),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),

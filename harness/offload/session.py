@@ -28,11 +28,12 @@ from harness.offload.memory import require_memory
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
+from harness.offload.values import ValuesCache
 from harness.settings.speed import check_combination
 from harness.sizes import share_of_cache
 from methods.base import Calibration, Method, State
 from methods.checks import require
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
+from methods.codec import AnyCodec, exact_codec, without_keys
 from methods.evicting import EvictingState
 
 
@@ -68,8 +69,8 @@ class LiveSession:
         self.attached = attached
         self.method = method
         self.max_new_tokens = max_new_tokens
-        self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
-        self.codec: AnyCodec = codec or self.exact
+        self.exact = exact_codec(attached.dtype)
+        self.codec: AnyCodec = without_keys(codec, attached.dtype) if method.holds_keys else codec or self.exact
         self.placement: Placement = placement
         self.calibration = calibration
         self.pinned = pinned
@@ -139,6 +140,7 @@ class LiveSession:
         """Bytes of what the cache and the method keep on the device: stores there, buffers, the method's state."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
+        stores += sum(cache.device_bytes for cache in self.caches)
         return stores + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
 
     @property
@@ -213,7 +215,8 @@ class LiveSession:
             device=self.attached.device,
             pinned=self.pinned,
         )
-        return LayerCache(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
+        cache = ValuesCache if self.method.holds_keys and not exempt else LayerCache
+        return cache(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
 
 
 def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:
