@@ -2,9 +2,9 @@
 
 `kv_frac` counts every element 16 bits, or its codec's bits, and averages over decode rows what a row read over all
 layers, the exempt ones included, divided by the full cache at that row. Its own token is not counted; what was read of
-an index to choose (partial keys, page bounds) is `index_frac`, in the same unit. `kv_frac_artifact` is the x axis of
-the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over all causal pairs, prompt rows dense,
-mean over the non-exempt layers; times bits / 16.
+an index to choose (partial keys, page bounds), or of rows that stay on the device, is `index_frac`, in the same unit.
+`kv_frac_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over
+all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
 
 Methods are compared at equal kv_frac, not at equal settings: `sized` finds the settings that land on a given one.
 """

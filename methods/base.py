@@ -324,12 +324,12 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     returns [batch, num_kv_heads, group, rows, slots].
     """
     batch, num_kv_heads, slots, head_dim = key.shape
-    rows = query.shape[2]
+    heads, rows = query.shape[1:3]
     stacked = (query * scale).reshape(batch, num_kv_heads, -1, head_dim)
     # A thin product takes half the time on a CPU with the keys first, where slots hold K and V side by side.
     keys_first = rows == 1
     scores = (key @ stacked.mT).mT if keys_first else stacked @ key.mT
-    return scores.reshape(batch, num_kv_heads, -1, rows, slots).float()
+    return scores.reshape(batch, num_kv_heads, heads // num_kv_heads, rows, slots).float()
 
 
 def floor_frac(frac: float, count: Tensor) -> Tensor:

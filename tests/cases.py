@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from harness.settings.compose import load, options
+from harness.setup import codec_of
 from methods.base import Method, Rest
+from methods.channel_codec import ChannelCodec
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
@@ -30,7 +32,11 @@ class Smooth:
 
     name = "smooth"
     bits = 4
-    is_float = False
+    residual = 0
+    span = 1
+
+    def stored(self, cached):
+        return cached
 
     @property
     def keys(self) -> Smooth:
@@ -54,6 +60,20 @@ class Smooth:
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         return packed.view(torch.float32)
+
+
+@dataclass(frozen=True)
+class SmoothGroups(Smooth):
+    """Distorts keys as a codec of groups of tokens does: by what the others of the group are."""
+
+    span: int = 4
+
+    def roundtrip(self, rows: Tensor) -> Tensor:
+        missing = -rows.shape[-2] % self.span
+        padded = torch.cat([rows, rows[..., -1:, :].expand(*rows.shape[:-2], missing, -1)], -2)
+        groups = padded.unflatten(-2, (padded.shape[-2] // self.span, self.span))
+        blended = 0.7 * groups + 0.3 * torch.sin(3 * groups.sum(-2, keepdim=True))
+        return blended.flatten(-3, -2)[..., : rows.shape[-2], :]
 
 
 def smooth(row: np.ndarray) -> np.ndarray:
@@ -103,7 +123,13 @@ CASES = {
     "full+smooth": Case(Full(), Smooth()),
     "int8": Case(Full(), Codec("int8")),
     "int4": Case(Full(), Codec("int4")),
+    "fp8": Case(Full(), Codec("fp8")),
+    "hadamard": Case(Full(), Codec("int8", rotation="hadamard")),
     "full+split": Case(Full(), SplitCodec(Codec("fp32"), Smooth())),
+    "residual": Case(Full(), SplitCodec(Smooth(), Smooth(), residual=5)),
+    "residual-groups": Case(Full(), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
+    "residual-fills": Case(Full(num_exempt_layers=0), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
+    "kivi": Case(Full(), SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)),
     "h2o": Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
     "h2o-heavy": Case(H2O(heavy_frac=0.3, recent_frac=0.0, num_exempt_layers=0)),
     "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
@@ -163,7 +189,7 @@ CASES = {
 def shipped(name: str) -> Case:
     """`conf/method/<name>.yaml` with its defaults."""
     config = load([f"method={name}"])
-    return Case(config.method, None if config.codec is None else Codec(config.codec, config.group_size))
+    return Case(config.method, codec_of(config))
 
 
 SHIPPED = options("method")

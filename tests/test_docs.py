@@ -25,6 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from living import PROMPTS, TOLERANCE, attached_with_link, largest_difference, live, replay
 
 import methods
+from harness.settings.compose import OF_THE_FILE
 from harness.settings.schema import build
 from methods.base import Method, State
 from methods.selection import Selecting
@@ -317,9 +318,9 @@ def test_the_readme_is_short():
 
 def test_methods_has_a_line_for_every_method_with_its_settings():
     rows = [line for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if line.startswith("| `")]
-    lines = {name: row for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    lines = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
     for file in (CONF_DIR / "method").glob("*.yaml"):
-        fields = set(yaml.safe_load(file.read_text())) - {"_target_", "name", "title", "codec"}
+        fields = set(yaml.safe_load(file.read_text())) - {*OF_THE_FILE, "name"}
         fields -= {field.name for field in dataclasses.fields(Selecting)}  # have a table of their own
         assert file.stem in lines, f"docs/methods.md: no line for {file.stem}"
         assert fields - {"num_bits"} <= set(re.findall(r"`(\w+)`", lines[file.stem])), file.stem

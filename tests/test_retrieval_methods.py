@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import closing
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 from cases import CASES, Case
-from replaying import assert_close, run_ragged
+from living import PROMPTS, attached_with_link, force, largest_difference, live, open_live
+from replaying import PROMPT, assert_close, run_one, run_ragged
 from test_field import BATCHES, check, every_batch, every_model, replayed, softmax
 
+from harness.model.attach import attach
+from harness.replay import passes
 from harness.settings.compose import load
 from methods.base import Geometry, Lengths, Row
 from methods.pqcache import PQCache, kmeans
 from methods.quest import Quest
+from methods.shadowkv import ShadowKV
 
 GEOMETRY = Geometry(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, family="llama")
 
@@ -118,7 +126,7 @@ def test_pqcaches_index_by_hand():
 
 
 @every_model
-def test_reading_all_is_the_full_cache(model):
+def test_pqcache_that_reads_all_is_the_full_cache(model):
     full = run_ragged(model, CASES["full"]).logits
     limit = run_ragged(model, Case(PQCache(read_frac=1.0)), measure_recall=True)
     for got, expected in zip(limit.logits, full, strict=True):
@@ -137,6 +145,147 @@ def test_freekv_is_quest_by_the_query_of_the_step_before():
     assert method.tokens_read(Row(1024, 512, 2048), 2) == 5 * 32  # six pages, the unfinished one among them
 
 
+# ShadowKV
+
+
+def selectable(method: ShadowKV, key: np.ndarray, prompt: int) -> dict[int, np.ndarray]:
+    """Landmarks of the chunks that do not stay on the device."""
+    size = method.page_size
+    landmarks, alike = {}, {}
+    for chunk in range(max(0, prompt // size - method.local_chunks)):
+        keys = key[chunk * size : (chunk + 1) * size]
+        mean = landmarks[chunk] = keys.mean(0)
+        alike[chunk] = min(each @ mean / np.linalg.norm(each) / np.linalg.norm(mean) for each in keys)
+    stay = sorted(alike, key=alike.__getitem__)[: math.ceil(method.outlier_frac * len(alike))]
+    return {chunk: mean for chunk, mean in landmarks.items() if chunk not in stay}
+
+
+def shadowkv_rule(method: ShadowKV):
+    """The chunks whose landmark is the most probable for any head of the group."""
+    size = method.page_size
+
+    def rule(group: np.ndarray, key: np.ndarray, prompt: int, t: int) -> set[int]:
+        landmarks = selectable(method, key, prompt)
+        scores = np.array([list(landmarks.values()) @ query for query in group[:, t]])
+        probs = dict(zip(landmarks, np.max([softmax(each) for each in scores], axis=0), strict=True))
+        budget = int(method.read_frac * t) if method.read_tokens is None else min(method.read_tokens, t)
+        best = sorted(landmarks, key=lambda chunk: -probs[chunk])[: max(1, budget // size)]
+        return {token for token in range(prompt) if token // size in best}
+
+    return rule
+
+
+SHADOWKVS = {
+    "shadowkv": ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2),
+    "shadowkv-no-outliers": ShadowKV(read_frac=0.4, page_size=3, local_chunks=0, outlier_frac=0.0, num_exempt_layers=0),
+    "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=2, local_chunks=2, outlier_frac=0.3, num_exempt_layers=1),
+    "shadowkv-more-than-there-is": ShadowKV(read_frac=1.0, page_size=2, local_chunks=1, outlier_frac=0.5),
+}
+
+
+@every_batch
+@every_model
+@pytest.mark.parametrize("name", SHADOWKVS)
+def test_shadowkv_fetches_what_the_plain_rule_fetches(model, name, batch, monkeypatch):
+    geometry, found = replayed(model, Case(SHADOWKVS[name]), batch, monkeypatch)
+    check(geometry, found, batch, shadowkv_rule(SHADOWKVS[name]))
+
+
+class Layer(NamedTuple):
+    """What attention was given in a layer and what it gave, of one sequence: [heads, tokens, head_dim]."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    output: np.ndarray
+
+
+def attended(model, case: Case, layer: int, monkeypatch) -> Layer:
+    """A replay of one sequence, seen from `layer`."""
+    seen = []
+
+    def noting(attention):
+        def note(handler, at, query, key, value):
+            output = attention(handler, at, query, key, value)
+            if at == layer:
+                seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
+            return output
+
+        return note
+
+    for handler in (passes.PromptPass, passes.DecodePass):
+        monkeypatch.setattr(handler, "attention", noting(handler.attention))
+    run_one(model, case)
+    return Layer(*(torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True)))
+
+
+def rebuilt(geometry: Geometry, method: ShadowKV, key: np.ndarray) -> np.ndarray:
+    """The prompt's keys [num_kv_heads, prompt, head_dim] at the rank of the method."""
+    heads, prompt, head_dim = key.shape
+    positions = torch.arange(prompt)[None]
+    bare = geometry.rotate(torch.tensor(key).float()[None], positions, inverse=True)[0].double().numpy()
+    left, scale, right = np.linalg.svd(bare.transpose(1, 0, 2).reshape(prompt, -1), full_matrices=False)
+    rank = min(prompt, math.ceil(method.rank_frac * heads * head_dim))
+    low = ((left * scale)[:, :rank] @ right[:rank]).reshape(prompt, heads, head_dim).transpose(1, 0, 2)
+    return geometry.rotate(torch.tensor(low).float()[None], positions)[0].double().numpy()
+
+
+@every_model
+def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model, monkeypatch):
+    method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2, rank_frac=0.2)
+    layer = attended(model, Case(method), 3, monkeypatch)
+    with attach(model) as attached:
+        geometry = attached.geometry
+        low = rebuilt(geometry, method, layer.key[:, :PROMPT])
+    rule = shadowkv_rule(method)
+    assert np.abs(low - layer.key[:, :PROMPT]).max() > 0.1
+    for head, query in enumerate(layer.query * geometry.scale):
+        kv = head // geometry.group
+        group = layer.query[kv * geometry.group : (kv + 1) * geometry.group] * geometry.scale
+        chunks = selectable(method, layer.key[kv], PROMPT)
+        for t in range(PROMPT, query.shape[0]):
+            fetched = rule(group, layer.key[kv], PROMPT, t)
+            read = [token for token in range(t + 1) if token in fetched or token // method.page_size not in chunks]
+            keys = np.array([low[kv, token] if token in fetched else layer.key[kv, token] for token in read])
+            expected = softmax(keys @ query[t]) @ layer.value[kv, read]
+            assert np.abs(layer.output[head, t] - expected).max() < 1e-4
+
+
+@every_model
+def test_shadowkv_at_full_rank_that_fetches_all_is_the_full_cache(model):
+    full = run_ragged(model, CASES["full"]).logits
+    limit = run_ragged(model, Case(ShadowKV(read_frac=1.0, rank_frac=1.0, page_size=2, local_chunks=0)))
+    for got, expected in zip(limit.logits, full, strict=True):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_a_prompt_without_a_chunk_to_fetch_stays_whole(placement):
+    """No row of the layers that select crosses the link."""
+    with attached_with_link("gqa") as (attached, link):
+        method = ShadowKV()
+        assert method.max_tokens_read(Row(30, 24, 34), 2) == 0
+        got = live(attached, Case(method), PROMPTS["padded"], placement=placement, link=link)
+        expected = live(attached, CASES["full"], PROMPTS["padded"])
+    assert largest_difference(got.logits, expected.logits) < 1e-5
+    assert got.kv_frac == pytest.approx(2 / 4)
+
+
+def test_shadowkv_moves_values_only_and_counts_them_half():
+    method = ShadowKV(read_frac=0.5, page_size=2, local_chunks=1, outlier_frac=0.0, rank_frac=0.25)
+    with (
+        attached_with_link("gqa") as (attached, link),
+        closing(open_live(attached, Case(method), steps=2, placement="host", link=link)) as session,
+    ):
+        force(session, (24,), steps=1)
+        heads, head_dim, fetched, rank = 2, 16, 12, 8
+        whole, value = 2 * head_dim * 4, head_dim * 4
+        assert session.h2d_bytes == 2 * heads * (24 * whole + fetched * value)
+        assert session.kv_frac == pytest.approx((2 + 2 * 0.5 * fetched / 24) / 4)
+        landmarks, left, right, stays = 11 / 2, fetched * rank / (2 * head_dim), rank / 2, 2
+        assert session.index_frac == pytest.approx(2 * (landmarks + left + right + stays) / 24 / 4)
+
+
 # Refusals
 
 
@@ -148,6 +297,10 @@ def test_freekv_is_quest_by_the_query_of_the_step_before():
         (PQCache, {"bits": 0}, r"method\.bits=0: .*from 1 to 8"),
         (PQCache, {"bits": 9}, r"method\.bits=9: .*from 1 to 8"),
         (PQCache, {"iterations": -1}, r"method\.iterations=-1: .*>= 0"),
+        (ShadowKV, {"covers": "layer"}, r"method\.covers=layer: must be one of kv_head"),
+        (ShadowKV, {"rank_frac": 0.0}, r"method\.rank_frac=0\.0: .*\(0, 1\]"),
+        (ShadowKV, {"local_chunks": -1}, r"method\.local_chunks=-1: .*>= 0"),
+        (ShadowKV, {"outlier_frac": 1.1}, r"method\.outlier_frac=1\.1: .*\[0, 1\]"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, settings, message):

@@ -66,7 +66,8 @@ class PromptPass(Handler):
 class StepPass(Handler):
     """One token: each layer asks for the next one's rows, waits for its own, attends, and writes its row back.
 
-    read, index_read: fp64 [batch], tokens read, and read of an index, summed over the layers that are not exempt.
+    read, index_read: fp64 [batch], tokens read, and read on the device, of an index or of rows that stay there; summed
+    over the layers that are not exempt.
     """
 
     def __init__(
@@ -158,7 +159,9 @@ class StepPass(Handler):
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
         if cache.state is None:
             if not cache.exempt:
-                self.read += cache.batch.positions
+                stored = cache.store.codec.stored(cache.batch.positions)
+                self.read += stored
+                self.index_read += cache.batch.positions - stored
         elif cache.known_ahead:
             selection = cache.select(query, lambda: scores)
             self._note(cache.layer, selection)

@@ -26,6 +26,7 @@ from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
 from harness.offload.memory import require_memory
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
+from harness.offload.residual import ResidualCache, slots_stored
 from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
 from harness.offload.values import ValuesCache
@@ -137,11 +138,11 @@ class LiveSession:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what the cache and the method keep on the device: stores there, buffers, the method's state."""
+        """Bytes of what the cache and the method keep on the device: stores there, resident rows, buffers, state."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
-        stores += sum(cache.device_bytes for cache in self.caches)
-        return stores + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
+        resident = sum(cache.device_bytes for cache in self.caches)
+        return stores + resident + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
 
     @property
     def kv_frac(self) -> float:
@@ -183,12 +184,14 @@ class LiveSession:
         exempt = self.method.num_exempt_layers
         rows = {row for steps in range(self.max_new_tokens + 1) for row in self.batch.rows(steps)}
         selected = max(self.method.max_tokens_read(row, layer) for row in rows for layer in layers[exempt:])
-        reads_less = not self.method.reads_all or not self.codec.is_float
+        reads_less = not self.method.reads_all or self.codec.bits < 16
         self.fetcher.open(self.stores, selected, exempt if reads_less else 0)
 
     def _num_slots(self, layer: int, state: State | None) -> int:
-        evicts = isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers
-        return slots_needed(self.method, self.batch, layer) if evicts else self.batch.tokens.shape[1]
+        if isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers:
+            return slots_needed(self.method, self.batch, layer)
+        codec = self._codec(layer)
+        return slots_stored(codec, self.batch, self.max_new_tokens) if codec.residual else self.batch.tokens.shape[1]
 
     def _codec(self, layer: int) -> AnyCodec:
         """Exempt layers are stored as they are, in replay and here."""
@@ -215,8 +218,9 @@ class LiveSession:
             device=self.attached.device,
             pinned=self.pinned,
         )
-        cache = ValuesCache if self.method.holds_keys and not exempt else LayerCache
-        return cache(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
+        kind = ValuesCache if self.method.holds_keys and not exempt else LayerCache
+        kind = ResidualCache if store.codec.residual else kind
+        return kind(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
 
 
 def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:

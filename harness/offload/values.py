@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from harness.offload.cache import LayerCache
 from harness.offload.fetch import Fetched, indices
@@ -28,7 +29,7 @@ class ValuesCache(LayerCache):
         slots = indices(mask, int(mask.sum(-1).max()))
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
-        self.keys, self.values = (torch.nn.functional.pad(part.gather(2, index), room) for part in (key, value))
+        self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
         self.present = slots >= 0
         self.num_prompt = slots.shape[-1]
 

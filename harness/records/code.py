@@ -21,7 +21,7 @@ CORE = (
     "model/attach.py", "model/attention.py", "model/adapters.py", "model/calibration.py",
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
-CODEC = "methods/codec.py"
+CODEC = tuple(f"methods/{name}.py" for name in ("codec", "channel_codec", "bit_planes", "hadamard"))
 """What any method's rows may go through."""
 SUFFIXES = (".py", ".yaml")
 
@@ -52,7 +52,7 @@ def method_files(module: str) -> list[Path]:
 
 def harness_files(own: Sequence[str]) -> list[Path]:
     """The sources of the core, the codecs and `own`."""
-    files = {ROOT / CODEC}
+    files = {ROOT / name for name in CODEC}
     for name in (*CORE, *own):
         path = ROOT / "harness" / name
         files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in SUFFIXES}

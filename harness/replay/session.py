@@ -97,7 +97,7 @@ class ReplaySession:
 
     def _no_reads(self) -> ReadStats:
         codec = self.history.codec
-        return ReadStats(code_bits=codec.bits if codec and not codec.is_float else 16)
+        return ReadStats(code_bits=codec.bits if codec else 16)
 
 
 def _weights(valid: Tensor, multiplicity: Tensor | None) -> Tensor:

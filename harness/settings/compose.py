@@ -21,13 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 from harness.errors import UserError, nearest
 from harness.settings import systems
 from harness.settings.experiment import Experiment, find
-from harness.settings.run import GENERATED_TASKS, PAPER_TASKS, RunConfig
+from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build
 from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-OF_THE_FILE = ("_target_", "codec", "title")
+OF_THE_CODEC = ("codec", "rotation", "key_groups")
+CODEC_DEFAULTS = ("group_size", "residual")
+OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *CODEC_DEFAULTS)
 """What makes a method's YAML that method: not to be changed under its name."""
 
 
@@ -136,14 +138,23 @@ def _take_method(settings: dict[str, Any]) -> dict[str, Any]:
         value, own = node.pop(key, None), file.get(key)
         if value != own:
             raise UserError(f"method.{key}={value}: method={name} has {own}; choose another by method=NAME")
-    if codec := file.get("codec"):
-        if settings.get("codec") not in (None, codec):
-            raise UserError(f"codec={settings['codec']} contradicts method={name}: leave it out, or method=full")
-        settings["codec"] = codec
+    _take_codec(settings, file)
     module, _, cls = str(file["_target_"]).rpartition(".")
     method = build(getattr(importlib.import_module(module), cls), node, "method")
     settings |= {"method_name": name, "method": method}
     return file
+
+
+def _take_codec(settings: dict[str, Any], file: Mapping[str, Any]) -> None:
+    """Put a preset's codec in its place, with those of its numbers that the user did not give."""
+    for key in OF_THE_CODEC:
+        if key in file and settings.get(key) not in (None, file[key]):
+            given = f"{key}={settings[key]}"
+            raise UserError(f"{given} contradicts method={file['name']}: leave it out, or method=full")
+    for key in (*OF_THE_CODEC, *CODEC_DEFAULTS):
+        if settings.get(key) is None:
+            settings.pop(key, None)
+            settings |= {key: file[key]} if key in file else {}
 
 
 def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:
@@ -151,7 +162,8 @@ def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -
     if experiment.live:
         return systems.name_of(_plain_method(config.method_name, file), config)
     title = file.get("title") or config.method.label
-    return title if config.codec_name in (None, file.get("codec")) else f"{title} + {config.codec_name}"
+    own = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file}) if "codec" in file else None
+    return title if config.codec_name in (None, own) else f"{title} + {config.codec_name}"
 
 
 def _plain_method(name: str, file: Mapping[str, Any]) -> str:
