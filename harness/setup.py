@@ -15,7 +15,8 @@ from harness.settings.run import RunConfig
 from harness.sizes import sized
 from methods.base import Calibration, Method, Row
 from methods.channel_codec import ChannelCodec
-from methods.codec import AnyCodec, Codec, SplitCodec, without_keys
+from methods.codec import AnyCodec, Codec, SplitCodec
+from methods.keyless_codec import without_keys
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,9 @@ def prepare(
     decode_rows: lists the rows that `target_kv_frac` is to be met on; called only where it is set.
     """
     method, codec, geometry = config.method, codec_of(config), attached.geometry
-    if method.holds_keys:
-        codec = without_keys(codec, attached.dtype)
     if config.target_kv_frac is not None:
-        width = codec.bits_per_element(geometry.head_dim) / 16 if codec else 1.0
+        stored = without_keys(codec) if method.holds_keys else codec
+        width = stored.bits_per_element(geometry.head_dim) / 16 if stored else 1.0
         method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width)
     calibration = None
     if method.needs_calibration:

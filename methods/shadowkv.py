@@ -127,7 +127,7 @@ class ShadowKVState(State):
     def _keep_low_rank(self, layer: int, key: Tensor, rows: PromptRows) -> None:
         """Of each sequence's real tokens: padding is rows of zeros, which change nothing."""
         positions = rows.positions.masked_fill(~rows.real, 0)
-        bare = self.geometry.rotate(key, positions, inverse=True).float() * rows.real[:, None, :, None]
+        bare = self.geometry.rotate(key.float(), positions, inverse=True) * rows.real[:, None, :, None]
         left, scale, right = torch.linalg.svd(bare.transpose(1, 2).flatten(2), full_matrices=False)
         rank = math.ceil(self.method.rank_frac * right.shape[-1])
         self.left[layer] = (left * scale.unsqueeze(1))[..., :rank].to(key.dtype)

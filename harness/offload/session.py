@@ -34,8 +34,9 @@ from harness.settings.speed import check_combination
 from harness.sizes import share_of_cache
 from methods.base import Calibration, Method, State
 from methods.checks import require
-from methods.codec import AnyCodec, exact_codec, without_keys
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
 from methods.evicting import EvictingState
+from methods.keyless_codec import without_keys
 
 
 class LiveSession:
@@ -70,8 +71,10 @@ class LiveSession:
         self.attached = attached
         self.method = method
         self.max_new_tokens = max_new_tokens
-        self.exact = exact_codec(attached.dtype)
-        self.codec: AnyCodec = without_keys(codec, attached.dtype) if method.holds_keys else codec or self.exact
+        self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
+        self.codec: AnyCodec = codec or self.exact
+        if method.holds_keys:
+            self.codec = without_keys(self.codec)
         self.placement: Placement = placement
         self.calibration = calibration
         self.pinned = pinned

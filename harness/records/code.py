@@ -21,7 +21,7 @@ CORE = (
     "model/attach.py", "model/attention.py", "model/adapters.py", "model/calibration.py",
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
-CODEC = tuple(f"methods/{name}.py" for name in ("codec", "channel_codec", "bit_planes", "hadamard"))
+CODEC = tuple(f"methods/{name}.py" for name in ("codec", "channel_codec", "keyless_codec", "bit_planes", "hadamard"))
 """What any method's rows may go through."""
 SUFFIXES = (".py", ".yaml")
 
