@@ -16,6 +16,7 @@ from harness.sizes import sized
 from methods.base import Calibration, Method, Row
 from methods.channel_codec import ChannelCodec
 from methods.codec import AnyCodec, Codec, SplitCodec
+from methods.keyless_codec import without_keys
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ def prepare(
     """
     method, codec, geometry = config.method, codec_of(config), attached.geometry
     if config.target_kv_frac is not None:
-        width = codec.bits_per_element(geometry.head_dim) / 16 if codec else 1.0
+        stored = without_keys(codec) if method.holds_keys else codec
+        width = stored.bits_per_element(geometry.head_dim) / 16 if stored else 1.0
         nearest = config.sizing == "nearest"
         method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width, nearest=nearest)
     calibration = None

@@ -183,6 +183,22 @@ class State:
         """What each of `rows` reads in `layer`; carries the state past these rows. The only selection function."""
         raise NotImplementedError
 
+    def resident(self, layer: int) -> Tensor:
+        """Of a method that `holds_keys`: the prompt's tokens that stay on the device.
+
+        Every row reads them beside its selection, which names none of them. Asked once, after `prompt`. Returns bool
+        [batch, num_kv_heads, prompt].
+        """
+        raise NotImplementedError
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        """Of a method that `holds_keys`: the keys of prompt tokens as they are read.
+
+        slots: int [batch, num_kv_heads, n]; a negative one may give anything. Returns [batch, num_kv_heads, n,
+        head_dim].
+        """
+        raise NotImplementedError
+
     def fork(self, index: Tensor, num_slots: int) -> State:
         """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots` slots."""
         child = copy(self)
@@ -225,6 +241,9 @@ class Method:
     """What tables and legends call it."""
     reads_all: ClassVar[bool] = False
     """Every cached token is read: there is nothing to select, and no state."""
+    holds_keys: ClassVar[bool] = False
+    """The state gives keys back, so that the cache holds values only, and these alone cross the link (`State.keys`).
+    Some of the prompt's tokens, and all that is generated, stay exact on the device (`State.resident`)."""
     needs_prompt: ClassVar[bool] = False
     """Learns from the prompt's rows, so there must be one."""
     calibration_settings: ClassVar[tuple[str, ...]] = ()
@@ -314,12 +333,12 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     returns [batch, num_kv_heads, group, rows, slots].
     """
     batch, num_kv_heads, slots, head_dim = key.shape
-    rows = query.shape[2]
+    heads, rows = query.shape[1:3]
     stacked = (query * scale).reshape(batch, num_kv_heads, -1, head_dim)
     # A thin product takes half the time on a CPU with the keys first, where slots hold K and V side by side.
     keys_first = rows == 1
     scores = (key @ stacked.mT).mT if keys_first else stacked @ key.mT
-    return scores.reshape(batch, num_kv_heads, -1, rows, slots).float()
+    return scores.reshape(batch, num_kv_heads, heads // num_kv_heads, rows, slots).float()
 
 
 def floor_frac(frac: float, count: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
 """How a cached row is stored: as floats, or as integer codes with a minimum and a step per group.
 
-Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses
-(section 5.1): per token, KV head and group of `group_size` elements along head_dim, `lo = min` and
-`step = (max - lo) / (2^bits - 1)`, both rounded to fp16 before use; `code = round((x - lo) / step)`,
-clamped; `value = code * step + lo` in the compute dtype. A group whose step rounds to 0 gives `lo`. Where
-head_dim is no multiple of group_size (Phi-3's 96 with 64), the last group is shorter.
+Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1): per
+token, KV head and group of `group_size` elements along head_dim, `lo = min` and `step = (max - lo) / (2^bits - 1)`,
+both rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value = code * step + lo` in the compute
+dtype. A group whose step rounds to 0 gives `lo`. Where head_dim is no multiple of group_size (Phi-3's 96 with 64), the
+last group is shorter.
 
-A packed row of an integer codec is `[lo, step of each group (fp16) | codes]`, the codes as `methods.bit_planes` has
-them.
+A packed row of an integer codec is `[lo, step of each group (fp16) | codes]`, the codes as in `methods.bit_planes`.
 
 With `rotation="hadamard"` a row is rotated before it is quantized and back after, as QuaRot's KV cache (Ashkboos et
 al., NeurIPS 2024): the orthonormal Hadamard transform spreads an outlier over the row, so that one group's step no
@@ -16,8 +15,7 @@ longer follows it.
 `fp8` is e4m3 (4 bits exponent, 3 mantissa), saturating at +-448, without a scale: what vLLM's `kv_cache_dtype=fp8` does
 where no scales were calibrated.
 
-`roundtrip(x)` is `decode(encode(x))` bit for bit without the packing: replay uses the one, live decoding the
-other two.
+`roundtrip(x)` is `decode(encode(x))` bit for bit without the packing: replay uses the one, live decoding the others.
 """
 
 from __future__ import annotations

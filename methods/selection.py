@@ -142,6 +142,7 @@ def largest(values: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
     slots = values.shape[-1]
     rank = (slots - count).clamp(0, slots - 1)[:, None, :, None].expand(*values.shape[:-1], 1)
     least = ordered.gather(-1, rank).clamp(min=torch.finfo(values.dtype).min)
+    least = least.masked_fill((count == 0)[:, None, :, None], math.nan)  # nothing compares to it
     mask = values >= least
     # A tie at the last place: a group's heads all have r = 0 at their best token, so this is no rarity.
     tied = ordered.gather(-1, (rank - 1).clamp(min=0)) == least

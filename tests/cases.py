@@ -25,8 +25,10 @@ from methods.keydiff import KeyDiff
 from methods.knorm import Knorm
 from methods.loki import Loki
 from methods.oracle import Oracle
+from methods.pqcache import PQCache
 from methods.quest import Quest, QuestState
 from methods.rkv import RKV
+from methods.shadowkv import ShadowKV
 from methods.snapkv import SnapKV
 from methods.sparq import SparQ
 from methods.streaming import Streaming
@@ -185,6 +187,18 @@ CASES = {
     "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", sinks=2, num_exempt_layers=0)),
     "sparq-rehearsed": Case(SparQ(read_tokens=8, mean_value=False, when="previous_layer", group="union")),
     "sparq+smooth": Case(SparQ(read_tokens=5, recent_frac=0.0), Smooth()),
+    "pqcache": Case(PQCache(read_frac=0.5, sinks=1, recent_frac=0.3, bits=2, iterations=3)),
+    "pqcache-fine": Case(PQCache(read_frac=0.4, sinks=1, recent_frac=0.0, sub_vectors=4, bits=4, num_exempt_layers=0)),
+    "pqcache+smooth": Case(PQCache(read_frac=0.4, sinks=1, sub_vectors=1, bits=3), Smooth()),
+    "freekv": Case(
+        Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", sinks=3, recent_frac=0.25)
+    ),
+    "shadowkv": Case(ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, outlier_frac=0.2)),
+    "shadowkv-step": Case(
+        ShadowKV(read_frac=0.4, page_size=3, local_chunks=1, rank_frac=0.5, when="previous_step", num_exempt_layers=1)
+    ),
+    "shadowkv-union": Case(ShadowKV(read_frac=0.2, page_size=2, local_chunks=0, rank_frac=0.1, group="union")),
+    "shadowkv+smooth": Case(ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3), Smooth()),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),

@@ -16,7 +16,7 @@ from harness.settings.method import OF_THE_FILE
 from harness.settings.run import PAPER_TASKS, RunConfig
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
-PRESETS = ("adakv", "infinigen-balanced", "infinigen-coded", "pyramidkv")
+PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "pyramidkv")
 """Other settings of a method, worth a name."""
 HADAMARD = ("int4-hadamard", "int2-hadamard")
 MODELLED = [path.stem for path in sorted(CONF_DIR.glob("platform/*.yaml")) if "kind: modelled" in path.read_text()]

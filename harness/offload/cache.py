@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.offload.fetch import Fetcher
+from harness.offload.fetch import Fetched, Fetcher
 from harness.offload.store import KeyValue, KVStore
 from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
 from methods.evicting import EvictingState
@@ -150,13 +150,19 @@ class LayerCache:
             at = self.state.place_own(self.layer, self.slots_in_use())
         self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), at)
 
+    def take(self) -> Fetched:
+        """What was asked for, waiting for it if need be."""
+        return self.fetcher.take(self.layer)
+
     def resident(self) -> list[KeyValue]:
         """Cached rows that the device holds beside those that are fetched."""
         return []
 
-    def hidden(self) -> Tensor | None:
-        """Fetched slots, and resident rows, without a token that the step may see: bool [batch, 1 or kv, 1, n]; None
-        where all have one."""
+    def hidden(self, fetched: Fetched) -> Tensor | None:
+        """Fetched rows, and behind them resident ones, without a token that the step may see: bool [batch, 1 or kv, 1,
+        n]; None where all have one."""
+        if fetched.present is not None:
+            return ~fetched.present[:, :, None]
         if not self.batch.padded and not self.evicts:
             return None
         return self.slots()[:, :, None, :-1] >= self.batch.positions[:, None, None, None]
@@ -190,12 +196,12 @@ class LayerCache:
         else:
             self.fetcher.request_all(self.layer, self.store, count)
 
-    def request_selected(self, selection: Selection) -> None:
-        """Ask for the slots of a single row's selection."""
+    def request_selected(self, selection: Selection) -> Tensor:
+        """Ask for the slots of a single row's selection; returns them in the order in which they come."""
         assert selection.mask is not None, "a method that chooses names what it reads"
         cap = max(self.method.max_tokens_read(row, self.layer) for row in self.batch.rows(self.batch.steps))
         bias = None if selection.bias is None else selection.bias[:, :, :, 0]
-        self.fetcher.request_selected(self.layer, self.store, selection.mask[:, :, 0], cap, bias)
+        return self.fetcher.request_selected(self.layer, self.store, selection.mask[:, :, 0], cap, bias)
 
     def _even(self, steps_ahead: int) -> bool:
         """Whether all sequences' KV heads hold as many tokens as any may."""

@@ -105,8 +105,12 @@ class Fetcher:
                 self._expect(layer, stores[layer], count, buffer)
             self._prefetch(layer, Part(first, last, count), buffer)
 
-    def request_selected(self, layer: int, store: KVStore, mask: Tensor, cap: int, bias: Tensor | None = None) -> None:
+    def request_selected(
+        self, layer: int, store: KVStore, mask: Tensor, cap: int, bias: Tensor | None = None
+    ) -> Tensor:
         """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head.
+
+        Returns the slot of each row that `take` will give, int [batch, num_kv_heads, n], -1 for none.
 
         bias: added to the scores of these slots, fp32 [batch, 1 or num_kv_heads, group or 1, slots].
         """
@@ -114,13 +118,14 @@ class Fetcher:
         if not self.reuse:
             index = indices(mask, cap)
             self._submit(layer, store, index, self._turn(), present=index >= 0, bias=_at(bias, index))
-            return
+            return index
         if layer not in self._resident:
             self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
             self._kept[layer] = store.new_buffer(self.selected)
         index, resident = places(mask, self._resident[layer])
         self._resident[layer] = resident
         self._submit(layer, store, index, self._kept[layer], present=resident >= 0, bias=_at(bias, resident))
+        return resident
 
     def wait(self, layer: int) -> None:
         """Let the computation wait until the layer's rows are there."""

@@ -108,16 +108,15 @@ class StepPass(Handler):
         self.timeline.switch("transfer")
         self.fetcher.wait(layer)
         self.timeline.switch("attention")
-        keys, values, present, bias = self.fetcher.take(layer)
-        parts = [part for part in (KeyValue(keys, values), *cache.resident()) if part.keys.shape[2]]
+        fetched = cache.take()
+        parts = [KeyValue(fetched.keys, fetched.values), *cache.resident()]
         of_keys = (*(part.keys for part in parts), key)
         scores = torch.cat([attention_scores(query, each, self.scale) for each in of_keys], -1)
-        cached = scores[..., :-1]  # [batch, kv, group, 1, n]
-        hidden = ~present[:, :, None] if present is not None else cache.hidden()
+        hidden = cache.hidden(fetched)  # [batch, kv, group, 1, n]
         if hidden is not None:
-            cached.masked_fill_(hidden.unsqueeze(2), float("-inf"))
-        if bias is not None:
-            cached += bias
+            scores[..., :-1].masked_fill_(hidden.unsqueeze(2), float("-inf"))
+        if fetched.bias is not None:
+            scores[..., : fetched.keys.shape[2]] += fetched.bias
         self._select_kept(cache, query, scores)
         probs = scores.softmax(-1).to(value.dtype)
         *of_parts, of_own = probs[..., 0, :].split([each.shape[2] for each in of_keys], -1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.cache import Batch, LayerCache
+from harness.offload.fetch import Fetched
 from harness.offload.store import KeyValue
 from methods.codec import AnyCodec, Codec, SplitCodec
 
@@ -49,7 +50,7 @@ class ResidualCache(LayerCache):
     def resident(self) -> list[KeyValue]:
         return [KeyValue(self.keys[:, :, : self.places], self.values[:, :, : self.places])]
 
-    def hidden(self) -> Tensor:
+    def hidden(self, fetched: Fetched) -> Tensor:
         cached = self.batch.positions[:, None]
         stored = self.codec.stored(cached)
         slots = torch.arange(self.slots_in_use(), device=cached.device)

@@ -30,11 +30,13 @@ from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
 from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
+from harness.offload.values import ValuesCache
 from harness.settings.speed import check_combination
 from methods.base import Calibration, Method, State
 from methods.checks import require
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
 from methods.evicting import EvictingState
+from methods.keyless_codec import without_keys
 
 
 class LiveSession:
@@ -71,6 +73,8 @@ class LiveSession:
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
         self.codec: AnyCodec = codec or self.exact
+        if method.holds_keys:
+            self.codec = without_keys(self.codec)
         self.placement: Placement = placement
         self.calibration = calibration
         self.pinned = pinned
@@ -200,7 +204,8 @@ class LiveSession:
             device=self.attached.device,
             pinned=self.pinned,
         )
-        kind = ResidualCache if store.codec.residual else LayerCache
+        kind = ValuesCache if self.method.holds_keys and not exempt else LayerCache
+        kind = ResidualCache if store.codec.residual else kind
         return kind(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
 
 

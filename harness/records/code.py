@@ -23,7 +23,7 @@ CORE = (
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
 METHODS = "methods"
-CODEC = tuple(f"{METHODS}/{name}.py" for name in ("codec", "channel_codec", "bit_planes", "hadamard"))
+CODEC = tuple(f"{METHODS}/{name}.py" for name in ("codec", "channel_codec", "keyless_codec", "bit_planes", "hadamard"))
 """What any method's rows may go through."""
 SUFFIXES = (".py", ".yaml")
 

@@ -6,9 +6,10 @@ from copy import copy
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from harness.model.attach import Attached
-from methods.base import EMPTY, Method
+from methods.base import EMPTY, Method, State
 from methods.codec import AnyCodec, Codec
 
 
@@ -18,7 +19,8 @@ class History:
     kv: by layer (keys, values), each [batch, num_kv_heads, columns, head_dim]. exact: where the codec leaves the last
     tokens exact, the same of every coded layer as they were. tokens: int32 [batch, columns], the token of each column,
     `EMPTY` where there is none. length: columns in use. queries: by layer that of the last token, [batch, heads, 1,
-    head_dim], where the method selects by the query of the step before.
+    head_dim], where the method selects by the query of the step before. resident: by layer those of the prompt's
+    columns that stay exact, bool [batch, num_kv_heads, prompt], where the method holds the keys.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class History:
         self.codec = codec
         self.length = 0
         self.queries: dict[int, Tensor] = {}
+        self.resident: dict[int, Tensor] = {}
         shape = (batch, geometry.num_kv_heads, num_columns, geometry.head_dim)
 
         def rows() -> tuple[Tensor, ...]:
@@ -55,8 +58,9 @@ class History:
         return positions
 
     def coded(self, layer: int) -> bool:
-        """Whether the layer's rows go through the codec; those of the exempt layers do not."""
-        return self.codec is not None and layer >= self.method.num_exempt_layers
+        """Whether the layer's rows go through the codec; those of the exempt layers, or that stay, do not."""
+        exempt = layer < self.method.num_exempt_layers or layer in self.resident
+        return self.codec is not None and not exempt
 
     def keep(self, layer: int, key: Tensor, value: Tensor, columns: slice) -> None:
         """Write fresh rows, as they read back from storage."""
@@ -76,11 +80,29 @@ class History:
         index = self._regrouped[:, None, :, None].expand(-1, exact.shape[1], -1, exact.shape[3])
         stored.scatter_(2, index, codec.roundtrip(exact.gather(2, index)))
 
+    def hold(self, layer: int, state: State, key: Tensor, value: Tensor) -> None:
+        """Write a prompt whose keys `state` has taken in: what stays exactly, the rest as it is given back."""
+        self.resident[layer] = state.resident(layer)
+        stays = self.resident[layer].unsqueeze(-1)
+        columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
+        keys, values = (part[:, :, : key.shape[2]] for part in self.kv[layer])
+        keys.copy_(torch.where(stays, key, state.keys(layer, columns)))
+        values.copy_(torch.where(stays, value, values))
+
+    def staying(self, layer: int, stop: int) -> Tensor | None:
+        """Of the columns up to `stop` those that every later row reads, bool [batch, num_kv_heads, 1, stop]; None where
+        the method says all."""
+        if layer not in self.resident:
+            return None
+        prompt = self.resident[layer]
+        return pad(prompt, (0, stop - prompt.shape[-1]), value=True).unsqueeze(2)
+
     def fork(self, index: Tensor, num_columns: int) -> History:
         """Of the sequences `index` [new_batch], with room for `num_columns`."""
         child = copy(self)
         child.tokens = self._widen(self.tokens, index, 1, num_columns, EMPTY)
         child.queries = {layer: query.index_select(0, index) for layer, query in self.queries.items()}
+        child.resident = {layer: prompt.index_select(0, index) for layer, prompt in self.resident.items()}
 
         def rows(kv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(self._widen(part, index, 2, num_columns, 0) for part in kv)

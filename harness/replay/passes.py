@@ -38,6 +38,8 @@ class PromptPass(Handler):
             self.state.prompt(layer, query, key, value, self.rows)
             if self.history.method.selects == "previous":
                 self.history.queries[layer] = query[:, :, -1:].clone()
+            if self.history.method.holds_keys:
+                self.history.hold(layer, self.state, key, value)
         return dense_attention(query, key, value, self.scale, self.visible)
 
 
@@ -167,8 +169,10 @@ class _Block:
             scores += selection.bias
             self._own(scores).copy_(own)
         if selection.mask is not None:
-            self._own(selection.mask).fill_(True)
-            scores.masked_fill_(~selection.mask.unsqueeze(2), float("-inf"))
+            staying = self.rows_pass.history.staying(self.layer, self.stop)
+            mask = selection.mask if staying is None else selection.mask | staying
+            self._own(mask).fill_(True)
+            scores.masked_fill_(~mask.unsqueeze(2), float("-inf"))
         if everything is not None:
             recall = (torch.logsumexp(scores, -1) - everything).exp_()
             self.rows_pass.recall[:, self.rows] += recall.mean((1, 2))

@@ -20,6 +20,7 @@ from harness.sizes import ReadStats, resident_share, residual_share
 from methods.base import Calibration, Lengths, Method, State
 from methods.checks import require
 from methods.codec import AnyCodec
+from methods.keyless_codec import without_keys
 
 
 class ReplaySession:
@@ -45,6 +46,7 @@ class ReplaySession:
         dense = method.reads_all and codec is None
         require(dense or exempt < layers, "num_exempt_layers", exempt, f"< {layers} layers")
         attached.require_window(int(final_lengths.max()))
+        codec = without_keys(codec) if method.holds_keys else codec
         self.attached = attached
         self.method = method
         self.final_lengths = final_lengths
