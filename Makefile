@@ -32,6 +32,7 @@ WEIGHTS ?= pretrained
 ARGS ?=
 DATA_ROOT ?=
 RESULTS ?= results
+NAME ?=
 GRID = $(if $(filter offline,$(DATA)),accuracy,accuracy-paper)
 SPEED_GRID = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
 
@@ -52,7 +53,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup lint test accuracy speedup leaderboard paper calibrate modelled plots report clean
+.PHONY: help setup lint test accuracy speedup leaderboard paper method calibrate modelled plots report clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +87,9 @@ paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= o
 	$(PY) -m plots --results-dir $(RESULTS); \
 	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
 	exit $$code
+
+method: $(STAMP)  ## a file for a method of your own, which works as it is (NAME=my_method)
+	@$(PY) -m harness.launch.new_method $(NAME)
 
 calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
 	$(PY) -m harness.paper.costmodel --calibrate

@@ -14,6 +14,7 @@ from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
 from harness.sizes import sized
 from methods.base import Calibration, Method, Row
+from methods.channel_codec import ChannelCodec
 from methods.codec import AnyCodec, Codec, SplitCodec
 
 
@@ -53,5 +54,7 @@ def codec_of(config: RunConfig) -> AnyCodec | None:
     """The codec of a run; None stores rows exactly."""
     if config.codec is None:
         return None
-    keys = Codec(config.codec, config.group_size)
-    return keys if config.value_codec is None else SplitCodec(keys, Codec(config.value_codec, config.group_size))
+    of_keys = ChannelCodec if config.key_groups == "channel" else Codec
+    keys = of_keys(config.codec, config.group_size, config.rotation)
+    values = Codec(config.value_codec or config.codec, config.group_size, config.rotation)
+    return keys if keys == values and not config.residual else SplitCodec(keys, values, config.residual)

@@ -5,8 +5,8 @@ bits, an integer of a method's own its width:
 kv_frac        what a row read of the cache over all layers, the exempt ones included / the full cache at that row. Its
                own token is not counted. Under offloading this is what crosses the link
 device_frac    what attention and the method read in device memory: kv_frac, and what was read of an index to choose
-               (partial keys, page bounds), in the same unit
-resident_frac  what the method's state keeps on the device / the full cache at T
+               (partial keys, page bounds) or of rows that stay on the device, in the same unit
+resident_frac  what the method's state and the codec keep on the device / the full cache at T
 
 `kv_frac_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over
 all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
@@ -59,6 +59,12 @@ def resident_share(state: State) -> Tensor:
             kept += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
     token = geometry.num_layers * geometry.num_kv_heads * 2 * geometry.head_dim * FLOAT_BYTES
     return kept / (token * torch.tensor(finals, dtype=torch.float64))
+
+
+def residual_share(residual: int, final: Tensor, num_exempt: int, num_layers: int) -> Tensor:
+    """The same of a codec that leaves `residual` tokens exact on the device; final: [batch], T of each sequence."""
+    final = final.cpu().double()
+    return final.clamp(max=residual) / final * (1 - num_exempt / num_layers)
 
 
 def _bytes(tensor: Tensor) -> int:

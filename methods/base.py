@@ -256,6 +256,11 @@ class Method:
         return False
 
     @property
+    def file(self) -> str | None:
+        """A file that its settings name, whose contents belong to a run's identity; None where there is none."""
+        return None
+
+    @property
     def replay_only(self) -> str | None:
         """Why it can be scored and not decoded live, in words for the user; None where it can."""
         return None
@@ -272,7 +277,10 @@ class Method:
         raise NotImplementedError
 
     def tokens_read(self, row: Row, layer: int) -> float | None:
-        """Cached tokens that a decode row reads in a non-exempt layer; None where that depends on the data."""
+        """Cached tokens that a decode row reads in a non-exempt layer; None where that depends on the data.
+
+        The mean over the layer's KV heads, and over the layers where they share a budget: sizes sum over all of them.
+        """
         raise NotImplementedError
 
     def max_tokens_read(self, row: Row, layer: int) -> int:

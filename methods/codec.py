@@ -6,9 +6,15 @@ Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's 
 clamped; `value = code * step + lo` in the compute dtype. A group whose step rounds to 0 gives `lo`. Where
 head_dim is no multiple of group_size (Phi-3's 96 with 64), the last group is shorter.
 
-A packed row of an integer codec is `[lo, step of each group (fp16) | codes]`. The codes are planar: with
-n = 8 / bits codes a byte, byte i holds elements i, i + width, ..., i + (n - 1) * width, the first in the
-lowest bits, so unpacking writes n contiguous blocks instead of interleaving.
+A packed row of an integer codec is `[lo, step of each group (fp16) | codes]`, the codes as `methods.bit_planes` has
+them.
+
+With `rotation="hadamard"` a row is rotated before it is quantized and back after, as QuaRot's KV cache (Ashkboos et
+al., NeurIPS 2024): the orthonormal Hadamard transform spreads an outlier over the row, so that one group's step no
+longer follows it.
+
+`fp8` is e4m3 (4 bits exponent, 3 mantissa), saturating at +-448, without a scale: what vLLM's `kv_cache_dtype=fp8` does
+where no scales were calibrated.
 
 `roundtrip(x)` is `decode(encode(x))` bit for bit without the packing: replay uses the one, live decoding the
 other two.
@@ -17,16 +23,24 @@ other two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from methods import bit_planes
+from methods.hadamard import hadamard
+
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""Formats to compute in."""
+STORED_DTYPES = FLOAT_DTYPES | {"fp8": torch.float8_e4m3fn}
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
-CODEC_NAMES = (*FLOAT_DTYPES, *INTEGER_BITS)
-_GROUP_META_BYTES = 4  # lo and step, fp16 each
+CODEC_NAMES = (*STORED_DTYPES, *INTEGER_BITS)
+Rotation = Literal["hadamard"]
+Count = TypeVar("Count", int, Tensor)
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
 class _Quantized(NamedTuple):
@@ -41,23 +55,25 @@ class _Quantized(NamedTuple):
 class Codec:
     """Storage format of cached K and V rows; holds no state.
 
-    name: one of CODEC_NAMES. group_size: elements that share lo and step (integer codecs only).
-    Raises ValueError for an unknown name or a group_size below 1.
+    name: one of CODEC_NAMES. group_size: elements that share lo and step; rotation: what a row goes through before
+    (integer codecs only, both).
+    Raises ValueError for an unknown name, a group_size below 1, or a rotation of floats.
     """
 
     name: str
     group_size: int = 64
+    rotation: Rotation | None = None
+
+    residual: ClassVar[int] = 0
+    """Last tokens that are kept exact; see `SplitCodec`."""
 
     def __post_init__(self) -> None:
         if self.name not in CODEC_NAMES:
             raise ValueError(f"codec={self.name!r}: must be one of {', '.join(CODEC_NAMES)}")
         if type(self.group_size) is not int or self.group_size < 1:
             raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 1")
-
-    @classmethod
-    def parse(cls, name: str, group_size: int = 64) -> Codec:
-        """The codec called `name`; raises ValueError naming the allowed ones."""
-        return cls(name, group_size)
+        if self.rotation is not None and self.is_float:
+            raise ValueError(f"rotation={self.rotation}: needs an integer codec, not {self.name}")
 
     @property
     def keys(self) -> Codec:
@@ -70,43 +86,55 @@ class Codec:
         return self
 
     @property
+    def span(self) -> int:
+        """Consecutive tokens that are coded together."""
+        return 1
+
+    @property
     def is_float(self) -> bool:
         """Whether elements are stored as floating-point numbers, without groups."""
-        return self.name in FLOAT_DTYPES
+        return self.name in STORED_DTYPES
 
     @property
     def bits(self) -> int:
-        """Stored bits of one element, lo and step not counted."""
-        return FLOAT_DTYPES[self.name].itemsize * 8 if self.is_float else INTEGER_BITS[self.name]
+        """Bits that an element counts, lo and step apart: those stored, and 16 for any float but fp8."""
+        return 16 if self.name in FLOAT_DTYPES else INTEGER_BITS.get(self.name, 8)
+
+    def stored(self, cached: Count) -> Count:
+        """How many of `cached` tokens are read as stored: all."""
+        return cached
 
     def num_groups(self, head_dim: int) -> int:
         """Groups in a row of head_dim elements; 0 for float codecs."""
         return 0 if self.is_float else -(-head_dim // self.group_size)
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits an element counts in kv_frac: 16 for float codecs, else bits + 32 / group (lo and step)."""
-        return 16.0 if self.is_float else self.bits + 32 * self.num_groups(head_dim) / head_dim
+        """Bits an element counts in kv_frac: `bits`, and 32 a group (lo and step)."""
+        return self.bits + 32 * self.num_groups(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any slot."""
         if self.is_float:
-            return head_dim * self.bits // 8
-        return _GROUP_META_BYTES * self.num_groups(head_dim) + self._plane_width(head_dim)
+            return -(-head_dim * STORED_DTYPES[self.name].itemsize // 2) * 2
+        return self._meta_bytes(head_dim) + bit_planes.plane_width(head_dim, self.bits)
 
     def roundtrip(self, x: Tensor) -> Tensor:
         """`x` [..., head_dim] as it reads back from storage, in its own dtype; maybe `x` itself."""
         if self.is_float:
-            return x.to(FLOAT_DTYPES[self.name]).to(x.dtype)
+            return self._as_float(x).to(x.dtype)
         codes, lo, step = self._quantize(x)
-        return self._dequantize(codes.to(x.dtype), lo, step).flatten(-2)[..., : x.shape[-1]]
+        return self._values(codes.to(self._working(x.dtype)), lo, step, x.shape).to(x.dtype)
 
     def encode(self, x: Tensor) -> Tensor:
         """Packs `x` [..., head_dim] into uint8 [..., row_bytes(head_dim)]."""
+        head_dim = x.shape[-1]
         if self.is_float:
-            return x.to(FLOAT_DTYPES[self.name]).contiguous().view(torch.uint8)
+            packed = self._as_float(x).contiguous().view(torch.uint8)
+            missing = self.row_bytes(head_dim) - packed.shape[-1]
+            return pad(packed, (0, missing)) if missing else packed
         codes, lo, step = self._quantize(x)
-        meta = torch.cat([lo, step], dim=-1).flatten(-2).half().view(torch.uint8)
-        return torch.cat([meta, self._pack(codes.flatten(-2)[..., : x.shape[-1]])], dim=-1)
+        packed = bit_planes.pack(self._ungrouped(codes, x.shape), self.bits)
+        return torch.cat([self._pack_meta(lo, step), packed], dim=-1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with stride 1 last.
@@ -114,25 +142,37 @@ class Codec:
         A float codec whose dtype is `dtype` gives a view of `packed`, not a copy.
         """
         if self.is_float:
-            return packed.view(FLOAT_DTYPES[self.name]).to(dtype)
-        num_groups = self.num_groups(head_dim)
-        meta_bytes = _GROUP_META_BYTES * num_groups
-        meta = packed[..., :meta_bytes].view(torch.float16).unflatten(-1, (num_groups, 2))
-        codes = self._unpack(packed[..., meta_bytes:], head_dim, dtype)
-        values = self._dequantize(self._grouped(codes), meta[..., :1], meta[..., 1:])
-        return values.flatten(-2)[..., :head_dim]
+            stored = STORED_DTYPES[self.name]
+            return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
+        meta_bytes = self._meta_bytes(head_dim)
+        lo, step = self._unpack_meta(packed[..., :meta_bytes], head_dim)
+        codes = bit_planes.unpack(packed[..., meta_bytes:], self.bits, head_dim, self._working(dtype))
+        return self._values(self._grouped(codes), lo, step, codes.shape).to(dtype)
+
+    def _as_float(self, x: Tensor) -> Tensor:
+        # The cast turns what lies beyond e4m3's range into NaN; deployed kernels saturate.
+        return (x.clamp(-_FP8_MAX, _FP8_MAX) if self.name == "fp8" else x).to(STORED_DTYPES[self.name])
+
+    def _working(self, dtype: torch.dtype) -> torch.dtype:
+        """What values are computed in: fp32 where they are rotated back, so that they are rounded once."""
+        return dtype if self.rotation is None else torch.float32
 
     def _grouped(self, rows: Tensor) -> Tensor:
         """Cuts [..., head_dim] into groups; a shorter last one repeats its last element: same min and max."""
         head_dim = rows.shape[-1]
-        group = min(self.group_size, head_dim)
+        group = max(1, min(self.group_size, head_dim))
         missing = -head_dim % group
         if missing:
             rows = torch.cat([rows, rows[..., -1:].expand(*rows.shape[:-1], missing)], dim=-1)
-        return rows.unflatten(-1, (-1, group))
+        return rows.unflatten(-1, (rows.shape[-1] // group, group))
+
+    def _ungrouped(self, groups: Tensor, shape: torch.Size) -> Tensor:
+        """Rows of `shape` from their groups."""
+        return groups.flatten(-2)[..., : shape[-1]]
 
     def _quantize(self, x: Tensor) -> _Quantized:
-        grouped = self._grouped(x.float())
+        rows = x.float() if self.rotation is None else hadamard(x.float())
+        grouped = self._grouped(rows)
         levels = 2**self.bits - 1
         minimum = grouped.amin(-1, keepdim=True)
         step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(levels).half().float()
@@ -140,43 +180,41 @@ class Codec:
         divisor = step.masked_fill(step == 0, 1.0)  # code * 0 + lo is lo, whatever the code
         return _Quantized((grouped - lo).div_(divisor).round_().clamp_(0, levels), lo, step)
 
-    @staticmethod
-    def _dequantize(codes: Tensor, lo: Tensor, step: Tensor) -> Tensor:
-        """Overwrites `codes` with the values; two separate roundings, so that no kernel may fuse them."""
-        return codes.mul_(step.to(codes.dtype)).add_(lo.to(codes.dtype))
+    def _values(self, codes: Tensor, lo: Tensor, step: Tensor, shape: torch.Size) -> Tensor:
+        """Rows of `shape`; overwrites `codes`. Two separate roundings, so that no kernel may fuse them."""
+        rows = self._ungrouped(codes.mul_(step.to(codes.dtype)).add_(lo.to(codes.dtype)), shape)
+        return rows if self.rotation is None else hadamard(rows)
 
-    def _plane_width(self, head_dim: int) -> int:
-        """Bytes that hold the codes of a row, which is also the number of elements in a bit plane; even."""
-        return -(-head_dim * self.bits // 16) * 2
+    def _meta_bytes(self, head_dim: int) -> int:
+        """Bytes of lo and step in a row."""
+        return GROUP_META_BYTES * self.num_groups(head_dim)
 
-    def _pack(self, codes: Tensor) -> Tensor:
-        """fp32 codes [..., head_dim] as bytes [..., plane width]."""
-        head_dim, per_byte = codes.shape[-1], 8 // self.bits
-        width = self._plane_width(head_dim)
-        padded = pad(codes, (0, width * per_byte - head_dim)).to(torch.uint8)
-        planes = padded.unflatten(-1, (per_byte, width))
-        packed = planes[..., 0, :]
-        for plane in range(1, per_byte):
-            packed = packed | (planes[..., plane, :] << (plane * self.bits))
-        return packed
+    def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
+        """[..., num_groups, 1] each, as bytes [..., meta bytes]."""
+        return torch.cat([lo, step], dim=-1).flatten(-2).half().view(torch.uint8)
 
-    def _unpack(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Bytes [..., plane width] as codes [..., head_dim] in `dtype`."""
-        width = packed.shape[-1]
-        codes = torch.empty(*packed.shape[:-1], head_dim, dtype=dtype, device=packed.device)
-        for plane, start in enumerate(range(0, head_dim, width)):
-            block = codes[..., start : start + width]
-            shifted = (packed >> (plane * self.bits)) & (2**self.bits - 1)
-            block.copy_(shifted[..., : block.shape[-1]])
-        return codes
+    def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """lo and step, fp16 [..., num_groups, 1], from bytes [..., meta bytes]."""
+        meta = packed.view(torch.float16).unflatten(-1, (self.num_groups(head_dim), 2))
+        return meta[..., :1], meta[..., 1:]
 
 
 @dataclass(frozen=True)
 class SplitCodec:
-    """Keys and values stored in formats of their own; sizes are means of the two."""
+    """Keys and values stored in formats of their own, the last tokens exact; sizes are means of the two.
+
+    residual: tokens whose values are exact, KIVI's R; 0 codes all. So are their keys, but where those are coded in
+    groups of tokens, then R at a time, as soon as R are there. A step still reads exactly what it completes.
+    Raises ValueError where no number of groups fills R.
+    """
 
     keys: Codec
     values: Codec
+    residual: int = 0
+
+    def __post_init__(self) -> None:
+        if self.residual % self.keys.span or (self.keys.span > 1 and not self.residual):
+            raise ValueError(f"residual={self.residual}: must be a multiple of the {self.keys.span} tokens of a group")
 
     @property
     def name(self) -> str:
@@ -184,18 +222,28 @@ class SplitCodec:
         return f"{self.keys.name}/{self.values.name}"
 
     @property
-    def is_float(self) -> bool:
-        """Whether both are stored as floating-point numbers."""
-        return self.keys.is_float and self.values.is_float
-
-    @property
     def bits(self) -> float:
-        """Stored bits of an element, groups' scales not counted; floats count 16, as in every size."""
-        return sum(16 if codec.is_float else codec.bits for codec in (self.keys, self.values)) / 2
+        """Bits that an element counts, groups' scales apart."""
+        return (self.keys.bits + self.values.bits) / 2
 
     def bits_per_element(self, head_dim: int) -> float:
         """Bits an element counts in kv_frac."""
         return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
+
+    def coded_values(self, cached: Count) -> Count:
+        """How many values, of the first of `cached` tokens, a row reads coded."""
+        return (cached - self.residual) * (cached > self.residual)
+
+    def coded_keys(self, cached: Count) -> Count:
+        """How many keys, alike."""
+        if self.residual and self.keys.span > 1:
+            return cached - cached % self.residual
+        return self.coded_values(cached)
+
+    def stored(self, cached: Count) -> Count:
+        """How many tokens are read as stored: both coded, and all that their keys were coded with."""
+        coded = self.coded_values(cached)
+        return coded - coded % self.keys.span
 
 
 AnyCodec = Codec | SplitCodec

@@ -12,9 +12,13 @@ from omegaconf import OmegaConf
 from harness.errors import UserError, nearest
 from harness.settings.compose import CONF_DIR, compose, load, options, parse
 from harness.settings.experiment import COMMON, find, foreign_settings, kinds
+from harness.settings.method import OF_THE_FILE
 from harness.settings.run import PAPER_TASKS, RunConfig
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
+PRESETS = ("adakv", "infinigen-balanced", "infinigen-coded", "pyramidkv")
+"""Other settings of a method, worth a name."""
+HADAMARD = ("int4-hadamard", "int2-hadamard")
 MODELLED = [path.stem for path in sorted(CONF_DIR.glob("platform/*.yaml")) if "kind: modelled" in path.read_text()]
 
 
@@ -42,10 +46,19 @@ def test_every_choice_composes(group, choice, tmp_path):
 
 @pytest.mark.parametrize("choice", options("method"))
 def test_method_file_lists_every_setting_with_its_default(choice):
-    """Each default is written twice, for Hydra and for Python; they must agree."""
+    """Each default is written twice, for Hydra and for Python; they must agree, but where a preset has its own."""
     node = OmegaConf.load(CONF_DIR / "method" / f"{choice}.yaml")
-    settings = {key: value for key, value in node.items() if key not in ("_target_", "name", "title", "codec")}
-    assert settings == dataclasses.asdict(type(load([f"method={choice}"]).method)())
+    settings = {key: value for key, value in node.items() if key not in ("name", *OF_THE_FILE)}
+    defaults = dataclasses.asdict(type(load([f"method={choice}"]).method)())
+    assert settings.keys() == defaults.keys()
+    assert settings == defaults or choice in PRESETS
+
+
+@pytest.mark.parametrize("choice", PRESETS)
+def test_a_preset_has_a_label_of_its_own(choice):
+    config = load([f"method={choice}"])
+    assert config.method != type(config.method)()
+    assert config.label != type(config.method)().label
 
 
 @pytest.mark.parametrize("choice", QUANTIZED)
@@ -64,6 +77,13 @@ def test_a_preset_is_a_method_with_a_codec_and_a_title(choice):
         (["method=infinigen", "method.skew=false"], "InfiniGen without skewing"),
         (["method=infinigen", "method.skew=false", "codec=fp16"], "InfiniGen without skewing + fp16"),
         (["method=h2o", "label=mine"], "mine"),
+        (["method=kivi"], "KIVI"),
+        (["method=kivi", "residual=32"], "KIVI + channel-int2/int2-r32"),
+        (["method=full", "codec=int8", "residual=5"], "Full cache + int8-r5"),
+        (["method=fp8"], "FP8"),
+        (["method=int4-hadamard"], "INT4 (Hadamard)"),
+        (["method=int4", "rotation=hadamard"], "INT4 + hadamard-int4"),
+        (["method=infinigen", "codec=int4", "value_codec=int2", "rotation=hadamard"], "InfiniGen + hadamard-int4/int2"),
     ],
 )
 def test_a_run_without_a_label_is_named_after_its_method(overrides, label):
@@ -210,7 +230,7 @@ def test_a_given_hub_id_replaces_source_name_and_shape():
 
 
 REFUSED = {
-    "method=infingen": "method=infingen: did you mean 'infinigen'?",
+    "method=infingen": "method=infingen: did you mean 'infinigen' or",
     "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
     "experiment=fig1": "experiment=fig1: did you mean 'fig1",
     "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'?",
@@ -259,6 +279,23 @@ REFUSED = {
     "codec=int8 group_size=32": None,
     "value_codec=int8": "value_codec=int8: needs codec=, the format of the keys",
     "codec=fp32 value_codec=int8 group_size=32": None,
+    "rotation=hadamard": "rotation=hadamard: codec=None is not turned; choose an integer codec",
+    "codec=fp8 rotation=hadamard": "rotation=hadamard: codec=fp8 is not turned; choose an integer codec",
+    "codec=int4 value_codec=fp16 rotation=hadamard": "rotation=hadamard: codec=int4/fp16 is not turned",
+    "codec=int4 rotation=turn": "rotation=turn: allowed: hadamard",
+    "method=int4-hadamard method.rotation=null": "method.rotation=None: method=int4-hadamard has hadamard",
+    "method=kivi residual=100": "residual=100: must be a multiple of group_size=32, above 0, with key_groups=channel",
+    "method=kivi residual=0": "residual=0: must be a multiple of group_size=32, above 0",
+    "method=kivi key_groups=token": "key_groups=token contradicts method=kivi: leave it out, or method=full",
+    "method=kivi codec=int8": "codec=int8 contradicts method=kivi",
+    "method=kivi group_size=64 residual=192 value_codec=int4": None,
+    "method=full codec=fp8 key_groups=channel": "key_groups=channel: codec=fp8 has no groups",
+    "method=h2o codec=int4 key_groups=channel residual=64": "residual=64: method=h2o does not read all that is cached",
+    "method=quest codec=int4 residual=1": "residual=1: method=quest does not read all that is cached",
+    "residual=8": "residual=8: codec=None leaves no token behind; choose an integer codec",
+    "codec=int4 residual=-1": "residual=-1: must be at least 0",
+    "codec=int4 key_groups=row": "key_groups=row: allowed: token, channel",
+    "method=fp8 group_size=32": "group_size=32: codec=fp8 has no groups",
     "model.device=cuda": "model.device=cuda: contradicts platform=cpu",
     "platform=cuda model.device=cpu": "model.device=cpu: contradicts platform=cuda",
     "platform=cuda platform.name=gpu": "platform.name=gpu: did you mean 'cpu'?",
@@ -286,7 +323,7 @@ REFUSED = {
     "label=false": "label=False: must be text",
     "~seed": None,
     "~experiment": "setting experiment is missing",
-    "~method": "method=None: allowed: full",
+    "~method": "method=None: allowed: ",
     "data.name=x": "data.name=x: allowed: offline, local, hub",
 }
 

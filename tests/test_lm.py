@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
@@ -20,6 +19,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
 from methods.codec import Codec

@@ -173,7 +173,7 @@ def test_a_fork_is_each_continuation_alone(model, name):
 # The contract's edges
 
 
-LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills")
+LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
 
 

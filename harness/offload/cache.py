@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.fetch import Fetcher
-from harness.offload.store import KVStore
+from harness.offload.store import KeyValue, KVStore
 from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
 from methods.evicting import EvictingState
 
@@ -150,6 +150,22 @@ class LayerCache:
             at = self.state.place_own(self.layer, self.slots_in_use())
         self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), at)
 
+    def resident(self) -> list[KeyValue]:
+        """Cached rows that the device holds beside those that are fetched."""
+        return []
+
+    def hidden(self) -> Tensor | None:
+        """Fetched slots, and resident rows, without a token that the step may see: bool [batch, 1 or kv, 1, n]; None
+        where all have one."""
+        if not self.batch.padded and not self.evicts:
+            return None
+        return self.slots()[:, :, None, :-1] >= self.batch.positions[:, None, None, None]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the resident rows."""
+        return 0
+
     def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
         """What the step's single row reads, over `slots()`."""
         assert self.state is not None, "only a layer with a state selects"
@@ -166,7 +182,7 @@ class LayerCache:
         return self.state.select(self.layer, rows)
 
     def request(self, steps_ahead: int = 0) -> None:
-        """Ask for all that is kept; of sequences that keep different numbers, for the slots that hold a token."""
+        """Ask for all that is kept; where sequences or KV heads keep different numbers, for the slots with a token."""
         count = self.slots_in_use(steps_ahead)
         if isinstance(self.state, EvictingState) and not self._even(steps_ahead):
             held = self.state.tokens[self.layer][..., :count] != EMPTY
@@ -182,5 +198,7 @@ class LayerCache:
         self.fetcher.request_selected(self.layer, self.store, selection.mask[:, :, 0], cap, bias)
 
     def _even(self, steps_ahead: int) -> bool:
-        rows = self.batch.rows(self.batch.steps + steps_ahead)
-        return len({self.method.tokens_kept(row, self.layer) for row in rows}) == 1
+        """Whether all sequences' KV heads hold as many tokens as any may."""
+        method, rows = self.method, self.batch.rows(self.batch.steps + steps_ahead)
+        asked = (method.tokens_kept, method.tokens_read)
+        return len({count(row, self.layer) for count in asked for row in rows}) == 1

@@ -72,7 +72,8 @@ class Fetcher:
         if self.link is not None:
             self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]
             largest = max(stores[ahead:], key=lambda store: store.nbytes)
-            self._buffers = [largest.new_buffer(selected if ahead else largest.capacity) for _ in range(2)]
+            rows = min(selected, largest.capacity) if ahead else largest.capacity
+            self._buffers = [largest.new_buffer(rows) for _ in range(2)]
 
     @property
     def num_ahead(self) -> int:

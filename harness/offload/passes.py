@@ -12,6 +12,7 @@ from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, visible_to_prompt, with_rest
 from harness.offload.cache import LayerCache, positions_of
 from harness.offload.fetch import Fetcher
+from harness.offload.store import KeyValue
 from harness.offload.timeline import Timeline
 from methods.base import Rest, Selection, attention_scores
 
@@ -65,7 +66,8 @@ class PromptPass(Handler):
 class StepPass(Handler):
     """One token: each layer asks for the next one's rows, waits for its own, attends, and writes its row back.
 
-    read, index_read: fp64 [batch], tokens read, and read of an index, summed over the layers that are not exempt.
+    read, index_read: fp64 [batch], tokens read, and read on the device, of an index or of rows that stay there; summed
+    over the layers that are not exempt.
     """
 
     def __init__(
@@ -107,17 +109,21 @@ class StepPass(Handler):
         self.fetcher.wait(layer)
         self.timeline.switch("attention")
         keys, values, present, bias = self.fetcher.take(layer)
-        scores = attention_scores(query, keys, self.scale)  # [batch, kv, group, 1, n]
-        own = attention_scores(query, key, self.scale)
-        hidden = ~present[:, :, None] if present is not None else self._hidden(cache)
+        parts = [part for part in (KeyValue(keys, values), *cache.resident()) if part.keys.shape[2]]
+        of_keys = (*(part.keys for part in parts), key)
+        scores = torch.cat([attention_scores(query, each, self.scale) for each in of_keys], -1)
+        cached = scores[..., :-1]  # [batch, kv, group, 1, n]
+        hidden = ~present[:, :, None] if present is not None else cache.hidden()
         if hidden is not None:
-            scores.masked_fill_(hidden.unsqueeze(2), float("-inf"))
+            cached.masked_fill_(hidden.unsqueeze(2), float("-inf"))
         if bias is not None:
-            scores += bias
-        scores = torch.cat([scores, own], -1)
+            cached += bias
         self._select_kept(cache, query, scores)
         probs = scores.softmax(-1).to(value.dtype)
-        output = probs[..., 0, :-1] @ values + probs[..., 0, -1:] * value  # [batch, kv, group, head_dim]
+        *of_parts, of_own = probs[..., 0, :].split([each.shape[2] for each in of_keys], -1)
+        output = of_own * value  # [batch, kv, group, head_dim]
+        for weights, part in zip(of_parts, parts, strict=True):
+            output = output + weights @ part.values
         cache.keep_own(key, value)
         return heads_last(with_rest(output.unsqueeze(3), self.rest.pop(layer, None)))
 
@@ -150,17 +156,13 @@ class StepPass(Handler):
         elif following == len(self.caches) and self.caches[0].known_ahead:
             self.caches[0].request(steps_ahead=1)
 
-    def _hidden(self, cache: LayerCache) -> Tensor | None:
-        """Fetched slots that hold no token this row may see, bool [batch, 1 or kv, 1, n]; None where all do."""
-        if not cache.batch.padded and not cache.evicts:
-            return None
-        return cache.slots()[:, :, None, :-1] >= cache.batch.positions[:, None, None, None]
-
     def _select_kept(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
         if cache.state is None:
             if not cache.exempt:
-                self.read += cache.batch.positions
+                stored = cache.store.codec.stored(cache.batch.positions)
+                self.read += stored
+                self.index_read += cache.batch.positions - stored
         elif cache.known_ahead:
             selection = cache.select(query, lambda: scores)
             self._note(cache.layer, selection)

@@ -27,6 +27,7 @@ from harness.offload.links.link import Link
 from harness.offload.memory import require_memory
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.reads import StepReads
+from harness.offload.residual import ResidualCache, slots_stored
 from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
 from harness.settings.speed import check_combination
@@ -134,11 +135,12 @@ class LiveSession:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what the cache and the method keep on the device: stores there, buffers for fetched rows, and every
-        tensor of the method's state, a calibration included."""
+        """Bytes of what the cache and the method keep on the device: stores there, resident rows, buffers for fetched
+        rows, and every tensor of the method's state, a calibration included."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
-        return stores + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
+        resident = sum(cache.device_bytes for cache in self.caches)
+        return stores + resident + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
 
     def close(self) -> None:
         """Free the cache. The link stays open. Raises the error of a transfer that failed."""
@@ -164,12 +166,14 @@ class LiveSession:
         self.reads = StepReads(self.attached, exempt, self.codec, self.stores[-1].slot_bytes)
         rows = {row for steps in range(self.max_new_tokens + 1) for row in self.batch.rows(steps)}
         selected = max(self.method.max_tokens_read(row, layer) for row in rows for layer in layers[exempt:])
-        reads_less = not self.method.reads_all or not self.codec.is_float
+        reads_less = not self.method.reads_all or self.codec.bits < 16
         self.fetcher.open(self.stores, selected, exempt if reads_less else 0)
 
     def _num_slots(self, layer: int, state: State | None) -> int:
-        evicts = isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers
-        return slots_needed(self.method, self.batch, layer) if evicts else self.batch.tokens.shape[1]
+        if isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers:
+            return slots_needed(self.method, self.batch, layer)
+        codec = self._codec(layer)
+        return slots_stored(codec, self.batch, self.max_new_tokens) if codec.residual else self.batch.tokens.shape[1]
 
     def _codec(self, layer: int) -> AnyCodec:
         """Exempt layers are stored as they are, in replay and here."""
@@ -196,7 +200,8 @@ class LiveSession:
             device=self.attached.device,
             pinned=self.pinned,
         )
-        return LayerCache(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
+        kind = ResidualCache if store.codec.residual else LayerCache
+        return kind(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
 
 
 def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:

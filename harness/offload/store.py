@@ -77,10 +77,11 @@ class KVStore:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
-        return -(-(self._key_bytes + self.codec.values.row_bytes(self.head_dim)) // 4) * 4
+        return -(-(self.key_bytes + self.codec.values.row_bytes(self.head_dim)) // 4) * 4
 
     @property
-    def _key_bytes(self) -> int:
+    def key_bytes(self) -> int:
+        """Those of the key, which come first."""
         return self.codec.keys.row_bytes(self.head_dim)
 
     @property
@@ -131,8 +132,8 @@ class KVStore:
 
     def unpack(self, rows: Tensor) -> KeyValue:
         """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
-        end = self._key_bytes + self.codec.values.row_bytes(self.head_dim)
-        keys, values = rows[..., : self._key_bytes], rows[..., self._key_bytes : end]
+        end = self.key_bytes + self.codec.values.row_bytes(self.head_dim)
+        keys, values = rows[..., : self.key_bytes], rows[..., self.key_bytes : end]
         shape = (self.head_dim, self.dtype)
         return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
 

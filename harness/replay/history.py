@@ -9,15 +9,16 @@ from torch import Tensor
 
 from harness.model.attach import Attached
 from methods.base import EMPTY, Method
-from methods.codec import AnyCodec
+from methods.codec import AnyCodec, Codec
 
 
 class History:
     """Columns of one batch, all layers.
 
-    kv: by layer (keys, values), each [batch, num_kv_heads, columns, head_dim]. tokens: int32 [batch, columns], the
-    token of each column, `EMPTY` where there is none. length: columns in use. queries: by layer that of the last token,
-    [batch, heads, 1, head_dim], where the method selects by the query of the step before.
+    kv: by layer (keys, values), each [batch, num_kv_heads, columns, head_dim]. exact: where the codec leaves the last
+    tokens exact, the same of every coded layer as they were. tokens: int32 [batch, columns], the token of each column,
+    `EMPTY` where there is none. length: columns in use. queries: by layer that of the last token, [batch, heads, 1,
+    head_dim], where the method selects by the query of the step before.
     """
 
     def __init__(
@@ -29,11 +30,17 @@ class History:
         self.length = 0
         self.queries: dict[int, Tensor] = {}
         shape = (batch, geometry.num_kv_heads, num_columns, geometry.head_dim)
-        self.kv = [
-            tuple(torch.empty(shape, dtype=attached.dtype, device=attached.device) for _ in "kv")
-            for _ in range(geometry.num_layers)
-        ]
+
+        def rows() -> tuple[Tensor, ...]:
+            return tuple(torch.empty(shape, dtype=attached.dtype, device=attached.device) for _ in "kv")
+
+        self.kv = [rows() for _ in range(geometry.num_layers)]
+        self.exact: dict[int, tuple[Tensor, ...]] = {}
+        if codec is not None and codec.residual:
+            self.exact = {layer: rows() for layer in range(method.num_exempt_layers, geometry.num_layers)}
         self.tokens = torch.full((batch, num_columns), EMPTY, dtype=torch.int32, device=attached.device)
+        self._regrouped = self.tokens[:, :0].long()
+        """Columns of the tokens whose keys are coded with a fresh one, in the order of tokens: int [batch, n]."""
 
     def enter(self, valid: Tensor) -> Tensor:
         """Give the next columns their tokens; returns positions int [batch, rows], those of padding repeated."""
@@ -42,6 +49,9 @@ class History:
         columns = slice(self.length, self.length + valid.shape[1])
         self.tokens[:, columns] = positions.masked_fill(~valid, EMPTY).int()
         self.length = columns.stop
+        if self.codec is not None and self.codec.keys.span > 1:
+            first = int(before.min()) // self.codec.keys.span * self.codec.keys.span
+            self._regrouped = self.tokens[:, : self.length].argsort(-1)[:, first:]
         return positions
 
     def coded(self, layer: int) -> bool:
@@ -50,17 +60,33 @@ class History:
 
     def keep(self, layer: int, key: Tensor, value: Tensor, columns: slice) -> None:
         """Write fresh rows, as they read back from storage."""
-        if self.codec is not None and self.coded(layer):
-            key, value = self.codec.keys.roundtrip(key), self.codec.values.roundtrip(value)
-        for part, fresh in zip(self.kv[layer], (key, value), strict=True):
-            part[:, :, columns] = fresh
+        stored, codec = self.kv[layer], self.codec
+        if codec is None or not self.coded(layer):
+            _write(stored, key, value, columns)
+            return
+        if layer in self.exact:
+            _write(self.exact[layer], key, value, columns)
+        by_token = codec.keys.span == 1
+        _write(stored, codec.keys.roundtrip(key) if by_token else key, codec.values.roundtrip(value), columns)
+        if not by_token:
+            self._code_keys(codec.keys, self.exact[layer][0], stored[0])
+
+    def _code_keys(self, codec: Codec, exact: Tensor, stored: Tensor) -> None:
+        """Code keys in groups of tokens, those of the fresh rows; a group that is not full yet is read by no row."""
+        index = self._regrouped[:, None, :, None].expand(-1, exact.shape[1], -1, exact.shape[3])
+        stored.scatter_(2, index, codec.roundtrip(exact.gather(2, index)))
 
     def fork(self, index: Tensor, num_columns: int) -> History:
         """Of the sequences `index` [new_batch], with room for `num_columns`."""
         child = copy(self)
         child.tokens = self._widen(self.tokens, index, 1, num_columns, EMPTY)
         child.queries = {layer: query.index_select(0, index) for layer, query in self.queries.items()}
-        child.kv = [tuple(self._widen(part, index, 2, num_columns, 0) for part in kv) for kv in self.kv]
+
+        def rows(kv: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(self._widen(part, index, 2, num_columns, 0) for part in kv)
+
+        child.kv = [rows(kv) for kv in self.kv]
+        child.exact = {layer: rows(kv) for layer, kv in self.exact.items()}
         return child
 
     def _widen(self, tensor: Tensor, index: Tensor, axis: int, num_columns: int, fill: int) -> Tensor:
@@ -70,3 +96,8 @@ class History:
         wide = tensor.new_full(shape, fill) if fill else tensor.new_empty(shape)
         torch.index_select(used, 0, index, out=wide.narrow(axis, 0, self.length))
         return wide
+
+
+def _write(kv: tuple[Tensor, ...], key: Tensor, value: Tensor, columns: slice) -> None:
+    for part, fresh in zip(kv, (key, value), strict=True):
+        part[:, :, columns] = fresh

@@ -5,14 +5,17 @@ Memory is linear in the length: query rows are taken in chunks whose scores stay
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, visible_to_prompt, weighted_values, with_rest
 from harness.replay.history import History
-from harness.sizes import ReadStats, resident_share, share_of_cache
+from harness.sizes import ReadStats, share_of_cache
 from methods.base import EMPTY, PromptRows, Rows, Selection, State, attention_scores
+from methods.codec import SplitCodec
 
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: what exceeds a CPU's last-level cache is slower."""
@@ -99,8 +102,8 @@ class DecodePass(Handler):
         self.history.queries[layer] = shifted.gather(2, last)
         return shifted[:, :, :-1]
 
-    def stats(self, weights: Tensor, code_bits: float) -> ReadStats:
-        """Sums over the pass's rows, each `weights` [batch, rows] times."""
+    def stats(self, weights: Tensor, code_bits: float, resident: Tensor) -> ReadStats:
+        """Sums over the pass's rows, each `weights` [batch, rows] times; resident: a sequence's share, fp64 [batch]."""
         cached, codec, num_layers = self.positions.double(), self.history.codec, self.geometry.num_layers
         rows = float(weights.sum())
         pairs = float((weights * (cached + 1)).sum())
@@ -119,8 +122,8 @@ class DecodePass(Handler):
             fired_rows=rows if self.layers_fired == selecting else 0.0,
             frac_sum=float((weights * share).sum()),
             index_sum=float((weights * index_share).sum()),
-            resident_sum=0.0 if self.state is None else float(weights.sum(1).cpu() @ resident_share(self.state)),
-            pairs_read=float((weights * (self.read / selecting + 1)).sum()),
+            resident_sum=float(weights.sum(1).cpu() @ resident),
+            pairs_read=pairs if self.method.reads_all else float((weights * (self.read / selecting + 1)).sum()),
             pairs=pairs,
             code_bits=code_bits,
             recall_sum=float((weights * self.recall).sum()) / selecting if self.measure_recall else None,
@@ -145,6 +148,7 @@ class _Block:
         self.query = query[:, :, rows]
         self.selects_by = selects_by[:, :, rows]
         self.key, self.value = (part[:, :, : self.stop] for part in rows_pass.history.kv[layer])
+        self.exact = rows_pass.history.exact.get(layer)
         self.scale = rows_pass.geometry.scale
         self._scores: Tensor | None = None
 
@@ -169,15 +173,30 @@ class _Block:
             recall = (torch.logsumexp(scores, -1) - everything).exp_()
             self.rows_pass.recall[:, self.rows] += recall.mean((1, 2))
         output, probs = weighted_values(scores, self.value)
-        if exact is not None:
+        if self.exact is not None:
+            output += self._of_exact_values(probs)
+        elif exact is not None:
             stored = self.value[:, :, self.first_own :]
             output += self._own(probs).unsqueeze(-1) * (value - stored).unsqueeze(2)
         return heads_last(with_rest(output, selection.rest))
 
+    def _of_exact_values(self, probs: Tensor) -> Tensor:
+        """What the values that a row reads exactly, its own among them, add to its output over the coded ones."""
+        codec = self.rows_pass.history.codec
+        assert isinstance(codec, SplitCodec) and self.exact is not None
+        coded = self._first(codec.coded_values)
+        recent = probs.masked_fill(coded[:, None, None], 0.0).flatten(2, 3).to(self.value.dtype)
+        return (recent @ (self.exact[1][:, :, : self.stop] - self.value)).view(*probs.shape[:-1], -1)
+
+    def _first(self, number: Callable[[Tensor], Tensor]) -> Tensor:
+        """Columns of the first tokens, as many as `number` makes of those cached: bool [batch, rows, columns]."""
+        return self.tokens[:, None, : self.stop] < number(self.rows_pass.positions[:, self.rows])[:, :, None]
+
     def _select(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
         positions = self.rows_pass.positions[:, self.rows]
         if self.rows_pass.state is None:
-            selection = Selection(None, positions.double())
+            stored = codec.stored(positions) if (codec := self.rows_pass.history.codec) else positions
+            selection = Selection(None, stored.double(), (positions - stored).double())
         else:
             own = torch.arange(self.first_own, self.stop, device=positions.device)
             rows = Rows(
@@ -198,7 +217,7 @@ class _Block:
     def _true_scores(self, exact: tuple[Tensor, Tensor] | None) -> Tensor:
         """[batch, num_kv_heads, group, rows, columns], -inf where hidden; the own column from the exact key."""
         if self._scores is None:
-            scores = attention_scores(self.query, self.key, self.scale)
+            scores = self._stored_scores()
             first = 0 if self.rows_pass.padded else self.first_own  # without padding all earlier columns are visible
             scores[..., first:].masked_fill_(self._hidden(first)[:, None, None], float("-inf"))
             if exact is not None:
@@ -206,6 +225,15 @@ class _Block:
                 self._own(scores).copy_((grouped * exact[0].unsqueeze(2)).sum(-1) * self.scale)
             self._scores = scores
         return self._scores
+
+    def _stored_scores(self) -> Tensor:
+        """By the keys as a row reads them: the last ones exact where the codec leaves them so."""
+        scores = attention_scores(self.query, self.key, self.scale)
+        codec = self.rows_pass.history.codec
+        if self.exact is None or not isinstance(codec, SplitCodec):
+            return scores
+        exact = attention_scores(self.query, self.exact[0][:, :, : self.stop], self.scale)
+        return torch.where(self._first(codec.coded_keys)[:, None, None], scores, exact)
 
     def _hidden(self, first: int) -> Tensor:
         """Columns from `first` that are no real token at or before the row: bool [batch, rows, columns]."""

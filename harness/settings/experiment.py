@@ -24,6 +24,9 @@ COMMON = (
     "codec",
     "value_codec",
     "group_size",
+    "rotation",
+    "key_groups",
+    "residual",
     "target_kv_frac",
     "sizing",
 )

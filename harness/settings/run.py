@@ -25,11 +25,29 @@ GENERATED_NUM_SAMPLES = 128
 GROUP_SIZE = 64
 LOWEST = {
     "seed": 0, "seq_len": 2, "prefill_len": 0, "num_windows": 1, "num_samples": 1, "num_fewshot": 0,
-    "max_new_tokens": 1, "group_size": 1,
+    "max_new_tokens": 1, "group_size": 1, "residual": 0,
 }  # fmt: skip
 
 
-CodecName = Literal["fp32", "fp16", "bf16", "int8", "int4", "int2", "int1"]
+CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1"]
+INTEGER_CODECS = ("int8", "int4", "int2", "int1")
+CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
+"""The settings that `codec_words` tells apart."""
+
+
+def codec_words(
+    codec: str | None,
+    value_codec: str | None = None,
+    rotation: str | None = None,
+    key_groups: str = "token",
+    residual: int = 0,
+) -> str | None:
+    """A codec's name in tables and labels, such as `hadamard-int4` or `channel-int2/int2-r128`; None for none."""
+    if codec is None:
+        return None
+    keys, values = codec if key_groups == "token" else f"{key_groups}-{codec}", value_codec or codec
+    words = keys if keys == values else f"{keys}/{values}"
+    return (f"{rotation}-" if rotation else "") + words + (f"-r{residual}" if residual else "")
 
 
 @dataclass(frozen=True)
@@ -38,8 +56,9 @@ class RunConfig:
 
     kind: a module of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose
     it. value_codec: of the values, where it is not the keys'. group_size: elements along head_dim that share lo and
-    step of an integer codec. sizing: what happens where `target_kv_frac` cannot be met. link_gbps, max_kl: what is
-    asked of a frontier, in 10^9 bytes/s and nats.
+    step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: what a row
+    goes through before an integer codec. residual: tokens that stay exact, and on the device. sizing: what happens
+    where `target_kv_frac` cannot be met. link_gbps, max_kl: what is asked of a frontier, in 10^9 bytes/s and nats.
 
     Raises:
         UserError: a value out of range, or settings that contradict one another.
@@ -60,6 +79,9 @@ class RunConfig:
     codec: CodecName | None = None
     value_codec: CodecName | None = None
     group_size: int = GROUP_SIZE
+    rotation: Literal["hadamard"] | None = None
+    key_groups: Literal["token", "channel"] = "token"
+    residual: int = 0
     target_kv_frac: float | None = None
     sizing: Literal["exact", "nearest"] = "exact"
     num_samples: int | None = None
@@ -99,14 +121,32 @@ class RunConfig:
 
     @property
     def codec_name(self) -> str | None:
-        """The codec in words, `int4/int8` where keys and values have different ones; None stores rows exactly."""
-        return self.codec if self.value_codec in (None, self.codec) else f"{self.codec}/{self.value_codec}"
+        """The codec in words, such as `hadamard-int4`, or `int4/int8` of keys and values; None stores rows exactly."""
+        return codec_words(**{name: getattr(self, name) for name in CODEC_WORDS})
 
     def _check_codecs(self) -> None:
         if self.value_codec is not None and self.codec is None:
             raise UserError(f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact")
-        if self.group_size != GROUP_SIZE and "int" not in (self.codec_name or ""):
-            raise UserError(f"group_size={self.group_size}: codec={self.codec} has no groups; choose an integer codec")
+        keys, values = self.codec, self.value_codec or self.codec
+        words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
+        integers = {keys, values} & {*INTEGER_CODECS}
+        if self.group_size != GROUP_SIZE and not integers:
+            raise UserError(f"group_size={self.group_size}: {words} has no groups; choose an integer codec")
+        if self.rotation is not None and integers != {keys, values}:
+            raise UserError(f"rotation={self.rotation}: {words} is not turned; choose an integer codec")
+        if self.residual and not integers:
+            raise UserError(f"residual={self.residual}: {words} leaves no token behind; choose an integer codec")
+        if self.key_groups == "channel":
+            self._check_channels()
+        if self.residual and not self.method.reads_all:
+            raise UserError(f"residual={self.residual}: method={self.method_name} does not read all that is cached")
+
+    def _check_channels(self) -> None:
+        if self.codec not in INTEGER_CODECS:
+            raise UserError(f"key_groups=channel: codec={self.codec} has no groups; choose an integer codec")
+        if not self.residual or self.residual % self.group_size:
+            allowed = f"a multiple of group_size={self.group_size}, above 0, with key_groups=channel"
+            raise UserError(f"residual={self.residual}: must be {allowed}")
 
     def _check_tasks(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from harness.settings.experiment import foreign_settings
+from harness.settings.run import CODEC_WORDS
 from harness.tables.columns import TableRow
 
 Record = Mapping[str, Any]
@@ -14,8 +15,8 @@ Pairs = Sequence[tuple[Record, list[TableRow]]]
 COMMON = 3 / 4
 """Share of runs from which a setting is common and hence left out."""
 TOLD_ELSEWHERE = (
-    "experiment", "kind", "label", "method", "method_name", "codec", "value_codec", "target_kv_frac", "sizing", "model",
-    "tasks", "corpus.name",
+    "experiment", "kind", "label", "method", "method_name", *CODEC_WORDS, "target_kv_frac", "sizing",
+    "model", "tasks", "corpus.name",
     "platform.name", "latency.batch_size", "latency.prompt_len", "latency.gen_len", "results_dir", "data.root",
 )  # fmt: skip
 """Settings of a run that its row has a column for, or that play no part: where files lie."""
@@ -69,7 +70,7 @@ def _distinctive(settings: Sequence[Mapping[str, Any]], groups: Sequence[Collect
 
 
 def _method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    others = ("codec", "value_codec", "target_kv_frac")
+    others = (*CODEC_WORDS, "target_kv_frac")
     return {**config["method"], **{name: config.get(name) for name in others}}
 
 
