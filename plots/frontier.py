@@ -9,14 +9,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.tables.columns import KL, KV_FRAC, STEP
+from harness.tables import columns
 from plots import data, style
 from plots.style import Look
 
-TABLE = "leaderboard"
+TABLE, KL = "leaderboard", columns.KL.name
 PANELS = {
-    "link bytes": (KV_FRAC.name, 100, "link (% of full cache's bytes)"),
-    "step time": (STEP.name, 1e3, "decode step (ms)"),
+    "link bytes": (columns.KV_FRAC.name, 100, "link (% of full cache's bytes)"),
+    "step time": (columns.STEP.name, 1e3, "decode step (ms)"),
 }
 """By what `front` names: the column of the costs, its factor, and the axis."""
 FAMILIES = {
@@ -33,7 +33,7 @@ LEAST_KL = 1e-6
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `leaderboard.csv`."""
     rows = tables.board(TABLE)
-    rows = rows[rows[KL.name].notna()]
+    rows = rows[rows[KL].notna()]
     if rows.empty:
         return None
     panels = data.split(rows, ["model", "source"])
@@ -53,20 +53,18 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
 def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     column, factor, words = PANELS[cost]
     panel = panel[panel[column].notna()].assign(x=factor * panel[column])
-    points = panel[panel[KL.name] > LEAST_KL]
+    points = panel[panel[KL] > LEAST_KL]
     for family, (color, marker, *_) in FAMILIES.items():
         own = points[points.family == family]
         hollow = (own.step_source == "modelled") & (cost == "step time")
         for part, face in ((own[~hollow], color), (own[hollow], "none")):
             label = family if face == color or hollow.all() else None
-            axes.plot(
-                part.x, part[KL.name], marker, color=color, markerfacecolor=face, label=label if len(own) else None
-            )
+            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=label if len(own) else None)
     if cost == "step time":
         for x in panel[panel.family == ALL].x:
             axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
     front = points[points.front.fillna("").str.contains(cost)].sort_values("x")
-    axes.plot(front.x, front[KL.name], color=style.GREY, linewidth=0.8, label="front", zorder=0)
+    axes.plot(front.x, front[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
     for _, row in front.iterrows():
         size = "" if pd.isna(row["size"]) else f" {100 * row.kv_frac:.0f} %"
         axes.annotate(f"{row.label}{size}", (row.x, row.kl_nats), (3, 3), textcoords="offset points", fontsize=5.5)

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.tables.columns import KL, RESIDENT_FRAC
+from harness.tables import columns
 from plots import data, style
 from plots.curves import Looks, looks
 
@@ -18,12 +18,12 @@ SETUP = ("model", "source")
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `index.csv`."""
     rows = data.whole_texts(tables.accuracy(name))
-    rows = rows[rows.metric.isin([KL.name, "acc"])]
+    rows = rows[rows.metric.isin([columns.KL.name, "acc"])]
     if rows.empty:
         return None
     chosen = looks(rows.label)
     panels = data.split(rows, SETUP)
-    halves = {KL.name: ("KL(full || method) (nats)", 1), "acc": ("accuracy (%)", 100)}
+    halves = {columns.KL.name: ("KL(full || method) (nats)", 1), "acc": ("accuracy (%)", 100)}
     cells = [
         (title, frame[frame.metric == metric], *shown)
         for title, frame in zip(panels.titles, panels.frames, strict=True)
@@ -41,7 +41,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
 def _draw_panel(axes: Axes, panel: pd.DataFrame, factor: float, chosen: Looks) -> None:
     runs = panel.groupby(["label", "run_id"], sort=False)
     points = runs.agg(
-        x=(RESIDENT_FRAC.name, "mean"),
+        x=(columns.RESIDENT_FRAC.name, "mean"),
         y=("value", "mean"),
         stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors)),
     ).reset_index()

@@ -24,7 +24,8 @@ MODELLED = [path.stem for path in sorted(CONF_DIR.glob("platform/*.yaml")) if "k
 
 def given(group: str, choice: str, folder) -> list[str]:
     """The overrides that choose one file of conf/, with what it cannot do without."""
-    return [f"{group}={choice}", *([f"data.root={folder}"] if choice == "local" else [])]
+    needed = {"local": [f"data.root={folder}"], "frontier": ["link_gbps=25", "max_kl=0.05"]}
+    return [f"{group}={choice}", *needed.get(choice, [])]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def write_board(results: Path) -> None:
     """Methods of every family at three sizes, the step timed at the middle one, and what has a size of its own."""
     common = {"model": "tiny", "source": "measured"}
     rows: list[dict[str, Any]] = [{"label": "Full cache", "family": "reads all", "kv_frac": 1, "kl_nats": 0}]
-    rows.append({"label": "INT4", "family": "codes", "kv_frac": 0.33, "kl_nats": 0.1, "front": "step time"})
+    rows.append({"label": "INT4", "family": "codes", "kv_frac": 0.33, "kl_nats": 0.1})
     for label, family, scale in (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "bound", 0.3)):
         for size in (0.10, 0.16, 0.25):
             sized = {
@@ -497,7 +497,7 @@ def test_a_front_is_a_line_with_the_names_of_its_points(tmp_path: Path) -> None:
     write_board(tmp_path)
     sizes, times = draw("frontier", tmp_path).axes
     assert [text.get_text() for text in sizes.texts] == ["InfiniGen 10 %", "InfiniGen 16 %", "InfiniGen 25 %"]
-    assert [text.get_text() for text in times.texts] == ["InfiniGen 16 %", "InfiniGen 25 %", "INT4"]
+    assert [text.get_text() for text in times.texts] == ["InfiniGen 16 %", "InfiniGen 25 %"]
     (front,) = (line for line in sizes.lines if line.get_label() == "front")
     assert list(front.get_xdata()) == pytest.approx([10, 16, 25])
     (full,) = (line for line in times.lines if line.get_label() == "Full cache")

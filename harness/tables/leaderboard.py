@@ -68,10 +68,12 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _is_full(record: Record) -> bool:
-    """Whether a run on tasks read all of an exact cache: the full cache."""
-    config = record["config"]
-    read_all = all(entries["kv_frac"] == 1 for entries in record["metrics"].values())
-    return record["kind"] == "tasks" and read_all and config["codec"] is None
+    """Whether it is a run on tasks of the full cache."""
+    return record["kind"] == "tasks" and record["config"]["codec"] is None and _reads_all(record)
+
+
+def _reads_all(record: Record) -> bool:
+    return all(entries["kv_frac"] == 1 for entries in record["metrics"].values())
 
 
 def _row(runs: Sequence[Record], full: Mapping[str, Record]) -> TableRow:
@@ -83,7 +85,7 @@ def _row(runs: Sequence[Record], full: Mapping[str, Record]) -> TableRow:
         "family": _family(runs[0]),
         "label": config["label"],
         "codec": config["codec"],
-        "settings": _settings(runs[0]),
+        "settings": _settings(next((record for record in runs if record["kind"] != "tasks"), runs[0])),
         "size": config["target_kv_frac"],
         "source": "measured",
     }
@@ -102,7 +104,7 @@ def _family(record: Record) -> str:
         return "bound" if record["selects"] == "scores" else "retrieves"
     if record["config"]["target_kv_frac"] is not None:
         return "evicts"
-    return "reads all" if record["config"]["codec"] is None else "codes"
+    return "reads all" if _reads_all(record) else "codes"
 
 
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
