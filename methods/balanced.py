@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 RIDGE = 1e-4
-"""Added to the moments' diagonals, as a share of their mean: few tokens do not span all of head_dim."""
+"""Added to the moments' diagonals, as a share of their mean, and up to twice as much, so that of directions that few
+tokens do not span no two tie."""
 
 
 def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
-    """query: E[q q^T] over tokens and the group; key: Cov(k); fp32 [batch, num_kv_heads, head_dim, head_dim] each.
+    """query: E[q q^T] over tokens and the group; key: Cov(k); fp64 [batch, num_kv_heads, head_dim, head_dim] each.
 
     query: [batch, heads, tokens, head_dim]; key: [batch, num_kv_heads, tokens, head_dim]; real: bool [batch, tokens].
     """
-    weight = (real / real.sum(-1, keepdim=True))[:, None, :, None]
+    weight = (real.double() / real.sum(-1, keepdim=True))[:, None, :, None]
     batch, num_kv_heads, tokens, head_dim = key.shape
-    grouped = query.float().view(batch, num_kv_heads, -1, tokens, head_dim)
+    grouped = query.double().view(batch, num_kv_heads, -1, tokens, head_dim)
     weighted = grouped * weight.unsqueeze(2) / grouped.shape[2]
-    centred = key.float() - (key.float() * weight).sum(2, keepdim=True)
+    centred = key.double() - (key.double() * weight).sum(2, keepdim=True)
     return {
         "query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3),
         "key": (centred * weight).mT @ centred,
@@ -38,7 +39,7 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
 def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:
     """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of `known` moments, of which some may
     have no batch."""
-    left, right = (_factor(reduce(torch.add, (each[name] for each in known))) for name in ("query", "key"))
+    left, right = (_factor(reduce(torch.add, (each[name].double() for each in known))) for name in ("query", "key"))
     left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
     scale = strength[..., None, :columns].rsqrt()
     of_query, of_key = right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale
@@ -47,7 +48,6 @@ def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:
 
 def _factor(moment: Tensor) -> Tensor:
     """L, lower triangular, with L L^T = moment."""
-    moment = moment.double()
-    ridge = RIDGE * moment.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=RIDGE)
-    identity = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
-    return torch.linalg.cholesky(moment + ridge[..., None, None] * identity)
+    ridge = RIDGE * moment.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=RIDGE)
+    unlike = torch.linspace(1, 2, moment.shape[-1], dtype=moment.dtype, device=moment.device)
+    return torch.linalg.cholesky(moment + torch.diag_embed(ridge * unlike))

@@ -46,12 +46,19 @@ class SparQ(Projected):
 
 
 class SparQState(PartialKeysState, RetrievingState):
-    """value_sum[layer]: fp32 [batch, num_kv_heads, rows + 1, head_dim], sum of the values before each of the rows that
-    were appended last, and behind them; first[layer]: int [batch], the position of the first of these rows."""
+    """value_sum[layer]: fp32 [batch, num_kv_heads, head_dim], sum of all values so far.
 
-    sequence_tensors = ("value_sum", "first")
+    through[layer]: fp32 [batch, num_kv_heads, rows, head_dim], the sum up to each of the rows that were appended last,
+    and first[layer]: int [batch], the position of the first of them; from their `append` to their `select`.
+    """
+
+    sequence_tensors = ("value_sum",)
     value_sum: dict[int, Tensor]
-    first: dict[int, Tensor]
+
+    def __init__(self, method: SparQ, geometry: Geometry, lengths: Lengths) -> None:
+        super().__init__(method, geometry, lengths)
+        self.through: dict[int, Tensor] = {}
+        self.first: dict[int, Tensor] = {}
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
         """All of it."""
@@ -67,16 +74,17 @@ class SparQState(PartialKeysState, RetrievingState):
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Of the values only the sum is kept."""
+        self.value_sum[layer] = value.new_zeros((*value.shape[:2], value.shape[-1]), dtype=torch.float32)
         super().prompt(layer, query, key, value, rows)
-        self.value_sum[layer] = self.value_sum[layer][:, :, -1:].clone()
+        del self.through[layer], self.first[layer]
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
         """Keep the keys, and add the values up."""
         super().append(layer, key, value, positions, slots)
         entering = value.float().masked_fill((positions == EMPTY)[:, None, :, None], 0.0)
-        before = self.value_sum[layer][:, :, -1:] if layer in self.value_sum else torch.zeros_like(entering[:, :, :1])
-        self.value_sum[layer] = torch.cat([before, before + entering.cumsum(2)], 2)
+        self.through[layer] = self.value_sum[layer].unsqueeze(2) + entering.cumsum(2)
         self.first[layer] = positions[:, 0]
+        self.value_sum[layer] = self.through[layer][:, :, -1].clone()
 
     def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:
         """The mean value, of the cached tokens and the own one, weighs what the scores give to those not read."""
@@ -86,10 +94,10 @@ class SparQState(PartialKeysState, RetrievingState):
         seen = rows.visible().scatter(-1, own, True).unsqueeze(2)
         read = mask.scatter(-1, own.expand(-1, mask.shape[1], -1, -1), True).unsqueeze(2)
         share = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(read, 0.0).sum(-1)
-        sums, count = self.value_sum[layer], rows.positions + 1
-        index = (count - self.first[layer][:, None]).clamp(0, sums.shape[2] - 1).long()
-        through_own = sums.gather(2, index[:, None, :, None].expand(-1, sums.shape[1], -1, sums.shape[-1]))
-        return Rest(share, through_own / count[:, None, :, None])
+        through, row = self.through[layer], rows.positions - self.first[layer][:, None]
+        index = row.clamp(0, through.shape[2] - 1).long()[:, None, :, None]
+        total = through.gather(2, index.expand(-1, through.shape[1], -1, through.shape[-1]))
+        return Rest(share, total / (rows.positions + 1)[:, None, :, None])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """The channels of each key, and the mean value, half a token."""

@@ -136,7 +136,7 @@ def root(matrix: np.ndarray, power: float) -> np.ndarray:
 
 def product(of_query: np.ndarray, of_key: np.ndarray, rank: int) -> np.ndarray:
     """W_q W_k^T as the SVD of C_q^(1/2) C_k^(1/2) gives it, inverses and all."""
-    ridges = [1e-4 * np.trace(each) / len(each) * np.eye(len(each)) for each in (of_query, of_key)]
+    ridges = [1e-4 * np.trace(each) / len(each) * np.diag(np.linspace(1, 2, len(each))) for each in (of_query, of_key)]
     of_query, of_key = of_query + ridges[0], of_key + ridges[1]
     left, strength, right = np.linalg.svd(root(of_query, 0.5) @ root(of_key, 0.5))
     kept = left[:, :rank] * strength[:rank] @ right[:rank]
