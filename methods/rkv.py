@@ -81,14 +81,14 @@ class RKV(EvictingToShare):
 
 
 class RKVState(EvictingState):
-    """keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: of the last rows, [batch, heads, window, head_dim].
+    """kept_keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: the last rows', [batch, heads, window, head_dim].
 
     generated[layer]: int [batch] on the host, which knows without asking the device when a compression is due.
     """
 
-    slot_tensors = {**EvictingState.slot_tensors, "keys": 0}
+    slot_tensors = {**EvictingState.slot_tensors, "kept_keys": 0}
     sequence_tensors = ("queries",)
-    keys: dict[int, Tensor]
+    kept_keys: dict[int, Tensor]
     queries: dict[int, Tensor]
 
     def __init__(self, method: RKV, geometry: Geometry, lengths: Lengths) -> None:
@@ -107,7 +107,7 @@ class RKVState(EvictingState):
         """Keep the prompt's keys and last queries, and compress."""
         self.enter_prompt(layer, rows)
         prompt, window = key.shape[2], self.method.window
-        self.keys[layer] = pad(key, (0, 0, 0, rows.num_slots + self.spare_slots - prompt))
+        self.kept_keys[layer] = pad(key, (0, 0, 0, rows.num_slots + self.spare_slots - prompt))
         self.queries[layer] = pad(query, (0, 0, max(0, window - prompt), 0))[:, :, -window:]
         self.generated[layer] = np.zeros(len(key), dtype=np.int64)
         due = torch.ones_like(rows.lengths, dtype=torch.bool)
@@ -115,7 +115,7 @@ class RKVState(EvictingState):
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
         """Keep the keys."""
-        self.keys[layer][:, :, slots] = key
+        self.kept_keys[layer][:, :, slots] = key
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """What is kept, from one compression to the next."""
@@ -161,7 +161,7 @@ class RKVState(EvictingState):
         tokens, window = self.tokens[layer], self.method.window
         oldest_first = tokens.masked_fill(tokens >= cached[:, None, None], EMPTY).sort(dim=-1, stable=True)
         held, slots = oldest_first.values[..., :most], oldest_first.indices[..., :most]
-        keys = self.keys[layer].gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, self.geometry.head_dim))
+        keys = self.kept_keys[layer].gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, self.geometry.head_dim))
         place = torch.arange(held.shape[-1], device=held.device)
         competes = place < (held != EMPTY).sum(-1, keepdim=True) - window
         attention = self._attention(queries, keys, competes)

@@ -156,7 +156,7 @@ def test_a_name_that_is_taken_is_refused(name, expected):
         ("method.kv_frac=2", "method.kv_frac=2.0: must be in (0, 1]"),
         ("method.kv_frac=much", "method.kv_frac=much: must be a number"),
         ("method.name=full", "method._target_="),
-        ("method.name=better", "method.name=better: allowed: full"),
+        ("method.name=better", "method.name=better: allowed: adakv"),
         ("method._target_=methods.h2o.H2O", "method.name=mine: "),
     ],
 )
