@@ -81,7 +81,7 @@ class RKV(EvictingToShare):
 
 
 class RKVState(EvictingState):
-    """kept_keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: the last rows', [batch, heads, window, head_dim].
+    """kept_keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: last ones, [batch, heads, window, head_dim].
 
     generated[layer]: int [batch] on the host, which knows without asking the device when a compression is due.
     """
