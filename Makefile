@@ -32,6 +32,7 @@ WEIGHTS ?= pretrained
 ARGS ?=
 DATA_ROOT ?=
 RESULTS ?= results
+NAME ?=
 GRID = $(if $(filter offline,$(DATA)),accuracy,accuracy-paper)
 SPEED_GRID = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
 
@@ -52,10 +53,10 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup lint test accuracy speedup paper calibrate modelled plots report clean
+.PHONY: help setup lint test accuracy speedup leaderboard paper method calibrate modelled plots report clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install the locked packages
 
@@ -73,6 +74,11 @@ accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=,
 speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
 	$(PY) run.py grid=$(SPEED_GRID) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
 
+leaderboard: $(STAMP)  ## every method at equal bytes: results/leaderboard.md and the report (MODEL=, RESULTS=, ARGS=)
+	@code=0; $(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(ARGS) || code=$$?; \
+	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
+	exit $$code
+
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
 	@code=0; $(PY) run.py grid=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \
 		results_dir=$(RESULTS) $(ARGS) || code=$$?; \
@@ -81,6 +87,9 @@ paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= o
 	$(PY) -m plots --results-dir $(RESULTS); \
 	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
 	exit $$code
+
+method: $(STAMP)  ## a file for a method of your own, which works as it is (NAME=my_method)
+	@$(PY) -m harness.launch.new_method $(NAME)
 
 calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
 	$(PY) -m harness.paper.costmodel --calibrate

@@ -39,7 +39,8 @@ def prepare(
     if config.target_kv_frac is not None:
         stored = without_keys(codec) if method.holds_keys else codec
         width = stored.bits_per_element(geometry.head_dim) / 16 if stored else 1.0
-        method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width)
+        nearest = config.sizing == "nearest"
+        method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width, nearest=nearest)
     calibration = None
     if method.needs_calibration:
         num_tokens = config.calibration.num_tokens

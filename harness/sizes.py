@@ -1,8 +1,13 @@
 """What a method's size is, once, for replay, live decoding and the cost model; and how a method is set to a size.
 
-`kv_frac` counts every element 16 bits, or its codec's bits, and averages over decode rows what a row read over all
-layers, the exempt ones included, divided by the full cache at that row. Its own token is not counted; what was read of
-an index to choose (partial keys, page bounds), or of rows that stay on the device, is `index_frac`, in the same unit.
+Three shares of the full cache, means over decode rows. A floating-point element counts 16 bits, one under a codec its
+bits, an integer of a method's own its width:
+kv_frac        what a row read of the cache over all layers, the exempt ones included / the full cache at that row. Its
+               own token is not counted. Under offloading this is what crosses the link
+device_frac    what attention and the method read in device memory: kv_frac, and what was read of an index to choose
+               (partial keys, page bounds) or of rows that stay on the device, in the same unit
+resident_frac  what the method's state and the codec keep on the device / the full cache at T
+
 `kv_frac_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over
 all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
 
@@ -16,12 +21,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from methods.base import Method, Row
+from methods.base import Method, Row, State
 
 TOLERANCE = 0.01
+FLOAT_BYTES = 2
+"""Of a floating-point element in every share, whatever the machine computes in."""
 
 
 def share_of_cache(cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int) -> Tensor:
@@ -33,21 +41,59 @@ def share_of_cache(cached: Tensor, read: Tensor, width: float, num_exempt: int, 
     return (num_exempt * cached.double() + width * read) / (num_layers * cached.double())
 
 
+def resident_share(state: State) -> Tensor:
+    """Bytes that a state keeps for each sequence at its end / the full cache at T, fp64 [batch].
+
+    Tensors of a sequence count as they are, in a batch as long as the longest sequence needs them; those of slots count
+    as many slots as tokens are kept, of however many there is room for. Tokens that stay exact count whole.
+    """
+    geometry, (prompts, finals) = state.geometry, (part.tolist() for part in state.lengths)
+    ends = [Row(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)]
+    kept = torch.zeros(len(ends), dtype=torch.float64)
+    for name in state.sequence_tensors:
+        value = getattr(state, name)
+        kept += sum(_bytes(tensor[0]) for tensor in (value.values() if isinstance(value, Mapping) else (value,)))
+    for name in state.slot_tensors:
+        for layer, tensor in getattr(state, name).items():
+            tokens = [state.method.tokens_kept(end, layer) for end in ends]
+            kept += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
+    token = geometry.num_kv_heads * 2 * geometry.head_dim * FLOAT_BYTES
+    layers = range(state.method.num_exempt_layers, geometry.num_layers)
+    exact = [sum(state.method.tokens_resident(end, layer) for layer in layers) for end in ends]
+    kept += token * torch.tensor(exact, dtype=torch.float64)
+    return kept / (geometry.num_layers * token * torch.tensor(finals, dtype=torch.float64))
+
+
+def residual_share(residual: int, final: Tensor, num_exempt: int, num_layers: int) -> Tensor:
+    """The same of a codec that leaves `residual` tokens exact on the device; final: [batch], T of each sequence."""
+    final = final.cpu().double()
+    return final.clamp(max=residual) / final * (1 - num_exempt / num_layers)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * (FLOAT_BYTES if tensor.is_floating_point() else tensor.itemsize)
+
+
+SHARES = ("kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
+"""Properties of `ReadStats` that every score of accuracy has beside it."""
+
+
 @dataclass(frozen=True)
 class ReadStats:
     """Sums over decode rows; add two to merge them.
 
     rows: decode rows, each counted once per sequence it belongs to. fired_rows: those on which the method's selection
-    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum: sums over rows of the shares of the cache
-    read, and read of an index. pairs_read, pairs: (query, key) pairs, own token included, mean over the non-exempt
-    layers; prompt rows too. code_bits: bits of one stored element, groups' scales not counted. recall_sum: sum over
-    rows of attention_recall.
+    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum: sums over rows of the shares
+    of the cache that were read, read in device memory on top (an index), and kept there. pairs_read, pairs: (query,
+    key) pairs, own token included, mean over the non-exempt layers; prompt rows too. code_bits: bits of one stored
+    element, groups' scales not counted. recall_sum: sum over rows of attention_recall.
     """
 
     rows: float = 0.0
     fired_rows: float = 0.0
     frac_sum: float = 0.0
     index_sum: float = 0.0
+    resident_sum: float = 0.0
     pairs_read: float = 0.0
     pairs: float = 0.0
     code_bits: float = 16
@@ -60,6 +106,7 @@ class ReadStats:
             fired_rows=self.fired_rows + other.fired_rows,
             frac_sum=self.frac_sum + other.frac_sum,
             index_sum=self.index_sum + other.index_sum,
+            resident_sum=self.resident_sum + other.resident_sum,
             pairs_read=self.pairs_read + other.pairs_read,
             pairs=self.pairs + other.pairs,
             code_bits=min(self.code_bits, other.code_bits),
@@ -73,8 +120,18 @@ class ReadStats:
 
     @property
     def index_frac(self) -> float:
-        """What is read of an index / the full cache, mean over decode rows."""
+        """What is read of an index / the full cache, alike."""
         return self.index_sum / self.rows
+
+    @property
+    def device_frac(self) -> float:
+        """What is read in device memory / the full cache, alike: the rows and the index."""
+        return self.kv_frac + self.index_frac
+
+    @property
+    def resident_frac(self) -> float:
+        """What the method keeps on the device / the full cache at T, alike."""
+        return self.resident_sum / self.rows
 
     @property
     def kv_frac_artifact(self) -> float:
@@ -116,12 +173,14 @@ def kv_frac(method: Method, rows: Mapping[Row, int], num_layers: int, width: flo
     return total / weight
 
 
-def sized(method: Method, rows: Sequence[Row], num_layers: int, target: float, width: float = 1.0) -> Method:
+def sized(
+    method: Method, rows: Sequence[Row], num_layers: int, target: float, width: float = 1.0, *, nearest: bool = False
+) -> Method:
     """`method` with the setting whose reported kv_frac over `rows` is nearest to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
-    Raises UserError where nothing lands within `TOLERANCE`, ValueError where the method has no size to set, or allows
-    none at these lengths.
+    nearest: take it however far it is. Raises UserError where, otherwise, nothing lands within `TOLERANCE`; ValueError
+    where the method has no size to set, or allows none at these lengths.
     """
     counted = Counter(rows)
 
@@ -134,7 +193,7 @@ def sized(method: Method, rows: Sequence[Row], num_layers: int, target: float, w
         middle = (low + high) / 2
         low, high = (middle, high) if size_of(middle) < target else (low, middle)
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
-    if abs(size_of(best) - target) > TOLERANCE:
+    if abs(size_of(best) - target) > TOLERANCE and not nearest:
         raise UserError(
             f"target_kv_frac={target}: the nearest size is {size_of(best):.3f}; allowed here: {size_of(least):.3f} to "
             f"{size_of(1.0):.3g} ({method.num_exempt_layers} of {num_layers} layers read the full cache)"

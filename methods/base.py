@@ -148,7 +148,8 @@ class PromptRows(NamedTuple):
 class State:
     """Everything of a method that changes while a batch of sequences runs. Dropped with the batch.
 
-    sequence_tensors: attributes with the batch first, tensors or dicts of them by layer: what `fork` copies.
+    sequence_tensors: attributes with the batch first, tensors or dicts of them by layer: what `fork` copies, and what
+        is counted as kept on the device.
     slot_tensors: attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots, ...], and the value of an
         empty slot; copied as well, and given room.
     spare_slots: slots that they have beyond those of the batch.
@@ -190,7 +191,7 @@ class State:
         """
         raise NotImplementedError
 
-    def keys(self, layer: int, slots: Tensor) -> Tensor:
+    def rebuild(self, layer: int, slots: Tensor) -> Tensor:
         """Of a method that `holds_keys`: the keys of prompt tokens as they are read.
 
         slots: int [batch, num_kv_heads, n]; a negative one may give anything. Returns [batch, num_kv_heads, n,
@@ -241,7 +242,7 @@ class Method:
     reads_all: ClassVar[bool] = False
     """Every cached token is read: there is nothing to select, and no state."""
     holds_keys: ClassVar[bool] = False
-    """The state gives keys back, so that the cache holds values only, and these alone cross the link (`State.keys`).
+    """The state gives keys back, so that the cache holds values only, and these alone cross the link (`State.rebuild`).
     Some of the prompt's tokens, and all that is generated, stay exact on the device (`State.resident`)."""
     needs_prompt: ClassVar[bool] = False
     """Learns from the prompt's rows, so there must be one."""
@@ -274,6 +275,11 @@ class Method:
         return False
 
     @property
+    def file(self) -> str | None:
+        """A file that its settings name, whose contents belong to a run's identity; None where there is none."""
+        return None
+
+    @property
     def replay_only(self) -> str | None:
         """Why it can be scored and not decoded live, in words for the user; None where it can."""
         return None
@@ -290,7 +296,10 @@ class Method:
         raise NotImplementedError
 
     def tokens_read(self, row: Row, layer: int) -> float | None:
-        """Cached tokens that a decode row reads in a non-exempt layer; None where that depends on the data."""
+        """Cached tokens that a decode row reads in a non-exempt layer; None where that depends on the data.
+
+        The mean over the layer's KV heads, and over the layers where they share a budget: sizes sum over all of them.
+        """
         raise NotImplementedError
 
     def max_tokens_read(self, row: Row, layer: int) -> int:
@@ -300,6 +309,10 @@ class Method:
     def tokens_kept(self, row: Row, layer: int) -> int:
         """Tokens that a KV head holds before this row, at most; fewer than are cached where a method evicts."""
         return row.cached
+
+    def tokens_resident(self, row: Row, layer: int) -> int:
+        """Tokens of those that stay exact on the device, where the method `holds_keys`; else none."""
+        return 0
 
     def with_size(self, frac: float) -> Self:
         """This method with the one number in (0, 1] that sizes it set; ValueError where it has none."""

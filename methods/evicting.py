@@ -1,19 +1,22 @@
 """Methods that give tokens up for good, so that live decoding uses their slots again, and read all that they keep.
 
-`EvictingState` keeps book of which token lies in which slot. `WorthState` is the easy base on top of it: give each
-token a worth, and the least worthy leave. It is told a budget and how many recent tokens are safe, and asks for
-`prompt_worth`; a method that goes on evicting while it decodes says in `observe` what a row's attention adds.
+`EvictingState` keeps book of which token lies in which slot. `WorthState` is the easy base on top of it for methods
+that evict after the prompt and after every row: give each token a worth, and the least worthy leave. It is told a
+budget and how many recent tokens are safe; `prompt_worth` and `observe` say what a token's worth is. Methods that evict
+after the prompt alone have a base of their own, `methods.prompt_evicting`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, attention_scores
+from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, attention_scores, floor_frac
+from methods.checks import require, require_fraction
 
 PROMPT_CHUNK = 256
 """Prompt rows whose probabilities are held at once."""
@@ -31,6 +34,41 @@ class Evicting(Method):
     def max_tokens_read(self, row: Row, layer: int) -> int:
         """What is kept."""
         return self.tokens_kept(row, layer)
+
+
+@dataclass(frozen=True)
+class EvictingToShare(Evicting):
+    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`."""
+
+    kept_frac: float = 0.2
+    kept_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("kept_frac", self.kept_frac)
+        require(self.kept_tokens is None or self.kept_tokens >= 1, "kept_tokens", self.kept_tokens, ">= 1 or null")
+
+    def budget(self, final: int) -> int:
+        """Tokens kept of a sequence of T = `final`."""
+        return max(1, int(self.kept_frac * final)) if self.kept_tokens is None else self.kept_tokens
+
+    def budgets(self, final: Tensor) -> Tensor:
+        """`budget` of each sequence, int [batch]."""
+        if self.kept_tokens is None:
+            return floor_frac(self.kept_frac, final).clamp(min=1)
+        return torch.full_like(final, self.kept_tokens)
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        """The budget, or all that is cached."""
+        return min(row.cached, self.budget(row.final))
+
+    def with_size(self, frac: float) -> Self:
+        """Sized by `kept_frac`."""
+        return replace(self, kept_frac=frac, kept_tokens=None)
+
+    def artifact_budget(self) -> float:
+        """The budget, where it is a share."""
+        return self.kept_frac if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):
@@ -95,12 +133,10 @@ class WorthState(EvictingState):
     """Keeps the tokens of the largest worth, the `recent` last ones whatever their worth.
 
     worth[layer]: fp32, shaped like tokens[layer], inf in slots that hold no token.
-    budget, recent: int [batch], tokens kept after the prompt and tokens that are safe; budgets may differ by layer.
-    evicts_later: whether rows that are decoded evict too, down to the same budget; else all of them are kept.
+    budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer.
     """
 
     slot_tensors = {**EvictingState.slot_tensors, "worth": INF}
-    evicts_later = True
     worth: dict[int, Tensor]
 
     def budget(self, layer: int) -> Tensor:
@@ -118,6 +154,7 @@ class WorthState(EvictingState):
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
         """Update `worth` [batch, num_kv_heads, slots] by a row's attention [batch, num_kv_heads, group, slots]."""
+        raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Evict down to the budget."""
@@ -141,11 +178,9 @@ class WorthState(EvictingState):
         worth.scatter_(-1, own, torch.where(rows.real, 0.0, INF)[:, None].expand_as(own))
         readable = tokens[:, :, :slots].clone()
         mask = readable.unsqueeze(2) < rows.positions[:, None, :, None]
-        if self.evicts_later:
-            died = self._scan(layer, rows, readable)
-            mask &= died.unsqueeze(2) >= torch.arange(own.shape[-1], device=own.device)[:, None]
-            return Selection(mask, torch.minimum(rows.positions, self.budget(layer)[:, None]).double())
-        return Selection(mask, mask.sum(-1).double().mean(1))
+        died = self._scan(layer, rows, readable)
+        mask &= died.unsqueeze(2) >= torch.arange(own.shape[-1], device=own.device)[:, None]
+        return Selection(mask, torch.minimum(rows.positions, self.budget(layer)[:, None]).double())
 
     def _scan(self, layer: int, rows: Rows, readable: Tensor) -> Tensor:
         """The row after which each slot's token was evicted, int [batch, num_kv_heads, slots]; rows if it was not."""

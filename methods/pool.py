@@ -1,4 +1,4 @@
-"""Who leaves a full KV pool (InfiniGen, section 4.4).
+"""A KV pool that may have a limit, and who leaves it when it is full (InfiniGen, section 4.4).
 
 `fifo` takes the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches, ties to the
 lowest position; victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
@@ -11,16 +11,154 @@ again, which is no eviction to speak of. Its FIFO takes token t - capacity and s
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, floor_frac
+from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows, Selection, floor_frac
+from methods.checks import require, require_fraction, require_one_of
+from methods.evicting import EvictingState
+from methods.threshold import ScoreSelecting
 
 POLICIES = ("fifo", "lru", "counter")
 EVICTIONS = ("corrected", "artifact")
 SATURATED = 255
 """A counter that reaches this halves all counters of its head."""
 NEVER = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class Pooled(ScoreSelecting):
+    """Chooses of a pool that may have a limit, in each layer, sequence and KV head.
+
+    pool_tokens, pool_frac: limit of the pool in tokens, or as a share of T; at most one of them; None is no limit.
+    pool_policy, protect_recent, eviction: which token leaves a full pool, see the top of this file.
+    """
+
+    pool_tokens: int | None = None
+    pool_frac: float | None = None
+    pool_policy: str = "counter"
+    protect_recent: float = 0.5
+    eviction: str = "corrected"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
+        one_limit = self.pool_tokens is None or self.pool_frac is None
+        require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
+        if self.pool_frac is not None:
+            require_fraction("pool_frac", self.pool_frac)
+        require_fraction("protect_recent", self.protect_recent, zero=True)
+        require_one_of("pool_policy", self.pool_policy, POLICIES)
+        require_one_of("eviction", self.eviction, EVICTIONS)
+        one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
+        require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
+
+    @property
+    def limited(self) -> bool:
+        """Whether the pool has a limit."""
+        return self.pool_tokens is not None or self.pool_frac is not None
+
+    @property
+    def replay_only(self) -> str | None:
+        """The artifact's victims stay candidates, so their slots are never free."""
+        if not self.limited or self.eviction == "corrected":
+            return None
+        return f"method.eviction={self.eviction}: frees no slot, so it can only be scored (replay), not decoded live"
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        """As many as the pool has, at most."""
+        return super().max_tokens_read(row._replace(cached=self.tokens_kept(row, layer)), layer)
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        """The pool, or all that is cached."""
+        if not self.limited or self.eviction == "artifact":
+            return row.cached
+        return min(row.cached, self.pool_tokens or int((self.pool_frac or 1) * row.final))
+
+
+class PoolState(EvictingState):
+    """What is in a pool that has a limit; a `Pooled` method selects of it.
+
+    fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a token was
+    selected; a token that enters has 0 and its own position.
+    """
+
+    slot_tensors = {**EvictingState.slot_tensors, "fetches": 0, "last_fetch": 0}
+    fetches: dict[int, Tensor]
+    last_fetch: dict[int, Tensor]
+
+    def __init__(self, method: Pooled, geometry: Geometry, lengths: Lengths) -> None:
+        super().__init__(method, geometry, lengths)
+        self.simulates = method.eviction == "artifact"
+        if bool((self.capacities < 1).any()):
+            shortest = int(lengths.final.min())
+            raise ValueError(f"method.pool_frac={method.pool_frac}: must leave at least 1 of {shortest} tokens")
+
+    @property
+    def capacities(self) -> Tensor:
+        """Tokens each sequence's pool holds, int [batch]."""
+        if self.method.pool_tokens is not None:
+            return self.lengths.final.clamp(max=self.method.pool_tokens)
+        return floor_frac(self.method.pool_frac, self.lengths.final)
+
+    def enter_prompt(self, layer: int, rows: PromptRows) -> None:
+        """The prompt enters in order. No token has been fetched, so every policy evicts the lowest position."""
+        super().enter_prompt(layer, rows)
+        tokens, lengths = self.tokens[layer], rows.lengths[:, None, None].int()
+        self.fetches[layer], self.last_fetch[layer] = torch.zeros_like(tokens), tokens.clone()
+        if self.simulates:  # its dense rows are fetches of all tokens up to their own
+            self.fetches[layer] = (lengths - tokens).clamp(min=0)
+        if not self.simulates or self.method.pool_policy == "fifo":
+            tokens.masked_fill_(tokens < lengths - self.capacities[:, None, None], EMPTY)
+
+    def candidates(self, positions: Tensor) -> Tensor:
+        """Tokens among which a row at `positions` [batch, rows] chooses, int alike."""
+        return positions if self.simulates else torch.minimum(positions, self.capacities[:, None])
+
+    def choose(self, layer: int, rows: Rows, scores: Tensor) -> Selection:
+        """Scan the rows: each selects by its scores [batch, num_kv_heads, group, rows, slots] among the pool, then its
+        own token enters."""
+        slots = scores.shape[-1]
+        own = self.enter(layer, rows)
+        self.fetches[layer].scatter_(-1, own, 0)
+        self.last_fetch[layer].scatter_(-1, own, rows.positions.int()[:, None].expand_as(own))
+        held = self.tokens[layer][..., :slots]
+        order = held.argsort(-1)  # live slots are reused; ties go to the lowest token
+        present = self.candidates(rows.positions)
+        masks, counts = [], []
+        for row in range(scores.shape[3]):
+            position = rows.positions[:, row, None, None]
+            candidates = scores[:, :, :, row : row + 1].masked_fill((held >= position)[:, :, None, None], -math.inf)
+            ordered = candidates.gather(-1, order[:, :, None, None].expand_as(candidates))
+            one = replace(rows, positions=rows.positions[:, row : row + 1], slot_positions=held.gather(-1, order))
+            cached = present[:, row : row + 1]
+            chosen = self.method.select(ordered, one, self.lengths.final, self.geometry, cached)
+            mask = torch.zeros_like(chosen.mask).scatter_(-1, order.unsqueeze(2), chosen.mask)
+            self._use(layer, rows, row, mask[:, :, 0])
+            masks.append(mask)
+            # The artifact's cap is a share of all tokens, of which its FIFO may hold fewer.
+            counts.append(mask.sum(-1).double().mean(1) if self.simulates else chosen.num_read)
+        return Selection(torch.cat(masks, 2), torch.cat(counts, 1))
+
+    def _use(self, layer: int, rows: Rows, row: int, mask: Tensor) -> None:
+        """Count what the row fetched, bool [batch, num_kv_heads, slots], and evict where the pool is full."""
+        slots, position, real = mask.shape[-1], rows.positions[:, row, None, None], rows.real[:, row, None, None]
+        fetches, last_fetch = (data[layer][..., :slots] for data in (self.fetches, self.last_fetch))
+        count_fetch(fetches, last_fetch, mask & real, position, saturates=not self.simulates)
+        tokens, policy = self.tokens[layer], self.method.pool_policy
+        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[policy]
+        if self.simulates:
+            positions = rows.slot_positions.expand(worth.shape)
+            leaving = artifact_victim(positions, policy, worth, self.capacities, position)
+        else:
+            held = tokens[..., :slots]
+            present = torch.where(held < position, held, EMPTY)
+            leaving = victim(present, worth, self.capacities, self.method.protect_recent)
+        evicts = real & (position >= self.capacities[:, None, None])
+        tokens.scatter_(-1, torch.where(evicts, leaving, tokens.shape[-1] - 1), EMPTY)
 
 
 def count_fetch(fetches: Tensor, last_fetch: Tensor, chosen: Tensor, position: Tensor, *, saturates: bool) -> None:

@@ -1,53 +1,141 @@
-"""Scores on a few numbers a key: what InfiniGen, Double Sparsity, SparQ and Loki have in common.
+"""Scores on a few numbers a key: what InfiniGen, Double Sparsity, Loki and SparQ have in common.
 
-Every key is kept a second time on the device as its product with a projection, a choice of columns or a rotation cut
-short, and a query is scored on these alone.
+Every key is kept a second time on the device as its product with a projection: a choice of columns, a rotation cut
+short, or all of it; exact, or in a few bits. A query is scored on these numbers alone. Queries and keys may have a
+projection each.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from torch import Tensor
 
-from methods.base import PromptRows, Rows, State
+from methods.base import Geometry, Lengths, PromptRows, Rows, State
+from methods.checks import require, require_fraction
+from methods.codec import INTEGER_BITS, Codec
+from methods.retrieving import Retrieving, RetrievingState
 
 
-class ProjectedState(State):
-    """Partial keys and the projection that makes them; `project` says which.
+@dataclass(frozen=True)
+class Projected(Retrieving):
+    """Reads the tokens that score best on `rank` · head_dim numbers a key.
 
-    projection[layer]: [batch, num_kv_heads, head_dim, columns]. partial_keys[layer]: [batch, num_kv_heads, slots,
-    columns].
+    rank: a share, so that it fits any model; rounded up. index_bits: in so many bits the numbers are kept, with scales
+    as in `methods.codec`; None keeps them as the keys are.
     """
 
-    sequence_tensors = ("projection",)
+    rank: float = 0.25
+    index_bits: int | None = None
+
+    page_size: ClassVar[int] = 1  # type: ignore[misc]  # every token has a score of its own
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("rank", self.rank)
+        require_index_bits(self.index_bits)
+
+    def num_columns(self, head_dim: int) -> int:
+        """Numbers of a key that are scored."""
+        return math.ceil(self.rank * head_dim)
+
+
+def require_index_bits(bits: int | None) -> None:
+    """Raise ValueError unless an integer codec has so many."""
+    allowed = sorted(INTEGER_BITS.values(), reverse=True)
+    require(bits is None or bits in allowed, "index_bits", bits, f"one of {', '.join(map(str, allowed))}, or null")
+
+
+class PartialKeysState(State):
+    """A few numbers of every key, and scores on them; `partial_key` and `partial_query` say which.
+
+    partial_keys[layer]: [batch, num_kv_heads, slots, columns], or of coded ones their bytes, uint8.
+    """
+
     slot_tensors = {"partial_keys": 0}
-    projection: dict[int, Tensor]
     partial_keys: dict[int, Tensor]
+    columns: int
+
+    def __init__(self, method: Any, geometry: Geometry, lengths: Lengths) -> None:
+        super().__init__(method, geometry, lengths)
+        self.codec = None if method.index_bits is None else Codec(f"int{method.index_bits}")
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        """What is kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads, n, columns]."""
+        raise NotImplementedError
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        """What scores it, of `query` [batch, num_kv_heads, group, rows, head_dim]: [..., columns], scaled."""
+        raise NotImplementedError
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        """Store the prompt's partial keys."""
+        one = self._stored(layer, key[:, :, :1])
+        self.partial_keys[layer] = one.new_empty((*key.shape[:2], rows.num_slots + self.spare_slots, one.shape[-1]))
+        self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        """Store the partial keys that enter `slots`."""
+        self.partial_keys[layer][:, :, slots] = self._stored(layer, key)
+
+    def _stored(self, layer: int, key: Tensor) -> Tensor:
+        partial = self.partial_key(layer, key)
+        self.columns = partial.shape[-1]
+        return partial if self.codec is None else self.codec.encode(partial)
+
+    def scores(self, layer: int, rows: Rows) -> Tensor:
+        """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, all slots]."""
+        query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
+        keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
+        if self.codec is not None:
+            keys = self.codec.decode(keys, self.columns, query.dtype)
+        return (query.flatten(2, 3) @ keys.mT).unflatten(2, query.shape[2:4]).float()
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """What the scores of `positions` [batch, rows] tokens read, in tokens of 2 * head_dim elements."""
+        width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
+        return positions.double() * width * self.columns / (2 * self.geometry.head_dim)
+
+
+class ProjectedState(PartialKeysState):
+    """Partial keys are products with a projection; `project` says which.
+
+    projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and keys alike, or the
+    queries' and the keys' own.
+    """
+
+    sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
+    projection: dict[int, Tensor]
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
-        """Each sequence's projection, [batch, num_kv_heads, head_dim, columns], from its prompt's query and key."""
+        """The projection, shaped as above, given the prompt's query and key."""
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Choose the projection and store the prompt's partial keys."""
-        projection = self.projection[layer] = self.project(layer, query, key, rows)
-        shape = (*key.shape[:2], rows.num_slots + self.spare_slots, projection.shape[-1])
-        self.partial_keys[layer] = key.new_empty(shape)
-        self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
+        self.projection[layer] = self.project(layer, query, key, rows)
+        super().prompt(layer, query, key, value, rows)
 
-    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
-        """Keep the projection of the keys that enter `slots`."""
-        torch.matmul(key, self.projection[layer], out=self.partial_keys[layer][:, :, slots])
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        """Its product."""
+        return key @ self.projection[layer][:, -1]
 
-    def partial_scores(self, layer: int, rows: Rows) -> Tensor:
-        """Scaled scores of `rows.query` on the projection: fp32 [batch, num_kv_heads, group, rows, all slots]."""
-        batch, num_kv_heads, head_dim, _ = self.projection[layer].shape
-        slots = rows.slot_positions.shape[-1]
-        stacked = rows.query.reshape(batch, num_kv_heads, -1, head_dim) @ (self.projection[layer] * self.geometry.scale)
-        scores = stacked @ self.partial_keys[layer][:, :, :slots].mT
-        return scores.view(batch, num_kv_heads, self.geometry.group, -1, slots).float()
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        """Its product."""
+        product = query.flatten(2, 3) @ (self.projection[layer][:, 0] * self.geometry.scale)
+        return product.unflatten(2, query.shape[2:4])
 
-    def index_read(self, layer: int, present: Tensor) -> Tensor:
-        """What the scores of `present` [batch, rows] tokens read, in tokens of 2 * head_dim elements."""
-        _, _, head_dim, columns = self.projection[layer].shape
-        return present.double() * columns / (2 * head_dim)
+
+class FixedProjectionState(ProjectedState, RetrievingState):
+    """One projection, known before any prompt."""
+
+    def __init__(self, method: Projected, geometry: Geometry, lengths: Lengths, fixed: Tensor) -> None:
+        """fixed: [num_layers, num_kv_heads, head_dim, columns]."""
+        super().__init__(method, geometry, lengths)
+        self.fixed = fixed
+
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
+        """The layer's, of every sequence."""
+        return self.fixed[layer].to(key).expand(len(key), 1, -1, -1, -1)

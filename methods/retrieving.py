@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, PromptRows, Row, Rows, Selection, State
+from methods.base import Geometry, Lengths, PromptRows, Rest, Row, Rows, Selection, State
 from methods.checks import require, require_fraction
 from methods.selection import Selecting, ascending, largest
 
@@ -92,6 +92,10 @@ class RetrievingState(State):
         """What the scores read, in tokens of 2 * head_dim elements, [batch, rows]; None where they read no index."""
         return None
 
+    def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:
+        """What stands for the tokens not read, by what `scores` made and the mask of those read; None for nothing."""
+        return None
+
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Keep what `append` keeps."""
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
@@ -100,15 +104,17 @@ class RetrievingState(State):
         """The best pages and the unfinished one."""
         size, positions = self.method.page_size, rows.positions
         candidates = self._full(positions) if self.paged else rows.visible()
-        scores = self.scores(layer, rows).masked_fill(~candidates.unsqueeze(2), float("-inf"))
+        scores = self.scores(layer, rows)
         pages, unfinished = self.pages_read[positions], positions % size
         first = torch.arange(self.num_pages, device=positions.device)[None, None] * size
         first, last = (first, first + size - 1) if self.paged else (rows.slot_positions, rows.slot_positions)
-        relative = self.method.reduced(scores, self.method.forced(first, last, positions, pages * size + unfinished))
+        visible = scores.masked_fill(~candidates.unsqueeze(2), float("-inf"))
+        relative = self.method.reduced(visible, self.method.forced(first, last, positions, pages * size + unfinished))
         chosen = largest(relative, ascending(relative), pages)
         mask, num_pages = self.method.joined(chosen, pages, self.geometry)
-        side = self.index_read(layer, positions)
-        return Selection(self._tokens(mask, rows) if self.paged else mask, num_pages * size + unfinished, side)
+        tokens = self._tokens(mask, rows) if self.paged else mask
+        side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)
+        return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
 
     def _full(self, positions: Tensor) -> Tensor:
         """Pages all of whose tokens are cached, bool [batch, 1, rows, pages]."""

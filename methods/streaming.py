@@ -1,14 +1,17 @@
 """StreamingLLM's window: the first tokens ("sinks") and the most recent ones (Xiao et al., ICLR 2024)."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, floor_frac
+from methods.base import Calibration, Geometry, Lengths, Row, floor_frac
 from methods.checks import require, require_fraction
-from methods.evicting import Evicting, EvictingState
+from methods.evicting import Evicting
+from methods.windowed import WindowState
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Streaming(Evicting):
         require_fraction("kv_frac", self.kv_frac)
         require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
 
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> EvictingState:
+    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> StreamingState:
         """ValueError where a sequence's window would not exceed the sinks."""
         shortest = int(lengths.final.min())
         kept = int(self.kv_frac * shortest)
@@ -43,27 +46,14 @@ class Streaming(Evicting):
         return min(1.0, math.nextafter((self.num_sinks + 1) / row.final, 1))
 
 
-class StreamingState(EvictingState):
-    """What a row reads follows from T and the positions; the tokens behind the window leave their slots."""
-
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        self.enter_prompt(layer, rows)
-        self._leave(layer, rows.lengths)
-
-    def select(self, layer: int, rows: Rows) -> Selection:
-        mask = rows.visible() & self._stays(rows.slot_positions.unsqueeze(2), rows.positions)
-        self.enter(layer, rows)
-        self._leave(layer, torch.where(rows.real, rows.positions + 1, 0).amax(-1))
-        return Selection(mask, torch.minimum(rows.positions, self._window).double())
+class StreamingState(WindowState):
+    """All KV heads stream; the window is a share of T."""
 
     @property
-    def _window(self) -> Tensor:
-        return floor_frac(self.method.kv_frac, self.lengths.final)[:, None]
+    def recent(self) -> Tensor:
+        """What the sinks leave, int [batch]."""
+        return floor_frac(self.method.kv_frac, self.lengths.final) - self.method.num_sinks
 
-    def _stays(self, token: Tensor, cached: Tensor) -> Tensor:
-        oldest = (cached - (self._window - self.method.num_sinks))[:, None, :, None]
-        return (token < self.method.num_sinks) | (token >= oldest)
-
-    def _leave(self, layer: int, cached: Tensor) -> None:
-        stays = self._stays(self.tokens[layer].unsqueeze(2), cached[:, None]).squeeze(2)
-        self.tokens[layer].masked_fill_(~stays, EMPTY)
+    def streams(self, layer: int) -> Tensor:
+        """All."""
+        return torch.ones(1, 1, 1, dtype=torch.bool, device=self.lengths.final.device)

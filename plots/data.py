@@ -36,6 +36,10 @@ class Tables:
         """Rows of (source, model, shape, label) in seconds, the segments of a block among them."""
         return self._read(name, columns.LATENCY)
 
+    def board(self, name: str) -> pd.DataFrame:
+        """Rows of (model, label, size); numbers are floats, an empty cell is NaN."""
+        return self._read(name, columns.BOARD)
+
     def analysis(self, name: str) -> pd.DataFrame:
         """Rows of (model, run_id, metric, series, layer, x); numbers are floats, an empty cell is NaN."""
         return self._read(name, columns.ANALYSIS)

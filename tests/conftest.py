@@ -8,10 +8,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from hypothesis import settings
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-VOCAB_SIZE = 256
-MAX_LENGTH = 512
+from harness.model.tiny import tiny_model
+
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 # The same examples every time, and no deadline: the cores are shared, a slow example is no failure.
@@ -22,34 +22,6 @@ settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     # One compute thread a process: tiny shapes gain nothing from more, and workers share the cores.
     torch.set_num_threads(1)
-
-
-def tiny_model(model_type: str, **overrides: object) -> PreTrainedModel:
-    """A random model of 4 layers, hidden size 64, 4 query heads; weights wide enough to avoid ties."""
-    shape: dict[str, object] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_position_embeddings": MAX_LENGTH,
-        "initializer_range": 0.1,
-        "init_std": 0.1,  # OPT's name for it
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "ffn_dim" if model_type == "opt" else "intermediate_size": 128,
-        **overrides,
-    }
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **shape)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # initialised to zero, which would hide a forgotten bias
-                parameter.normal_(std=0.1)
-            elif "norm" in name:  # initialised to one, which would hide a forgotten norm
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="session")

@@ -5,35 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from cases import Case
-from conftest import HALF_ROTARY, tiny_model
+from conftest import HALF_ROTARY
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from harness.contract import decode
+from harness.contract.checks import TOLERANCE, largest_difference
+from harness.contract.decode import STEPS, Result, force, token_batch
 from harness.model.attach import Attached, attach
+from harness.model.tiny import tiny_model
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link
 from harness.offload.session import LiveSession
-from harness.replay.session import ReplaySession
+from harness.setup import Setup
 
-PROMPT, STEPS = 24, 10
+PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
 """Real prompt tokens of the sequences of a batch."""
-TOLERANCE = 1e-4
 
-
+__all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "token_batch"]  # of the contract, for tests
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
-
-
-class Result(NamedTuple):
-    """logits [batch, 1 + steps, vocab]: of the prompt's last row, and of each step's."""
-
-    logits: Tensor
-    kv_frac: float
-    index_frac: float
 
 
 @cache
@@ -52,10 +46,15 @@ def tiny(family: str) -> PreTrainedModel:
 
 @cache
 def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
-    """A random rotation per layer and KV head: no symmetry that could hide a transposed one."""
+    """A random rotation per layer and KV head: no symmetry that could hide a transposed one; random gates of heads,
+    worths of channels, and moments of queries and keys."""
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
-    return {"rotation": rotation}
+    gates = torch.rand(4, num_kv_heads, generator=generator)
+    channels = {name: torch.rand(4, num_kv_heads, head_dim, generator=generator) for name in ("qk", "q", "k")}
+    factors = {name: torch.randn(rotation.shape, generator=generator) / head_dim**0.5 for name in ("query", "key")}
+    moments = {name: factor @ factor.mT for name, factor in factors.items()}
+    return {"rotation": rotation, "gates": gates, **channels, **moments}
 
 
 def calibration_of(attached: Attached) -> dict[str, Tensor]:
@@ -63,60 +62,24 @@ def calibration_of(attached: Attached) -> dict[str, Tensor]:
     return calibration(attached.geometry.num_kv_heads, attached.geometry.head_dim)
 
 
-def token_batch(prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids [batch, longest prompt + steps] with the prompts' padding on the left, and which of them are real."""
-    longest = max(prompts)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 256, (len(prompts), longest + steps), generator=generator)
-    real = torch.arange(longest + steps) >= longest - torch.tensor(prompts)[:, None]
-    return ids, real
+def setup_of(attached: Attached, case: Case) -> Setup:
+    """A case as a run has it."""
+    return Setup(case.method, case.codec, calibration_of(attached))
 
 
 def replay(attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len: int | None = None) -> Result:
-    """Teacher-forced over all rows at once; `prefill_len` columns are prompt, by default the longest prompt."""
-    ids, real = token_batch(prompts)
-    columns = prefill_len or max(prompts)
-    session = ReplaySession(
-        attached,
-        case.method,
-        final_lengths=real.sum(-1),
-        num_columns=ids.shape[1],
-        codec=case.codec,
-        calibration=calibration_of(attached),
-    )
-    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
-    rows = session.decode(ids[:, columns:], real[:, columns:])
-    return Result(attached.logits(torch.cat([last, rows], 1)), session.reads.kv_frac, session.reads.index_frac)
+    """Teacher-forced over all rows at once."""
+    return decode.replay(attached, setup_of(attached, case), prompts, prefill_len)
 
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:
     """A live session of a case on a tiny model."""
-    return LiveSession(
-        attached,
-        case.method,
-        max_new_tokens=steps,
-        codec=case.codec,
-        calibration=calibration_of(attached),
-        **options,
-    )
-
-
-def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) -> Tensor:
-    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]."""
-    ids, real = token_batch(prompts, steps)
-    columns = max(prompts)
-    logits = [session.prefill(ids[:, :columns], real[:, :columns])]
-    logits += [session.decode_step(ids[:, columns + step]) for step in range(steps)]
-    return torch.stack(logits, 1)
+    return decode.open_live(attached, setup_of(attached, case), steps, **options)
 
 
 def live(attached: Attached, case: Case, prompts: tuple[int, ...], **options) -> Result:
     """The same rows one step at a time."""
-    session = open_live(attached, case, **options)
-    logits = force(session, prompts)
-    result = Result(logits, session.kv_frac, session.index_frac)
-    session.close()
-    return result
+    return decode.live(attached, setup_of(attached, case), prompts, **options)
 
 
 @contextmanager
@@ -124,9 +87,3 @@ def attached_with_link(family: str = "gqa", bytes_per_s: float = 1e12) -> Iterat
     """A tiny model under our attention, and a link that costs nothing."""
     with attach(tiny(family)) as attached, EmulatedLink(bytes_per_s) as link:
         yield attached, link
-
-
-def largest_difference(got: Tensor, expected: Tensor) -> float:
-    """Of two tensors of one shape; NaN where one of them holds one."""
-    assert got.shape == expected.shape
-    return float((got - expected).abs().max())

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import pytest
 import reference as plain
 import torch
 from cases import CASES, Case, smooth
-from conftest import tiny_model
+from living import calibration
 
 from harness.model.attach import attach
+from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
-from methods.codec import Codec
+from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
-from methods.snapkv import SnapKV
+from methods.prompt_evicting import PromptEvicting
 from methods.streaming import Streaming
 
 LENGTH, PROMPT = 56, 19
 RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))
 """(prompt, length) of the sequences of a padded batch."""
 TOLERANCE = 1e-4
-TOO_SHORT = [case.method for case in CASES.values() if isinstance(case.method, SnapKV) and not case.method.kept_tokens]
+EVICTING_ONCE = [case.method for case in CASES.values() if isinstance(case.method, PromptEvicting)]
+TOO_SHORT = [method for method in EVICTING_ONCE if method.kept_tokens is None]
 """Methods that refuse a prompt of one token."""
 WELL_APART = 1e-6
 """The least `Reference.margin` at which fp32 and fp64 must choose alike."""
@@ -37,13 +38,14 @@ MODELS = {
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-WITHOUT_STEPS = [name for name, case in CASES.items() if not isinstance(case.codec, Codec)]
+WITHOUT_STEPS = [name for name, case in CASES.items() if case.codec is None or not isinstance(case.codec.values, Codec)]
 """Cases of which no value lies at the border of two codes, where rounding decides."""
 REFERENCED = [
     name
     for name in WITHOUT_STEPS
     if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "full+split"))
+    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced"))
+    and not isinstance(CASES[name].codec, SplitCodec)
 ]
 """Cases that the plain reference knows; others have one of their own."""
 BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
@@ -63,20 +65,13 @@ def token_ids(length: int, seed: int = 0) -> list[int]:
 RAGGED_IDS = [token_ids(length, seed) for seed, (_, length) in enumerate(RAGGED)]
 
 
-@cache
-def rotation(num_kv_heads: int, head_dim: int) -> torch.Tensor:
-    """A random rotation per layer and KV head: no symmetry that could hide a transposed one."""
-    generator = torch.Generator().manual_seed(5)
-    return torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
-
-
 def open_session(attached, case: Case, final_lengths, num_columns: int, **options) -> ReplaySession:
     geometry = attached.geometry
     return ReplaySession(
         attached,
         case.method,
         codec=case.codec,
-        calibration={"rotation": rotation(geometry.num_kv_heads, geometry.head_dim)},
+        calibration=calibration(geometry.num_kv_heads, geometry.head_dim),
         final_lengths=torch.tensor(final_lengths),
         num_columns=num_columns,
         **options,
@@ -143,7 +138,7 @@ def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
                 case.method,
                 final_length=len(ids),
                 prefill_len=prompt,
-                rotation=rotation(getattr(config, "num_key_value_heads", 4), head_dim),
+                rotation=calibration(getattr(config, "num_key_value_heads", 4), head_dim)["rotation"],
                 codec=case.codec and smooth,
             )
             _traces[key] = reference.run(ids)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MAX_LENGTH, tiny_model
 from torch import Tensor
 
 from harness.errors import UserError
@@ -19,6 +18,7 @@ from harness.model.attach import Handler, attach
 from harness.model.attention import dense_attention
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel, model_config
+from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper.analysis import dense
 from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
 from harness.paper.analysis.memory import run_memory

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import CASES, Case
-from conftest import tiny_model
 from replaying import (
     LENGTH,
     PROMPT,
@@ -27,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from harness.errors import UserError
 from harness.model.adapters import Adapter
 from harness.model.attach import attach
+from harness.model.tiny import tiny_model
 from harness.offload.passes import run_prompt
 from harness.replay import passes
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import reference as plain
 import torch
-from conftest import tiny_model
 
 from harness.model.attach import attach
 from harness.model.calibration import cached_calibration, calibrate
+from harness.model.tiny import tiny_model
 from methods.full import Full
 from methods.infinigen import InfiniGen
 

@@ -9,12 +9,12 @@ from copy import deepcopy
 import pytest
 import torch
 from cases import CASES, Case
-from conftest import tiny_model
 from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, open_live, replay, tiny, token_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.model.attach import attach
+from harness.model.tiny import tiny_model
 from harness.offload import store as store_module
 from harness.offload.links.link import Link, Ticket, Transfer
 from harness.offload.links.open import open_link
@@ -35,6 +35,12 @@ SCANNED = (
         "h2o",
         "streaming",
         "snapkv",
+        "snapkv-both",
+        "keydiff",
+        "expected",
+        "tova",
+        "rkv",
+        "duo",
         "quest",
         "oracle",
         "infinigen",
@@ -126,7 +132,7 @@ def test_a_step_waits_for_no_value_and_touches_no_tensor_of_the_cpu(name, placem
         attached.device = META
         session.fetcher._pending.clear()
         states = [state for state in {id(cache.state): cache.state for cache in session.caches}.values() if state]
-        for thing in (session, session.batch, session.fetcher, *states, *session.stores):
+        for thing in (session, session.batch, session.fetcher, session.reads, *states, *session.stores):
             to_meta(thing)
         with NothingFromTheCPU():
             token = torch.empty(len(ids), dtype=torch.int64, device=META)
@@ -209,7 +215,7 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     tolerance = 3e-2 if flips else 1e-3
     device, session = decode(attached, case)
     assert largest_difference(device, expected) <= tolerance
-    assert session.kv_frac == pytest.approx(replayed.reads.kv_frac)
+    assert session.reads.kv_frac == pytest.approx(replayed.reads.kv_frac)
     if case.method.selects == "scores":
         return
     host, session = decode(attached, case, placement="host", link=link)

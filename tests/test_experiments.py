@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_model
 from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_latency
@@ -21,7 +20,9 @@ from harness.launch.cli import main
 from harness.launch.plan import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
 from harness.settings.compose import CONF_DIR, compose
+from harness.settings.experiment import find
 from harness.settings.run import RunConfig
 from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, PUBLISHED_CSV, names
 from methods.base import Row
@@ -73,7 +74,7 @@ def start(name: str, text: Path) -> None:
     assert main([f"experiment={name}", *files, *rate, *TOY[KINDS[name]]]) == 0
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind != "generate"])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if find(kind).keeps_record])
 def test_every_experiment_makes_its_table_and_figure(name, text, capsys):
     start(name, text)
     assert capsys.readouterr().out.startswith("smollm2-135m, ")

@@ -26,11 +26,12 @@ every_model = pytest.mark.parametrize("model", [MODELS["gqa"], MODELS["opt"]], i
 class Sequence(NamedTuple):
     """One sequence in one layer, its padding left out.
 
-    query: [heads, tokens, head_dim]; key: [num_kv_heads, tokens, head_dim]; read[KV head][decode row]: tokens.
+    query: [heads, tokens, head_dim]; key, value: [num_kv_heads, tokens, head_dim]; read[KV head][decode row]: tokens.
     """
 
     query: np.ndarray
     key: np.ndarray
+    value: np.ndarray
     read: list[list[set[int]]]
     num_read: list[float]
 
@@ -42,7 +43,7 @@ def replayed(model, case: Case, batch: str, monkeypatch, calls=()) -> tuple[Geom
 
     def note(attention):
         def noting(handler, layer, query, key, value):
-            seen.setdefault(layer, []).append((query.double(), key.double()))
+            seen.setdefault(layer, []).append((query.double(), key.double(), value.double()))
             return attention(handler, layer, query, key, value)
 
         return noting
@@ -76,7 +77,7 @@ def replayed(model, case: Case, batch: str, monkeypatch, calls=()) -> tuple[Geom
     is_token = torch.cat([valid, real], 1)
     found: dict[int, list[Sequence]] = {}
     for layer, blocks in selected.items():
-        query, key = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
+        query, key, value = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
         for b in range(len(shapes)):
             read: list[list[set[int]]] = [[] for _ in range(key.shape[1])]
             num_read: list[float] = []
@@ -85,7 +86,7 @@ def replayed(model, case: Case, batch: str, monkeypatch, calls=()) -> tuple[Geom
                     num_read.append(float(counts[b, row]))
                     for head, mask in enumerate(masks[b, :, row]):
                         read[head].append(set(tokens[b][mask].tolist()))
-            own = (part[b][:, is_token[b]].numpy() for part in (query, key))
+            own = (part[b][:, is_token[b]].numpy() for part in (query, key, value))
             found.setdefault(layer, []).append(Sequence(*own, read, num_read))
     assert sorted(found) == list(range(case.method.num_exempt_layers, 4))
     return geometry, found

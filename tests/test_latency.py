@@ -73,29 +73,39 @@ EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batc
 INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
 
 
+OWN = 8 * 4 * EXACT
+"""The own tokens of the timed steps, in all layers."""
 CACHED = sum(PROMPT + s for s in TIMED)
 """Tokens that a layer uses in the timed steps which reads all of them."""
 
 
 @pytest.mark.parametrize(
-    ("cell", "h2d_bytes", "d2h_bytes"),
+    ("cell", "h2d_bytes", "d2h_bytes", "device_read_bytes"),
     [
-        (Cell(Full(), SHAPE), EXACT * 4 * CACHED, 8 * 4 * EXACT),
+        (Cell(Full(), SHAPE), EXACT * 4 * CACHED, OWN, EXACT * 4 * CACHED + OWN),
         (
             Cell(Full(), SHAPE, codec=Codec("int4")),
             EXACT * 2 * CACHED + INT4 * 2 * CACHED,
             8 * 2 * (EXACT + INT4),
+            EXACT * 2 * CACHED + INT4 * 2 * CACHED + OWN,
         ),
-        (Cell(InfiniGen(fixed_fetch=5), SHAPE), EXACT * (2 * CACHED + 8 * 2 * 5), 8 * 4 * EXACT),
-        (Cell(Full(), SHAPE, placement="device"), 0, 0),
+        (
+            Cell(InfiniGen(fixed_fetch=5), SHAPE),
+            EXACT * (2 * CACHED + 8 * 2 * 5),
+            OWN,
+            EXACT * (2 * CACHED + 8 * 2 * 5) + EXACT * 2 * CACHED * 5 // 32 + OWN,  # 5 of K's and V's 32 columns
+        ),
+        (Cell(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED + OWN),
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],
 )
-def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_bytes):
+def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_bytes, device_read_bytes):
     result = timed(tiny_gqa, ids, cell)
     assert (result.h2d_bytes, result.d2h_bytes) == (h2d_bytes, d2h_bytes)
+    assert result.device_read_bytes == device_read_bytes
     metrics = result.metrics()
     assert metrics["h2d_bytes"] == round(h2d_bytes * 11 / 8), "of gen_len - 1 steps"
+    assert metrics["device_read_bytes"] == round(device_read_bytes * 11 / 8), "alike"
 
 
 def test_a_link_of_known_rate_takes_its_time(tiny_gqa, ids):
@@ -179,6 +189,7 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
             "infinigen+reuse": Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=True),
         }.items()
     }
+    assert timed(tiny_gqa, ids, Cell(Full(), SHAPE)).metrics()["device_bytes"] == peak["offload"]
     layer, selected = (PROMPT + 12) * EXACT, 5 * EXACT
     assert peak["ideal"] == 4 * layer
     assert peak["offload"] == 2 * layer, "two buffers that take turns"

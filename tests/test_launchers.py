@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import tiny_model
 from tokens import byte_tokenizer
 
 from harness import files
 from harness.launch.cli import Jobs
+from harness.model.tiny import tiny_model
 from harness.records import record as records
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
@@ -20,6 +19,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
 from methods.codec import Codec
@@ -138,7 +138,7 @@ def test_sharing_leaves_no_trace(name, mode, tiny_gqa):
     summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
     assert (reads.rows, reads.fired_rows) == (summed.rows, summed.fired_rows)
     assert reads.rows == len(decode_rows(requests))
-    for sums in ("frac_sum", "pairs_read", "pairs"):
+    for sums in ("frac_sum", "index_sum", "resident_sum", "pairs_read", "pairs"):
         assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
     if name != "full":
         assert reads.kv_frac < 0.9, "the method must have dropped something for this test to mean anything"

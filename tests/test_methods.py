@@ -19,6 +19,7 @@ from methods.quest import Quest
 from methods.selection import GROUPS, largest
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from methods.tova import TOVA
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
 GEOMETRY = Geometry(
@@ -292,7 +293,11 @@ methods = st.one_of(
     st.builds(lambda frac: InfiniGen(alpha=math.inf, max_fetch_frac=frac, skew=False), positive_fractions),
     st.builds(lambda frac: InfiniGen(alpha=math.inf, max_fetch_frac=frac, cap_of="final"), positive_fractions),
     st.builds(lambda frac, size: Quest(read_frac=frac, page_size=size), positive_fractions, st.integers(1, 7)),
-    st.builds(lambda kept, window: SnapKV(kept_tokens=window + kept, window=window), *[st.integers(1, 9)] * 2),
+    st.builds(
+        lambda kept, window: SnapKV(kept_tokens=window + kept, window=window, num_exempt_layers=0),
+        *[st.integers(1, 9)] * 2,
+    ),
+    st.builds(lambda kept: TOVA(kept_tokens=kept), st.integers(1, 30)),
 )
 
 

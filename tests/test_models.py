@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import files
@@ -21,6 +20,7 @@ from harness.errors import UserError
 from harness.model import gguf as gguf_cache
 from harness.model import hub, source
 from harness.model.load import load_model, model_config
+from harness.model.tiny import VOCAB_SIZE
 from harness.settings.sources import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent

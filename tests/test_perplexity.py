@@ -30,7 +30,7 @@ from methods.streaming import Streaming
 MAX_LENGTH = 512
 METRICS = {
     "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact",
-    "index_frac",
+    "device_frac", "resident_frac",
 }  # fmt: skip
 
 
@@ -161,9 +161,9 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len)
     metrics = metrics_of(run_perplexity(settings(text, prefill_len=prefill_len), loaded))
     assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
     assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
-    for name in ("top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact"):
+    for name in ("top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact", "device_frac"):
         assert metrics[name] == 1
-    assert metrics["index_frac"] == 0
+    assert metrics["resident_frac"] == 0
 
 
 def test_what_cannot_be_measured_is_none(loaded, text):
@@ -235,7 +235,8 @@ def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp
     assert outcome["kv_frac"] == pytest.approx(0.7, abs=0.01)
     (file,) = (tmp_path / "cache" / "calibration").iterdir()
     stamp = file.stat().st_mtime_ns
-    assert outcome["index_frac"] == pytest.approx(2 / 4 * 5 / (2 * 16))  # ceil(0.3 * 16) columns in two of four layers
+    index = 2 / 4 * 5 / (2 * 16)  # ceil(0.3 * 16) columns in two of four layers
+    assert outcome["device_frac"] - outcome["kv_frac"] == pytest.approx(index)
     again = metrics_of(run_perplexity(settings(text, method, target_kv_frac=0.7), loaded))
     assert again == outcome and file.stat().st_mtime_ns == stamp
 

@@ -200,6 +200,41 @@ def write_fig19(results: Path) -> None:
     write_accuracy(results, "fig19", rows)
 
 
+def write_board(results: Path) -> None:
+    """Methods of every family at three sizes, the step timed at the middle one, and what has a size of its own."""
+    common = {"model": "tiny", "source": "measured"}
+    rows: list[dict[str, Any]] = [{"label": "Full cache", "family": "reads all", "kv_frac": 1, "kl_nats": 0}]
+    rows.append({"label": "INT4", "family": "codes", "kv_frac": 0.33, "kl_nats": 0.1, "front": "step time"})
+    for label, family, scale in (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "bound", 0.3)):
+        for size in (0.10, 0.16, 0.25):
+            sized = {
+                "label": label,
+                "family": family,
+                "size": size,
+                "kv_frac": size,
+                "kl_nats": 0.002 * scale / size**2,
+            }
+            front = {"front": "link bytes, step time" if size > 0.1 else "link bytes"} if scale == 1 else {}
+            rows.append(sized | front | {"step_source": "emulated" if size == 0.16 else "modelled"})
+    for row in rows:
+        row["step_s"] = None if row["family"] == "bound" else 0.02 + 0.1 * row["kv_frac"]
+    write(results, "leaderboard", columns.names(columns.BOARD), (common | row for row in rows))
+
+
+def write_index(results: Path) -> None:
+    rows = []
+    for kind, gain in (("columns", 1.0), ("balanced", 0.8), ("coded, 4 bits", 0.5)):
+        for ratio in (0.1, 0.3, 0.5):
+            common = {"label": kind, "kv_frac": 0.16, "resident_frac": gain * ratio / 2, "run_id": f"{kind}{ratio}"}
+            rows.append(
+                common | {"task": "offline", "metric": "kl_nats", "value": gain * 0.02 / ratio, "seq_len": 1024}
+            )
+            rows[-1] |= {"num_samples": 3, "num_fewshot": None, "stderr": 0.005}
+            for task in ("kv_recall", "passkey"):
+                rows.append(common | {"task": task, "metric": "acc", "value": 0.3 + ratio / gain / 3})
+    write_accuracy(results, "index", rows)
+
+
 def write_choices(results: Path) -> None:
     choices = {"": (12, 0.06), ", columns=query": (11, 0.05), ", pool_frac=0.5, eviction=artifact": (14, 0.07)}
     rows = []
@@ -223,6 +258,8 @@ WRITERS = {
     "fig19": write_fig19,
     "table2": write_table2,
     "choices": write_choices,
+    "frontier": write_board,
+    "index": write_index,
     **analysis_tables.WRITERS,
     **{f"{name}-modelled": costmodel.write_tables for name in costmodel.FIGURES},
 }
@@ -454,6 +491,27 @@ def test_choices_have_a_bar_each(tmp_path: Path) -> None:
         tick_labels(kl) == tick_labels(perplexity) == ["default", "columns=query", "pool_frac=0.5,\neviction=artifact"]
     )
     assert [list(line.get_ydata()) for line in perplexity.lines if line.get_label() == "Full cache"] == [[10, 10]]
+
+
+def test_a_front_is_a_line_with_the_names_of_its_points(tmp_path: Path) -> None:
+    write_board(tmp_path)
+    sizes, times = draw("frontier", tmp_path).axes
+    assert [text.get_text() for text in sizes.texts] == ["InfiniGen 10 %", "InfiniGen 16 %", "InfiniGen 25 %"]
+    assert [text.get_text() for text in times.texts] == ["InfiniGen 16 %", "InfiniGen 25 %", "INT4"]
+    (front,) = (line for line in sizes.lines if line.get_label() == "front")
+    assert list(front.get_xdata()) == pytest.approx([10, 16, 25])
+    (full,) = (line for line in times.lines if line.get_label() == "Full cache")
+    assert full.get_xdata() == pytest.approx([120, 120])
+    assert legend(draw("frontier", tmp_path)) == ["Full cache", "retrieves", "evicts", "codes", "bound", "front"]
+
+
+def test_an_index_is_drawn_at_its_size_on_the_device(tmp_path: Path) -> None:
+    write_index(tmp_path)
+    kl, accuracy = draw("index", tmp_path).axes
+    coded = lines(kl)["coded, 4 bits"].lines[0]
+    assert list(coded.get_xdata()) == pytest.approx([2.5, 7.5, 12.5]) and coded.get_ydata()[0] == pytest.approx(0.1)
+    assert len(lines(accuracy)["columns"].lines[0].get_xdata()) == 3
+    assert legend(draw("index", tmp_path)) == ["columns", "balanced", "coded, 4 bits"]
 
 
 def test_fig18_segments_sum_to_the_block(tmp_path: Path) -> None:

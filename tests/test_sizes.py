@@ -10,20 +10,22 @@ import torch
 from cases import Case
 from hypothesis import given
 from hypothesis import strategies as st
-from living import PROMPT, STEPS, attached_with_link, force, live, open_live, replay, token_batch
+from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
-from harness.replay.session import ReplaySession
 from harness.sizes import TOLERANCE, kv_frac, sized
 from methods.base import Geometry, Lengths, Row
 from methods.codec import Codec
+from methods.duo import DuoAttention
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
 from methods.quest import Quest
+from methods.rkv import RKV
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from methods.tova import TOVA
 
 decode_rows = st.builds(
     lambda contexts: [
@@ -46,6 +48,10 @@ sizeable = st.sampled_from(
         Quest(),
         Quest(page_size=1, num_exempt_layers=0),
         SnapKV(window=1),
+        SnapKV(window=1, num_sinks=1, layers="pyramid", heads="adaptive"),
+        TOVA(),
+        RKV(window=1, divide_length=3),
+        DuoAttention(num_sinks=1, num_recent=1),
     ]
 )
 GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, family="llama")
@@ -63,10 +69,10 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
         reached = [kv_frac(method.with_size(size), counted, num_layers, width) for size in sizes]
         assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
     except ValueError as error:  # a prompt that is no longer than the window
-        assert isinstance(method, SnapKV) and min(row.prompt for row in rows) <= method.window, error
+        assert isinstance(method, SnapKV) and min(row.prompt for row in rows) <= method.safe, error
     else:
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
-        if isinstance(found, Streaming | SnapKV):
+        if isinstance(found, Streaming | SnapKV | RKV):
             found.new_state(GEOMETRY, Lengths(prompts, finals))  # refused nowhere
         assert type(found) is type(method) and found.num_exempt_layers == method.num_exempt_layers
         total = 0.0
@@ -141,18 +147,6 @@ def test_a_target_is_met_by_what_is_reported_with_the_codecs_bits(decode):
     assert width < 0.4 and method.heavy_frac + method.recent_frac > 0.5, "without the codec it would be 0.30"
 
 
-def index_fracs(method) -> tuple[float, float]:
-    """Of replay and of live decoding, on a sequence of `PROMPT` + `STEPS` tokens."""
-    ids, real = token_batch((PROMPT,))
-    with attached_with_link() as (attached, _):
-        session = ReplaySession(attached, method, final_lengths=real.sum(-1), num_columns=ids.shape[1])
-        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        session.decode(ids[:, PROMPT:], real[:, PROMPT:])
-        stepwise = open_live(attached, Case(method))
-        force(stepwise, (PROMPT,))
-    return session.reads.index_frac, stepwise.index_frac
-
-
 CACHED = range(PROMPT, PROMPT + STEPS)
 
 
@@ -173,5 +167,7 @@ CACHED = range(PROMPT, PROMPT + STEPS)
     ids=lambda value: getattr(value, "title", None),
 )
 def test_what_is_read_of_an_index_by_hand(method, expected):
-    for found in index_fracs(method):
-        assert found == pytest.approx(expected, rel=1e-12)
+    with attached_with_link() as (attached, _):
+        for run in (replay, live):
+            found = run(attached, Case(method), (PROMPT,))
+            assert found.device_frac - found.kv_frac == pytest.approx(expected, rel=1e-9)

@@ -16,7 +16,7 @@ from harness.records import record as records
 from harness.settings.compose import load
 from harness.tables import write as tables
 from harness.tables.columns import LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
-from harness.tables.sheets import render_markdown
+from harness.tables.sheets import render_markdown, sheets_of
 
 TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
 TEXT_METRICS = {
@@ -46,6 +46,8 @@ LATENCY_METRICS = {
     "step_p95_s": 0.07,
     "h2d_bytes": 2**31,
     "d2h_bytes": 2**20,
+    "device_read_bytes": 2**29,
+    "device_bytes": 2**22,
     "exposed_transfer_s": 0.25,
     "link_bytes_per_s": None,
     "peak_device_bytes": 2**30,
@@ -81,7 +83,7 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
 
 
 def save_task(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: Any) -> dict[str, Any]:
-    sizes = {"kv_frac": kv_frac, "kv_frac_artifact": 0.1, "index_frac": 0.05}
+    sizes = {"kv_frac": kv_frac, "kv_frac_artifact": 0.1, "device_frac": kv_frac + 0.05, "resident_frac": 0.02}
     return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | sizes}, **fields)
 
 
@@ -90,7 +92,8 @@ def save_text(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: A
         "kv_frac": kv_frac,
         "kv_frac_stderr": 0.001,
         "kv_frac_artifact": 0.1,
-        "index_frac": 0.05,
+        "device_frac": kv_frac + 0.05,
+        "resident_frac": 0.02,
         "kv_frac_artifact_stderr": 0.001,
     }
     return save(results, ["experiment=perplexity", *overrides], {"offline": TEXT_METRICS | sizes}, **fields)
@@ -106,14 +109,14 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     header = tables.update(tmp_path, "fig11").read_text().splitlines()[0]
     assert header == (
         "experiment,model,method,label,settings,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
-        "kv_frac_artifact,index_frac,source,run_id"
+        "kv_frac_artifact,device_frac,resident_frac,source,run_id"
     )
     save(tmp_path, ["experiment=tasks"], LATENCY_METRICS, kind="latency")
     header = tables.update(tmp_path, "tasks").read_text().splitlines()[0]
     assert header == (
         "experiment,platform,source,model,method,label,settings,batch_size,prompt_len,gen_len,prefill_s,decode_s,"
-        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,exposed_transfer_s,link_bytes_per_s,"
-        "peak_device_bytes,kv_frac,index_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
+        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,device_read_bytes,"
+        "device_bytes,exposed_transfer_s,link_bytes_per_s,peak_device_bytes,kv_frac,device_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 
 
@@ -135,7 +138,8 @@ def test_a_task_row_is_exact(tmp_path: Path) -> None:
         "seq_len": "",
         "kv_frac": "0.30000000000000004",
         "kv_frac_artifact": "0.1",
-        "index_frac": "0.05",
+        "device_frac": "0.35000000000000003",
+        "resident_frac": "0.02",
         "source": "measured",
         "run_id": record["run_id"],
     }
@@ -247,7 +251,8 @@ def test_markdown_has_units_and_errors(tmp_path: Path) -> None:
         "label": "H2O",
         "settings": "-",
         "KV read (%)": "16.0",
-        "index read (%)": "5.0",
+        "device read (%)": "21.0",
+        "on device (%)": "2.0",
         "offline perplexity": "12.500 ± 0.250",
         "offline full cache's perplexity": "11.000 ± 0.200",
         "offline KL (nats)": "0.0625 ± 0.0100",
@@ -290,6 +295,22 @@ def test_settings_are_those_that_set_runs_of_a_method_apart(tmp_path: Path) -> N
     texts = sorted(next(cell.strip() for cell in cells if cell.strip()) for cells in settings)
     tenth = "heavy_frac=0.1"  # in two of four runs, hence not common
     assert texts == [tenth, f"{tenth}, recent_frac=0.3", "heavy_frac=0.2", "heavy_frac=0.3"]
+
+
+def test_a_table_of_an_older_version_is_read_without_the_sizes_that_it_lacks(tmp_path: Path) -> None:
+    save_task(tmp_path, "method=h2o")
+    path = tables.update(tmp_path, "fig11")
+    lacking = ("device_frac", "resident_frac")
+    older = [{name: cell for name, cell in row.items() if name not in lacking} for row in rows(path)]
+    assert shape_of(tuple(older[0])) == "accuracy"
+    (old,) = sheets_of([typed(row) for row in older])
+    (new,) = sheets_of([typed(row) for row in rows(path)])
+    assert [heading for heading in new.header if heading not in old.header] == ["device read (%)", "on device (%)"]
+
+
+def test_a_share_that_only_an_older_version_recorded_is_no_metric(tmp_path: Path) -> None:
+    save(tmp_path, ["experiment=fig11"], {"passkey": TASK_METRICS | {"kv_frac": 0.2, "index_frac": 0.1}})
+    assert [row["metric"] for row in rows(tables.update(tmp_path, "fig11"))] == ["acc"]
 
 
 def test_summary_parts_lengths(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.metrics import mean_stderr
@@ -23,6 +22,7 @@ from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.tasks import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
 from harness.errors import UserError
 from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
 from harness.settings.compose import load
 from harness.settings.run import PAPER_TASKS, TASKS, RunConfig
 from harness.settings.sources import DataConfig
@@ -147,7 +147,8 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
     for task, metrics in outcome.metrics.items():
         samples = outcome.samples[task]
         assert set(metrics) == {
-            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "index_frac",
+            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact",
+            "device_frac", "resident_frac",
         }  # fmt: skip
         assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
         hits = [float(sample["predicted"] == sample["gold"]) for sample in samples]

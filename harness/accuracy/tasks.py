@@ -10,7 +10,6 @@ lm-eval's own prompts) or are generated. Each task is sized, run and reported on
 import io
 import logging
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict
@@ -28,11 +27,12 @@ from harness.data.tasks import load_task
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.records.samples import clustered_stderr
 from harness.replay.session import ReplaySession
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import prepare
-from harness.sizes import ReadStats
+from harness.sizes import SHARES, ReadStats
 from methods.base import Row
 
 METRICS = ("acc", "acc_norm")
@@ -44,8 +44,8 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
     Returns:
-        metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`; kv_frac, kv_frac_artifact,
-        num_samples, num_fewshot. samples by task: one entry a question.
+        metrics by task: acc and, where lm-eval has it, acc_norm, each with `_stderr`; `SHARES`, num_samples,
+        num_fewshot. samples by task: one entry a question.
 
     Raises:
         UserError: missing or malformed data, a context longer than the model's limit, settings under which a task
@@ -66,24 +66,6 @@ def decode_rows(requests: Sequence[Request]) -> list[Row]:
         for request in requests
         for cached in range(request.prefill_len, len(request.ids) - 1)
     ]
-
-
-def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float | None:
-    """Standard error of the mean of `values` whose errors are independent between clusters only; None with
-    one cluster.
-
-    With every value a cluster of its own it is lm-eval's: sample standard deviation / sqrt(n). Questions on
-    one context are a cluster: they succeed and fail together (Liang and Zeger 1986, with the G / (G - 1)
-    correction).
-    """
-    mean = sum(values) / len(values)
-    residuals: dict[Any, float] = defaultdict(float)
-    for value, cluster in zip(values, clusters, strict=True):
-        residuals[cluster] += value - mean
-    groups = len(residuals)
-    if groups < 2:
-        return None
-    return (sum(r * r for r in residuals.values()) * groups / (groups - 1)) ** 0.5 / len(values)
 
 
 class ReplayScorer:
@@ -137,14 +119,14 @@ def _run_task(
         results = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0, log_samples=True)
     logged = results["samples"][name]
     metrics: dict[str, Any] = {}
-    clusters = [sample["doc"].get("context_id", sample["doc_id"]) for sample in logged]
+    clusters = [_context(sample) for sample in logged]
     for metric in METRICS:
         if metric in logged[0]:
             values = [float(sample[metric]) for sample in logged]
             metrics[metric] = sum(values) / len(values)
             metrics[f"{metric}_stderr"] = clustered_stderr(values, clusters)
     metrics |= {"num_samples": len(logged), "num_fewshot": task.config.num_fewshot}
-    metrics |= {name: getattr(scorer.reads, name) for name in ("kv_frac", "kv_frac_artifact", "index_frac")}
+    metrics |= {name: getattr(scorer.reads, name) for name in SHARES}
     first = {request.document[1]: request for request in reversed(lm.requests)}
     return metrics, [_raw(task, sample, first[sample["doc_id"]]) for sample in logged]
 
@@ -167,6 +149,7 @@ def _raw(task: ConfigurableTask, sample: dict[str, Any], request: Request) -> di
     log_likelihoods = [answer[0] for answer in sample["filtered_resps"]]
     return {
         "question": sample["doc_id"],
+        "context": _context(sample),
         "log_likelihoods": log_likelihoods,
         "predicted": max(range(len(log_likelihoods)), key=log_likelihoods.__getitem__),
         "gold": _gold(task, sample["doc"]),
@@ -174,6 +157,11 @@ def _raw(task: ConfigurableTask, sample: dict[str, Any], request: Request) -> di
         "context_tokens": request.context_len,
         "prefill_len": request.prefill_len,
     }
+
+
+def _context(sample: dict[str, Any]) -> int:
+    """Which text a question is about; one that shares its text with no other is its own."""
+    return sample["doc"].get("context_id", sample["doc_id"])
 
 
 def _gold(task: ConfigurableTask, doc: dict[str, Any]) -> int:

@@ -10,12 +10,14 @@ cells:
   - when: ${grid.data_root}           # where this is null, the entry is left out, and that is said
     data: local
     data.root: ${grid.data_root}
+  - method: ${choices:method,full}    # every file of a group but those named
+    where_allowed: true               # a cell whose settings are refused is left out, and that is said
 data_root: null                       # a setting of the grid's own: grid.data_root=DIR
 grids: [speedup, table2]              # further grids, whose cells follow; a setting of this grid's own replaces theirs
 minutes: {fig11: 12}                  # by experiment, for one start: what would begin later is put off
 
-`grid.share=K/N` is the K-th of N shares of any grid, for as many processes that know nothing of one another. The cells
-timed at one shape stay together, as they share a process and its prefill.
+A run that a file names twice is one cell. `grid.share=K/N` is the K-th of N shares of any grid, for as many processes
+that know nothing of one another. The cells timed at one shape stay together, as they share a process and its prefill.
 """
 
 import itertools
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from harness.errors import UserError, nearest
@@ -42,19 +45,19 @@ KEYWORDS = {"settings", "cells", "grids", "minutes", "share"}
 
 @dataclass(frozen=True)
 class Plan:
-    """cells: checked, none has run. left_out: experiment and unmet condition of each cell that `when` leaves out.
-    minutes: by experiment, what its cells may take in one start; None, or not named: as long as it takes."""
+    """cells: checked, none has run. left_out: experiment and reason of each cell that `when` or `where_allowed` leaves
+    out. minutes: by experiment, what its cells may take in one start; None, or not named: as long as it takes."""
 
     cells: tuple[RunConfig, ...]
     left_out: tuple[tuple[str, str], ...] = ()
     minutes: Mapping[str, float | None] = field(default_factory=dict)
 
     def gaps(self) -> list[str]:
-        """What is left out, a line for each condition."""
-        by_condition: dict[str, Counter[str]] = {}
-        for experiment, condition in self.left_out:
-            by_condition.setdefault(condition, Counter())[experiment] += 1
-        return [f"left out, as {name} is not given: {counted(found)}" for name, found in by_condition.items()]
+        """What is left out, a line for each reason."""
+        by_reason: dict[str, Counter[str]] = {}
+        for experiment, reason in self.left_out:
+            by_reason.setdefault(reason, Counter())[experiment] += 1
+        return [f"left out, as {reason}: {counted(found)}" for reason, found in by_reason.items()]
 
 
 def counted(cells: Mapping[str, int]) -> str:
@@ -114,14 +117,15 @@ def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -
     conditions = [entry.pop("when", True) for entry in entries]
     kept = [entry for entry, condition in zip(entries, conditions, strict=True) if condition is not None]
     left_out = [
-        (str((settings | cell).get("experiment", "perplexity")), str(source["when"]).strip("${}"))
+        (str((settings | cell).get("experiment", "perplexity")), str(source["when"]).strip("${}") + " is not given")
         for entry, source, condition in zip(entries, written.get("cells") or [], conditions, strict=True)
         for cell in (_combinations(entry) if condition is None else ())
     ]
+    cells, refused = _cells(kept, settings, overrides)
     minutes = {name: limit for part in parts for name, limit in part.minutes.items()}
     return Plan(
-        cells=(*_cells(kept, settings, overrides), *(cell for part in parts for cell in part.cells)),
-        left_out=(*left_out, *(cell for part in parts for cell in part.left_out)),
+        cells=(*cells, *(cell for part in parts for cell in part.cells)),
+        left_out=(*left_out, *refused, *(cell for part in parts for cell in part.left_out)),
         minutes=minutes | _minutes(grid.get("minutes")),  # the outer grid's word holds
     )
 
@@ -138,18 +142,32 @@ def _part(name: str, outer: Mapping[Any, Any], overrides: Sequence[str], within:
     return _read(node, overrides, (*within, name))
 
 
-def _cells(entries: Sequence[dict[str, Any]], settings: dict[str, Any], overrides: Sequence[str]) -> list[RunConfig]:
+def _cells(
+    entries: Sequence[dict[str, Any]], settings: dict[str, Any], overrides: Sequence[str]
+) -> tuple[list[RunConfig], list[tuple[str, str]]]:
+    """The cells of one file, and what its entries leave out where it is refused."""
     given = {_key(override): override for override in overrides if not _of_grid(override)}
-    every = [cell for entry in entries for cell in _combinations(entry)]
+    lenient = [entry.pop("where_allowed", False) for entry in entries]
+    every = [(cell, may) for entry, may in zip(entries, lenient, strict=True) for cell in _combinations(entry)]
     for key in given:
-        if len({str(cell[key]) for cell in every if key in cell}) > 1:
+        if len({str(cell[key]) for cell, _ in every if key in cell}) > 1:
             raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
-    fixed = [{key: value for key, value in (settings | cell).items() if key not in given} for cell in every]
-    configs = [load([*itertools.starmap(_override, cell.items()), *given.values()]) for cell in fixed]
-    for config in configs:
+    configs: list[RunConfig] = []
+    refused: list[tuple[str, str]] = []
+    for cell, may_be_refused in every:
+        fixed = {key: value for key, value in (settings | cell).items() if key not in given}
+        try:
+            config = load([*itertools.starmap(_override, fixed.items()), *given.values()])
+        except (UserError, HydraException) as error:
+            if not may_be_refused:
+                raise
+            refused.append((str(fixed.get("experiment", "perplexity")), str(error).splitlines()[0].rstrip(".")))
+            continue
         if not find(config.kind).keeps_record:
             raise UserError(f"grid.cells: experiment={config.experiment} writes no record, so it is no cell")
-    return configs
+        if config not in configs:
+            configs.append(config)
+    return configs, refused
 
 
 def _minutes(node: Any) -> dict[str, float | None]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.files import until_settled
-from harness.records import environment, inputs
+from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.resources import Resources
 from harness.settings.experiment import Outcome, find
@@ -158,6 +158,8 @@ def _record(todo: Run, resources: Resources) -> None:
 def _unfinished(todo: Run) -> dict[str, Any]:
     """The record of a run that has not ended: what a killed one leaves."""
     config = todo.config
+    module = type(config.method).__module__
+    file = code.own_file(module)
     return {
         "schema": records.SCHEMA,
         "run_id": todo.path.parent.name,
@@ -168,7 +170,9 @@ def _unfinished(todo: Run) -> dict[str, Any]:
         "status": "interrupted",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": records.plain(config),
-        "method_module": type(config.method).__module__,
+        "method_module": module,
+        "method_file": str(file) if file else None,
+        "selects": config.method.selects,
         "inputs": dict(todo.inputs),
         "environment": environment.describe(),
         **asdict(Outcome(metrics={})),

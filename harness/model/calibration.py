@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ def cached_calibration(
 ) -> Calibration:
     """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method and settings."""
     settings = [getattr(method, name) for name in method.calibration_settings]
-    code = inspect.getsource(type(method).calibrate)
+    code = [inspect.getsource(each) for each in (type(method).calibrate, sys.modules[type(method).__module__])]
     identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
     path = cache_dir / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.safetensors"
     try:

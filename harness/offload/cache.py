@@ -188,7 +188,7 @@ class LayerCache:
         return self.state.select(self.layer, rows)
 
     def request(self, steps_ahead: int = 0) -> None:
-        """Ask for all that is kept; of sequences that keep different numbers, for the slots that hold a token."""
+        """Ask for all that is kept; where sequences or KV heads keep different numbers, for the slots with a token."""
         count = self.slots_in_use(steps_ahead)
         if isinstance(self.state, EvictingState) and not self._even(steps_ahead):
             held = self.state.tokens[self.layer][..., :count] != EMPTY
@@ -204,5 +204,7 @@ class LayerCache:
         return self.fetcher.request_selected(self.layer, self.store, selection.mask[:, :, 0], cap, bias)
 
     def _even(self, steps_ahead: int) -> bool:
-        rows = self.batch.rows(self.batch.steps + steps_ahead)
-        return len({self.method.tokens_kept(row, self.layer) for row in rows}) == 1
+        """Whether all sequences' KV heads hold as many tokens as any may."""
+        method, rows = self.method, self.batch.rows(self.batch.steps + steps_ahead)
+        asked = (method.tokens_kept, method.tokens_read)
+        return len({count(row, self.layer) for count in asked for row in rows}) == 1

@@ -26,12 +26,12 @@ from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
 from harness.offload.memory import require_memory
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
+from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
 from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
 from harness.offload.values import ValuesCache
 from harness.settings.speed import check_combination
-from harness.sizes import share_of_cache
 from methods.base import Calibration, Method, State
 from methods.checks import require
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
@@ -81,8 +81,6 @@ class LiveSession:
         self.timeline = timeline or Timeline(attached.device)
         self.fetcher = Fetcher(link if placement == "host" else None, reuse)
         self.caches: list[LayerCache] = []
-        self.frac_sum = torch.zeros((), dtype=torch.float64, device=attached.device)
-        self.index_sum = torch.zeros_like(self.frac_sum)
 
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
         """Run the prompts densely and write their rows to the cache.
@@ -113,7 +111,7 @@ class LiveSession:
                 step.request_early(cache.layer)  # the first step: nothing computed before it
         hidden = self.attached.forward(ids[:, None], self.batch.positions[:, None], step)
         self.timeline.switch("other")
-        self._count_reads(step)
+        self.reads.count(self.batch.positions, step.read, step.index_read)
         self.batch.advance()
         return self.attached.logits(hidden[:, -1])
 
@@ -141,21 +139,12 @@ class LiveSession:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what the cache and the method keep on the device: stores there, resident rows, buffers, state."""
+        """Bytes of what the cache and the method keep on the device: stores there, resident rows, buffers for fetched
+        rows, and every tensor of the method's state, a calibration included."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
         resident = sum(cache.device_bytes for cache in self.caches)
         return stores + resident + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
-
-    @property
-    def kv_frac(self) -> float:
-        """What was read / the full cache, mean over the steps and sequences so far."""
-        return float(self.frac_sum) / (self.steps * len(self.batch.prompts))
-
-    @property
-    def index_frac(self) -> float:
-        """What was read of an index / the full cache, alike."""
-        return float(self.index_sum) / (self.steps * len(self.batch.prompts))
 
     def close(self) -> None:
         """Free the cache. The link stays open. Raises the error of a transfer that failed."""
@@ -164,13 +153,6 @@ class LiveSession:
         finally:
             for store in self.stores:
                 store.free()
-
-    def _count_reads(self, step: StepPass) -> None:
-        """Add the step's shares of the full cache."""
-        geometry, exempt, cached = self.attached.geometry, self.method.num_exempt_layers, self.batch.positions
-        width = self.codec.bits_per_element(geometry.head_dim) / 16
-        self.frac_sum += share_of_cache(cached, step.read, width, exempt, geometry.num_layers).sum()
-        self.index_sum += share_of_cache(cached, step.index_read, 1.0, 0, geometry.num_layers).sum()
 
     def _open(self, real: Tensor) -> None:
         if self.caches:
@@ -185,6 +167,7 @@ class LiveSession:
         self._require_memory(len(real), slots)
         self.caches = [self._cache(layer, state, slots[layer]) for layer in layers]
         exempt = self.method.num_exempt_layers
+        self.reads = StepReads(self.attached, exempt, self.codec, self.stores[-1].slot_bytes)
         rows = {row for steps in range(self.max_new_tokens + 1) for row in self.batch.rows(steps)}
         selected = max(self.method.max_tokens_read(row, layer) for row in rows for layer in layers[exempt:])
         reads_less = not self.method.reads_all or self.codec.bits < 16

@@ -10,6 +10,7 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ CORE = (
     "model/attach.py", "model/attention.py", "model/adapters.py", "model/calibration.py",
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
-CODEC = tuple(f"methods/{name}.py" for name in ("codec", "channel_codec", "keyless_codec", "bit_planes", "hadamard"))
+METHODS = "methods"
+CODEC = tuple(f"{METHODS}/{name}.py" for name in ("codec", "channel_codec", "keyless_codec", "bit_planes", "hadamard"))
 """What any method's rows may go through."""
 SUFFIXES = (".py", ".yaml")
 
@@ -38,16 +40,33 @@ def digests(method_module: str, own: Sequence[str]) -> dict[str, str]:
 
 
 def method_files(module: str) -> list[Path]:
-    """The source of a method's module, and of those of `methods` that it imports, directly or not."""
+    """The source of a method's module, and of those of `methods` that it imports, directly or not.
+
+    Of a user's own method, of the modules that lie beside it as well; none where it is not loaded.
+    """
+    home = _home(module)
     found: dict[str, Path] = {}
     todo = [module]
     while todo:
         name = todo.pop()
-        path = None if name in found else _source(name)
+        path = None if name in found else _source(name, home)
         if path is not None:
             found[name] = path
-            todo += [other for other in _read(path).imports if other.partition(".")[0] == "methods"]
+            package = name if path.stem == "__init__" else name.rpartition(".")[0]
+            todo += [resolve_name(other, package) for other in _read(path).imports if package or other[0] != "."]
     return sorted(set(found.values()))
+
+
+def own_file(module: str) -> Path | None:
+    """The file of a user's own method; None of a shipped one, or where it is not loaded."""
+    file = None if module.partition(".")[0] == METHODS else getattr(sys.modules.get(module), "__file__", None)
+    return Path(file) if file else None
+
+
+def _home(module: str) -> Path | None:
+    """The folder in which what a method's own module imports is looked for: the one of its outermost package."""
+    file = own_file(module)
+    return file.parents[module.count(".") + (file.stem == "__init__")] if file else None
 
 
 def harness_files(own: Sequence[str]) -> list[Path]:
@@ -103,16 +122,16 @@ def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            names = [f"{origin}.{alias.name}" if node.module else f"{origin}{alias.name}" for alias in node.names]
+            yield from [origin, *names] if node.module else names
 
 
-def _source(module: str) -> Path | None:
-    """The file of a module here; of one elsewhere, which only a method's own can be, that of the loaded module."""
-    path = ROOT.joinpath(*module.split("."))
-    for file in (path.with_suffix(".py"), path / "__init__.py"):
-        if file.is_file():
-            return file
-    loaded = getattr(sys.modules.get(module), "__file__", None)
-    return Path(loaded) if loaded else None
+def _source(module: str, home: Path | None) -> Path | None:
+    """The file of one of our methods, or of a module at `home`; None for any other."""
+    folder = ROOT if module.partition(".")[0] == METHODS else home
+    if folder is None:
+        return None
+    path = folder.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)

@@ -25,14 +25,16 @@ MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".txt")
 
 
 def digests(config: RunConfig) -> dict[str, str]:
-    """sha256 by name: the code, the model, and what its kind of run reads.
+    """sha256 by name: the code, the model, the method's file, and what its kind of run reads.
 
     Raises:
         UserError: a file or folder is missing or cannot be read, or a model cannot be fetched.
     """
     experiment = find(config.kind)
     of_model = model(config.model, weights=experiment.needs_weights(config))
-    return code.digests(type(config.method).__module__, experiment.code) | of_model | experiment.inputs(config)
+    of_method = {} if config.method.file is None else {"method": files_sha256([Path(config.method.file)])}
+    of_code = code.digests(type(config.method).__module__, experiment.code)
+    return of_code | of_model | of_method | experiment.inputs(config)
 
 
 def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:

@@ -4,8 +4,10 @@ A record is written whole or not at all. Its folder's name is a hash of all that
 is found again and not repeated. Schema 2:
 
     {"schema", "run_id", "settings_id", "experiment", "kind", "table": "accuracy" | "latency" | "analysis",
-     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "inputs": {name: sha256},
-     "environment", "metrics", "samples", "chunks", "seconds", "error"}
+     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "method_file", "selects",
+     "inputs": {name: sha256}, "environment", "metrics", "samples", "chunks", "seconds", "error"}
+
+`method_file` is where a user's own method lay, None of a shipped one.
 
 `run_id` is `<settings_id>-<code>`: what was asked of which data, and the digest of the code that answered.
 """

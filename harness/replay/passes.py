@@ -104,8 +104,8 @@ class DecodePass(Handler):
         self.history.queries[layer] = shifted.gather(2, last)
         return shifted[:, :, :-1]
 
-    def stats(self, weights: Tensor, code_bits: float) -> ReadStats:
-        """Sums over the pass's rows, each `weights` [batch, rows] times."""
+    def stats(self, weights: Tensor, code_bits: float, resident: Tensor) -> ReadStats:
+        """Sums over the pass's rows, each `weights` [batch, rows] times; resident: a sequence's share, fp64 [batch]."""
         cached, codec, num_layers = self.positions.double(), self.history.codec, self.geometry.num_layers
         rows = float(weights.sum())
         pairs = float((weights * (cached + 1)).sum())
@@ -124,6 +124,7 @@ class DecodePass(Handler):
             fired_rows=rows if self.layers_fired == selecting else 0.0,
             frac_sum=float((weights * share).sum()),
             index_sum=float((weights * index_share).sum()),
+            resident_sum=float(weights.sum(1).cpu() @ resident),
             pairs_read=pairs if self.method.reads_all else float((weights * (self.read / selecting + 1)).sum()),
             pairs=pairs,
             code_bits=code_bits,
@@ -168,8 +169,7 @@ class _Block:
             scores += selection.bias
             self._own(scores).copy_(own)
         if selection.mask is not None:
-            staying = self.rows_pass.history.staying(self.layer, self.stop)
-            mask = selection.mask if staying is None else selection.mask | staying
+            mask = self.rows_pass.history.with_staying(self.layer, selection.mask)
             self._own(mask).fill_(True)
             scores.masked_fill_(~mask.unsqueeze(2), float("-inf"))
         if everything is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.model.attach import Attached
 from harness.replay.history import History
 from harness.replay.passes import DecodePass, PromptPass
-from harness.sizes import ReadStats
+from harness.sizes import ReadStats, resident_share, residual_share
 from methods.base import Calibration, Lengths, Method, State
 from methods.checks import require
 from methods.codec import AnyCodec
@@ -84,7 +84,7 @@ class ReplaySession:
         positions = self.history.enter(valid)
         rows = DecodePass(self.attached, self.history, self.state, positions, valid, self.measure_recall)
         hidden = self.attached.forward(ids, positions, rows)
-        self.reads += rows.stats(_weights(valid, multiplicity), self.reads.code_bits)
+        self.reads += rows.stats(_weights(valid, multiplicity), self.reads.code_bits, self._resident())
         return hidden
 
     def fork(self, index: Tensor, num_columns: int) -> ReplaySession:
@@ -95,6 +95,13 @@ class ReplaySession:
         child.state = None if self.state is None else self.state.fork(index, num_columns)
         child.history = self.history.fork(index, num_columns)
         return child
+
+    def _resident(self) -> Tensor:
+        """What is kept on the device of each sequence / the full cache, fp64 [batch]."""
+        if self.state is not None:
+            return resident_share(self.state)
+        residual, layers = self.history.codec.residual if self.history.codec else 0, self.attached.geometry.num_layers
+        return residual_share(residual, self.final_lengths, self.method.num_exempt_layers, layers)
 
     def _no_reads(self) -> ReadStats:
         codec = self.history.codec

@@ -8,7 +8,6 @@ library loads.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +18,13 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.settings import systems
+from harness.settings import method, systems
+from harness.settings.choices import CONF_DIR, group, options
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build
 from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
-
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-OF_THE_CODEC = ("codec", "rotation", "key_groups")
-CODEC_DEFAULTS = ("group_size", "residual")
-OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *CODEC_DEFAULTS)
-"""What makes a method's YAML that method: not to be changed under its name."""
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
@@ -63,12 +57,14 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
     settings["latency"] = build(LatencyConfig, group_latency(settings))
     if experiment.live:
-        systems.apply(settings, given, method_file)
-    settings["platform"] = _platform(_group(settings, "platform"))
-    settings["model"] = _model(_group(settings, "model"), settings["platform"].name, given)
-    file = _take_method(settings)
+        systems.apply(settings, given, method.file_of)
+    settings["platform"] = _platform(group(settings, "platform"))
+    settings["model"] = _model(group(settings, "model"), settings["platform"].name, given)
+    file = method.take(settings, given)
+    if settings.get("sizing") == "nearest" and not _has_size(settings["method"]):
+        settings["target_kv_frac"] = None  # the same run at every target
     if settings.get("tasks") is None:
-        offline = _group(settings, "data").get("name") == "offline"
+        offline = group(settings, "data").get("name") == "offline"
         settings["tasks"] = GENERATED_TASKS if offline else PAPER_TASKS
     label = settings.get("label")
     settings |= {"label": "" if label is None else label, "label_given": bool(label)}
@@ -79,23 +75,12 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
 
 
-def options(group: str) -> list[str]:
-    """The choices of a group: the files under `conf/<group>`."""
-    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+def choices(group: str, *without: str) -> list[str]:
+    """`${choices:method,full}` in a grid: the choices of a group but those named."""
+    return [name for name in options(group) if name not in without]
 
 
-def method_file(name: str) -> dict[str, Any]:
-    """The YAML of a method, as it is written."""
-    node = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "method" / f"{name}.yaml"))
-    assert isinstance(node, dict)
-    return {str(key): value for key, value in node.items()}
-
-
-def _group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    node = settings.get(name)
-    if not isinstance(node, dict):
-        raise UserError(f"{name}={node}: {nearest(node, options(name))}")
-    return dict(node)
+OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 
 def _platform(node: dict[str, Any]) -> PlatformConfig:
@@ -127,49 +112,18 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     return model
 
 
-def _take_method(settings: dict[str, Any]) -> dict[str, Any]:
-    """Put the method, its name and the codec of a preset (`method=int4`) in their places; returns its YAML."""
-    node = _group(settings, "method")
-    name = node.pop("name", None)
-    if name not in options("method"):
-        raise UserError(f"method.name={name}: {nearest(name, options('method'))}")
-    file = method_file(name)
-    for key in OF_THE_FILE:
-        value, own = node.pop(key, None), file.get(key)
-        if value != own:
-            raise UserError(f"method.{key}={value}: method={name} has {own}; choose another by method=NAME")
-    _take_codec(settings, file)
-    module, _, cls = str(file["_target_"]).rpartition(".")
-    method = build(getattr(importlib.import_module(module), cls), node, "method")
-    settings |= {"method_name": name, "method": method}
-    return file
-
-
-def _take_codec(settings: dict[str, Any], file: Mapping[str, Any]) -> None:
-    """Put a preset's codec in its place, with those of its numbers that the user did not give."""
-    for key in OF_THE_CODEC:
-        if key in file and settings.get(key) not in (None, file[key]):
-            given = f"{key}={settings[key]}"
-            raise UserError(f"{given} contradicts method={file['name']}: leave it out, or method=full")
-    for key in (*OF_THE_CODEC, *CODEC_DEFAULTS):
-        if settings.get(key) is None:
-            settings.pop(key, None)
-            settings |= {key: file[key]} if key in file else {}
+def _has_size(method: Any) -> bool:
+    try:
+        method.with_size(1.0)
+    except ValueError:
+        return False
+    return True
 
 
 def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:
     """The name of a run that the user gave none: the system that it is, or the method and its codec."""
     if experiment.live:
-        return systems.name_of(_plain_method(config.method_name, file), config)
+        return systems.name_of(method.plain(config.method_name, file), config)
     title = file.get("title") or config.method.label
     own = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file}) if "codec" in file else None
     return title if config.codec_name in (None, own) else f"{title} + {config.codec_name}"
-
-
-def _plain_method(name: str, file: Mapping[str, Any]) -> str:
-    """The method behind a preset: the one of the same class without a codec of its own."""
-    if "codec" not in file:
-        return name
-    others = ((other, method_file(other)) for other in options("method"))
-    alike = (other for other, node in others if node["_target_"] == file["_target_"] and "codec" not in node)
-    return next(alike, name)

@@ -28,6 +28,7 @@ COMMON = (
     "key_groups",
     "residual",
     "target_kv_frac",
+    "sizing",
 )
 """Settings that decide the numbers of every kind of run."""
 

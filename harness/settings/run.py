@@ -57,7 +57,8 @@ class RunConfig:
     kind: a module of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose
     it. value_codec: of the values, where it is not the keys'. group_size: elements along head_dim that share lo and
     step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: what a row
-    goes through before an integer codec. residual: tokens that stay exact, and on the device.
+    goes through before an integer codec. residual: tokens that stay exact, and on the device. sizing: what happens
+    where `target_kv_frac` cannot be met. link_gbps, max_kl: what is asked of a frontier, in 10^9 bytes/s and nats.
 
     Raises:
         UserError: a value out of range, or settings that contradict one another.
@@ -82,6 +83,7 @@ class RunConfig:
     key_groups: Literal["token", "channel"] = "token"
     residual: int = 0
     target_kv_frac: float | None = None
+    sizing: Literal["exact", "nearest"] = "exact"
     num_samples: int | None = None
     num_fewshot: int | None = None
     prefill: Literal["auto", "dense", "question", "artifact"] = "auto"
@@ -96,6 +98,8 @@ class RunConfig:
     analysis: AnalysisConfig = AnalysisConfig()
     prompt: str | None = None
     max_new_tokens: int = 64
+    link_gbps: float | None = None
+    max_kl: float | None = None
     results_dir: str = "results"
 
     def __post_init__(self) -> None:

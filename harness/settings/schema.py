@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from harness.errors import UserError, nearest
 
 T = TypeVar("T")
+WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+"""What a value of each type looks like to a user."""
 
 
 def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
@@ -60,8 +62,8 @@ def _convert(value: Any, annotation: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return _convert(value, inner, where)
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return _convert(value, inner[0], where) if len(inner) == 1 else _scalar(value, annotation, where)
     if origin is Literal:
         if value not in arguments:
             raise UserError(f"{where}={value}: {nearest(value, map(str, arguments))}")
@@ -75,7 +77,10 @@ def _convert(value: Any, annotation: Any, where: str) -> Any:
     return _scalar(value, annotation, where)
 
 
-def _scalar(value: Any, kind: type, where: str) -> Any:
+def _scalar(value: Any, kind: Any, where: str) -> Any:
+    if kind not in WORDS:
+        known = ", ".join(each.__name__ for each in WORDS)
+        raise UserError(f"{where}: its type {kind} is none that a setting can have: {known}, Literal, tuple; or None")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is bool and isinstance(value, bool):
         return value
@@ -85,8 +90,7 @@ def _scalar(value: Any, kind: type, where: str) -> Any:
         return float(value)
     if kind is str and (isinstance(value, str) or number):
         return str(value)
-    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-    raise UserError(f"{where}={value}: must be {wanted}")
+    raise UserError(f"{where}={value}: must be {WORDS[kind]}")
 
 
 def _items(value: Any, where: str) -> list[Any]:

@@ -112,6 +112,7 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         logits = session.decode_step(logits.argmax(-1))
     # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
     h2d_bytes, d2h_bytes = session.fetcher.h2d_bytes, session.fetcher.d2h_bytes
+    read_bytes = session.reads.num_bytes
     step_s: list[list[float]] = []
     for _ in range(shape.repeats):
         times = [_now(device)]
@@ -130,11 +131,13 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         segments=segments,
         h2d_bytes=int(session.fetcher.h2d_bytes - h2d_bytes),
         d2h_bytes=int(session.fetcher.d2h_bytes - d2h_bytes),
+        device_read_bytes=round(float(session.reads.num_bytes - read_bytes)),
         transferred_bytes=sum(transfer.num_bytes for transfer in transfers),
         link_busy_s=_busy(transfers),
+        device_bytes=session.device_bytes,
         peak_device_bytes=_peak_device_bytes(session),
-        kv_frac=session.kv_frac,
-        index_frac=session.index_frac,
+        kv_frac=session.reads.kv_frac,
+        device_frac=session.reads.device_frac,
         num_layers=session.attached.geometry.num_layers,
         predicts=cell.method.names_rows,
     )

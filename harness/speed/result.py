@@ -14,14 +14,16 @@ from harness.settings.speed import LatencyConfig
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Raw times and counts of a cell; h2d_bytes and d2h_bytes are what the timed steps used and wrote.
+    """Raw times and counts of a cell; h2d_bytes, d2h_bytes and device_read_bytes are what the timed steps used, wrote
+    and read in device memory (`harness.offload.reads`).
 
     transferred_bytes, link_busy_s: of all steps, warm-up included: how much crossed, and how long the link was busy.
 
     dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
-    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac, index_frac: over all
+    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac, device_frac: over all
     steps.
-    peak_device_bytes: while decoding; on the CPU the weights, and what the cache and the method keep on the device.
+    device_bytes: what the cache and the method keep on the device, buffers included. peak_device_bytes: while decoding;
+    on the CPU the weights and device_bytes.
     """
 
     shape: LatencyConfig
@@ -31,11 +33,13 @@ class LatencyResult:
     segments: list[dict[str, float]]
     h2d_bytes: int
     d2h_bytes: int
+    device_read_bytes: int
     transferred_bytes: int
     link_busy_s: float
+    device_bytes: int
     peak_device_bytes: int
     kv_frac: float
-    index_frac: float
+    device_frac: float
     num_layers: int
     predicts: bool
 
@@ -71,18 +75,20 @@ class LatencyResult:
             "step_p95_s": p95,
             "h2d_bytes": round(self._of_all_steps(self.h2d_bytes)),
             "d2h_bytes": round(self._of_all_steps(self.d2h_bytes)),
+            "device_read_bytes": round(self._of_all_steps(self.device_read_bytes)),
+            "device_bytes": self.device_bytes,
             "exposed_transfer_s": self._of_all_steps(exposed_s),
             "link_bytes_per_s": self.link_bytes_per_s,
             "peak_device_bytes": self.peak_device_bytes,
             "kv_frac": self.kv_frac,
-            "index_frac": self.index_frac,
+            "device_frac": self.device_frac,
             **{f"{name}_s": self._of_a_block(name) for name in SEGMENTS},
         }
 
     def samples(self) -> dict[str, Any]:
         """Everything raw."""
-        names = ("dense_s", "begin_s", "step_s", "segments", "h2d_bytes", "d2h_bytes", "link_busy_s")
-        return {"transferred_bytes": self.transferred_bytes} | {name: getattr(self, name) for name in names}
+        sums = ("h2d_bytes", "d2h_bytes", "device_read_bytes", "transferred_bytes", "link_busy_s")
+        return {name: getattr(self, name) for name in ("dense_s", "begin_s", "step_s", "segments", *sums)}
 
     def _of_all_steps(self, timed: float) -> float:
         return timed / len(self.timed) * (self.shape.gen_len - 1)

@@ -30,7 +30,8 @@ from harness.settings.run import RunConfig
 from harness.setup import Setup, codec_of, prepare
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
-from methods.base import Row
+from harness.speed.result import LatencyResult
+from methods.base import Method, Row
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
@@ -59,9 +60,18 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
     marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
-    ceiling = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
+    link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s, "late_frac": _late_frac(setup.method, result)}
     methods = {"latency": asdict(setup.method)}
-    return Outcome(marks | result.metrics() | ceiling, samples | result.samples(), methods)
+    return Outcome(marks | result.metrics() | link_facts, samples | result.samples(), methods)
+
+
+def _late_frac(method: Method, result: LatencyResult) -> float:
+    """Share of what crosses the link to the device that compute waits for idle: rows that are named in their own layer.
+
+    Those of the exempt layers, and all that is asked for a layer ahead, travel beside the compute.
+    """
+    exempt = min(method.num_exempt_layers, result.num_layers) / result.num_layers
+    return max(0.0, 1 - exempt / result.kv_frac) if method.selects == "query" else 0.0
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from harness.tables.columns import (
-    INDEX_FRAC,
+    DEVICE_FRAC,
     KV_FRAC,
     LABEL,
     MISSING,
     NUM_FEWSHOT,
     NUM_SAMPLES,
+    RESIDENT_FRAC,
     SEQ_LEN,
     SETTINGS,
     Column,
@@ -27,6 +28,8 @@ BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
 """Metrics shown in a terminal."""
 SCORES = ("acc", "perplexity")
 """What every run on a task or text measures."""
+ON_DEVICE = (DEVICE_FRAC, RESIDENT_FRAC)
+"""Sizes that stand beside the one under which methods are compared; a table of an older version lacks them."""
 TOLD_IN_HEADINGS = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
 
 Key = tuple[str, str]
@@ -90,7 +93,8 @@ def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     columns = sorted(cells, key=lambda key: rank(key[1]))
     conditions = _conditions(cells)
     headings = {key: f"{key[0]} {quantity(key[1]).heading}{conditions[key]}" for key in columns}
-    sizes = [KV_FRAC, INDEX_FRAC] if any(row.get(INDEX_FRAC.name) for row in rows) else [KV_FRAC]
+    counted = (size for size in ON_DEVICE if any(row.get(size.name) is not None for row in rows))
+    sizes = [KV_FRAC, *counted]
     header = [*(column.heading for column in (LABEL, SETTINGS, *sizes)), *headings.values()]
     scores = [heading for (_, metric), heading in headings.items() if metric in SCORES]
     return Sheet(title, header, [line.texts(sizes, columns) for line in lines], scores)

@@ -14,7 +14,7 @@ TableRow = dict[str, Any]
 
 PUBLISHED_CSV = Path(__file__).parent / "published.csv"
 MISSING = "-"
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 class Column(NamedTuple):
@@ -60,16 +60,24 @@ NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 KV_FRAC = Column("kv_frac", "KV read (%)", 100, 1)
-INDEX_FRAC = Column("index_frac", "index read (%)", 100, 1)
+DEVICE_FRAC = Column("device_frac", "device read (%)", 100, 1)
+RESIDENT_FRAC = Column("resident_frac", "on device (%)", 100, 1)
+DEVICE_READ_BYTES = Column("device_read_bytes", "device read (GiB)", 1 / GIB, 3)
+DEVICE_BYTES = Column("device_bytes", "on device (MiB)", 1 / MIB, 1)
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
 X_NAME = Column("x_name", phrase="")
+BATCH_SIZE = Column("batch_size", "batch", 1, 0, "batch {:.0f}")
+PROMPT_LEN = Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}")
+LINK_BYTES_PER_S = Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2)
+KL = Column("kl_nats", "KL (nats)", 1, 4)
+TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
 
 ACCURACY = (
     EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
     Column("task"),
     METRIC, VALUE, STDERR, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
     Column("kv_frac_artifact", "KV read as the artifact counts (%)", 100, 1),
-    INDEX_FRAC, SOURCE, RUN_ID,
+    DEVICE_FRAC, RESIDENT_FRAC, SOURCE, RUN_ID,
 )  # fmt: skip
 SEGMENTS = (
     Column("attention_s", "attention (ms)", 1e3, 3),
@@ -81,8 +89,7 @@ SEGMENTS = (
 """Seconds of one block in one decode step (Fig 18); transfer is the wait that no compute hides."""
 LATENCY = (
     EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
-    Column("batch_size", "batch", 1, 0, "batch {:.0f}"),
-    Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}"),
+    BATCH_SIZE, PROMPT_LEN,
     Column("gen_len", "generated", 1, 0, "{:,.0f} generated"),
     Column("prefill_s", "prefill (ms)", 1e3, 1),
     Column("decode_s", "decode (ms)", 1e3, 1),
@@ -92,10 +99,11 @@ LATENCY = (
     Column("step_p95_s", "step p95 (ms)", 1e3, 2),
     Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
     Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
+    DEVICE_READ_BYTES, DEVICE_BYTES,
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
-    Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2),
+    LINK_BYTES_PER_S,
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
-    KV_FRAC, INDEX_FRAC, RUN_ID, *SEGMENTS,
+    KV_FRAC, DEVICE_FRAC, RUN_ID, *SEGMENTS,
 )  # fmt: skip
 ANALYSIS = (
     EXPERIMENT, MODEL,
@@ -105,9 +113,43 @@ ANALYSIS = (
     METRIC, VALUE, STDERR, NUM_SAMPLES, SOURCE, RUN_ID,
 )  # fmt: skip
 """`value` of `series` at `x`, in the unit that `metric` says."""
-TABLES: Mapping[str, Sequence[Column]] = {"accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS}
+SIZE = Column("size", "size asked (%)", 100, 0)
+NLL = Column("nll_difference", "NLL less the full cache's (nats)", 1, 4)
+BOARD_TASKS = (Column("kv_recall", "kv_recall (%)", 100, 1), Column("passkey", "passkey (%)", 100, 1))
+COMPUTE, STEP = Column("compute_s", "compute (ms)", 1e3, 1), Column("step_s", "decode step (ms)", 1e3, 1)
+LINK_BYTES = Column("link_bytes", "link a step (MiB)", 1 / MIB, 2)
+LATE_BYTES = Column("late_bytes", "of which nothing hides (MiB)", 1 / MIB, 2)
+STEP_SOURCE = Column("step_source")
+FAMILY, CODEC = Column("family"), Column("codec")
+FRONT = Column("front", "on the front of")
+
+
+def _and(shown: Column, name: str, words: str) -> Column:
+    """A further column of what `shown` is of."""
+    return Column(f"{shown.name}_{name}", f"{shown.words}, {words}", shown.factor, shown.digits)
+
+
+BOARD = (
+    EXPERIMENT, MODEL, METHOD, CODEC, FAMILY, LABEL, SETTINGS, SIZE, KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC,
+    *(column for shown in (KL, TOP1, NLL) for column in (shown, _and(shown, "stderr", "standard error"))),
+    *(
+        column
+        for task in BOARD_TASKS
+        for column in (
+            task, _and(task, "difference", "less the full cache's"), _and(task, "stderr", "standard error of that"),
+            _and(task, "kv_frac", "KV read"),
+        )
+    ),
+    PLATFORM, BATCH_SIZE, PROMPT_LEN, COMPUTE, LINK_BYTES, LATE_BYTES, LINK_BYTES_PER_S, STEP, STEP_SOURCE,
+    FRONT, SOURCE,
+)  # fmt: skip
+"""All that was measured of a method at a size. Seconds and bytes are of a decode step; `step_source` says of `step_s`
+whether it was timed at this size or follows from the other size's (`harness.tables.frontier`)."""
+TABLES: Mapping[str, Sequence[Column]] = {
+    "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
+}  # fmt: skip
 """The shapes of table; a record says in `table` which is its own."""
-OPTIONAL = (SETTINGS.name, INDEX_FRAC.name)
+OPTIONAL = tuple(column.name for column in (SETTINGS, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_BYTES))
 """Columns that a table made by an older version lacks."""
 
 METRICS = {
@@ -117,8 +159,8 @@ METRICS = {
         Column("acc_norm", "acc_norm (%)", 100, 1),
         Column("perplexity", "perplexity", 1, 3),
         Column("perplexity_full", "full cache's perplexity", 1, 3),
-        Column("kl_nats", "KL (nats)", 1, 4),
-        Column("top1_agreement", "top-1 agreement (%)", 100, 1),
+        KL,
+        TOP1,
         Column("attention_recall", "attention recall (%)", 100, 1),
         Column("bytes", "GiB", 1 / GIB, 2),
         Column("cosine_similarity", "cosine similarity", 1, 3),

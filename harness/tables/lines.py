@@ -15,7 +15,7 @@ Pairs = Sequence[tuple[Record, list[TableRow]]]
 COMMON = 3 / 4
 """Share of runs from which a setting is common and hence left out."""
 TOLD_ELSEWHERE = (
-    "experiment", "kind", "label", "method", "method_name", *CODEC_WORDS, "target_kv_frac",
+    "experiment", "kind", "label", "method", "method_name", *CODEC_WORDS, "target_kv_frac", "sizing",
     "model", "tasks", "corpus.name",
     "platform.name", "latency.batch_size", "latency.prompt_len", "latency.gen_len", "results_dir", "data.root",
 )  # fmt: skip

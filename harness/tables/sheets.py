@@ -5,25 +5,36 @@ Rows of a record and those read from a CSV give the same sheets. Seconds become 
 
 from collections.abc import Iterator, Sequence
 
-from harness.tables import accuracy, analysis, speed
+from harness.tables import accuracy, analysis, board, speed
 from harness.tables.columns import MISSING, TableRow, published_rows
 from harness.tables.text import Sheet, aligned, markdown
 
-NOTE = (
-    "± is one standard error. KV read is the share of the full cache that a decode row reads, index read what it reads "
-    "of an index to choose; two numbers are a range over a line's columns. Settings are those of a method that three "
-    "quarters of its runs do not share, and of a run those that three quarters of the runs on its task do not. What "
-    "columns differ in stands in the headings."
+SETTINGS_NOTE = (
+    "Settings are those of a method that three quarters of its runs do not share, and of a run those that three "
+    "quarters of the runs on its task do not."
 )
-ANALYSIS_NOTE = (
-    "± is one standard error over heads (over layers, where a number is of the whole model). Of many values of x a few "
-    "are shown; the CSV has all."
-)
+NOTES = {
+    "accuracy": "± is one standard error. KV read is the share of the full cache that a decode row reads, which "
+    "crosses the link where the cache is offloaded; device read is what it reads in device memory, an index included; "
+    "on device is what the method keeps there, as a share of the full cache at the end. Two numbers are a range over a "
+    f"line's columns. {SETTINGS_NOTE} What columns differ in stands in the headings.",
+    "latency": "KV read is the share of the full cache that a decode row reads, device read (%) what it reads in "
+    "device memory, an index included. To device and to host is what crossed the link in all decode steps, device read "
+    "(GiB) what was read in device memory in them. On device is what the cache and the method keep there, buffers for "
+    f"fetched rows included. {SETTINGS_NOTE}",
+    "board": "All at the same share of the full cache's bytes over the link, as far as they can; link (%) is what was "
+    "read, device read what was read in device memory, on device what the method keeps there. Bold is the best of that "
+    "size, bounds aside. ± is one standard error, over windows or contexts, of what is compared with the full cache on "
+    "the same windows or questions: KL, agreement, and the differences. The decode step runs over an emulated link.",
+    "analysis": "± is one standard error over heads (over layers, where a number is of the whole model). Of many "
+    "values of x a few are shown; the CSV has all.",
+}
+"""By shape of row, what the columns of its tables mean."""
 MODELLED_NOTE = (
     "Predicted by the cost model (`harness/paper/costmodel`), not measured. KV read is the share of the full cache "
     "that a decode row reads. The segments (attention to other) are those of one block in the last decode step."
 )
-SHAPES = {"latency": speed.sheets, "accuracy": accuracy.sheets, "analysis": analysis.sheets}
+SHAPES = {"latency": speed.sheets, "accuracy": accuracy.sheets, "analysis": analysis.sheets, "board": board.sheets}
 
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
@@ -39,8 +50,7 @@ def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
 
 def render_markdown(experiment: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file; what the paper gives stands at its end."""
-    of_analysis = any(_shape(row) == "analysis" for row in rows)
-    note = ANALYSIS_NOTE if of_analysis else NOTE
+    note = NOTES[_shape(rows[0]) if rows else "accuracy"]
     return markdown(experiment, note, [*sheets_of(rows), *_published(experiment)])
 
 
@@ -63,7 +73,8 @@ def _title(row: TableRow) -> str:
 
 
 def _shape(row: TableRow) -> str:
-    return "analysis" if "series" in row else "accuracy" if "metric" in row else "latency"
+    marks = {"series": "analysis", "metric": "accuracy", "size": "board"}
+    return next((shape for mark, shape in marks.items() if mark in row), "latency")
 
 
 def _published(experiment: str) -> Iterator[Sheet]:

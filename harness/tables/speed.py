@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.tables.columns import KV_FRAC, LABEL, LATENCY, MISSING, SETTINGS, TableRow
+from harness.tables.columns import DEVICE_FRAC, KV_FRAC, LABEL, LATENCY, MISSING, SETTINGS, TableRow
 from harness.tables.text import Sheet
 
 TIMED_CELLS = "latency"
@@ -20,20 +20,21 @@ TableRows = Sequence[TableRow]
 
 def sheets(title: str, rows: TableRows) -> Iterator[Sheet]:
     """One table: the full cache first, then by label and shape; no column where no run has a number."""
+    numbers = [column for column in LATENCY if column.digits is not None]
     shown = [
         column
-        for column in LATENCY
-        if column.digits is not None and column != KV_FRAC and any(row.get(column.name) is not None for row in rows)
+        for column in dict.fromkeys((KV_FRAC, DEVICE_FRAC, *numbers))
+        if column == KV_FRAC or any(row.get(column.name) is not None for row in rows)
     ]
     words = [LABEL, SETTINGS] if any(row.get(SETTINGS.name) for row in rows) else [LABEL]
     lines = [
         [
             *(row.get(column.name) or MISSING for column in words),
-            *(column.show(row.get(column.name)) for column in (KV_FRAC, *shown)),
+            *(column.show(row.get(column.name)) for column in shown),
         ]
         for row in sorted(rows, key=_order)
     ]
-    yield Sheet(title, [column.heading for column in (*words, KV_FRAC, *shown)], lines)
+    yield Sheet(title, [column.heading for column in (*words, *shown)], lines)
 
 
 def _order(row: TableRow) -> tuple[Any, ...]:

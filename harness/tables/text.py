@@ -1,7 +1,7 @@
 """Tables as text: Markdown, and columns aligned by blanks for a terminal."""
 
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -16,21 +16,29 @@ class Sheet(NamedTuple):
     """One table: what holds for all of it, the column headings, and the cells as text.
 
     scores: headings of what every run measures, so that a cell without it is a gap and not a quantity that it lacks.
+    bold: cells, as (line, column). notes: what stands below. details: of each line, what a reader may ask for.
     """
 
     title: str
     header: list[str]
     lines: list[list[str]]
     scores: Collection[str] = ()
+    bold: Collection[tuple[int, int]] = ()
+    notes: Sequence[str] = ()
+    details: Sequence[str] = ()
 
 
 def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
     """A whole `.md` file: heading, note, tables."""
     parts = [f"# {title}", note]
     for sheet in sheets:
-        table = [sheet.header, ["---"] * len(sheet.header), *sheet.lines]
-        lines = (" | ".join(cell.replace("|", "\\|") for cell in cells) for cells in table)
-        parts += [f"## {sheet.title}", "\n".join(f"| {line} |" for line in lines)]
+        cells = [
+            [f"**{cell}**" if (row, column) in sheet.bold else cell for column, cell in enumerate(line)]
+            for row, line in enumerate(sheet.lines)
+        ]
+        table = [sheet.header, ["---"] * len(sheet.header), *cells]
+        lines = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in table)
+        parts += [f"## {sheet.title}", "\n".join(f"| {line} |" for line in lines), *sheet.notes]
     return "\n\n".join(parts) + "\n"
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from harness.files import write_atomic
 from harness.records.record import current, read_records
 from harness.settings.experiment import foreign_settings
-from harness.tables import speed
-from harness.tables.columns import TABLES, Column, TableRow, names, rank
+from harness.tables import leaderboard, speed
+from harness.tables.columns import BOARD, TABLES, Column, TableRow, names, rank
 from harness.tables.lines import Pairs, tell_apart
 from harness.tables.sheets import render_markdown, render_terminal
 
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 CHUNK_TOKENS = 256
-CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "index_frac")
+CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
     """Write `tables/<experiment>.csv` and `.md` anew from the experiment's finished records; from those of `latency`
-    also the tables of the figures that show some of its rows.
+    also the tables of the figures that show some of its rows; from those of a half of the leaderboard, the leaderboard.
 
     A damaged record is skipped with a warning that names it, a failed or interrupted one silently: it has no
     numbers.
@@ -52,6 +52,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     _write(path, shape, rows)
     if experiment == speed.TIMED_CELLS:
         _write_figures(path.parent, rows)
+    if experiment in (leaderboard.SCORES, leaderboard.TIMES):
+        _write_boards(Path(results_dir))
     return path
 
 
@@ -89,6 +91,13 @@ def _write_figures(folder: Path, rows: Sequence[TableRow]) -> None:
         else:
             path.unlink(missing_ok=True)
             path.with_suffix(".md").unlink(missing_ok=True)
+
+
+def _write_boards(results_dir: Path) -> None:
+    """The leaderboard, whose page lies at the top of the results, and the fronts."""
+    for name, rows in leaderboard.tables(results_dir).items():
+        write_atomic(results_dir / "tables" / f"{name}.csv", render_csv(BOARD, rows))
+        write_atomic(results_dir / f"{name}.md", render_markdown(name, rows))
 
 
 def rows_of(record: Record) -> list[TableRow]:
@@ -153,7 +162,8 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
 
 
 def _is_metric(name: str) -> bool:
-    return name not in CONDITIONS and not name.endswith("_stderr")
+    """Shares of the cache are none, those of an older version included."""
+    return name not in CONDITIONS and not name.endswith(("_frac", "_stderr"))
 
 
 def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:

@@ -1,0 +1,158 @@
+"""What every method must keep, one function each: a line that says how well it does, or what differed.
+
+All compare two ways to the same rows of a batch of random tokens on a tiny random model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from harness.contract.decode import STEPS, Result, link_bytes, live, open_replay, replay, token_batch
+from harness.model.attach import Attached
+from harness.offload.links.link import Link
+from harness.setup import Setup
+from harness.sizes import kv_frac
+from methods.base import Row
+
+TOLERANCE = 1e-4
+"""Of logits: live and replay sum the same products in another order."""
+SIZE_TOLERANCE = 1e-9
+
+
+class BrokenError(Exception):
+    """The contract is not kept: what differed."""
+
+
+class NotAskedError(Exception):
+    """The method promises nothing here: why."""
+
+
+@dataclass
+class Trial:
+    """A method on a batch of prompts, so many tokens each; what more than one check looks at runs once."""
+
+    attached: Attached
+    link: Link
+    setup: Setup
+    prompts: tuple[int, ...]
+
+    @cached_property
+    def replayed(self) -> Result:
+        return replay(self.attached, self.setup, self.prompts)
+
+    @cached_property
+    def on_device(self) -> Result:
+        self.require_live()
+        return live(self.attached, self.setup, self.prompts)
+
+    @property
+    def rows(self) -> Counter[Row]:
+        """The decode rows of all sequences, for the arithmetic of sizes."""
+        return Counter(Row(real + step, real, real + STEPS) for real in self.prompts for step in range(STEPS))
+
+    def require_live(self) -> None:
+        """Raise NotAskedError where the method is not decoded live."""
+        if self.setup.method.replay_only:
+            raise NotAskedError(self.setup.method.replay_only)
+
+    def require_host(self) -> None:
+        """Raise NotAskedError where its cache cannot lie behind a link."""
+        self.require_live()
+        if self.setup.method.selects == "scores":
+            raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
+
+
+def live_is_replay(trial: Trial) -> str:
+    """Logits, and the sizes that both report."""
+    got, expected = trial.on_device, trial.replayed
+    for name in ("kv_frac", "device_frac", "resident_frac"):
+        here, there = getattr(got, name), getattr(expected, name)
+        if abs(here - there) > SIZE_TOLERANCE:
+            raise BrokenError(f"{name} is {here:.6f} live and {there:.6f} in replay")
+    return _same_logits(got.logits, expected.logits)
+
+
+def host_is_device(trial: Trial) -> str:
+    """Bit for bit."""
+    trial.require_host()
+    host = live(trial.attached, trial.setup, trial.prompts, placement="host", link=trial.link)
+    if not torch.equal(host.logits, trial.on_device.logits):
+        raise BrokenError(f"logits differ by {largest_difference(host.logits, trial.on_device.logits):.1e}")
+    return "bit for bit"
+
+
+def link_carries_the_selection(trial: Trial) -> str:
+    """The selected rows and the exempt layers, and nothing else."""
+    trial.require_host()
+    found = link_bytes(trial.attached, trial.setup, trial.prompts, trial.link)
+    if found.crossed != found.expected:
+        raise BrokenError(f"{found.crossed} bytes crossed; the selected rows and exempt layers are {found.expected}")
+    if found.miscounted > SIZE_TOLERANCE * max(trial.prompts):
+        raise BrokenError(f"num_read is {found.miscounted:g} tokens off what the mask names")
+    return f"{found.crossed} bytes"
+
+
+def size_is_its_closed_form(trial: Trial) -> str:
+    """`tokens_read` where it knows, and its bound."""
+    method, num_layers = trial.setup.method, trial.attached.geometry.num_layers
+    layers = range(method.num_exempt_layers, num_layers)
+    known = True
+    for row in trial.rows:
+        for layer in layers:
+            read, bound = method.tokens_read(row, layer), method.max_tokens_read(row, layer)
+            if not (0 if read is None else read) <= bound <= row.cached:
+                raise BrokenError(f"tokens_read={read}, max_tokens_read={bound} at {row}: one must not exceed the next")
+            known &= read is not None
+    found = trial.replayed.kv_frac
+    if not known:
+        return f"reads what the data decides, here {found:.1%} of the cache"
+    expected = kv_frac(method, trial.rows, num_layers)
+    if abs(found - expected) > SIZE_TOLERANCE:
+        raise BrokenError(f"kv_frac is {found:.6f}; by tokens_read it is {expected:.6f}")
+    return f"reads {found:.1%} of the cache"
+
+
+def a_fork_is_fresh(trial: Trial) -> str:
+    """Copies taken halfway go on as the whole does, and leave what they were taken from as it was."""
+    ids, real = (each.to(trial.attached.device) for each in token_batch(trial.prompts))
+    prompt, half = max(trial.prompts), max(trial.prompts) + STEPS // 2
+    trunk = open_replay(trial.attached, trial.setup, real)
+    trunk.prefill(ids[:, :prompt], real[:, :prompt])
+    trunk.decode(ids[:, prompt:half], real[:, prompt:half])
+    index = torch.tensor([*reversed(range(len(ids))), 0], device=ids.device)
+    child = trunk.fork(index, ids.shape[1])
+    rest = ids[:, half:], real[:, half:]
+    forked = trial.attached.logits(child.decode(rest[0][index], rest[1][index]))
+    expected = trial.replayed.logits[:, 1 + STEPS // 2 :]
+    _same_logits(forked, expected[index])
+    return _same_logits(trial.attached.logits(trunk.decode(*rest)), expected)
+
+
+CHECKS: dict[str, Callable[[Trial], str]] = {
+    "live decoding is replay": live_is_replay,
+    "host placement is device placement": host_is_device,
+    "the link carries what is selected": link_carries_the_selection,
+    "the size is its closed form": size_is_its_closed_form,
+    "a fork is fresh": a_fork_is_fresh,
+}
+
+
+def largest_difference(got: Tensor, expected: Tensor) -> float:
+    """Of two tensors of one shape; NaN where one of them holds one."""
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max())
+
+
+def _same_logits(got: Tensor, expected: Tensor) -> str:
+    difference = largest_difference(got, expected)
+    if not difference <= TOLERANCE:
+        by_row = (got - expected).abs().amax((0, 2))
+        first = int((~(by_row <= TOLERANCE)).nonzero()[0])
+        raise BrokenError(f"logits differ by {difference:.1e} (allowed {TOLERANCE:g}), first in row {first}")
+    return f"largest difference {difference:.1e}"

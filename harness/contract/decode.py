@@ -1,0 +1,143 @@
+"""Both ways to decode a batch of random tokens: replay, all rows at once, and live, one step at a time."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.model.attach import Attached
+from harness.model.tiny import VOCAB_SIZE
+from harness.offload.links.link import Link
+from harness.offload.session import LiveSession
+from harness.replay.session import ReplaySession
+from harness.setup import Setup
+from harness.sizes import resident_share, residual_share
+from methods.base import Rows, Selection
+
+STEPS = 10
+
+
+class Result(NamedTuple):
+    """logits [batch, 1 + steps, vocab]: of the prompt's last row, and of each step's."""
+
+    logits: Tensor
+    kv_frac: float
+    device_frac: float
+    resident_frac: float
+
+
+class Bytes(NamedTuple):
+    """What crossed the link to the device in a batch's steps, and what should have.
+
+    miscounted: tokens by which a selection's `num_read` was off the rows of its mask, at most.
+    """
+
+    crossed: int
+    expected: int
+    miscounted: float
+
+
+def token_batch(prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids [batch, longest prompt + steps] with the prompts' padding on the left, and which of them are real."""
+    longest = max(prompts)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB_SIZE, (len(prompts), longest + steps), generator=generator)
+    real = torch.arange(longest + steps) >= longest - torch.tensor(prompts)[:, None]
+    return ids, real
+
+
+def open_replay(attached: Attached, setup: Setup, real: Tensor) -> ReplaySession:
+    """A replay session for a batch of `token_batch`."""
+    return ReplaySession(
+        attached,
+        setup.method,
+        final_lengths=real.sum(-1),
+        num_columns=real.shape[1],
+        codec=setup.codec,
+        calibration=setup.calibration,
+    )
+
+
+def replay(attached: Attached, setup: Setup, prompts: tuple[int, ...], prefill_len: int | None = None) -> Result:
+    """Teacher-forced over all rows at once; `prefill_len` columns are prompt, by default the longest prompt."""
+    ids, real = (each.to(attached.device) for each in token_batch(prompts))
+    columns = prefill_len or max(prompts)
+    session = open_replay(attached, setup, real)
+    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+    rows = session.decode(ids[:, columns:], real[:, columns:])
+    logits, reads = attached.logits(torch.cat([last, rows], 1)), session.reads
+    return Result(logits, reads.kv_frac, reads.device_frac, reads.resident_frac)
+
+
+def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
+    """A live session; options: of `LiveSession`."""
+    return LiveSession(
+        attached, setup.method, max_new_tokens=steps, codec=setup.codec, calibration=setup.calibration, **options
+    )
+
+
+def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) -> Tensor:
+    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]."""
+    ids, real = (each.to(session.attached.device) for each in token_batch(prompts, steps))
+    columns = max(prompts)
+    logits = [session.prefill(ids[:, :columns], real[:, :columns])]
+    logits += [session.decode_step(ids[:, columns + step]) for step in range(steps)]
+    return torch.stack(logits, 1)
+
+
+def live(attached: Attached, setup: Setup, prompts: tuple[int, ...], **options: Any) -> Result:
+    """The same rows one step at a time."""
+    with closing(open_live(attached, setup, **options)) as session:
+        logits, reads = force(session, prompts), session.reads
+        return Result(logits, reads.kv_frac, reads.device_frac, resident_frac(session))
+
+
+def resident_frac(session: LiveSession) -> float:
+    """What a live session keeps on the device, counted as replay counts it, mean over the sequences."""
+    state = session.caches[-1].state
+    if state is not None:
+        return float(resident_share(state).mean())
+    final, geometry = session.batch.lengths.final, session.attached.geometry
+    shares = residual_share(session.codec.residual, final, session.method.num_exempt_layers, geometry.num_layers)
+    return float(shares.mean())
+
+
+def link_bytes(attached: Attached, setup: Setup, prompts: tuple[int, ...], link: Link) -> Bytes:
+    """What crosses under host placement; the selected rows, and the exempt layers whole, are what should."""
+    method, geometry = setup.method, attached.geometry
+    ids, real = (each.to(attached.device) for each in token_batch(prompts))
+    columns = max(prompts)
+    with closing(open_live(attached, setup, placement="host", link=link)) as session:
+        session.prefill(ids[:, :columns], real[:, :columns])
+        selected = SelectedRows(session)
+        for step in range(STEPS):
+            session.decode_step(ids[:, columns + step])
+        every = len(prompts) * geometry.num_kv_heads * sum(range(columns, columns + STEPS))
+        whole = geometry.num_layers - method.num_exempt_layers if method.reads_all else 0
+        exact, coded = session.stores[0].slot_bytes, session.stores[-1].slot_bytes
+        expected = every * (method.num_exempt_layers * exact + whole * coded) + selected.number * coded
+        return Bytes(session.h2d_bytes, expected, selected.miscounted)
+
+
+class SelectedRows:
+    """Counts the rows, of one token and KV head each, that a session's selections name from now on."""
+
+    def __init__(self, session: LiveSession) -> None:
+        self.number = 0
+        self.miscounted = 0.0
+        self.num_kv_heads = session.attached.geometry.num_kv_heads
+        state = next((cache.state for cache in session.caches if cache.state is not None), None)
+        if state is not None:
+            self.select = state.select
+            state.select = self._listen  # type: ignore[method-assign]
+
+    def _listen(self, layer: int, rows: Rows) -> Selection:
+        selection = self.select(layer, rows)
+        mask = rows.visible() if selection.mask is None else selection.mask
+        read = mask[..., :-1].sum(-1).double()  # the own slot is the last; [batch, num_kv_heads or 1, rows]
+        self.number += int(read.sum()) * (self.num_kv_heads // mask.shape[1])
+        self.miscounted = max(self.miscounted, float((read.mean(1) - selection.num_read).abs().max()))
+        return selection

@@ -1,0 +1,82 @@
+"""`kind=frontier`: the leaderboard's fastest setting over a link, within a bound of KL. Runs no method."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.settings.experiment import Experiment, Outcome
+from harness.settings.run import RunConfig
+from harness.tables.columns import BOARD, KL, OPTIONAL, STEP, TableRow, names, typed
+from harness.tables.frontier import fastest, step_seconds
+from harness.tables.leaderboard import BOUNDS, NAME
+
+GIGA, MIB = 1e9, 2**20
+NEEDED = {KL.name, "compute_s", "link_bytes", "late_bytes"}
+"""What a row must have to be an answer."""
+
+
+class Frontier(Experiment):
+    """An answer in one line, from `tables/leaderboard.csv`."""
+
+    heeds = ("link_gbps", "max_kl")
+    keeps_record = False
+
+    def check(self, config: RunConfig) -> None:
+        """A link and a bound are given."""
+        for name, unit in (("link_gbps", "10^9 bytes/s"), ("max_kl", "nats")):
+            value = getattr(config, name)
+            if value is None or not value > 0:
+                raise UserError(f"{name}={'null' if value is None else value}: must be above 0, in {unit}")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        """Nothing is run."""
+        return False
+
+    def run(self, config: RunConfig, resources: Any) -> Outcome:
+        """Print the answer. UserError without a table of this model, or where nothing holds the bound."""
+        assert config.link_gbps is not None and config.max_kl is not None
+        print(answer(_candidates(config), config.link_gbps, config.max_kl))
+        return Outcome({})
+
+
+def answer(rows: list[TableRow], link_gbps: float, max_kl: float) -> str:
+    """The fastest of `rows` that holds the bound, in words that part what was measured from what was modelled."""
+    row = fastest(rows, link_gbps * GIGA, max_kl)
+    settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
+    settings += "" if row["size"] is None else f" target_kv_frac={row['size']:g}"
+    shape = f"{row['model']} on {row['platform']}, batch {row['batch_size']:.0f}, prompt {row['prompt_len']:,.0f}"
+    step = STEP.show(step_seconds(row, link_gbps * GIGA))
+    return (
+        f"{row['label']} ({settings}): {step} ms a step over {link_gbps:g} GB/s, modelled from "
+        f"measured compute ({STEP.show(row['compute_s'])} ms) and bytes ({row['link_bytes'] / MIB:.2f} MiB); "
+        f"KL {KL.show(row[KL.name], row[f'{KL.name}_stderr'])} nats, measured; {shape}"
+    )
+
+
+def _candidates(config: RunConfig) -> list[TableRow]:
+    """What the table knows of this model, and could be decoded over a link."""
+    path = Path(config.results_dir) / "tables" / f"{NAME}.csv"
+    if not path.is_file():
+        raise UserError(f"{path}: there is none yet; make leaderboard makes it")
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            table = csv.DictReader(lines)
+            rows = list(map(typed, table))
+        known = {*names(BOARD)} <= {*(table.fieldnames or ()), *OPTIONAL}
+    except (ValueError, TypeError, csv.Error):
+        known = False
+    if not known:
+        raise UserError(f"{path}: not a leaderboard; make leaderboard makes it anew")
+    own = [row for row in rows if row["model"] == config.model.name and row["method"] != BOUNDS["upper"]]
+    timed = [row for row in own if all(row[name] is not None for name in NEEDED)]
+    if not timed:
+        raise UserError(
+            f"{path}: no method of {config.model.name} with KL and a timed step; make leaderboard adds them"
+        )
+    return timed
+
+
+EXPERIMENT = Frontier()

@@ -1,0 +1,72 @@
+"""My method (authors, venue): what it keeps and what it reads, and where that differs from the official code.
+
+As it stands, of each page of tokens the mean key is kept on the device, and the pages are read whose mean key has the
+largest product with the query, over the channels in which the query is largest. What a method may say is in the
+docstrings of methods/base.py and methods/retrieving.py; one that evicts derives from methods/evicting.py.
+
+    python run.py method=./my_method.py experiment=contract
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from methods.base import Calibration, Geometry, Lengths, Rows
+from methods.checks import require
+from methods.retrieving import Retrieving, RetrievingState
+
+
+@dataclass(frozen=True)
+class MyMethod(Retrieving):
+    """Reads `read_frac` of the cached tokens in pages of `page_size`, both settings of the base.
+
+    num_channels: of the query, and of the mean keys that are read; the query's largest.
+    """
+
+    page_size: int = 16
+    num_channels: int = 16  # on the command line method.num_channels=8
+
+    title = "My method"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.num_channels >= 1, "num_channels", self.num_channels, "an integer >= 1")
+
+    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> MyMethodState:
+        """What changes while a batch of sequences runs; no calibration."""
+        return MyMethodState(self, geometry, lengths)
+
+
+class MyMethodState(RetrievingState):
+    """sums[layer]: the sum of each page's keys [batch, num_kv_heads, pages + 1, head_dim]; the last is for padding."""
+
+    paged = True  # `scores` are of pages; without, of tokens
+    sequence_tensors = ("sums",)  # what a copy of a sequence copies
+    sums: dict[int, Tensor]
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        """Take in tokens, the prompt's and then each that is decoded: key [batch, num_kv_heads, n, head_dim]."""
+        if layer not in self.sums:
+            self.sums[layer] = key.new_zeros(*key.shape[:2], self.num_pages + 1, key.shape[-1])
+        page = (positions // self.method.page_size).clamp(max=self.num_pages).long()
+        self.sums[layer].scatter_add_(2, page[:, None, :, None].expand_as(key), key)
+
+    def scores(self, layer: int, rows: Rows) -> Tensor:
+        """How much each row's query likes each page: fp32 [batch, num_kv_heads, group, rows, pages]."""
+        mean = self.sums[layer][:, :, :-1] / self.method.page_size
+        query = rows.query.unflatten(1, (-1, self.geometry.group)) * self.geometry.scale
+        least = query.abs().topk(self.num_channels).values[..., -1:]
+        query = query.masked_fill(query.abs() < least, 0)
+        return (query @ mean.mT.unsqueeze(2)).float()
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """Read to choose, in tokens of 2 * head_dim elements: some channels of one vector a full page."""
+        pages = (positions // self.method.page_size).double()
+        return pages * self.num_channels / (2 * self.geometry.head_dim)
+
+    @property
+    def num_channels(self) -> int:
+        """As many as there are, at most."""
+        return min(self.method.num_channels, self.geometry.head_dim)

@@ -1,0 +1,39 @@
+"""Tiny random models of the supported families, on which every equality that must hold is looked at in seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 256
+MAX_LENGTH = 512
+
+
+def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
+    """A random model of 4 layers, hidden size 64, 4 query heads; weights wide enough to avoid ties."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_LENGTH,
+        "initializer_range": 0.1,
+        "init_std": 0.1,  # OPT's name for it
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "ffn_dim" if model_type == "opt" else "intermediate_size": 128,
+        **overrides,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **shape)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # initialised to zero, which would hide a forgotten bias
+                parameter.normal_(std=0.1)
+            elif "norm" in name:  # initialised to one, which would hide a forgotten norm
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)

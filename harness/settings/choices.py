@@ -1,0 +1,24 @@
+"""The groups of `conf/`, what each of them offers, and what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError, nearest
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+
+
+def options(name: str) -> list[str]:
+    """The choices of a group: the files under `conf/<name>`."""
+    return sorted(path.stem for path in (CONF_DIR / name).glob("*.yaml"))
+
+
+def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The settings of a group in a composed run; UserError where one value stands in their place."""
+    node = settings.get(name)
+    if not isinstance(node, dict):
+        raise UserError(f"{name}={node}: {nearest(node, options(name))}")
+    return dict(node)

@@ -1,0 +1,160 @@
+"""The leaderboard: every method at every size, a row each, made of two experiments' records.
+
+Fidelity and tasks come from `leaderboard-scores`, a decode step from `leaderboard-times`, which times a method at one
+size. Differences to the full cache are of the same windows and questions (`harness.records.samples`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.records import samples
+from harness.records.record import current, read_records
+from harness.tables.columns import BOARD_TASKS, DEVICE_FRAC, KL, KV_FRAC, NLL, RESIDENT_FRAC, TOP1, TableRow
+from harness.tables.frontier import fronts, step_seconds
+
+Record = Mapping[str, Any]
+
+NAME, FRONTIER = "leaderboard", "frontier"
+"""The tables that are made here."""
+SCORES, TIMES = "leaderboard-scores", "leaderboard-times"
+"""The experiments behind them."""
+GRID = Path(__file__).resolve().parents[2] / "conf" / "grid" / "leaderboard.yaml"
+BOUNDS: Mapping[str, str] = yaml.safe_load(GRID.read_text(encoding="utf-8"))["bounds"]
+"""The methods between which every other lies at equal bytes: `upper`, `lower`."""
+ERRORS = tuple(f"{column.name}_stderr" for column in (KL, TOP1))
+
+
+def tables(results_dir: str | Path) -> dict[str, list[TableRow]]:
+    """The rows of both tables. The upper bound, which no link allows, is on no front."""
+    rows = list(_rows(current(read_records(results_dir, SCORES)), current(read_records(results_dir, TIMES))))
+    real = [row for row in rows if row["method"] != BOUNDS["upper"]]
+    for row, front in zip(real, fronts(real), strict=True):
+        row["front"] = front
+    chosen = [{**row, "experiment": FRONTIER} for row in real if row["front"]]
+    return {NAME: rows, FRONTIER: sorted(chosen, key=lambda row: row[KL.name])}
+
+
+def _rows(scores: Sequence[Record], times: Sequence[Record]) -> Iterator[TableRow]:
+    """By model, size and label; of two runs for one cell the newer counts."""
+    runs: dict[tuple[Any, ...], list[Record]] = {}
+    for record in _by_age(scores):
+        runs.setdefault((_method(record["config"]), record["config"]["target_kv_frac"]), []).append(record)
+    full = {_questions(record["config"]): record for record in scores if _is_full(record)}
+    timed = {_method(record["config"]): record for record in _by_age(times)}
+    rows = [_row(own, full) | _step(own[0], timed.get(method)) for (method, _), own in runs.items()]
+    for row in rows:
+        row |= _scaled(row)
+    yield from sorted(rows, key=lambda row: (row["model"], row["size"] or 1, row["label"], row["settings"]))
+
+
+def _by_age(records: Sequence[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: record["started"])
+
+
+def _questions(config: Mapping[str, Any]) -> str:
+    """What runs on the same questions have in common, as words that compare."""
+    names = ("tasks", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data")
+    return json.dumps([config["model"]["name"], *(config[name] for name in names)], sort_keys=True)
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """What runs of one method have in common whatever its size, as words that compare."""
+    names = ("method_name", "method", "codec", "value_codec", "group_size")
+    return json.dumps([config["model"]["name"], *(config.get(name) for name in names)], sort_keys=True)
+
+
+def _is_full(record: Record) -> bool:
+    """Whether a run on tasks read all of an exact cache: the full cache."""
+    config = record["config"]
+    read_all = all(entries["kv_frac"] == 1 for entries in record["metrics"].values())
+    return record["kind"] == "tasks" and read_all and config["codec"] is None
+
+
+def _row(runs: Sequence[Record], full: Mapping[str, Record]) -> TableRow:
+    config = runs[0]["config"]
+    row: TableRow = {
+        "experiment": NAME,
+        "model": config["model"]["name"],
+        "method": config["method_name"],
+        "family": _family(runs[0]),
+        "label": config["label"],
+        "codec": config["codec"],
+        "settings": _settings(runs[0]),
+        "size": config["target_kv_frac"],
+        "source": "measured",
+    }
+    for record in runs:
+        for name, entries in record["metrics"].items():
+            if record["kind"] == "tasks":
+                row |= _task(record, name, entries, full.get(_questions(record["config"])))
+            else:
+                row |= _text(record, entries)
+    return row
+
+
+def _family(record: Record) -> str:
+    """How a method reads less, in a word, by when it learns what it reads."""
+    if record["selects"] != "ahead":
+        return "bound" if record["selects"] == "scores" else "retrieves"
+    if record["config"]["target_kv_frac"] is not None:
+        return "evicts"
+    return "reads all" if record["config"]["codec"] is None else "codes"
+
+
+def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
+    shown = (*(column.name for column in (KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC, KL, TOP1)), *ERRORS)
+    nll = samples.surprise(record)
+    return {name: entries.get(name) for name in shown} | {NLL.name: nll.mean, f"{NLL.name}_stderr": nll.stderr}
+
+
+def _task(record: Record, name: str, entries: Mapping[str, Any], full: Record | None) -> TableRow:
+    if name not in {task.name for task in BOARD_TASKS}:
+        return {}
+    less = samples.accuracy(record, full, name)
+    compared = {} if less is None else {f"{name}_difference": less.mean, f"{name}_stderr": less.stderr}
+    return {name: entries["acc"], f"{name}_kv_frac": entries["kv_frac"]} | compared
+
+
+def _step(scored: Record, timed: Record | None) -> TableRow:
+    """What was timed of the method, and at which share of the cache."""
+    if timed is None:
+        return {}
+    metrics, steps = timed["metrics"], timed["metrics"]["gen_len"] - 1
+    same_size = scored["config"]["target_kv_frac"] == timed["config"]["target_kv_frac"]
+    return {
+        **{name: metrics[name] for name in ("platform", "batch_size", "prompt_len", "link_bytes_per_s")},
+        "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
+        "link_bytes": metrics["h2d_bytes"] / steps,
+        "late_bytes": metrics["late_frac"] * metrics["h2d_bytes"] / steps,
+        "timed_step_s": metrics["decode_s"] / steps,
+        "step_s": metrics["decode_s"] / steps if same_size else None,
+        "step_source": metrics["source"] if same_size else "modelled",
+        "timed_kv_frac": metrics["kv_frac"],
+    }
+
+
+def _scaled(row: TableRow) -> TableRow:
+    """Bytes and seconds at the row's own size, where another was timed: that step, and what other bytes change.
+
+    The exempt layers' rows, which are all that a late method hides, are the same at any size.
+    """
+    if row.get("step_source") != "modelled" or row.get("kv_frac") is None or not row["link_bytes_per_s"]:
+        return {}
+    link_bytes = row["link_bytes"] * row["kv_frac"] / row["timed_kv_frac"]
+    hidden = row["link_bytes"] - row["late_bytes"]
+    late_bytes = max(0.0, link_bytes - hidden) if row["late_bytes"] else 0.0
+    scaled = {"compute_s": row["compute_s"], "link_bytes": link_bytes, "late_bytes": late_bytes}
+    change = step_seconds(scaled, row["link_bytes_per_s"]) - step_seconds(row, row["link_bytes_per_s"])
+    return scaled | {"step_s": row["timed_step_s"] + change}
+
+
+def _settings(record: Record) -> str:
+    """All settings of the method as it ran, and the codec."""
+    config = record["config"]
+    resolved = next(iter(record.get("methods", {}).values()), config["method"])
+    others = {name: config[name] for name in ("codec", "value_codec", "target_kv_frac")}
+    return ", ".join(f"{name}={value}" for name, value in {**resolved, **others}.items() if value is not None)

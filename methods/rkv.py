@@ -1,0 +1,196 @@
+"""R-KV (Cai et al., NeurIPS 2025): for long generations, drop now and then what is neither attended to nor singular.
+
+After the prompt, and after every `divide_length` generated tokens, each KV head goes back to its budget. A token counts
+by the attention of the last rows, and against it by how like the other keys its own is: a reasoning text says much
+twice. The state keeps these rows' queries, and the keys of what is kept a second time, on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize, pad
+
+from methods.base import (
+    EMPTY,
+    Calibration,
+    Geometry,
+    Lengths,
+    PromptRows,
+    Row,
+    Rows,
+    Selection,
+    attention_scores,
+)
+from methods.checks import require, require_fraction
+from methods.evicting import INF, PROMPT_CHUNK, EvictingState, EvictingToShare
+
+ALIKE = 0.5
+"""Keys of a larger cosine say the same: of those, the latest is not held to be like the others."""
+
+
+@dataclass(frozen=True)
+class RKV(EvictingToShare):
+    """window: last tokens that stay, and are part of the budget; their rows' attention is what counts.
+
+    divide_length: generated tokens from one compression to the next. mix_lambda: the share of attention in a token's
+    worth, the rest is similarity. kernel: width (odd) of the maximum that smooths the attention.
+    """
+
+    divide_length: int = 128
+    window: int = 8
+    mix_lambda: float = 0.07
+    kernel: int = 7
+
+    title = "R-KV"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.window >= 1, "window", self.window, "an integer >= 1")
+        above = f"above window={self.window}, or null"
+        require(self.kept_tokens is None or self.kept_tokens > self.window, "kept_tokens", self.kept_tokens, above)
+        require(self.divide_length >= 1, "divide_length", self.divide_length, "an integer >= 1")
+        require_fraction("mix_lambda", self.mix_lambda, zero=True)
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
+
+    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> RKVState:
+        """ValueError where a sequence's budget would not exceed the window."""
+        shortest = int(lengths.final.min())
+        kept = self.budget(shortest)
+        more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.window={self.window}"
+        require(kept > self.window, "kept_frac", f"{self.kept_frac:.4g}", more)
+        return RKVState(self, geometry, lengths)
+
+    def tokens_read(self, row: Row, layer: int) -> float:
+        """What the last compression left, and what was generated since."""
+        since = (row.cached - row.prompt) % self.divide_length
+        return min(self.budget(row.final), row.cached - since) + since
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        """What a compression finds, at most: its slots are taken again one by one."""
+        return min(row.cached, self.budget(row.final) + self.divide_length - 1)
+
+    def min_size(self, row: Row) -> float:
+        """What keeps one token more than the window, rounded up so that the floor does."""
+        require(self.window < row.final, "window", self.window, f"below {row.final}, the shortest sequence")
+        return min(1.0, math.nextafter((self.window + 1) / row.final, 1))
+
+
+class RKVState(EvictingState):
+    """keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: of the last rows, [batch, heads, window, head_dim].
+
+    generated[layer]: int [batch] on the host, which knows without asking the device when a compression is due.
+    """
+
+    slot_tensors = {**EvictingState.slot_tensors, "keys": 0}
+    sequence_tensors = ("queries",)
+    keys: dict[int, Tensor]
+    queries: dict[int, Tensor]
+
+    def __init__(self, method: RKV, geometry: Geometry, lengths: Lengths) -> None:
+        super().__init__(method, geometry, lengths)
+        self.generated: dict[int, np.ndarray] = {}
+        self.most = method.budget(int(lengths.final.max())) + method.divide_length
+
+    def fork(self, index: Tensor, num_slots: int) -> RKVState:
+        """With the counts of the sequences chosen."""
+        child = super().fork(index, num_slots)
+        assert isinstance(child, RKVState)
+        child.generated = {layer: counts[index.cpu().numpy()] for layer, counts in self.generated.items()}
+        return child
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        """Keep the prompt's keys and last queries, and compress."""
+        self.enter_prompt(layer, rows)
+        prompt, window = key.shape[2], self.method.window
+        self.keys[layer] = pad(key, (0, 0, 0, rows.num_slots + self.spare_slots - prompt))
+        self.queries[layer] = pad(query, (0, 0, max(0, window - prompt), 0))[:, :, -window:]
+        self.generated[layer] = np.zeros(len(key), dtype=np.int64)
+        due = torch.ones_like(rows.lengths, dtype=torch.bool)
+        self._compress(layer, self.queries[layer], rows.lengths, due, max(prompt, self.most))
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        """Keep the keys."""
+        self.keys[layer][:, :, slots] = key
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """What is kept, from one compression to the next."""
+        self.enter(layer, rows)
+        real = pad(rows.real, (self.method.window, 0), value=True)
+        queries = torch.cat([self.queries[layer], rows.query], 2)
+        masks, begin = [], 0
+        for end in self._ends(layer, rows):
+            masks.append(self._visible(layer, rows, slice(begin, end)))
+            after = rows.positions[:, end - 1] + 1
+            due = rows.real[:, end - 1] & ((after - self.lengths.prompt) % self.method.divide_length == 0)
+            self._compress(layer, self._last(queries, real, end), after, due, self.most)
+            begin = end
+        masks.append(self._visible(layer, rows, slice(begin, None)))
+        self.queries[layer] = self._last(queries, real, rows.positions.shape[1])
+        mask = torch.cat(masks, 2)
+        return Selection(mask, mask.sum(-1).double().mean(1))
+
+    def _visible(self, layer: int, rows: Rows, block: slice) -> Tensor:
+        tokens = self.tokens[layer][:, :, None, : rows.slot_positions.shape[-1]]
+        return tokens < rows.positions[:, None, block, None]
+
+    def _ends(self, layer: int, rows: Rows) -> list[int]:
+        """Rows, counted from 1, after which a sequence compresses. Only a replayed, padded block asks the device."""
+        real = rows.real.cpu().numpy() if rows.padded else np.ones(rows.real.shape, dtype=bool)
+        generated = self.generated[layer][:, None] + real.cumsum(-1)
+        self.generated[layer] = generated[:, -1]
+        due = real & (generated % self.method.divide_length == 0)
+        return [end for end, compresses in enumerate(due.any(0).tolist(), 1) if compresses]
+
+    def _last(self, queries: Tensor, real: Tensor, rows: int) -> Tensor:
+        """The queries of the last `window` real rows of the first `rows`, before which those from earlier stand."""
+        window = self.method.window
+        column = torch.arange(window + rows, device=real.device)
+        last = torch.where(real[:, : window + rows], column, -1).sort(-1).values[:, -window:]
+        return queries.gather(2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[-1]))
+
+    def _compress(self, layer: int, queries: Tensor, cached: Tensor, due: Tensor, most: int) -> None:
+        """Go back to the budget in the sequences that are `due`, bool [batch], with `cached` [batch] tokens so far.
+
+        most: tokens that a KV head holds at most.
+        """
+        tokens, window = self.tokens[layer], self.method.window
+        oldest_first = tokens.masked_fill(tokens >= cached[:, None, None], EMPTY).sort(dim=-1, stable=True)
+        held, slots = oldest_first.values[..., :most], oldest_first.indices[..., :most]
+        keys = self.keys[layer].gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, self.geometry.head_dim))
+        place = torch.arange(held.shape[-1], device=held.device)
+        competes = place < (held != EMPTY).sum(-1, keepdim=True) - window
+        attention = self._attention(queries, keys, competes)
+        worth = self.method.mix_lambda * attention - (1 - self.method.mix_lambda) * similarity(keys, held != EMPTY)
+        best = worth.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
+        loses = (place >= (self.method.budgets(self.lengths.final) - window)[:, None, None]) & due[:, None, None]
+        gone = competes & torch.zeros_like(competes).scatter_(-1, best, loses.expand_as(best))
+        tokens.scatter_(-1, slots, tokens.gather(-1, slots).masked_fill(gone, EMPTY))
+
+    def _attention(self, queries: Tensor, keys: Tensor, competes: Tensor) -> Tensor:
+        """Attention of the last rows, a group by its largest scores; their mean, smoothed: [batch, num_kv_heads, n]."""
+        scores = attention_scores(queries, keys, self.geometry.scale).amax(2)
+        probs = scores.masked_fill_(~competes.unsqueeze(2), -INF).softmax(-1).nan_to_num_().mean(2)
+        return max_pool1d(probs, self.method.kernel, stride=1, padding=self.method.kernel // 2)
+
+
+def similarity(keys: Tensor, present: Tensor) -> Tensor:
+    """How like the others each key is: softmax of the mean cosine with them, fp32 [batch, num_kv_heads, n].
+
+    keys: [batch, num_kv_heads, n, head_dim], oldest first; present: bool [batch, num_kv_heads, n]. Of the keys that are
+    alike to a given one, the latest is left out.
+    """
+    directions = normalize(keys.float(), dim=-1).masked_fill_(~present.unsqueeze(-1), 0)
+    column = torch.arange(keys.shape[2], device=keys.device)
+    total = torch.zeros(present.shape, device=keys.device)
+    for rows in column.split(PROMPT_CHUNK):
+        cosine = directions[:, :, rows] @ directions.mT
+        cosine.masked_fill_(column == rows[:, None], 0)
+        latest = torch.where(cosine > ALIKE, column, -1).amax(-1, keepdim=True)
+        total += cosine.masked_fill_(column == latest, 0).sum(2)
+    mean = total / present.sum(-1, keepdim=True).clamp(min=1)
+    return mean.masked_fill_(~present, -INF).softmax(-1)

@@ -1,0 +1,98 @@
+"""SparQ (Ribar et al., ICML 2024): score on the channels in which the present query is largest.
+
+The channels change from query to query, so the index is the keys themselves, all of them on the device. What is not
+read is represented by the mean value, weighted by the attention that the scores give it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Rest, Rows, State
+from methods.checks import require
+from methods.projected import PartialKeysState, Projected
+from methods.retrieving import RetrievingState
+
+
+@dataclass(frozen=True)
+class SparQ(Projected):
+    """SparQ's settings; the defaults are the paper's r = head_dim / 4, k = 128, l = k / 4.
+
+    mean_value: let the mean value stand for what is not read.
+    """
+
+    mean_value: bool = True
+
+    read_tokens: int | None = 128
+    recent_frac: float = 0.25
+    group: str = "sum_logits"
+    index_bits: ClassVar[None] = None  # type: ignore[misc]  # the index is the keys
+
+    title = "SparQ"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_layer = self.when == "layer" or not self.mean_value
+        require(in_layer, "when", self.when, "layer, where the own token's weight is known; or set mean_value=false")
+
+    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
+        """No calibration."""
+        return SparQState(self, geometry, lengths)
+
+
+class SparQState(PartialKeysState, RetrievingState):
+    """value_sum[layer]: fp32 [batch, num_kv_heads, rows + 1, head_dim], sum of the values before each of the rows that
+    were appended last, and behind them; first[layer]: int [batch], the position of the first of these rows."""
+
+    sequence_tensors = ("value_sum", "first")
+    value_sum: dict[int, Tensor]
+    first: dict[int, Tensor]
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        """All of it."""
+        return key
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        """The largest channels of each row, by the sum over the group; the scale makes up for the others."""
+        magnitude = query.abs()
+        best = magnitude.sum(2, keepdim=True).topk(self.method.num_columns(query.shape[-1])).indices
+        kept = torch.zeros_like(query[:, :, :1]).scatter_(-1, best, 1.0)
+        share = (magnitude * kept).sum(-1, keepdim=True) / magnitude.sum(-1, keepdim=True)
+        return query * kept * self.geometry.scale / share.sqrt()
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        """Of the values only the sum is kept."""
+        super().prompt(layer, query, key, value, rows)
+        self.value_sum[layer] = self.value_sum[layer][:, :, -1:].clone()
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        """Keep the keys, and add the values up."""
+        super().append(layer, key, value, positions, slots)
+        entering = value.float().masked_fill((positions == EMPTY)[:, None, :, None], 0.0)
+        before = self.value_sum[layer][:, :, -1:] if layer in self.value_sum else torch.zeros_like(entering[:, :, :1])
+        self.value_sum[layer] = torch.cat([before, before + entering.cumsum(2)], 2)
+        self.first[layer] = positions[:, 0]
+
+    def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:
+        """The mean value, of the cached tokens and the own one, weighs what the scores give to those not read."""
+        if not self.method.mean_value:
+            return None
+        own = rows.own_slots.unsqueeze(-1)
+        seen = rows.visible().scatter(-1, own, True).unsqueeze(2)
+        read = mask.scatter(-1, own.expand(-1, mask.shape[1], -1, -1), True).unsqueeze(2)
+        share = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(read, 0.0).sum(-1)
+        sums, count = self.value_sum[layer], rows.positions + 1
+        index = (count - self.first[layer][:, None]).clamp(0, sums.shape[2] - 1).long()
+        through_own = sums.gather(2, index[:, None, :, None].expand(-1, sums.shape[1], -1, sums.shape[-1]))
+        return Rest(share, through_own / count[:, None, :, None])
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The channels of each key, and the mean value, half a token."""
+        head_dim = self.geometry.head_dim
+        channels = positions.double() * self.method.num_columns(head_dim) / (2 * head_dim)
+        return channels + 0.5 * self.method.mean_value

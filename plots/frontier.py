@@ -1,0 +1,75 @@
+"""Closeness to the full cache against what it costs, from `leaderboard.csv`: KL by link bytes, and by step time.
+
+A point per method and size, its look by how the method reads less; hollow where the step is modelled. The line is the
+front, of points that no other beats in both, each with its name; the upper bound, which no link allows, is on none.
+The full cache, whose KL is 0, is a line at its step time.
+"""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.tables.columns import KL, KV_FRAC, STEP
+from plots import data, style
+from plots.style import Look
+
+TABLE = "leaderboard"
+PANELS = {
+    "link bytes": (KV_FRAC.name, 100, "link (% of full cache's bytes)"),
+    "step time": (STEP.name, 1e3, "decode step (ms)"),
+}
+"""By what `front` names: the column of the costs, its factor, and the axis."""
+FAMILIES = {
+    "retrieves": Look(style.BLUE, "o", "", ""),
+    "evicts": Look(style.VERMILION, "s", "", ""),
+    "codes": Look(style.ORANGE, "v", "", ""),
+    "bound": Look(style.GREEN, "D", "", ""),
+}
+ALL = "reads all"
+LEAST_KL = 1e-6
+"""Nats: what is nearer to the full cache is the full cache, and off a logarithmic axis."""
+
+
+def draw(tables: data.Tables, name: str) -> Figure | None:
+    """The figure; None without `leaderboard.csv`."""
+    rows = tables.board(TABLE)
+    rows = rows[rows[KL.name].notna()]
+    if rows.empty:
+        return None
+    panels = data.split(rows, ["model", "source"])
+    cells = [
+        (title, frame, cost)
+        for title, frame in zip(panels.titles, panels.frames, strict=True)
+        for cost, (column, *_) in PANELS.items()
+        if frame[column].notna().any()
+    ]
+    figure, all_axes = style.new(len(cells), panel_inches=(4.2, 3.4))
+    for axes, (title, frame, cost) in zip(all_axes, cells, strict=True):
+        _draw_panel(axes, frame, cost)
+        axes.set_title(title)
+    return style.finish(figure, f"{panels.shared}; hollow: modelled from a step timed at another size")
+
+
+def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
+    column, factor, words = PANELS[cost]
+    panel = panel[panel[column].notna()].assign(x=factor * panel[column])
+    points = panel[panel[KL.name] > LEAST_KL]
+    for family, (color, marker, *_) in FAMILIES.items():
+        own = points[points.family == family]
+        hollow = (own.step_source == "modelled") & (cost == "step time")
+        for part, face in ((own[~hollow], color), (own[hollow], "none")):
+            label = family if face == color or hollow.all() else None
+            axes.plot(
+                part.x, part[KL.name], marker, color=color, markerfacecolor=face, label=label if len(own) else None
+            )
+    if cost == "step time":
+        for x in panel[panel.family == ALL].x:
+            axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
+    front = points[points.front.fillna("").str.contains(cost)].sort_values("x")
+    axes.plot(front.x, front[KL.name], color=style.GREY, linewidth=0.8, label="front", zorder=0)
+    for _, row in front.iterrows():
+        size = "" if pd.isna(row["size"]) else f" {100 * row.kv_frac:.0f} %"
+        axes.annotate(f"{row.label}{size}", (row.x, row.kl_nats), (3, 3), textcoords="offset points", fontsize=5.5)
+    style.log_y(axes)
+    axes.set(xlabel=words, ylabel="KL(full || method) (nats)")
+    axes.margins(x=0.15)

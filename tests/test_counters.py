@@ -1,0 +1,155 @@
+"""What crosses the link, is read on the device and is kept there: six methods by hand, in replay and live decoding.
+
+The model has 4 layers, of which 2 are exempt, 2 KV heads of 16 columns, and computes in fp32. A sequence has 24 or 15
+prompt tokens and decodes 10, so T is 34 or 25; a prompt of 15 is padded by 9 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from statistics import mean
+from typing import NamedTuple
+
+import pytest
+from cases import Case
+from living import PROMPTS, attached_with_link, force, live, open_live, replay
+
+from methods.codec import Codec
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.quest import Quest
+
+HEADS = 2
+EXACT, INT4 = 2 * 16 * 4, 2 * (4 + 8)
+"""Bytes of a token and KV head: 16 elements of K and of V in fp32; or lo, step and 16 half bytes, twice."""
+LENGTHS = 2 * 8
+"""A state knows its sequence's prompt and T, int64 each."""
+ROTATION = 4 * HEADS * 16 * 16 * 4
+"""InfiniGen's, of every layer and head, for the whole batch."""
+
+
+class Hand(NamedTuple):
+    """A method in numbers, of one non-exempt layer.
+
+    read, index: tokens that a row with t tokens cached of a sequence of T reads, and reads of the index in their stead.
+    kept: bytes that a KV head keeps of a sequence of T, floats 16 bits wide. state, shared: bytes that a KV head's
+    state takes live, where the batch's longest T is 34, and those of the state as a whole. row: bytes of a stored
+    token. width: of an element / 16 bits. buffer: rows of each of the two buffers that take turns. ahead: the exempt
+    layers' rows have buffers of their own, since the others read less.
+    """
+
+    case: Case
+    read: Callable[[int, int], float]
+    buffer: int
+    index: Callable[[int, int], float] = lambda t, final: 0
+    kept: Callable[[int], float] = lambda final: 0
+    state: float = 0
+    shared: int = 0
+    row: int = EXACT
+    width: float = 1
+    ahead: bool = True
+    has_state: bool = True
+
+
+COLUMNS = 5
+"""ceil(0.3 * 16)"""
+BUDGET = {34: 5 + 3, 25: 3 + 2}
+"""floor(0.15 * T) + floor(0.1 * T)"""
+QUEST_READ = {
+    # 2 pages of 3, with 30 tokens or more 3, and the unfinished one
+    34: dict(zip(range(24, 34), [6, 7, 8, 6, 7, 8, 9, 10, 11, 9], strict=True)),
+    25: dict(zip(range(15, 25), [6, 7, 8, 6, 7, 8, 6, 7, 8, 6], strict=True)),
+}
+INFINIGEN = Hand(
+    Case(InfiniGen(fixed_fetch=6)),
+    read=lambda t, final: 6,
+    buffer=6,
+    index=lambda t, final: t * COLUMNS / (2 * 16),
+    kept=lambda final: final * COLUMNS * 2 + 16 * COLUMNS * 2,  # partial keys, and what makes them
+    state=34 * COLUMNS * 4 + 16 * COLUMNS * 4,
+    shared=ROTATION,
+)
+HANDS = {
+    "full": Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False),
+    "int4": Hand(
+        Case(Full(), Codec("int4")),
+        read=lambda t, final: t,
+        buffer=34,
+        row=INT4,
+        width=(4 + 32 / 16) / 16,
+        has_state=False,
+    ),
+    "h2o": Hand(
+        Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
+        read=lambda t, final: BUDGET[final],
+        buffer=8,
+        kept=lambda final: BUDGET[final] * (4 + 2),  # which token it is, int32, and its worth
+        state=(8 + 2) * (4 + 4),  # a slot for the own token, and one for what is not to be written
+    ),
+    "quest": Hand(
+        Case(Quest(read_frac=0.4, page_size=3)),
+        read=lambda t, final: QUEST_READ[final][t],
+        buffer=11,
+        index=lambda t, final: t // 3,
+        kept=lambda final: 2 * 13 * 16 * 2,  # the bounds of 12 pages, as many as 34 tokens fill, and of padding
+        state=2 * 13 * 16 * 4,
+        shared=35 * 8,  # pages read with 0 to 34 tokens cached
+    ),
+    "infinigen": INFINIGEN,
+    "infinigen+int4": INFINIGEN._replace(
+        case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=(4 + 32 / 16) / 16
+    ),
+}
+
+ROWS = {
+    "even": [(t, 34) for t in range(24, 34)],
+    "padded": [(t, 34) for t in range(24, 34)] + [(t, 25) for t in range(15, 25)],
+}
+"""(t, T) of the decode rows of a batch."""
+
+every_hand = pytest.mark.parametrize("name", HANDS)
+every_padding = pytest.mark.parametrize("padding", PROMPTS)
+
+
+@every_padding
+@every_hand
+@pytest.mark.parametrize("run", [replay, live])
+def test_shares_by_hand(name, padding, run):
+    hand, rows = HANDS[name], ROWS[padding]
+    kv = [(2 + 2 * hand.width * hand.read(t, final) / t) / 4 for t, final in rows]
+    index = [2 * hand.index(t, final) / (4 * t) for t, final in rows]
+    resident = [2 * HEADS * hand.kept(final) / (4 * HEADS * 2 * 16 * 2 * final) for _, final in rows]
+    with attached_with_link() as (attached, _):
+        found = run(attached, hand.case, PROMPTS[padding])
+    assert found.kv_frac == pytest.approx(mean(kv), rel=1e-12)
+    assert found.device_frac == pytest.approx(mean(kv) + mean(index), rel=1e-12)
+    assert found.resident_frac == pytest.approx(mean(resident), rel=1e-12)
+
+
+@every_padding
+@every_hand
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_bytes_by_hand(name, padding, placement):
+    hand, rows, batch = HANDS[name], ROWS[padding], len(PROMPTS[padding])
+    with (
+        attached_with_link() as (attached, link),
+        closing(open_live(attached, hand.case, placement=placement, link=link)) as session,
+    ):
+        force(session, PROMPTS[padding])
+        crossed, read, kept = int(session.fetcher.h2d_bytes), float(session.reads.num_bytes), session.device_bytes
+    selected = [hand.read(t, final) for t, final in rows]
+    index = [hand.index(t, final) for t, final in rows]
+    cached, own = [t for t, _ in rows], 4 * len(rows)
+    assert read == HEADS * (EXACT * (2 * sum(cached) + 2 * sum(index) + own) + hand.row * 2 * sum(selected))
+
+    columns = batch * sum(range(24, 34))  # padding crosses the link, and is not read
+    over_link = 2 * columns * EXACT + 2 * hand.row * (sum(selected) if hand.has_state else columns)
+    assert crossed == (HEADS * over_link if placement == "host" else 0)
+
+    state = batch * (LENGTHS + 2 * HEADS * hand.state) + hand.shared if hand.has_state else 0
+    slots = 8 if name == "h2o" else 34
+    stores = batch * HEADS * (2 * 34 * EXACT + 2 * slots * hand.row)
+    buffers = batch * HEADS * (2 * hand.buffer * hand.row + (2 * 34 * EXACT if hand.ahead else 0))
+    assert kept == state + (stores if placement == "device" else buffers)
