@@ -45,7 +45,7 @@ def resident_share(state: State) -> Tensor:
     """Bytes that a state keeps for each sequence at its end / the full cache at T, fp64 [batch].
 
     Tensors of a sequence count as they are, in a batch as long as the longest sequence needs them; those of slots count
-    as many slots as tokens are kept, of however many there is room for.
+    as many slots as tokens are kept, of however many there is room for. Tokens that stay exact count whole.
     """
     geometry, (prompts, finals) = state.geometry, (part.tolist() for part in state.lengths)
     ends = [Row(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)]
@@ -57,8 +57,11 @@ def resident_share(state: State) -> Tensor:
         for layer, tensor in getattr(state, name).items():
             tokens = [state.method.tokens_kept(end, layer) for end in ends]
             kept += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
-    token = geometry.num_layers * geometry.num_kv_heads * 2 * geometry.head_dim * FLOAT_BYTES
-    return kept / (token * torch.tensor(finals, dtype=torch.float64))
+    token = geometry.num_kv_heads * 2 * geometry.head_dim * FLOAT_BYTES
+    layers = range(state.method.num_exempt_layers, geometry.num_layers)
+    exact = [sum(state.method.tokens_resident(end, layer) for layer in layers) for end in ends]
+    kept += token * torch.tensor(exact, dtype=torch.float64)
+    return kept / (geometry.num_layers * token * torch.tensor(finals, dtype=torch.float64))
 
 
 def residual_share(residual: int, final: Tensor, num_exempt: int, num_layers: int) -> Tensor:

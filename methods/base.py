@@ -191,7 +191,7 @@ class State:
         """
         raise NotImplementedError
 
-    def keys(self, layer: int, slots: Tensor) -> Tensor:
+    def rebuild(self, layer: int, slots: Tensor) -> Tensor:
         """Of a method that `holds_keys`: the keys of prompt tokens as they are read.
 
         slots: int [batch, num_kv_heads, n]; a negative one may give anything. Returns [batch, num_kv_heads, n,
@@ -242,7 +242,7 @@ class Method:
     reads_all: ClassVar[bool] = False
     """Every cached token is read: there is nothing to select, and no state."""
     holds_keys: ClassVar[bool] = False
-    """The state gives keys back, so that the cache holds values only, and these alone cross the link (`State.keys`).
+    """The state gives keys back, so that the cache holds values only, and these alone cross the link (`State.rebuild`).
     Some of the prompt's tokens, and all that is generated, stay exact on the device (`State.resident`)."""
     needs_prompt: ClassVar[bool] = False
     """Learns from the prompt's rows, so there must be one."""
@@ -309,6 +309,10 @@ class Method:
     def tokens_kept(self, row: Row, layer: int) -> int:
         """Tokens that a KV head holds before this row, at most; fewer than are cached where a method evicts."""
         return row.cached
+
+    def tokens_resident(self, row: Row, layer: int) -> int:
+        """Tokens of those that stay exact on the device, where the method `holds_keys`; else none."""
+        return 0
 
     def with_size(self, frac: float) -> Self:
         """This method with the one number in (0, 1] that sizes it set; ValueError where it has none."""

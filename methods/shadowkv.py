@@ -74,6 +74,10 @@ class ShadowKV(Retrieving):
         """As many; of a union any that do not stay."""
         return self._fetchable(row.prompt) * self.page_size if self.group == "union" else self._fetched(row)
 
+    def tokens_resident(self, row: Row, layer: int) -> int:
+        """All that is in no chunk to fetch."""
+        return row.cached - self._fetchable(row.prompt) * self.page_size
+
     def _fetchable(self, prompt: int) -> int:
         chunks = self.chunks(prompt)
         return chunks - self.outliers(chunks)
@@ -138,7 +142,7 @@ class ShadowKVState(State):
         position = self._positions(torch.arange(self.left[layer].shape[1], device=self.left[layer].device))
         return (position >= 0)[:, None] & ~self._in_chunks(self.selectable[layer].unsqueeze(2), position)[:, :, 0]
 
-    def keys(self, layer: int, slots: Tensor) -> Tensor:
+    def rebuild(self, layer: int, slots: Tensor) -> Tensor:
         """Rebuilt, and put at their positions."""
         slots = slots.clamp(min=0)
         left = self.left[layer]

@@ -281,9 +281,11 @@ def test_shadowkv_moves_values_only_and_counts_them_half():
         heads, head_dim, fetched, rank = 2, 16, 12, 8
         whole, value = 2 * head_dim * 4, head_dim * 4
         assert session.h2d_bytes == 2 * heads * (24 * whole + fetched * value)
-        assert session.kv_frac == pytest.approx((2 + 2 * 0.5 * fetched / 24) / 4)
+        assert session.reads.kv_frac == pytest.approx((2 + 2 * 0.5 * fetched / 24) / 4)
         landmarks, left, right, stays = 11 / 2, fetched * rank / (2 * head_dim), rank / 2, 2
-        assert session.index_frac == pytest.approx(2 * (landmarks + left + right + stays) / 24 / 4)
+        assert session.reads.device_frac - session.reads.kv_frac == pytest.approx(
+            2 * (landmarks + left + right + stays) / 24 / 4
+        )
 
 
 # Refusals

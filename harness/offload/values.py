@@ -26,7 +26,7 @@ class ValuesCache(LayerCache):
         super().keep_prompt(query, key, value)
         assert self.state is not None
         mask = self.state.resident(self.layer)
-        slots = indices(mask, int(mask.sum(-1).max()))
+        slots = indices(mask, max(self.method.tokens_resident(row, self.layer) for row in self.batch.rows(0)))
         index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
         room = (0, 0, 0, self.batch.max_new_tokens)
         self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
@@ -49,7 +49,7 @@ class ValuesCache(LayerCache):
     def request_selected(self, selection: Selection) -> Tensor:
         slots = super().request_selected(selection)
         assert self.state is not None
-        self.fetched_keys = self.state.keys(self.layer, slots)  # beside the transfer
+        self.fetched_keys = self.state.rebuild(self.layer, slots)  # beside the transfer
         return slots
 
     def take(self) -> Fetched:

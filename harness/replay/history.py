@@ -86,16 +86,15 @@ class History:
         stays = self.resident[layer].unsqueeze(-1)
         columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
         keys, values = (part[:, :, : key.shape[2]] for part in self.kv[layer])
-        keys.copy_(torch.where(stays, key, state.keys(layer, columns)))
+        keys.copy_(torch.where(stays, key, state.rebuild(layer, columns)))
         values.copy_(torch.where(stays, value, values))
 
-    def staying(self, layer: int, stop: int) -> Tensor | None:
-        """Of the columns up to `stop` those that every later row reads, bool [batch, num_kv_heads, 1, stop]; None where
-        the method says all."""
+    def with_staying(self, layer: int, mask: Tensor) -> Tensor:
+        """A selection's `mask`, bool [batch, num_kv_heads or 1, rows, columns], and what every row reads beside it."""
         if layer not in self.resident:
-            return None
+            return mask
         prompt = self.resident[layer]
-        return pad(prompt, (0, stop - prompt.shape[-1]), value=True).unsqueeze(2)
+        return mask | pad(prompt, (0, mask.shape[-1] - prompt.shape[-1]), value=True).unsqueeze(2)
 
     def fork(self, index: Tensor, num_columns: int) -> History:
         """Of the sequences `index` [new_batch], with room for `num_columns`."""

@@ -169,8 +169,7 @@ class _Block:
             scores += selection.bias
             self._own(scores).copy_(own)
         if selection.mask is not None:
-            staying = self.rows_pass.history.staying(self.layer, self.stop)
-            mask = selection.mask if staying is None else selection.mask | staying
+            mask = self.rows_pass.history.with_staying(self.layer, selection.mask)
             self._own(mask).fill_(True)
             scores.masked_fill_(~mask.unsqueeze(2), float("-inf"))
         if everything is not None:
