@@ -203,7 +203,7 @@ def library(monkeypatch, tmp_path):
     """Takes the place of `conf/`; `grid(name, text)` adds a grid to it."""
     conf = tmp_path / "conf"
     shutil.copytree(CONF_DIR, conf)
-    for module in ("harness.settings.compose", "harness.launch.cli"):
+    for module in ("harness.settings.choices", "harness.settings.compose", "harness.launch.cli"):
         monkeypatch.setattr(f"{module}.CONF_DIR", conf)
 
     def grid(name: str, text: str) -> None:

@@ -93,6 +93,12 @@ def test_every_method_is_in_the_grid() -> None:
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
 
 
+def test_what_the_frontier_adds_is_measured_as_the_leaderboard_is() -> None:
+    grids = [OmegaConf.load(GRID.with_stem(name)) for name in ("frontier", "leaderboard")]
+    added, own = (dict(grid.settings) for grid in grids)
+    assert added == {name: value for name, value in own.items() if name not in ("tasks", "num_samples")}
+
+
 def test_a_method_without_a_size_runs_once_and_a_refused_step_is_left_out(plan) -> None:
     scores = [cell for cell in plan.cells if cell.experiment == "leaderboard-scores"]
     sizes = [(cell.method_name, cell.target_kv_frac) for cell in scores if cell.kind == "perplexity"]
