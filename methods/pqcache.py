@@ -26,7 +26,7 @@ class PQCache(Retrieving):
     """
 
     group: str = "sum_probs"
-    sinks: int = 32
+    num_sinks: int = 32
     recent_frac: float = 0.5
     sub_vectors: int = 2
     bits: int = 6
@@ -44,7 +44,7 @@ class PQCache(Retrieving):
 
     def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
         """The recent tokens are a share of what is read beside the sinks."""
-        return super().forced(first, last, positions, (num_read - self.sinks).clamp(min=0))
+        return super().forced(first, last, positions, (num_read - self.num_sinks).clamp(min=0))
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> PQCacheState:
         """ValueError where a key cannot be cut into `sub_vectors`."""
@@ -65,7 +65,7 @@ class PQCacheState(RetrievingState):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Cluster the prompt's keys without the sinks, which are unlike all others, and keep the codes of all."""
         method = self.method
-        first = (rows.lengths - 1).clamp(max=method.sinks)
+        first = (rows.lengths - 1).clamp(max=method.num_sinks)
         clustered = rows.real & (rows.positions >= first[:, None])
         self.centroids[layer] = kmeans(self._cut(key), clustered, 2**method.bits, method.iterations)
         shape = (*key.shape[:2], rows.num_slots, method.sub_vectors)

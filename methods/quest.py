@@ -1,9 +1,8 @@
 """Quest (Tang et al., ICML 2024): pages of tokens, scored by a bound on what any key in them could give.
 
 Of every page the elementwise minimum and maximum of its post-position keys are kept on the device; no key of the page
-scores above sum_j max(q_j * min_j, q_j * max_j). This is the rule of Quest's speed code: the budget counts the last
-page, which is always read, and the best others. Its accuracy code gives the last page no privilege and scores each
-query head on its own; here a set is shared by a KV head's group.
+scores above sum_j max(q_j * min_j, q_j * max_j). As in Quest's speed code the budget counts the last page, always read;
+its accuracy code gives that page no privilege.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ class Selecting(Method):
     covers: a selection is made for each `kv_head`, or one for all heads of a `layer`.
     when: by which query: the `layer`'s own, one rehearsed in the `previous_layer`, or that of the `previous_step`. The
         last two let rows cross the link while the layer before computes.
-    sinks: the first tokens of a sequence, always read. recent_frac: share of the tokens read that are the most recent.
+    num_sinks: so many first tokens are always read. recent_frac: share of the tokens read that are the most recent.
     """
 
     group: str = "best"
     covers: str = "kv_head"
     when: str = "layer"
-    sinks: int = 0
+    num_sinks: int = 0
     recent_frac: float = 0.0
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Selecting(Method):
         require_one_of("group", self.group, GROUPS)
         require_one_of("covers", self.covers, ("kv_head", "layer"))
         require_one_of("when", self.when, tuple(WHEN))
-        require(self.sinks >= 0, "sinks", self.sinks, "an integer >= 0")
+        require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
         require_fraction("recent_frac", self.recent_frac, zero=True)
         because = "an integer >= 1: layer 0 has no layer before it to rehearse in"
         rehearses = self.selects == "rehearsed"
@@ -52,12 +52,12 @@ class Selecting(Method):
 
     def min_size(self, row: Row) -> float:
         """The least that reads a token beside the sinks at the first row."""
-        if not self.sinks:
+        if not self.num_sinks:
             return super().min_size(row)
         first, low, high = row._replace(cached=row.prompt), 0.0, 1.0
         for _ in range(24):
             middle = (low + high) / 2
-            enough = self.with_size(middle).max_tokens_read(first, self.num_exempt_layers) > self.sinks
+            enough = self.with_size(middle).max_tokens_read(first, self.num_exempt_layers) > self.num_sinks
             low, high = (low, middle) if enough else (middle, high)
         return high
 
@@ -66,8 +66,8 @@ class Selecting(Method):
         prompt = int(lengths.prompt.min())
         shortest = Row(prompt, prompt, int(lengths.final.min()))
         read = self.max_tokens_read(shortest, self.num_exempt_layers)
-        enough = not self.sinks or read > self.sinks or read == shortest.cached
-        require(enough, "sinks", self.sinks, f"below {read}, what is read of a prompt of {prompt} tokens")
+        enough = not self.num_sinks or read > self.num_sinks or read == shortest.cached
+        require(enough, "num_sinks", self.num_sinks, f"below {read}, what is read of a prompt of {prompt} tokens")
 
     def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
         """What is read whatever its score: sinks and recent tokens; None where there are none.
@@ -75,10 +75,10 @@ class Selecting(Method):
         first, last: int [batch, num_kv_heads or 1, n], tokens from which to which each candidate goes; positions: int
         [batch, rows]; num_read: int [batch, rows], tokens read in all. Returns bool [batch, 1 or kv, rows, n].
         """
-        if not self.sinks and not self.recent_frac:
+        if not self.num_sinks and not self.recent_frac:
             return None
         recent = (positions - floor_frac(self.recent_frac, num_read))[:, None, :, None]
-        return (first.unsqueeze(2) < self.sinks) | (last.unsqueeze(2) >= recent)
+        return (first.unsqueeze(2) < self.num_sinks) | (last.unsqueeze(2) >= recent)
 
     def reduced(self, scores: Tensor, forced: Tensor | None = None) -> Tensor:
         """Scores [batch, num_kv_heads, group, rows, n], -inf where nothing is to be read, overwritten, as one for each

@@ -172,15 +172,17 @@ CASES = {
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
     "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
     "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),
-    "quest-layer": Case(Quest(read_frac=0.4, page_size=3, covers="layer", group="sum_probs", sinks=4)),
-    "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", sinks=1, num_exempt_layers=0)),
+    "quest-layer": Case(Quest(read_frac=0.4, page_size=3, covers="layer", group="sum_probs", num_sinks=4)),
+    "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", num_sinks=1, num_exempt_layers=0)),
     "quest-step": Case(Quest(read_frac=0.4, page_size=2, when="previous_step", group="max_logits")),
     "quest-rehearsed": Case(Quest(read_frac=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
-    "pqcache": Case(PQCache(read_frac=0.5, sinks=1, recent_frac=0.3, bits=2, iterations=3)),
-    "pqcache-fine": Case(PQCache(read_frac=0.4, sinks=1, recent_frac=0.0, sub_vectors=4, bits=4, num_exempt_layers=0)),
-    "pqcache+smooth": Case(PQCache(read_frac=0.4, sinks=1, sub_vectors=1, bits=3), Smooth()),
+    "pqcache": Case(PQCache(read_frac=0.5, num_sinks=1, recent_frac=0.3, bits=2, iterations=3)),
+    "pqcache-fine": Case(
+        PQCache(read_frac=0.4, num_sinks=1, recent_frac=0.0, sub_vectors=4, bits=4, num_exempt_layers=0)
+    ),
+    "pqcache+smooth": Case(PQCache(read_frac=0.4, num_sinks=1, sub_vectors=1, bits=3), Smooth()),
     "freekv": Case(
-        Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", sinks=3, recent_frac=0.25)
+        Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25)
     ),
     "shadowkv": Case(ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3, outlier_frac=0.2)),
     "shadowkv-step": Case(
@@ -196,7 +198,7 @@ CASES = {
     "loki-step": Case(Loki(read_tokens=7, rank=0.1, when="previous_step", group="max_probs", num_exempt_layers=0)),
     "loki+smooth": Case(Loki(read_frac=0.3, index_bits=8), Smooth()),
     "sparq": Case(SparQ(read_tokens=None, read_frac=0.4)),
-    "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", sinks=2, num_exempt_layers=0)),
+    "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", num_sinks=2, num_exempt_layers=0)),
     "sparq-rehearsed": Case(SparQ(read_tokens=8, mean_value=False, when="previous_layer", group="union")),
     "sparq+smooth": Case(SparQ(read_tokens=5, recent_frac=0.0), Smooth()),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
@@ -206,7 +208,9 @@ CASES = {
     "infinigen": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4)),
     "infinigen-query": Case(InfiniGen(columns="query", skew=False, alpha=inf, max_fetch_frac=0.3)),
     "infinigen-union": Case(InfiniGen(columns="union", alpha=0.6, max_fetch_frac=0.6, num_exempt_layers=1)),
-    "infinigen-step": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, when="previous_step", sinks=1, recent_frac=0.3)),
+    "infinigen-step": Case(
+        InfiniGen(alpha=inf, max_fetch_frac=0.4, when="previous_step", num_sinks=1, recent_frac=0.3)
+    ),
     "infinigen-layer": Case(
         InfiniGen(alpha=inf, max_fetch_frac=0.4, when="layer", covers="layer", group="max_probs", num_exempt_layers=0)
     ),
@@ -232,6 +236,17 @@ CASES = {
     ),
     "pool+smooth": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru"), Smooth()),
 }
+
+
+def _wide() -> tuple[str, ...]:
+    first: dict[type, str] = {}
+    for name, case in CASES.items():
+        first.setdefault(type(case.method), name)
+    return (*first.values(), "full+smooth", "kivi", "pool-lru")
+
+
+WIDE = _wide()
+"""A case of each method: these run in every model family, the others in one."""
 
 
 def shipped(name: str) -> Case:

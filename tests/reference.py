@@ -274,7 +274,7 @@ class Reference:
         count = self._count(relative, position)
         recent = position - math.floor(method.recent_frac * count)
         for each in relative:
-            each.update({j: math.inf for j in cached if j < method.sinks or j >= recent})
+            each.update({j: math.inf for j in cached if j < method.num_sinks or j >= recent})
         chosen = [self._largest(each, count) for each in relative]
         return chosen if method.covers == "kv_head" else chosen * len(scores)
 

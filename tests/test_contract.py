@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from cases import CASES, SHIPPED, shipped
+from cases import CASES, SHIPPED, WIDE, shipped
 from living import (
     FAMILIES,
     PROMPT,
@@ -33,12 +33,9 @@ moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
 
-WIDE = ("full", "full+smooth", "h2o", "snapkv", "quest", "infinigen", "pool-lru")
-"""Cases that run in every family; the others in those that differ in how a method sees them."""
-
 
 def in_families(names) -> pytest.MarkDecorator:
-    pairs = [(name, family) for name in names for family in (FAMILIES if name in WIDE else FAMILIES[:3])]
+    pairs = [(name, family) for name in names for family in (FAMILIES if name in WIDE else ["gqa"])]
     return pytest.mark.parametrize(("name", "family"), pairs)
 
 

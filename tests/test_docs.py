@@ -291,7 +291,7 @@ def anchors(file: Path) -> set[str]:
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 95
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 125
 
 
 def test_methods_has_a_line_for_every_method_with_its_settings():

@@ -157,7 +157,7 @@ ONCE = {
     "pyramid-steep": (SnapKV(kept_frac=0.4, window=1, kernel=1, layers="pyramid", num_exempt_layers=0), snapkv_worth),
     "adaptive": (SnapKV(kept_frac=0.5, window=3, heads="adaptive"), snapkv_worth),
     "both": (SnapKV(kept_tokens=9, window=2, pooling="avg", layers="pyramid", heads="adaptive"), snapkv_worth),
-    "sinks": (SnapKV(kept_tokens=8, num_sinks=3, window=2), snapkv_worth),
+    "num_sinks": (SnapKV(kept_tokens=8, num_sinks=3, window=2), snapkv_worth),
     "knorm": (Knorm(kept_frac=0.4), knorm_worth),
     "knorm-both": (Knorm(kept_tokens=7, window=1, layers="pyramid", heads="adaptive"), knorm_worth),
     "keydiff": (KeyDiff(kept_frac=0.4), keydiff_worth),

@@ -226,9 +226,10 @@ def test_a_long_module_says_why(module):
     assert text.count("\n") <= MAX_LINES or "page" in (ast.get_docstring(ast.parse(text)) or "")
 
 
-SIZES = {("h2o",): 120, ("streaming",): 70, ("infinigen", "pool"): 370}
+SIZES = {"h2o": 120, "streaming": 70, "quest": 70, "snapkv": 70, "tova": 70, "infinigen": 200}
+"""Lines at most."""
 
 
-@pytest.mark.parametrize("files", SIZES)
-def test_a_method_is_small(files):
-    assert sum((ROOT / "methods" / f"{name}.py").read_text().count("\n") for name in files) < SIZES[files]
+@pytest.mark.parametrize("name", SIZES)
+def test_a_method_is_small(name):
+    assert (ROOT / "methods" / f"{name}.py").read_text().count("\n") <= SIZES[name]

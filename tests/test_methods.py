@@ -199,7 +199,7 @@ REDUCTIONS = {
 def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
     """Against each rule on one row at a time, with sinks and recent tokens among the 8 of 20 that are read."""
     scores = 3 * torch.randn(1, KV_HEADS, GROUP, 1, 20, generator=torch.Generator().manual_seed(5))
-    method = Oracle(alpha=math.inf, max_fetch_frac=0.4, group=group, covers=covers, sinks=2, recent_frac=0.25)
+    method = Oracle(alpha=math.inf, max_fetch_frac=0.4, group=group, covers=covers, num_sinks=2, recent_frac=0.25)
     selection = chosen(method, scores.clone(), torch.tensor([[20]]), 40)
     forced = {0, 1, 18, 19}
     heads = scores[0, :, :, 0].double()
@@ -222,7 +222,7 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
         (Oracle, {"covers": "model"}, "method.covers=model: must be one of kv_head, layer"),
         (Oracle, {"when": "previous_step"}, "method.when=previous_step: must be layer"),
         (Oracle, {"group": "sum_probs"}, "method.group=sum_probs: must be best, the distance that alpha bounds"),
-        (Quest, {"sinks": -1}, "method.sinks=-1: must be an integer >= 0"),
+        (Quest, {"num_sinks": -1}, "method.num_sinks=-1: must be an integer >= 0"),
         (Quest, {"recent_frac": 1.5}, r"method.recent_frac=1.5: must be in \[0, 1\]"),
         (Quest, {"read_tokens": 0}, "method.read_tokens=0: must be >= 1 or null"),
         (Quest, {"when": "previous_layer", "num_exempt_layers": 0}, "method.num_exempt_layers=0: must be an integer"),
@@ -236,8 +236,10 @@ def test_settings_of_a_selection_without_meaning_are_refused(method, settings, m
 
 def test_sinks_leave_something_to_select():
     lengths = Lengths(torch.tensor([100]), torch.tensor([120]))
-    method = Quest(read_frac=0.2, page_size=1, sinks=20)
-    with pytest.raises(ValueError, match="^method.sinks=20: must be below 19, what is read of a prompt of 100 tokens$"):
+    method = Quest(read_frac=0.2, page_size=1, num_sinks=20)
+    with pytest.raises(
+        ValueError, match="^method.num_sinks=20: must be below 19, what is read of a prompt of 100 token"
+    ):
         method.new_state(GEOMETRY, lengths)
     least = method.min_size(Row(100, 100, 120))
     assert least == pytest.approx(0.22, abs=1e-6)

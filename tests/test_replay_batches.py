@@ -6,18 +6,17 @@ from math import inf
 
 import pytest
 import torch
-from cases import CASES, Case
+from cases import CASES, WIDE, Case
 from replaying import (
+    BATCHED,
     LENGTH,
-    MODELS,
     PROMPT,
     RAGGED,
     RAGGED_IDS,
-    TOLERANCE,
     TOO_SHORT,
-    WITHOUT_STEPS,
     assert_close,
     every_case,
+    every_case_in_a_model,
     every_model,
     open_session,
     pad,
@@ -42,8 +41,7 @@ from methods.streaming import Streaming
 # Padding, chunks, calls
 
 
-@every_model
-@every_case
+@every_case_in_a_model
 def test_a_padded_batch_is_its_sequences_alone(model, name):
     together = run_ragged(model, CASES[name]).logits
     for ids, (prompt, _), got in zip(RAGGED_IDS, RAGGED, together, strict=True):
@@ -88,12 +86,16 @@ def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
         assert got.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-5)
 
 
-@pytest.mark.parametrize("calls", [(1, 2, 20), tuple(range(1, 37))], ids=["four", "one-row"])
-@every_case
+CALLS = {"four": (1, 2, 20), "one-row": tuple(range(1, 37))}
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [(name, call) for name in BATCHED for call in CALLS if call == "four" or name in WIDE]
+)
 def test_several_calls_are_one(tiny_gqa, name, calls):
     """One row a call is live decoding's rhythm; the last calls hold sequences that are padding alone."""
     expected = run_ragged(tiny_gqa, CASES[name])
-    got = run_ragged(tiny_gqa, CASES[name], calls=calls)
+    got = run_ragged(tiny_gqa, CASES[name], calls=CALLS[calls])
     for rows, wanted in zip(got.logits, expected.logits, strict=True):
         assert_close(rows, wanted)
     assert got.reads.kv_frac == pytest.approx(expected.reads.kv_frac)
@@ -131,8 +133,7 @@ def test_rows_after_padding_know_nothing_of_it(tiny_gqa, case):
 # Forks
 
 
-@every_case
-@pytest.mark.parametrize("model", [MODELS["gqa"], MODELS["opt"]], ids=["gqa", "opt"])
+@every_case_in_a_model
 def test_a_fork_is_each_continuation_alone(model, name):
     """Contexts of two lengths; the first has three choices, of which two share rows, the second two."""
     contexts = [token_ids(20), token_ids(13, 1)]
@@ -171,20 +172,6 @@ def test_a_fork_is_each_continuation_alone(model, name):
 
 
 # The contract's edges
-
-
-LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
-"""Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
-
-
-# Not h2o-heavy: it may evict every new token at once, so that nothing later depends on how a row ran.
-@every_model
-@pytest.mark.parametrize("name", [name for name in WITHOUT_STEPS if name != "h2o-heavy"])
-def test_an_off_by_one_prefill_len_shows(model, name):
-    right = run_one(model, CASES[name]).logits[0][1:]
-    wrong = run_one(model, CASES[name], prompt=PROMPT + 1).logits[0]
-    difference = float((right - wrong).abs().max())
-    assert difference <= TOLERANCE if name in LEAVES_NO_TRACE else difference > 10 * TOLERANCE
 
 
 LIMITS = {

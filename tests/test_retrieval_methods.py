@@ -48,7 +48,7 @@ def coded(method: PQCache, key: np.ndarray, prompt: int) -> np.ndarray:
     """Every key as its centroids have it."""
     parts = []
     for part in np.split(key, method.sub_vectors, axis=1):
-        clustered = part[min(method.sinks, prompt - 1) : prompt]
+        clustered = part[min(method.num_sinks, prompt - 1) : prompt]
         centroids = plain_kmeans(clustered, 2**method.bits, method.iterations)
         parts.append([centroids[plain_nearest(point, centroids)] for point in part])
     return np.concatenate(parts, axis=1)
@@ -69,19 +69,19 @@ def pqcache_rule(method: PQCache, coded=coded):
         # Rounded: tokens of the same codes tie, and the lowest is read.
         probs = sum(softmax(index[name][:t] @ query) for query in group[:, t]).round(12)
         size = max(1, int(method.read_frac * t))
-        recent = int(method.recent_frac * max(0, size - method.sinks))
+        recent = int(method.recent_frac * max(0, size - method.num_sinks))
         rank = {token: (-probs[token], token) for token in range(t)}
-        rank |= {token: (-np.inf, token) for token in (*range(min(t, method.sinks)), *range(t - recent, t))}
+        rank |= {token: (-np.inf, token) for token in (*range(min(t, method.num_sinks)), *range(t - recent, t))}
         return set(sorted(range(t), key=rank.__getitem__)[:size])
 
     return rule
 
 
 PQCACHES = {
-    "pqcache": PQCache(read_frac=0.5, sinks=2, recent_frac=0.3, bits=3, iterations=4),
-    "pqcache-no-iteration": PQCache(read_frac=0.4, sinks=0, recent_frac=0.0, bits=2, iterations=0),
-    "pqcache-exempts-none": PQCache(read_frac=0.3, sinks=1, sub_vectors=4, bits=2, num_exempt_layers=0),
-    "pqcache-fewer-tokens-than-centroids": PQCache(read_frac=0.4, sinks=3, sub_vectors=1, bits=6),
+    "pqcache": PQCache(read_frac=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
+    "pqcache-no-iteration": PQCache(read_frac=0.4, num_sinks=0, recent_frac=0.0, bits=2, iterations=0),
+    "pqcache-exempts-none": PQCache(read_frac=0.3, num_sinks=1, sub_vectors=4, bits=2, num_exempt_layers=0),
+    "pqcache-fewer-tokens-than-centroids": PQCache(read_frac=0.4, num_sinks=3, sub_vectors=1, bits=6),
 }
 
 
@@ -97,7 +97,7 @@ def test_pqcache_reads_what_the_plain_rule_reads(model, name, batch, monkeypatch
 @every_model
 def test_with_a_centroid_for_each_token_pqcache_ranks_by_the_keys_themselves(model, batch, monkeypatch):
     """The first row, which sees the prompt alone; a later token gets a centroid of the prompt's."""
-    method = PQCache(read_frac=0.4, sinks=0, recent_frac=0.0, bits=8)
+    method = PQCache(read_frac=0.4, num_sinks=0, recent_frac=0.0, bits=8)
     geometry, found = replayed(model, Case(method), batch, monkeypatch)
     rule = pqcache_rule(method, uncoded)
     for sequences in found.values():
@@ -121,7 +121,7 @@ def test_kmeans_finds_what_lies_apart_and_leaves_padding_out():
 def test_pqcaches_index_by_hand():
     """Of 100 tokens two codes of 6 bits each, and 64 centroids of 16 elements, of 16 bits; a token is 32 elements."""
     lengths = Lengths(torch.tensor([90]), torch.tensor([120]))
-    state = PQCache(sinks=0).new_state(GEOMETRY, lengths)
+    state = PQCache(num_sinks=0).new_state(GEOMETRY, lengths)
     assert state.index_read(2, torch.tensor([[100]])).item() == (100 * 12 + 64 * 16 * 16) / (32 * 16)
 
 
@@ -315,7 +315,7 @@ def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, setti
     ("method", "message"),
     [
         (PQCache(sub_vectors=3), r"method\.sub_vectors=3: must be a divisor of 16, the elements of a head"),
-        (PQCache(read_frac=0.3), r"method\.sinks=32: must be below 27, what is read of a prompt of 90 tokens"),
+        (PQCache(read_frac=0.3), r"method\.num_sinks=32: must be below 27, what is read of a prompt of 90 tokens"),
     ],
 )
 def test_what_the_model_or_the_prompt_does_not_allow_is_refused(method, message):
