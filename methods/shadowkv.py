@@ -178,7 +178,8 @@ class ShadowKVState(State):
 
     def _side(self, layer: int, positions: Tensor, num_read: Tensor) -> Tensor:
         """The landmarks, the rows of `left` and all of `right` that the keys are rebuilt of, and what stays."""
-        rank, head_dim = self.right[layer].shape[-2:]
+        most, head_dim = self.right[layer].shape[-2:]
+        rank = self.lengths.prompt.clamp(max=most)[:, None]  # a shorter prompt has fewer
         index = self.fetchable[:, None] * head_dim + num_read * rank + rank * head_dim
         return index / (2 * head_dim) + positions - self.fetchable[:, None] * self.method.page_size
 

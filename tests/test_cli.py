@@ -81,7 +81,7 @@ def test_a_sweep_over_an_unknown_method_runs_nothing(runs, capsys):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--help"], "method: full, h2o, infinigen"),
+        (["--help"], "keydiff, kivi, kivi4, knorm"),
         (["--cfg", "job", "method=h2o"], "heavy_frac: 0.1"),
         (["--cfg", "job", "--resolve"], "seq_len: 1024"),
         (["--version"], "1.3"),

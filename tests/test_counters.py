@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from cases import Case
-from living import PROMPTS, attached_with_link, force, live, open_live, replay
+from living import PROMPTS, attached_with_link, calibration, force, live, open_live, replay
 
 from methods.codec import Codec
 from methods.full import Full
@@ -26,7 +26,7 @@ EXACT, INT4 = 2 * 16 * 4, 2 * (4 + 8)
 """Bytes of a token and KV head: 16 elements of K and of V in fp32; or lo, step and 16 half bytes, twice."""
 LENGTHS = 2 * 8
 """A state knows its sequence's prompt and T, int64 each."""
-ROTATION = 4 * HEADS * 16 * 16 * 4
+CALIBRATION = sum(measured.nbytes for measured in calibration(HEADS, 16).values())
 """InfiniGen's, of every layer and head, for the whole batch."""
 
 
@@ -69,7 +69,7 @@ INFINIGEN = Hand(
     index=lambda t, final: t * COLUMNS / (2 * 16),
     kept=lambda final: final * COLUMNS * 2 + 16 * COLUMNS * 2,  # partial keys, and what makes them
     state=34 * COLUMNS * 4 + 16 * COLUMNS * 4,
-    shared=ROTATION,
+    shared=CALIBRATION,
 )
 HANDS = {
     "full": Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False),

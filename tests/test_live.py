@@ -301,7 +301,7 @@ def test_sessions_do_not_know_each_other(name):
         first.close()
         second.close()
         assert torch.equal(torch.stack(logits, 1), alone.logits)
-        assert first.kv_frac == alone.kv_frac
+        assert first.reads.kv_frac == alone.kv_frac
         assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, alone.logits)
 
 
