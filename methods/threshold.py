@@ -48,7 +48,7 @@ class ScoreSelecting(Selecting):
 
     def tokens_read(self, row: Row, layer: int) -> float | None:
         """Closed form where alpha plays no part."""
-        return self._cap(row) if self._counts_by_cap and self.group != "union" else None
+        return self.max_tokens_read(row, layer) if self._counts_by_cap and self.group != "union" else None
 
     def max_tokens_read(self, row: Row, layer: int) -> int:
         """The cap; with `fixed_fetch` that number; of a union anything."""

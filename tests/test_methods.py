@@ -234,6 +234,12 @@ def test_settings_of_a_selection_without_meaning_are_refused(method, settings, m
         method(**settings)
 
 
+def test_a_limited_pool_reads_a_share_of_what_it_holds():
+    method = InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4)
+    row = Row(90, 50, 100)
+    assert method.tokens_read(row, 3) == method.max_tokens_read(row, 3) == 12  # floor(.3 * 40)
+
+
 def test_sinks_leave_something_to_select():
     lengths = Lengths(torch.tensor([100]), torch.tensor([120]))
     method = Quest(read_frac=0.2, page_size=1, num_sinks=20)
