@@ -17,6 +17,7 @@ Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -343,6 +344,11 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     keys_first = rows == 1
     scores = (key @ stacked.mT).mT if keys_first else stacked @ key.mT
     return scores.reshape(batch, num_kv_heads, heads // num_kv_heads, rows, slots).float()
+
+
+def share_above(count: int, whole: int) -> float:
+    """The least share whose floor of `whole` is more than `count`, at most 1; rounded up so that it is."""
+    return min(1.0, math.nextafter((count + 1) / whole, 1))
 
 
 def floor_frac(frac: float, count: Tensor) -> Tensor:

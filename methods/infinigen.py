@@ -18,7 +18,7 @@ from methods.balanced import balanced, moments
 from methods.base import Calibration, Geometry, Lengths, PromptRows, Rows, Selection, State
 from methods.checks import require_fraction, require_one_of
 from methods.pool import Pooled, PoolState
-from methods.projected import ProjectedState, require_index_bits
+from methods.projected import ProjectedState, require_index_bits, right_vectors
 
 COLUMN_RULES = ("sum", "query", "union")
 
@@ -80,8 +80,7 @@ class InfiniGen(Pooled):
             real = torch.ones_like(key[:1, :, 0], dtype=torch.bool)
             return {name: found[0] for name, found in moments(query[None], key[None], real).items()}
         stacked = query.reshape(len(key), -1, query.shape[-1]).float()
-        few = stacked.shape[1] < stacked.shape[2]  # then the reduced V would not be square
-        return {"rotation": torch.linalg.svd(stacked, full_matrices=few).Vh.mT.contiguous()}
+        return {"rotation": right_vectors(stacked)}
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
         """`calibration` is required where `needs_calibration`."""

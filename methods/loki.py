@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from methods.base import Calibration, Geometry, Lengths, State
-from methods.projected import FixedProjectionState, Projected
+from methods.projected import FixedProjectionState, Projected, right_vectors
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class Loki(Projected):
     def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
         """rotation: components of the centred keys, fp32 [num_kv_heads, head_dim, head_dim], columns by variance."""
         centred = key.float() - key.float().mean(1, keepdim=True)
-        few = centred.shape[1] < centred.shape[2]  # then the reduced V would not be square
-        return {"rotation": torch.linalg.svd(centred, full_matrices=few).Vh.mT.contiguous()}
+        return {"rotation": right_vectors(centred)}
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
         """`calibration` is required."""

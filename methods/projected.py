@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from methods.base import Geometry, Lengths, PromptRows, Rows, State
@@ -40,6 +41,13 @@ class Projected(Retrieving):
     def num_columns(self, head_dim: int) -> int:
         """Numbers of a key that are scored."""
         return math.ceil(self.rank * head_dim)
+
+
+def right_vectors(rows: Tensor) -> Tensor:
+    """Right singular vectors of `rows` [..., n, head_dim] as columns by falling singular value, [..., head_dim,
+    head_dim]."""
+    few = rows.shape[-2] < rows.shape[-1]  # then the reduced V would not be square
+    return torch.linalg.svd(rows, full_matrices=few).Vh.mT.contiguous()
 
 
 def require_index_bits(bits: int | None) -> None:

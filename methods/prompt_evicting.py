@@ -6,14 +6,13 @@ which stay whatever their worth is written once, here.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection
+from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, share_above
 from methods.checks import require, require_fraction, require_one_of
 from methods.evicting import INF, Evicting, EvictingState
 
@@ -139,10 +138,10 @@ class PromptEvicting(Evicting):
         return replace(self, kept_frac=frac, kept_tokens=None)
 
     def min_size(self, row: Row) -> float:
-        """What keeps one token more than always stays, rounded up so that the floor does."""
+        """What keeps one token more than always stays."""
         words = "num_sinks + method.window" if self.num_sinks else "window"
         require(self.safe < row.prompt, words, self.safe, f"below {row.prompt}, the shortest prompt")
-        return min(1.0, math.nextafter((self.safe + 1) / row.prompt, 1))
+        return share_above(self.safe, row.prompt)
 
 
 def pyramid(mean: int, high: int, num_layers: int) -> list[int]:

@@ -7,7 +7,6 @@ twice. The state keeps these rows' queries, and the keys of what is kept a secon
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from methods.base import (
     Rows,
     Selection,
     attention_scores,
+    share_above,
 )
 from methods.checks import require, require_fraction
 from methods.evicting import INF, PROMPT_CHUNK, EvictingState, EvictingToShare
@@ -75,9 +75,9 @@ class RKV(EvictingToShare):
         return min(row.cached, self.budget(row.final) + self.divide_length - 1)
 
     def min_size(self, row: Row) -> float:
-        """What keeps one token more than the window, rounded up so that the floor does."""
+        """What keeps one token more than the window."""
         require(self.window < row.final, "window", self.window, f"below {row.final}, the shortest sequence")
-        return min(1.0, math.nextafter((self.window + 1) / row.final, 1))
+        return share_above(self.window, row.final)
 
 
 class RKVState(EvictingState):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, Row, floor_frac
+from methods.base import Calibration, Geometry, Lengths, Row, floor_frac, share_above
 from methods.checks import require, require_fraction
 from methods.evicting import Evicting
 from methods.windowed import WindowState
@@ -41,9 +40,9 @@ class Streaming(Evicting):
         return min(row.cached, int(self.kv_frac * row.final))
 
     def min_size(self, row: Row) -> float:
-        """What keeps one token more than the sinks, rounded up so that the floor does."""
+        """What keeps one token more than the sinks."""
         require(self.num_sinks < row.final, "num_sinks", self.num_sinks, f"below {row.final}, the shortest sequence")
-        return min(1.0, math.nextafter((self.num_sinks + 1) / row.final, 1))
+        return share_above(self.num_sinks, row.final)
 
 
 class StreamingState(WindowState):
