@@ -26,6 +26,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from methods.base import Method, Row, State
+from methods.codec import AnyCodec
 
 TOLERANCE = 0.01
 FLOAT_BYTES = 2
@@ -41,8 +42,22 @@ def share_of_cache(cached: Tensor, read: Tensor, width: float, num_exempt: int, 
     return (num_exempt * cached.double() + width * read) / (num_layers * cached.double())
 
 
-def resident_share(state: State) -> Tensor:
-    """Bytes that a state keeps for each sequence at its end / the full cache at T, fp64 [batch].
+def resident_share(
+    state: State | None, codec: AnyCodec | None, final: Tensor, num_exempt: int, num_layers: int
+) -> Tensor:
+    """What a method or its codec keeps on the device of each sequence / the full cache at T, fp64 [batch].
+
+    final: int [batch], T. A method without a state reads all, and its codec may leave the last tokens exact.
+    """
+    if state is not None:
+        return _share_of_state(state)
+    final = final.cpu()
+    exact = final - codec.stored(final) if codec else torch.zeros_like(final)
+    return exact.double() / final * (1 - num_exempt / num_layers)
+
+
+def _share_of_state(state: State) -> Tensor:
+    """Bytes that it keeps for each sequence at its end / the full cache.
 
     Tensors of a sequence count as they are, in a batch as long as the longest sequence needs them; those of slots count
     as many slots as tokens are kept, of however many there is room for. Tokens that stay exact count whole.
@@ -62,12 +77,6 @@ def resident_share(state: State) -> Tensor:
     exact = [sum(state.method.tokens_resident(end, layer) for layer in layers) for end in ends]
     kept += token * torch.tensor(exact, dtype=torch.float64)
     return kept / (geometry.num_layers * token * torch.tensor(finals, dtype=torch.float64))
-
-
-def residual_share(residual: int, final: Tensor, num_exempt: int, num_layers: int) -> Tensor:
-    """The same of a codec that leaves `residual` tokens exact on the device; final: [batch], T of each sequence."""
-    final = final.cpu().double()
-    return final.clamp(max=residual) / final * (1 - num_exempt / num_layers)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from harness.offload.links.link import Link
 from harness.offload.session import LiveSession
 from harness.replay.session import ReplaySession
 from harness.setup import Setup
-from harness.sizes import resident_share, residual_share
+from harness.sizes import resident_share
 from methods.base import Rows, Selection
 
 STEPS = 10
@@ -97,12 +97,9 @@ def live(attached: Attached, setup: Setup, prompts: tuple[int, ...], **options: 
 
 def resident_frac(session: LiveSession) -> float:
     """What a live session keeps on the device, counted as replay counts it, mean over the sequences."""
-    state = session.caches[-1].state
-    if state is not None:
-        return float(resident_share(state).mean())
-    final, geometry = session.batch.lengths.final, session.attached.geometry
-    shares = residual_share(session.codec.residual, final, session.method.num_exempt_layers, geometry.num_layers)
-    return float(shares.mean())
+    state, final = session.caches[-1].state, session.batch.lengths.final
+    exempt, layers = session.method.num_exempt_layers, session.attached.geometry.num_layers
+    return float(resident_share(state, session.codec, final, exempt, layers).mean())
 
 
 def link_bytes(attached: Attached, setup: Setup, prompts: tuple[int, ...], link: Link) -> Bytes:

@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.model.attach import Attached
 from harness.replay.history import History
 from harness.replay.passes import DecodePass, PromptPass
-from harness.sizes import ReadStats, resident_share, residual_share
+from harness.sizes import ReadStats, resident_share
 from methods.base import Calibration, Lengths, Method, State
 from methods.checks import require
 from methods.codec import AnyCodec
@@ -98,10 +98,8 @@ class ReplaySession:
 
     def _resident(self) -> Tensor:
         """What is kept on the device of each sequence / the full cache, fp64 [batch]."""
-        if self.state is not None:
-            return resident_share(self.state)
-        residual, layers = self.history.codec.residual if self.history.codec else 0, self.attached.geometry.num_layers
-        return residual_share(residual, self.final_lengths, self.method.num_exempt_layers, layers)
+        exempt, layers = self.method.num_exempt_layers, self.attached.geometry.num_layers
+        return resident_share(self.state, self.history.codec, self.final_lengths, exempt, layers)
 
     def _no_reads(self) -> ReadStats:
         codec = self.history.codec
