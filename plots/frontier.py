@@ -26,6 +26,8 @@ FAMILIES = {
     "bound": Look(style.GREEN, "D", "", ""),
 }
 ALL = "reads all"
+CLOSE = 2
+"""Points of one size whose KL differs by a smaller factor share their names' place."""
 LEAST_KL = 1e-6
 """Nats: what is nearer to the full cache is the full cache, and off a logarithmic axis."""
 
@@ -50,6 +52,19 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     return style.finish(figure, f"{panels.shared}; hollow: modelled from a step timed at another size")
 
 
+def _name(axes: Axes, front: pd.DataFrame) -> None:
+    """Names beside the points, a list beside those that lie too close for names of their own."""
+    ordered = front.sort_values(KL, ascending=False)
+    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (ordered["size"] != ordered["size"].shift())
+    for _, close in ordered.groupby(apart.cumsum()):
+        sizes = ["" if pd.isna(row["size"]) else f" {100 * row.kv_frac:.0f} %" for _, row in close.iterrows()]
+        names = "\n".join(map("".join, zip(close.label, sizes, strict=True)))
+        middle = (close[KL].iloc[0] * close[KL].iloc[-1]) ** 0.5
+        words = axes.annotate(names, (close.x.max(), middle), (5, 0), textcoords="offset points", va="center")
+        words.set(fontsize=5.5, linespacing=1.0)
+        words.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
+
+
 def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     column, factor, words = PANELS[cost]
     panel = panel[panel[column].notna()].assign(x=factor * panel[column])
@@ -65,9 +80,10 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
             axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
     front = points[points.front.fillna("").str.contains(cost)].sort_values("x")
     axes.plot(front.x, front[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
-    for _, row in front.iterrows():
-        size = "" if pd.isna(row["size"]) else f" {100 * row.kv_frac:.0f} %"
-        axes.annotate(f"{row.label}{size}", (row.x, row.kl_nats), (3, 3), textcoords="offset points", fontsize=5.5)
+    _name(axes, front)
     style.log_y(axes)
+    if cost == "step time":
+        sources = sorted({*panel.step_source.dropna()} - {"modelled"})
+        words = f"{words}, {' and '.join(sources)}" if sources else words
     axes.set(xlabel=words, ylabel="KL(full || method) (nats)")
     axes.margins(x=0.15)
