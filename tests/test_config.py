@@ -221,6 +221,15 @@ def test_a_given_path_replaces_source_name_and_shape(tmp_path):
     assert load([f"model.path={gguf}"]).model.name == "m.Q4"
 
 
+def test_a_copy_of_the_file_that_an_entry_names_is_that_model(tmp_path):
+    entry = load(["model=qwen2.5-coder-0.5b"]).model
+    path = tmp_path / str(entry.gguf_file)
+    path.touch()
+    copy = load(["model=qwen2.5-coder-0.5b", f"model.path={path}"]).model
+    assert copy == dataclasses.replace(entry, path=str(path), hub_id=None, gguf_file=None)
+    assert load([f"model.path={path}"]).model.name == path.stem
+
+
 def test_a_given_hub_id_replaces_source_name_and_shape():
     model = load(["model=llama2-7b", "model.hub_id=org/other"]).model
     assert (model.name, model.hub_id, model.shape) == ("other", "org/other", None)
@@ -254,6 +263,8 @@ REFUSED = {
     "model.dtpe=float32": "unknown setting model.dtpe: did you mean 'dtype'?",
     "model.dtype=float8": "model.dtype=float8: did you mean 'float",
     "model.path=/nowhere": "model.path=/nowhere: no such file or folder",
+    "model.gguf_file=m.gguf": "model.gguf_file=m.gguf: needs model.hub_id=, or model.path= of its folder",
+    "model.hub_id=a/b model.gguf_file=m.bin": "model.gguf_file=m.bin: must be the name of a .gguf file",
     "model.path=/tmp model.hub_id=a/b": "model.path=/tmp and model.hub_id=a/b: give one of them",
     "method=h2o method.heavy_frac=2": "method.heavy_frac=2.0: must be in [0, 1]",
     "method=h2o method.heavy_frac=nan": "method.heavy_frac=nan: must be a number",

@@ -21,6 +21,7 @@ from harness.model import gguf as gguf_cache
 from harness.model import hub, source
 from harness.model.load import load_model, model_config
 from harness.model.tiny import VOCAB_SIZE
+from harness.records import inputs
 from harness.settings.sources import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,7 @@ PARAMETER_COUNTS = {
     "llama2-7b-32k": 6_738_415_616,
     "llama3-8b-1048k": 8_030_261_248,
     "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-coder-0.5b": 494_032_768 + 151_936 * 896,  # the file holds the tied head a second time
     "phi3-mini": 3_821_079_552,
     "pythia-1.4b": 1_414_647_808,
 }
@@ -446,3 +448,40 @@ def test_a_download_fetches_code_only_when_asked(model_dir, tmp_path, monkeypatc
     assert asked["revision"] == "main-sha" and loaded.max_length == 512
     assert ("*.py" in asked["patterns"]) == with_code
     assert not any("bin" in pattern for pattern in asked["patterns"])
+
+
+def test_a_gguf_of_the_hub_is_fetched_alone_and_its_digest_is_the_models(tiny_gguf, monkeypatch, tmp_path):
+    asked = []
+
+    def fetch(hub_id, revision, allow_patterns):
+        asked.append((revision, allow_patterns))
+        return str(tiny_gguf.parent)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(["README.md", "tiny.gguf"]))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    config = configured(hub_id="org/tiny", gguf_file="tiny.gguf")
+    loaded = load_model(config)
+    assert set(map(str, asked)) == {"('main-sha', ['tiny.gguf'])"}
+    assert loaded.fingerprint == load_model(configured(path=str(tiny_gguf))).fingerprint
+    assert inputs.model(config) == inputs.model(configured(path=str(tiny_gguf)))
+    refused("model.gguf_file=tyni.gguf: did you mean 'tiny.gguf'", configured(hub_id="org/tiny", gguf_file="tyni.gguf"))
+
+
+def test_a_cached_gguf_needs_no_hub(tiny_gguf, tmp_path):
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    tiny_gguf.rename(snapshot / "tiny.gguf")
+    assert (
+        load_model(configured(hub_id="org/tiny", gguf_file="tiny.gguf")).max_length
+        == TINY_SHAPE["max_position_embeddings"]
+    )
+
+
+def test_one_of_several_ggufs_in_a_folder_is_named(tiny_gguf):
+    (tiny_gguf.parent / "other.gguf").write_bytes(b"not a model")
+    refused("2 GGUF files, name one of them or set model.gguf_file", configured(path=str(tiny_gguf.parent)))
+    assert (
+        load_model(configured(path=str(tiny_gguf.parent), gguf_file="tiny.gguf")).max_length
+        == TINY_SHAPE["max_position_embeddings"]
+    )
+    refused("model.gguf_file=no.gguf: no such file in", configured(path=str(tiny_gguf.parent), gguf_file="no.gguf"))

@@ -4,12 +4,15 @@ What is cached is used as it is, without asking the hub: fast, the same tomorrow
 is not cached is asked for once, with a short timeout, so that an unreachable hub is an error within seconds.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from harness.errors import UserError
+from harness.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -41,14 +44,8 @@ def has_weights(directory: Path) -> bool:
 
 def cached_snapshot(hub_id: str) -> Snapshot | None:
     """The newest snapshot in the hub's cache with a config and all weights; None where there is none."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "snapshots"
-    whole = [path for path in folder.glob("*") if (path / "config.json").is_file() and has_weights(path)]
-    if not whole:
-        return None
-    newest = max(whole, key=lambda path: path.stat().st_mtime_ns)
-    return Snapshot(newest, newest.name)
+    whole = [path for path in _snapshots(hub_id) if (path / "config.json").is_file() and has_weights(path)]
+    return Snapshot(whole[-1], whole[-1].name) if whole else None
 
 
 def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
@@ -62,22 +59,50 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
         UserError: the hub is unreachable, refuses, or has no safetensors of this model.
     """
     code = ["*.py"] if with_code else []
-    return cached_snapshot(hub_id) or _download(hub_id, [*TEXT_FILES, WEIGHT_FILES, *code])
+    patterns = [*TEXT_FILES, WEIGHT_FILES, *code]
+    return cached_snapshot(hub_id) or _download(hub_id, patterns, _safetensors_revision)
 
 
 def config_directory(hub_id: str) -> Path:
     """A directory with the repository's config.json, without weights; raises UserError like `snapshot`."""
-    return (cached_snapshot(hub_id) or _download(hub_id, ["config.json"])).directory
+    return (cached_snapshot(hub_id) or _download(hub_id, ["config.json"], _safetensors_revision)).directory
 
 
-def _download(hub_id: str, patterns: list[str]) -> Snapshot:
+def gguf(hub_id: str, name: str) -> Path:
+    """The GGUF file `name` of a repository on this machine, downloaded where it is not cached.
+
+    Raises:
+        UserError: the hub is unreachable, refuses, or has no such file.
+    """
+
+    def revision(api: HfApi, hub_id: str) -> str:
+        info = api.model_info(hub_id, timeout=TIMEOUT_S)
+        files = [sibling.rfilename for sibling in info.siblings or ()]
+        if name not in files:
+            there = [file for file in files if file.endswith(".gguf")]
+            raise UserError(f"model.gguf_file={name}: {nearest(name, there)}; {hub_id} has no other")
+        return str(info.sha)
+
+    cached = [path / name for path in _snapshots(hub_id) if (path / name).is_file()]
+    return cached[-1] if cached else _download(hub_id, [name], revision).directory / name
+
+
+def _snapshots(hub_id: str) -> list[Path]:
+    """What the hub's cache holds of a repository, the newest last."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "snapshots"
+    return sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _download(hub_id: str, patterns: list[str], revision_of: Callable[[HfApi, str], str]) -> Snapshot:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
     from huggingface_hub.utils import httpx  # whichever client this version uses
 
     try:
         api = HfApi()
-        revision = _safetensors_revision(api, hub_id)
+        revision = revision_of(api, hub_id)
         directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (GatedRepoError, RepositoryNotFoundError) as error:
         reason = "no such public repository; if it is gated, accept its terms and `hf auth login`"
@@ -89,7 +114,7 @@ def _download(hub_id: str, patterns: list[str]) -> Snapshot:
     return Snapshot(directory, directory.name)
 
 
-def _safetensors_revision(api: "HfApi", hub_id: str) -> str:
+def _safetensors_revision(api: HfApi, hub_id: str) -> str:
     """The revision to fetch: the main branch, or the conversion bot's where main has only pickled weights."""
     info = api.model_info(hub_id, timeout=TIMEOUT_S)
     if any(fnmatch(sibling.rfilename, WEIGHT_FILES) for sibling in info.siblings or ()):

@@ -105,8 +105,10 @@ def _shape_mapping(config: ModelConfig) -> dict[str, Any]:
     if config.shape and not config.path:
         return dict(config.shape)
     if config.path:
-        found = model_at(Path(config.path).expanduser())
+        found = model_at(Path(config.path).expanduser(), config.gguf_file)
         directory = converted(found) if found.suffix == ".gguf" else found
+    elif config.hub_id and config.gguf_file:
+        directory = converted(hub.gguf(config.hub_id, config.gguf_file))
     elif config.hub_id:
         directory = hub.config_directory(config.hub_id)
     else:

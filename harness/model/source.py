@@ -30,8 +30,10 @@ class Source(NamedTuple):
 def find_source(config: ModelConfig) -> Source:
     """Where the pretrained weights lie as safetensors on this machine, downloaded or converted if need be."""
     if config.path:
-        found = model_at(Path(config.path).expanduser())
+        found = model_at(Path(config.path).expanduser(), config.gguf_file)
         return _from_gguf(found) if found.suffix == ".gguf" else _from_directory(found)
+    if config.hub_id and config.gguf_file:
+        return _from_gguf(hub.gguf(config.hub_id, config.gguf_file))
     if config.hub_id:
         snapshot = hub.snapshot(config.hub_id, with_code=config.trust_remote_code)
         return Source(snapshot.directory, text_sha256(config.hub_id, snapshot.revision))
@@ -40,14 +42,19 @@ def find_source(config: ModelConfig) -> Source:
     raise UserError(f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load")
 
 
-def model_at(path: Path) -> Path:
-    """The GGUF file, or the directory with a config.json, that `model.path` points to."""
+def model_at(path: Path, gguf_file: str | None = None) -> Path:
+    """The GGUF file, or the directory with a config.json, that `model.path` points to; in a folder, `gguf_file`."""
+    if gguf_file is not None:
+        if not (path / gguf_file).is_file():
+            raise UserError(f"model.gguf_file={gguf_file}: no such file in model.path={path}")
+        return path / gguf_file
     if path.is_file() and path.suffix == ".gguf" or (path / "config.json").is_file():
         return path
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return files[0]
-    found = f"{len(files)} GGUF files, name one of them" if files else "neither a config.json nor a GGUF"
+    several = f"{len(files)} GGUF files, name one of them or set model.gguf_file"
+    found = several if files else "neither a config.json nor a GGUF"
     raise UserError(f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file")
 
 

@@ -44,6 +44,8 @@ def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
         path = Path(config.path).expanduser()
         inside = [path] if path.is_file() else path.iterdir()
         return {"model": files_sha256(file for file in inside if file.suffix in MODEL_SUFFIXES)}
+    if config.hub_id is not None and config.gguf_file is not None and (weights or config.shape is None):
+        return {"model": files_sha256([hub.gguf(config.hub_id, config.gguf_file)])}
     if config.hub_id is not None and weights:
         return {"model": hub.snapshot(config.hub_id, with_code=config.trust_remote_code).revision}
     if config.hub_id is not None and config.shape is None:

@@ -99,14 +99,22 @@ def _model(node: dict[str, Any], platform: Device, given: set[str]) -> ModelConf
 
 
 def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """A source the user gave replaces the chosen entry's: the name follows it, the shape is dropped."""
+    """A source the user gave replaces the chosen entry's: the name follows it, the shape is dropped.
+
+    A copy of the very file that the entry names is the entry's model still.
+    """
     sources = [key for key in ("path", "hub_id") if f"model.{key}" in given and model.get(key) is not None]
     if len(sources) == 2:
         raise UserError(f"model.path={model['path']} and model.hub_id={model['hub_id']}: give one of them")
     if not sources:
         return model
     source = str(model[sources[0]])
-    model |= {"path": None, "hub_id": None, "shape": None, sources[0]: source}
+    model |= {"path": None, "hub_id": None, sources[0]: source}
+    if sources == ["path"] and model.get("gguf_file") == Path(source).name:
+        return model | {"gguf_file": None}
+    model["shape"] = None
+    if "model.gguf_file" not in given:
+        model["gguf_file"] = None
     if "model.name" not in given:
         model["name"] = Path(source).resolve().name.removesuffix(".gguf")
     return model

@@ -16,13 +16,15 @@ CPU_DTYPE: Final = "float32"
 class ModelConfig:
     """Which model, from where, in which precision.
 
-    `path` and `hub_id` are both None where the model comes from a package or has random weights;
-    `shape` is a transformers config as a plain mapping (with `model_type`), used where `weights` is random.
+    `path` and `hub_id` are both None where the model comes from a package or has random weights; `gguf_file` names
+    the file among those of either that holds the weights, as transformers calls it; `shape` is a transformers config as
+    a plain mapping (with `model_type`), used where `weights` is random.
     """
 
     name: str
     path: str | None = None
     hub_id: str | None = None
+    gguf_file: str | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -33,6 +35,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.path is not None and not Path(self.path).exists():
             raise UserError(f"model.path={self.path}: no such file or folder")
+        if self.gguf_file is not None and not self.gguf_file.endswith(".gguf"):
+            raise UserError(f"model.gguf_file={self.gguf_file}: must be the name of a .gguf file")
+        if self.gguf_file is not None and self.hub_id is None and self.path is None:
+            raise UserError(f"model.gguf_file={self.gguf_file}: needs model.hub_id=, or model.path= of its folder")
 
 
 @dataclass(frozen=True)
