@@ -25,8 +25,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
+from harness.accuracy.engine import ReplayEngine
 from harness.accuracy.lm import Prefill, ReplayLM
-from harness.accuracy.tasks import ReplayScorer
 from harness.data.tasks import load_task
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model
@@ -54,7 +54,7 @@ def compare(task_name: str, config: RunConfig, loaded: LoadedModel, repeats: int
     task = load_task(task_name, config)
     task.build_all_requests(limit=config.num_samples)
     contestants: dict[str, Callable[[], TemplateLM]] = {
-        "replay": lambda: ReplayLM(loaded, Prefill("dense"), ReplayScorer(config, loaded, task_name, sys.stderr))
+        "replay": lambda: ReplayLM(loaded, Prefill("dense"), ReplayEngine(config, loaded, task_name, sys.stderr).score)
     }
     for batch_size in HFLM_BATCH_SIZES:
         contestants[f"HFLM, batch {batch_size}"] = partial(

@@ -11,10 +11,10 @@ from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
 from harness.accuracy import scoring
+from harness.accuracy.engine import decode_rows
 from harness.accuracy.lm import Prefill, ReplayLM
 from harness.accuracy.requests import Request, share
 from harness.accuracy.scoring import Score, score
-from harness.accuracy.tasks import decode_rows
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import calibrate

@@ -10,30 +10,24 @@ lm-eval's own prompts) or are generated. Each task is sized, run and reported on
 import io
 import logging
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any
 
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
-from tqdm import tqdm
 
+from harness.accuracy.engine import ReplayEngine
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
 from harness.accuracy.requests import Request
-from harness.accuracy.scoring import Score, score
 from harness.data.generated import CONTEXTS, MARKER
 from harness.data.tasks import load_task
 from harness.errors import UserError
-from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.records.samples import clustered_stderr
-from harness.replay.session import ReplaySession
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
-from harness.setup import prepare
-from harness.sizes import SHARES, ReadStats
-from methods.base import Row
+from harness.sizes import SHARES
 
 METRICS = ("acc", "acc_norm")
 
@@ -53,65 +47,16 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """
     outcome = Outcome({})
     for name in config.tasks:
-        scorer = ReplayScorer(config, loaded, name, sys.stderr)
-        outcome.metrics[name], outcome.samples[name] = _run_task(name, config, loaded, scorer)
-        outcome.methods[name] = asdict(scorer.method)
+        engine = ReplayEngine(config, loaded, name, sys.stderr)
+        outcome.metrics[name], outcome.samples[name] = _run_task(name, config, loaded, engine)
+        outcome.methods[name] = asdict(engine.method)
     return outcome
 
 
-def decode_rows(requests: Sequence[Request]) -> list[Row]:
-    """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone."""
-    return [
-        Row(cached, request.prefill_len, request.final_length)
-        for request in requests
-        for cached in range(request.prefill_len, len(request.ids) - 1)
-    ]
-
-
-class ReplayScorer:
-    """Scores the requests of one task; `reads` is what `method`, as it was sized for them, read."""
-
-    def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
-        self.config = config
-        self.loaded = loaded
-        self.task = task
-        self.bar_file = bar_file
-        self.reads = ReadStats()
-        self.method = config.method
-
-    def __call__(self, requests: Sequence[Request]) -> list[Score]:
-        with (
-            attach(self.loaded.model) as attached,
-            tqdm(
-                total=len(requests),
-                desc=self.task,
-                unit="answer",
-                leave=False,
-                disable=None,
-                file=self.bar_file,
-            ) as bar,
-        ):
-            setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
-            self.method = setup.method
-
-            def open_session(final_lengths: Any, num_columns: int) -> ReplaySession:
-                return ReplaySession(
-                    attached,
-                    setup.method,
-                    codec=setup.codec,
-                    calibration=setup.calibration,
-                    final_lengths=final_lengths,
-                    num_columns=num_columns,
-                )
-
-            scores, self.reads = score(requests, attached, open_session, bar.update)
-        return scores
-
-
 def _run_task(
-    name: str, config: RunConfig, loaded: LoadedModel, scorer: ReplayScorer
+    name: str, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    lm = ReplayLM(loaded, _prefill(name, config), scorer, mean=config.scoring == "mean")
+    lm = ReplayLM(loaded, _prefill(name, config), engine.score, mean=config.scoring == "mean")
     with redirect_stderr(io.StringIO()):  # lm-eval's own progress bars, one a step
         task = load_task(name, config)
         # No bootstrap: the metrics are means, whose standard errors are computed below.
@@ -126,7 +71,7 @@ def _run_task(
             metrics[metric] = sum(values) / len(values)
             metrics[f"{metric}_stderr"] = clustered_stderr(values, clusters)
     metrics |= {"num_samples": len(logged), "num_fewshot": task.config.num_fewshot}
-    metrics |= {name: getattr(scorer.reads, name) for name in SHARES}
+    metrics |= {name: getattr(engine.reads, name) for name in SHARES}
     first = {request.document[1]: request for request in reversed(lm.requests)}
     return metrics, [_raw(task, sample, first[sample["doc_id"]]) for sample in logged]
 

@@ -14,7 +14,7 @@ from harness.settings.run import GENERATED_TASKS, RunConfig
 class Tasks(Experiment):
     """Questions, scored by lm-eval."""
 
-    heeds = ("tasks", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
+    heeds = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:

@@ -28,7 +28,9 @@ from harness.settings.run import RunConfig
 
 SCHEMA = 2
 STATUSES = ("finished", "failed", "interrupted")
-LOCATIONS = {"model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",)}
+LOCATIONS = {
+    "model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",), "task": ("include_path",),
+}  # fmt: skip
 """Where things lie; the sha256 of what lies there enters a run's identity instead."""
 CODE = "code:"
 """How the names of inputs begin that are code."""

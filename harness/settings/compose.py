@@ -25,6 +25,7 @@ from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunC
 from harness.settings.schema import build
 from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
+from harness.settings.tasks import TaskConfig, group_tasks
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
@@ -56,6 +57,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     given = {override.split("=", 1)[0].lstrip("+") for override in overrides}
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
     settings["latency"] = build(LatencyConfig, group_latency(settings))
+    settings["task"] = build(TaskConfig, group_tasks(settings))
     if experiment.live:
         systems.apply(settings, given, method.file_of)
     settings["platform"] = _platform(group(settings, "platform"))

@@ -12,6 +12,7 @@ from harness.errors import UserError, nearest
 from harness.settings.analysis import AnalysisConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig, check_range
 from harness.settings.speed import LatencyConfig, PlatformConfig
+from harness.settings.tasks import TaskConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -88,6 +89,7 @@ class RunConfig:
     num_fewshot: int | None = None
     prefill: Literal["auto", "dense", "question", "artifact"] = "auto"
     scoring: Literal["sum", "mean"] = "sum"
+    task: TaskConfig = TaskConfig()
     seed: int = 0
     seq_len: int = 1024
     prefill_len: int = 256
