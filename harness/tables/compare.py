@@ -196,26 +196,15 @@ def _distance(each: Change) -> float:
 
 def write_csv(path: Path, comparison: Comparison) -> None:
     """Every number in both, equal ones included, a row each. Raises UserError where the file cannot be written."""
-    header = [
-        *NAMES,
-        "metric",
-        "before",
-        "after",
-        "difference",
-        "stderr",
-        "standard_errors",
-        "pairs",
-        "ratio",
-        "differs",
-    ]
+    values = ("before", "after", "difference", "stderr", "standard_errors", "pairs", "ratio")
     try:
         with replacing(path) as scratch, scratch.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.writer(stream, lineterminator="\n")
-            writer.writerow([*NAMES, "metric", *numbers, "differs"])
+            writer.writerow([*NAMES, "metric", *values, "differs"])
             for each in sorted(comparison.changes, key=_distance, reverse=True):
-                values = (each.before.value, each.after.value, each.difference, each.stderr, each.sigmas)
-                differs = " ".join(each.causes)
-                writer.writerow([*_key(each.before), *values, each.num_pairs or None, each.ratio, differs])
+                numbers = (each.before.value, each.after.value, each.difference, each.stderr, each.sigmas)
+                tail = (each.num_pairs or None, each.ratio, " ".join(each.causes))
+                writer.writerow([*_key(each.before), *numbers, *tail])
     except OSError as error:
         raise UserError(f"--csv {path}: cannot be written ({error.strerror or error})") from error
 
