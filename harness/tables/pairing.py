@@ -13,7 +13,14 @@ from harness.tables.accuracy import is_chunk
 from harness.tables.columns import TableRow
 
 Record = Mapping[str, Any]
+Key = tuple[Any, ...]
+"""What a number is of, by `NAMES`, and its metric."""
 
+NAMES = (
+    "experiment", "platform", "source", "model", "method", "label", "settings", "task",
+    "batch_size", "prompt_len", "gen_len", "series", "layer", "x_name", "x",
+)  # fmt: skip
+"""The columns of a row that say what its numbers are of."""
 EXPONENTIAL = {"perplexity": "nll", "perplexity_full": "nll_full"}
 """Metrics that are the exponential of the mean of what their samples hold."""
 CLOSE = 1e-6
@@ -31,6 +38,11 @@ class Number(NamedTuple):
     metric: str
     row: TableRow
     record: Record
+
+    @property
+    def key(self) -> Key:
+        """What it is of: the same in two results for the same number."""
+        return (*(self.row.get(name) for name in NAMES), self.metric)
 
 
 class Change(NamedTuple):
