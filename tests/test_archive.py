@@ -153,6 +153,7 @@ def test_the_command_exports_to_a_file_or_a_folder(results, tmp_path, capsys):
         (["export=full", "results_dir=full"], "export=full: lies inside results_dir=full"),
         (["export=file/a.zip", "results_dir=full"], "export=file/a.zip: file: "),
         (["export=''", "results_dir=full"], "export=: must be a folder, or a file whose name ends with .zip"),
+        (["export=[a]", "results_dir=full"], "export=['a']: must be a folder, or a file whose name ends with .zip"),
         (["export=3", "results_dir=full"], "export=3: must be a folder, or a file whose name ends with .zip"),
     ],
 )

@@ -27,9 +27,6 @@ from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 from harness.settings.tasks import TaskConfig, group_tasks
 
-OF_THE_COMMAND = ("grid", "export")
-"""Of `conf/config.yaml` what says what to do, and not how to run."""
-
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
     """Compose `conf/config.yaml` with Hydra's override syntax, checked no further than Hydra does."""
@@ -56,7 +53,9 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """
     composed = OmegaConf.to_container(config, resolve=True)
     assert isinstance(composed, dict)
-    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key not in OF_THE_COMMAND}
+    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key != "grid"}
+    if settings.pop("export", None) is not None:
+        raise UserError(f"export={composed['export']}: runs nothing, so it is no setting of a run")
     given = {override.split("=", 1)[0].lstrip("+") for override in overrides}
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
     settings["latency"] = build(LatencyConfig, group_latency(settings))
