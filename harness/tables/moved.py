@@ -25,10 +25,11 @@ def text_of(changes: Sequence[Change], only: Mapping[str, Sequence[Key]]) -> str
     far = [each for each in moved if each.sigmas is not None and each.sigmas > FAR]
     names = _Names.of(changes)
     lines = [
-        f"{len(changes)} numbers in both: {len(changes) - len(moved)} equal, {len(moved)} moved, {len(far)} of these",
-        f"by more than {FAR} standard errors (of many pairs 1 in 20 does by chance)",
+        f"{len(changes)} numbers in both: {len(changes) - len(moved)} equal, {len(moved)} moved",
         *(f"only in {name}: {names.listed(keys)}" for name, keys in only.items() if keys),
     ]
+    if moved:
+        lines.append(f"moved by more than {FAR} standard errors: {len(far)} (of many pairs 1 in 20 does by chance)")
     causes = Counter(cause for each in moved for cause in each.causes)
     if causes:
         lines.append(f"of what moved differ: {', '.join(f'{cause} ({count})' for cause, count in causes.items())}")
