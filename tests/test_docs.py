@@ -141,6 +141,7 @@ def check_run(arguments: list[str]) -> None:
     """
     if arguments == ["--help"]:
         return
+    arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
     own = str(ROOT / "harness" / "launch" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]

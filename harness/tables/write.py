@@ -167,6 +167,13 @@ def _is_metric(name: str) -> bool:
 
 
 def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
+    """Finished records that have rows, with their rows, which say what tells them apart."""
+    pairs = with_rows(records)
+    tell_apart(pairs)
+    return pairs
+
+
+def with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
     """Finished records that have rows, with their rows; this is where records are chosen."""
     pairs = []
     for record in current(records):
@@ -178,7 +185,6 @@ def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]
             continue
         if rows:
             pairs.append((record, rows))
-    tell_apart(pairs)
     return pairs
 
 
