@@ -29,7 +29,8 @@ def outcome(config: RunConfig) -> Outcome:
         "kv_frac": 0.2,
         "num_samples": 2,
     }
-    chunk = {"chunk": 1, "perplexity": 12.5, "perplexity_stderr": None, "num_tokens": 10}
+    values = {"perplexity": 12.5, "perplexity_stderr": None}
+    chunk = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": values}
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
 
 

@@ -162,7 +162,7 @@ def test_a_text_has_a_row_per_measured_metric(tmp_path: Path) -> None:
 
 def test_chunks_stand_in_the_task_in_order(tmp_path: Path) -> None:
     chunks = [
-        {"chunk": index, "perplexity": 10.0 + index, "perplexity_stderr": None, "num_tokens": 256}
+        {"first": 256 * index, "stop": 256 * (index + 1), "num_tokens": 256, "metrics": {"perplexity": 10.0 + index}}
         for index in (4, 1, 3, 2)
     ]
     save_text(tmp_path, chunks=chunks)
@@ -175,7 +175,7 @@ def test_chunks_stand_in_the_task_in_order(tmp_path: Path) -> None:
         ("offline[1024:1280]", "14.0"),
     ]
     text = path.with_suffix(".md").read_text()
-    assert "by tokens in the cache" in text and "offline[256:512] perplexity" in text
+    assert "by range of tokens" in text and "offline[256:512] perplexity" in text
 
 
 def test_a_text_file_is_named_without_its_folder(tmp_path: Path) -> None:
