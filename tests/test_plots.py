@@ -692,7 +692,7 @@ def test_the_registry_says_all_of_a_figure() -> None:
         assert name in entry.get("tables", [name]), "a table of its own name"
     modules = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"__init__", "__main__"}
     assert {draw.__module__ for draw in DRAWINGS.values()} == {
-        f"plots.{module}" for module in modules - {"bars", "curves", "data", "registry", "style"}
+        f"plots.{module}" for module in modules - {"bars", "chunks", "curves", "data", "registry", "style"}
     }
 
 
