@@ -255,7 +255,8 @@ def test_a_wrong_command_is_found(text):
 
 FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results", "tables", "figures", "tests")
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
-BOARDS = [f"{folder}{name}." for name in ("leaderboard", "frontier", "index") for folder in ("", "tables/", "figures/")]
+OF_RUNS = ("leaderboard", "frontier", "index", "long_decode")
+BOARDS = [f"{folder}{name}." for name in OF_RUNS for folder in ("", "tables/", "figures/")]
 MADE_BY_RUNS = ("results/runs/", "report.html", "results/report.html", "results/leaderboard.md", *BOARDS)
 
 
