@@ -26,7 +26,9 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     for axes, ((title, panel), metric) in zip(all_axes, cells, strict=True):
         _draw_panel(axes, panel, metric)
         axes.set(title=title, ylabel=AXES[metric])
-    return style.finish(figure, f"{panels.shared}; KV read {_sizes(rows)} %; {style.error_note(rows)}")
+    return style.finish(
+        figure, f"{panels.shared}; KV read {_sizes(rows)} %; {style.error_note(rows[rows.metric.isin(AXES)])}"
+    )
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame, metric: str) -> None:

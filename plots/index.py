@@ -1,8 +1,7 @@
 """What an index on the device costs and gives, from `index.csv`: KL, and accuracy on tasks, by the index' size.
 
 A line per kind of index, by its runs' label. The size is what the method keeps on the device as a share of the full
-cache. Accuracy is the mean over the tasks; its error takes tasks as
-independent.
+cache. Accuracy is the mean over the tasks; its error takes tasks as independent.
 """
 
 import pandas as pd

@@ -182,7 +182,7 @@ def log_y(axes: Axes) -> None:
 
 
 def full_line(axes: Axes, value: float, stderr: float) -> None:
-    """The full cache: a dashed line over the whole width in a band of one standard error."""
+    """The full cache: a dashed line over the whole width, in a band of one standard error where it has one."""
     color, _, line, _ = look(FULL)
     axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
     if not pd.isna(stderr):

@@ -1,7 +1,8 @@
 """Table 2: perplexity with the KV pool at 100 % and at 80 % of the sequence, by eviction policy, from `table2.csv`.
 
-A panel per model and text: a bar per pool with its error over windows, and dashed the full cache on the same windows. The paper's numbers (WikiText-2, 2,048 tokens) are hollow: on the bars of the paper's model, each other model
-of the paper in a panel of its own.
+A panel per model and text: a bar per pool with its error over windows, and dashed the full cache on the same windows.
+The paper's numbers (WikiText-2, 2,048 tokens) are hollow: on the bars of the paper's model, each other model of the
+paper in a panel of its own.
 """
 
 import pandas as pd

@@ -5,8 +5,8 @@ from harness.tables.columns import Column
 
 NOTE = (
     "In brackets stands the difference to the full cache on the same questions or windows, ± its standard error; "
-    "*no difference ≥ x* where its 95 % interval holds zero: one of x would have been seen, four times in five. The CSV "
-    "has it in numbers, and the answers that flipped."
+    "*no difference ≥ x* where its 95 % interval holds zero: one of x would have been seen, four times in five. "
+    "The CSV has it in numbers, and the answers that flipped."
 )
 
 
