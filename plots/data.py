@@ -29,8 +29,16 @@ class Tables:
         self.folder = folder
 
     def accuracy(self, name: str) -> pd.DataFrame:
-        """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN."""
-        return self._read(name, columns.ACCURACY)
+        """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN.
+
+        `stderr` is that of the difference to the full cache on a task or text where the table has differences; the
+        full cache itself, from which they are taken, then has none.
+        """
+        rows = self._read(name, columns.ACCURACY)
+        paired = rows.difference.notna()
+        compared = paired.groupby([rows.model, rows.task], dropna=False).transform("any")
+        full = compared & ~paired & ((rows.method == "full") | (rows.metric == "perplexity_full"))
+        return rows.assign(stderr=rows.stderr.where(~paired, rows.difference_stderr).mask(full))
 
     def latency(self, name: str) -> pd.DataFrame:
         """Rows of (source, model, shape, label) in seconds, the segments of a block among them."""

@@ -11,7 +11,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig12.csv`, or where it has no chunks."""
     rows = chunks.of(tables.accuracy(name))
     rows = rows[rows.metric == "perplexity"]
-    return style.draw_rows(rows, chunks.SETUP, _draw_panel, note="%: KV cache read; bars: one standard error")
+    return style.draw_rows(rows, chunks.SETUP, _draw_panel, note=f"%: KV cache read; {style.error_note(rows)}")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -23,8 +23,9 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig13.csv`, or where it has no run without skewing."""
     own, full = tables.accuracy(name), tables.accuracy("fig11")
     rows = data.of_metrics([own, full[full.label == style.FULL]], AXES)
-    rows = rows[rows.groupby([*SETUP])["label"].transform(lambda labels: labels.str.endswith(UNSKEWED).any())]
-    return style.draw_rows(rows, SETUP, _draw_panel, note="bars: one standard error")
+    unskewed = rows.label.str.endswith(UNSKEWED)
+    rows = rows[unskewed.groupby([rows[name] for name in SETUP]).transform("any").astype(bool)]
+    return style.draw_rows(rows, SETUP, _draw_panel, note=style.error_note(rows))
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -182,7 +182,7 @@ def log_y(axes: Axes) -> None:
 
 
 def full_line(axes: Axes, value: float, stderr: float) -> None:
-    """The full cache: a dashed line over the whole width in a band of one standard error."""
+    """The full cache: a dashed line over the whole width, in a band of one standard error where it has one."""
     color, _, line, _ = look(FULL)
     axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
     if not pd.isna(stderr):
@@ -193,6 +193,15 @@ def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
     """A `full_line` for each distinct value of `rows`, `factor` times it."""
     for value, stderr in rows[["value", "stderr"]].drop_duplicates().to_numpy():
         full_line(axes, factor * value, factor * stderr)
+
+
+def error_note(rows: pd.DataFrame) -> str:
+    """What the error bars of `rows` are. KL and agreement compare with the full cache by themselves."""
+    values = rows[(rows.label != FULL) & ~rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])]
+    paired = values.difference.notna()
+    if not paired.any():
+        return "bars: one standard error"
+    return "bars: standard error of the difference to the full cache" + ("" if paired.all() else ", else of the value")
 
 
 def chance_line(axes: Axes, value: float) -> None:

@@ -39,7 +39,7 @@ def save_method(results: Path, method: str, size: float | None, *, kl: float, hi
     scores = ["experiment=leaderboard-scores", *chosen]
     save(results, scores, {"offline": text}, samples={"windows": windows}, **about)
     answers = [{"question": at, "context": at // 2, "acc": float(hit == "1")} for at, hit in enumerate(hits)]
-    task = shares | {"acc": hits.count("1") / len(hits), "num_samples": len(hits)}
+    task = shares | {"acc": hits.count("1") / len(hits), "acc_stderr": 0.125, "num_samples": len(hits)}
     both = dict.fromkeys(("kv_recall", "passkey"), task)
     save(results, [*scores, "kind=tasks"], both, samples=dict.fromkeys(both, answers), **about)
     if step:
@@ -142,8 +142,9 @@ def test_a_task_is_compared_with_the_full_cache_question_by_question(results) ->
     row = row_of(board(results), "InfiniGen")
     assert (row["kv_recall"], row["kv_recall_difference"]) == (0.25, -0.75)
     assert row["kv_recall_stderr"] == pytest.approx(clustered_stderr([0, -1, -1, -1], [0, 0, 1, 1]))
+    assert row["kv_recall_detectable"] == pytest.approx(2.8 * row["kv_recall_stderr"])
     full = row_of(board(results), "Full cache", None)
-    assert (full["kv_recall_difference"], full["kv_recall_stderr"], full["family"]) == (0, 0, "reads all")
+    assert (full["kv_recall_difference"], full["kv_recall_stderr"], full["family"]) == (None, 0.125, "reads all")
 
 
 def test_other_questions_are_not_compared(results) -> None:

@@ -360,6 +360,36 @@ def test_fig11_draws_lines_full_cache_chance_and_errors(tmp_path: Path) -> None:
     assert kl.get_yscale() == "log" and not any(text.get_label() == "Full cache" for text in kl.lines)
 
 
+def paired(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as a table has it today: all but the full cache's with a difference to it."""
+    return dict(row) | ({} if row.get("method") == "full" else {"difference": -0.2, "difference_stderr": 0.01})
+
+
+def test_bars_are_errors_of_the_difference_where_the_table_has_it(tmp_path: Path) -> None:
+    rows = task_rows("kv_recall")
+    write_accuracy(tmp_path, "fig11", map(paired, rows))
+    figure = draw("fig11", tmp_path)
+    _, _, (error,) = lines(figure.axes[0])["InfiniGen"]
+    np.testing.assert_allclose(error.get_segments()[0], [[10, 59], [10, 61]])
+    assert not figure.axes[0].patches, "no band of the full cache's own error, which the differences do not have"
+    assert (
+        figure.get_supxlabel().replace("\n", " ").endswith("bars: standard error of the difference to the full cache")
+    )
+    write_accuracy(tmp_path, "fig11", [*map(paired, rows), *task_rows("passkey")])
+    figure = draw("fig11", tmp_path)
+    assert [len(axes.patches) for axes in figure.axes] == [0, 1]
+    assert figure.get_supxlabel().replace("\n", " ").endswith("to the full cache, else of the value")
+
+
+def test_a_table_of_an_older_version_has_no_differences(tmp_path: Path) -> None:
+    write_fig11(tmp_path)
+    path = tmp_path / "tables" / "fig11.csv"
+    before = data.Tables(path.parent).accuracy("fig11")
+    pd.read_csv(path).drop(columns=list(columns.names(columns.COMPARED))).to_csv(path, index=False)
+    pd.testing.assert_series_equal(data.Tables(path.parent).accuracy("fig11").stderr, before.stderr)
+    assert "bars: one standard error" in draw("fig11", tmp_path).get_supxlabel()
+
+
 def test_fig11_parts_models_and_sample_numbers(tmp_path: Path) -> None:
     small = [row | {"model": "other"} for row in task_rows("copa")]
     few = [row | {"num_samples": 8} for row in task_rows("copa")]
@@ -518,6 +548,18 @@ def test_table2_of_the_papers_model_has_them_on_its_bars(change, count: int, tmp
     ours, *others = draw("table2", tmp_path).axes
     assert len(others) == 4
     assert hollow_points(ours) == [(0, 10.55), (1, 30.99), (2, 10.55)][:count]
+
+
+def test_bars_of_a_text_are_errors_of_the_difference_too(tmp_path: Path) -> None:
+    rows = text_rows("InfiniGen, pool 80 % lru", 0.2, 12.0)
+    rows[0] |= {"difference": 2.0, "difference_stderr": 0.5}
+    write_accuracy(tmp_path, "table2", rows)
+    figure = draw("table2", tmp_path)
+    bar, *band = figure.axes[0].patches
+    assert bar.get_height() == 12 and not band
+    (errors,) = figure.axes[0].collections
+    np.testing.assert_allclose(errors.get_segments()[0][:, 1], [11.5, 12.5])
+    assert "difference to the full cache. Published" in figure.get_supxlabel().replace("\n", " ")
 
 
 def test_choices_have_a_bar_each(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from harness.errors import UserError
 from harness.records import record as records
+from harness.records.baseline import Baselines
 from harness.settings.compose import load
 from harness.tables import write as tables
-from harness.tables.columns import LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
+from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
 from harness.tables.sheets import render_markdown, sheets_of
 
 TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
@@ -108,7 +109,8 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     save_task(tmp_path)
     header = tables.update(tmp_path, "fig11").read_text().splitlines()[0]
     assert header == (
-        "experiment,model,method,label,settings,task,metric,value,stderr,num_samples,num_fewshot,seq_len,kv_frac,"
+        "experiment,model,method,label,settings,task,metric,value,stderr,difference,difference_stderr,mcnemar_p,"
+        "gained,lost,detectable,num_samples,num_fewshot,seq_len,kv_frac,"
         "kv_frac_artifact,device_frac,resident_frac,source,run_id"
     )
     save(tmp_path, ["experiment=tasks"], LATENCY_METRICS, kind="latency")
@@ -133,6 +135,7 @@ def test_a_task_row_is_exact(tmp_path: Path) -> None:
         "metric": "acc",
         "value": "0.75",
         "stderr": "0.0625",
+        **dict.fromkeys(names(COMPARED), ""),
         "num_samples": "48",
         "num_fewshot": "0",
         "seq_len": "",
@@ -199,7 +202,7 @@ def test_a_range_has_a_row_for_each_metric_and_texts_say_their_length(tmp_path: 
 def test_a_text_file_is_named_without_its_folder(tmp_path: Path) -> None:
     record = save_text(tmp_path)
     record["metrics"] = {"/home/someone/book.txt": record["metrics"]["offline"]}
-    assert {row["task"] for row in tables.rows_of(record)} == {"book.txt"}
+    assert {row["task"] for row in tables.rows_of(record, Baselines(()))} == {"book.txt"}
 
 
 def test_order_depends_on_the_records_alone(tmp_path: Path) -> None:

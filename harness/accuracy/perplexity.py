@@ -151,10 +151,11 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
     for chunk in range(prefill_len // CHUNK, math.ceil((seq_len - 1) / CHUNK)):
         begin = max(chunk * CHUNK - prefill_len, 0)
         stop = (chunk + 1) * CHUNK - prefill_len
-        parts: list[Tensor | None] = [window.scores.nll[begin:stop] for window in windows]
+        parts = [(window.scores.nll[begin:stop], window.full_nll[begin:stop]) for window in windows]
         metrics: dict[str, float | None] = {}
-        _add(metrics, "perplexity", parts, math.exp)
-        num_tokens = sum(len(part) for part in parts if part is not None)
-        first, end = CHUNK * chunk, CHUNK * (chunk + 1)
-        chunks.append({"first": first, "stop": end, "num_tokens": num_tokens, "metrics": metrics})
+        _add(metrics, "perplexity", [own for own, _ in parts], math.exp)
+        pairs = [{"nll": float(own.mean()), "nll_full": float(full.mean())} for own, full in parts]
+        bounds = {"first": CHUNK * chunk, "stop": CHUNK * (chunk + 1)}
+        num_tokens = sum(len(own) for own, _ in parts)
+        chunks.append({**bounds, "num_tokens": num_tokens, "metrics": metrics, "windows": pairs})
     return chunks

@@ -1,0 +1,242 @@
+"""Differences to the full cache: against plain references, and which run of the full cache they are taken from."""
+
+import csv
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_tables import TEXT_METRICS, save
+
+from harness.records.baseline import Baselines, is_full
+from harness.records.samples import clustered_stderr, mcnemar_p, perplexity, questions, surprise
+from harness.tables import write as tables
+from harness.tables.columns import COMPARED, TableRow, names, quantity, shape_of, typed
+from harness.tables.differences import show
+from harness.tables.sheets import sheets_of
+
+# The numbers
+
+
+@pytest.mark.parametrize(("gained", "lost"), itertools.product(range(5), repeat=2))
+def test_mcnemar_counts_the_outcomes_as_unequal(gained: int, lost: int) -> None:
+    outcomes = list(itertools.product((0, 1), repeat=gained + lost))
+    apart = abs(gained - lost)
+    unequal = sum(abs(2 * sum(outcome) - len(outcome)) >= apart for outcome in outcomes)
+    assert mcnemar_p(gained, lost) == pytest.approx(unequal / len(outcomes))
+
+
+def test_mcnemar_of_many_flips_is_finite() -> None:
+    assert 0 < mcnemar_p(600, 700) < 0.01 and mcnemar_p(2000, 2000) == 1
+
+
+def text(windows: int = 400) -> list[dict[str, float]]:
+    draw = random.Random(0)
+    full = [draw.gauss(2.5, 0.4) for _ in range(windows)]
+    return [{"nll": 1.05 * nll + draw.gauss(0.1, 0.02), "nll_full": nll} for nll in full]
+
+
+def gap(windows: Sequence[dict[str, float]]) -> float:
+    own, full = (statistics.fmean(window[name] for window in windows) for name in ("nll", "nll_full"))
+    return math.exp(own) - math.exp(full)
+
+
+def test_the_error_of_a_perplexity_is_that_of_a_jackknife() -> None:
+    windows = text()
+    left = [gap(windows[:out] + windows[out + 1 :]) for out in range(len(windows))]
+    jackknife = math.sqrt((len(left) - 1) * statistics.pvariance(left))
+    found = perplexity(windows)
+    assert found.value == pytest.approx(gap(windows)) and found.stderr == pytest.approx(jackknife, rel=0.01)
+    assert found.detectable == pytest.approx(2.8 * found.stderr) and found.flips is None
+
+
+def test_the_error_of_a_perplexity_is_that_of_a_bootstrap() -> None:
+    windows, draw = text(), random.Random(1)
+    again = [gap(draw.choices(windows, k=len(windows))) for _ in range(400)]
+    assert perplexity(windows).stderr == pytest.approx(statistics.stdev(again), rel=0.15)
+
+
+def test_one_window_has_a_difference_and_no_error() -> None:
+    found = perplexity([{"nll": 1.0, "nll_full": 0.0}])
+    assert found == (pytest.approx(math.e - 1), None, None, None)
+    assert surprise([{"nll": 1.0, "nll_full": 0.0}]) == (1.0, None, None, None)
+
+
+def answers(values: Sequence[float], metric: str = "acc", per_context: int = 2) -> list[dict[str, Any]]:
+    return [{"question": at, "context": at // per_context, metric: value} for at, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("metric", ["acc", "exact_match", "2048"])
+def test_questions_are_paired_and_clustered_by_context(metric: str) -> None:
+    own, full = [0, 0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 1, 0, 0]
+    found = questions(answers(own, metric), answers(full, metric), metric)
+    assert found is not None and found.flips == (1, 3, mcnemar_p(1, 3)) and found.value == -0.25
+    less = [one - other for one, other in zip(own, full, strict=True)]
+    sums = [sum(less[at : at + 2]) for at in range(0, 8, 2)]  # equal clusters: the error of their mean
+    assert found.stderr == pytest.approx(statistics.stdev(sums) / 2 / math.sqrt(4))
+    assert found.stderr == clustered_stderr(less, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert found.detectable == pytest.approx(2.8 * found.stderr)
+
+
+def test_without_a_flip_the_rule_of_three_says_what_would_have_been_seen() -> None:
+    found = questions(answers([1, 0, 1]), answers([1, 0, 1]), "acc")
+    assert found == (0, 0, 1.0, (0, 0, 1.0))
+
+
+def test_what_is_right_in_part_has_no_flips() -> None:
+    found = questions(answers([0.5, 1.0], per_context=1), answers([1.0, 1.0], per_context=1), "acc")
+    assert found is not None and found.flips is None and found.value == -0.25 and found.stderr == pytest.approx(0.25)
+
+
+def test_what_cannot_be_paired_has_no_difference() -> None:
+    assert questions([], [], "acc") is None
+    assert questions(answers([1, 0]), answers([1, 0, 1]), "acc") is None, "other questions"
+    assert questions(answers([1, 0]), answers([1, 0], "f1"), "acc") is None, "another metric"
+    assert questions([{"question": 0, "acc": None}], answers([1]), "acc") is None, "no number"
+
+
+# The full cache's run
+
+TASK = {"acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0, "kv_frac": 0.2}
+HITS = {"method=full": "1110", "method=h2o": "1001", "method=int4": "1110"}
+
+
+def save_answers(results: Path, *overrides: str, hits: str, task: str = "passkey", **fields: Any) -> dict[str, Any]:
+    sampled = answers([float(hit) for hit in hits])
+    metrics = {task: TASK | {"acc": hits.count("1") / len(hits)}}
+    chosen = ["experiment=fig11", f"tasks=[{task}]", *overrides]
+    return save(results, chosen, metrics, samples={task: sampled}, **fields)
+
+
+def difference(record: dict[str, Any], *others: dict[str, Any]) -> float | None:
+    found = Baselines(others).difference(record, "passkey", "acc")
+    return None if found is None else found.value
+
+
+def test_a_run_is_compared_with_the_full_cache_whatever_code_made_it(tmp_path: Path) -> None:
+    full, own = (save_answers(tmp_path, f"method={name}", hits=HITS[f"method={name}"]) for name in ("full", "h2o"))
+    inputs = {"model": "a", "passkey": "b"}
+    full |= {"inputs": inputs | {"code:method": "1", "kv_recall": "c"}}
+    own |= {"inputs": inputs | {"code:method": "2", "calibration": "d"}}
+    assert difference(own, own, full) == -0.25 and difference(full, full) is None
+    assert is_full(full) and not is_full(own)
+    assert difference(own) is None, "no run of the full cache"
+    assert difference(own | {"inputs": inputs | {"passkey": "other rows"}}, full) is None
+    del full["config"]["task"]
+    assert difference(own, full) == -0.25, "an older record lacks settings of today"
+
+
+@pytest.mark.parametrize("change", ["num_samples=8", "prefill=dense", "scoring=mean", "model=opt-125m", "seed=1"])
+def test_a_run_that_was_asked_otherwise_is_compared_with_none(change: str, tmp_path: Path) -> None:
+    full = save_answers(tmp_path, "method=full", hits="1110")
+    assert difference(save_answers(tmp_path, "method=h2o", change, hits="1001"), full) is None
+
+
+def test_the_methods_own_settings_and_further_tasks_make_no_difference(tmp_path: Path) -> None:
+    full = save_answers(tmp_path, "method=full", "tasks=[kv_recall,passkey]", hits="1110")
+    own = ["method=infinigen", "codec=int4", "target_kv_frac=0.2", "sizing=nearest", "data.root=null"]
+    assert difference(save_answers(tmp_path, *own, hits="1001"), full) == -0.25
+
+
+def test_the_newest_run_of_the_full_cache_counts(tmp_path: Path) -> None:
+    full = save_answers(tmp_path, "method=full", hits="1110")
+    older, newer = full | {"started": "2025"}, save_answers(tmp_path, "method=full", hits="0000", started="2026")
+    own = save_answers(tmp_path, "method=h2o", hits="1001")
+    assert difference(own, newer, older) == difference(own, older, newer) == 0.5
+
+
+def test_a_coded_full_cache_is_a_method(tmp_path: Path) -> None:
+    coded = save_answers(tmp_path, "method=full", "codec=int4", hits="1000")
+    assert not is_full(coded)
+    assert difference(coded, save_answers(tmp_path, "method=full", hits="1110")) == -0.5
+
+
+def test_a_metric_that_is_no_mean_of_its_questions_has_no_difference(tmp_path: Path) -> None:
+    own, full = (save_answers(tmp_path, name, hits=HITS[name]) for name in ("method=h2o", "method=full"))
+    own["metrics"]["passkey"]["acc"] = 0.9
+    assert difference(own, full) is None
+
+
+def test_samples_of_another_kind_are_let_be(tmp_path: Path) -> None:
+    full = save_answers(tmp_path, "method=full", hits="1110")
+    own = save_answers(tmp_path, "method=h2o", hits="1001")
+    assert difference(own | {"samples": {}}, full) is None
+    assert Baselines([full]).difference(own | {"samples": {"windows": [{"kl": 1}]}}, "passkey", "perplexity") is None
+
+
+# The tables
+
+
+def read(path: Path) -> list[TableRow]:
+    with path.open(newline="") as stream:
+        return list(map(typed, csv.DictReader(stream)))
+
+
+def table(results: Path) -> dict[str, TableRow]:
+    for overrides, hits in HITS.items():
+        save_answers(results, overrides, hits=hits)
+    return {row["label"]: row for row in read(tables.update(results, "fig11"))}
+
+
+def test_a_table_has_the_difference_and_a_page_says_it(tmp_path: Path) -> None:
+    rows = table(tmp_path)
+    cells = {name: rows["H2O"][name] for name in names(COMPARED)}
+    stderr = clustered_stderr([0, -1, -1, 1], [0, 0, 1, 1])
+    assert stderr is not None and cells == {
+        "difference": -0.25, "difference_stderr": pytest.approx(stderr), "mcnemar_p": 1.0, "gained": 1, "lost": 2,
+        "detectable": pytest.approx(2.8 * stderr),
+    }  # fmt: skip
+    assert not any(rows["Full cache"][name] for name in names(COMPARED))
+    page = (tmp_path / "tables" / "fig11.md").read_text()
+    assert "| 75.0 ± 10.0 |" in page and "| 75.0 (no difference ≥ 75.0) |" in page
+    assert "| 50.0 (no difference ≥ 70.0) |" in page
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((0.375, 0.061, -0.5, 0.17), "37.5 (-50.0 ± 6.1)"),
+        ((0.9, 0.02, 0.1, 0.056), "90.0 (+10.0 ± 2.0)"),
+        ((0.6, 0.029, 0.01, 0.082), "60.0 (no difference ≥ 8.2)"),
+        ((0.6, None, 0.0, None), "60.0 (0.0)"),
+        ((0.6, 0.05, None, None), "60.0 ± 5.0"),
+        ((None, None, None, None), "-"),
+    ],
+)
+def test_how_a_difference_reads(numbers: tuple[float | None, ...], said: str) -> None:
+    assert show(quantity("acc"), *numbers) == said
+
+
+def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_path: Path) -> None:
+    pairs = [{"nll": 2.5, "nll_full": 2.0}, {"nll": 3.0, "nll_full": 2.2}]
+    chunk = {"metrics": {"perplexity": 9.0, "perplexity_stderr": 1.0}, "num_tokens": 256}
+    chunks = [chunk | {"first": 256, "stop": 512, "windows": pairs[:1]}, chunk | {"first": 512, "stop": 768}]
+    metrics = {"offline": TEXT_METRICS | {"kv_frac": 0.2}}
+    for name in ("full", "h2o"):
+        samples = {"samples": {"windows": pairs}, "chunks": chunks}
+        save(tmp_path, ["experiment=perplexity", f"method={name}"], metrics, **samples)
+    rows = read(tables.update(tmp_path, "perplexity"))
+    found = {(row["task"], row["metric"]): row["difference"] for row in rows if row["label"] == "H2O"}
+    first = math.exp(2.5) - math.exp(2.0)
+    expected = {("offline", "perplexity"): perplexity(pairs).value, ("offline[256:512]", "perplexity"): first}
+    assert {key: value for key, value in found.items() if value is not None} == pytest.approx(expected)
+    assert not any(row["difference"] for row in rows if row["label"] == "Full cache")
+
+
+def test_a_terminal_shows_the_difference_of_a_run_to_a_full_cache_that_ran_before(tmp_path: Path) -> None:
+    full, own = (save_answers(tmp_path, name, hits=HITS[name]) for name in ("method=full", "method=int4"))
+    assert "no difference ≥ 75.0" in tables.summary([own], [full, own])
+    assert "difference" not in tables.summary([own]) and "INT4" in tables.summary([own])
+
+
+def test_an_older_table_is_read_without_differences(tmp_path: Path) -> None:
+    older = [
+        {name: cell for name, cell in row.items() if name not in names(COMPARED)} for row in table(tmp_path).values()
+    ]
+    assert shape_of(tuple(older[0])) == "accuracy"
+    (sheet,) = sheets_of(older)
+    assert [line[-1] for line in sheet.lines] == ["75.0 ± 10.0", "50.0 ± 10.0", "75.0 ± 10.0"]
