@@ -28,7 +28,7 @@ from harness.tables.columns import (
 from harness.tables.differences import show
 from harness.tables.text import Sheet
 
-BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
+BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
 """Metrics shown in a terminal."""
 SCORES = ("acc", "perplexity")
 """What every run on a task or text measures."""
@@ -47,7 +47,7 @@ def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     if whole:
         yield _sheet(title, whole)
     if chunks:
-        yield _sheet(f"{title}, by tokens in the cache", chunks)
+        yield _sheet(f"{title}, by range of tokens", chunks)
 
 
 def is_chunk(row: TableRow) -> bool:

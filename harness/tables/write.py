@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
-CHUNK_TOKENS = 256
-CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
+OLDER_CHUNK = 256
+CONDITIONS = ("num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
 
@@ -110,7 +110,7 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
     with `full`, and one per chunk. What tells them from the rows of other records, `settings`, is
     `lines.tell_apart`'s to say.
 
-    A chunk's row has the metric `perplexity` and its range of tokens in the task, such as `offline[256:512]`.
+    A chunk's row has its range of tokens in the task, such as `offline[256:512]`.
     A metric that was not measured (None) has no row.
     """
     config = record["config"]
@@ -137,11 +137,15 @@ def _analysis_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
 def _accuracy_rows(record: Record, common: TableRow, full: Baselines) -> Iterator[TableRow]:
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
-        for metric, value in entries.items():
-            if _is_metric(metric) and isinstance(value, int | float):
-                values = {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
-                yield common | context | values | _compared(full.difference(record, name, metric))
+        for values in _values(entries):
+            yield common | context | values | _compared(full.difference(record, name, values["metric"]))
     yield from _chunk_rows(record, common)
+
+
+def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
+    for metric, value in entries.items():
+        if _is_metric(metric) and isinstance(value, int | float):
+            yield {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
 
 
 def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
@@ -149,12 +153,20 @@ def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
         return
     ((name, entries),) = record["metrics"].items()
     context = _context(record, name, entries)
-    for chunk in record["chunks"]:
-        start = CHUNK_TOKENS * chunk["chunk"]
-        task = f"{context['task']}[{start}:{start + CHUNK_TOKENS}]"
-        values = {"value": chunk["perplexity"], "stderr": chunk["perplexity_stderr"]}
-        compared = _compared(of_windows(record, chunk.get("windows", ())))
-        yield common | context | {"task": task, "metric": "perplexity"} | values | compared
+    for chunk in map(_as_today, record["chunks"]):
+        task = {"task": f"{context['task']}[{chunk['first']}:{chunk['stop']}]"}
+        for values in _values(chunk["metrics"]):
+            paired = chunk.get("windows", ()) if values["metric"] == "perplexity" else ()
+            yield common | context | task | values | _compared(of_windows(record, paired))
+
+
+def _as_today(chunk: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A chunk of a text; older records number those of 256 tokens and have their perplexity alone."""
+    if "first" in chunk:
+        return chunk
+    first = OLDER_CHUNK * chunk["chunk"]
+    metrics = {name: chunk[name] for name in ("perplexity", "perplexity_stderr")}
+    return {"first": first, "stop": first + OLDER_CHUNK, "metrics": metrics}
 
 
 ROWS: dict[str, Callable[[Record, TableRow], Iterator[TableRow]]] = {
@@ -177,7 +189,7 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     shared = {"seq_len": seq_len, "source": "measured"}
-    return shared | {"task": Path(name).name} | {key: entries.get(key) for key in CONDITIONS}
+    return shared | {"task": Path(name).name} | {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
 
 
 def _is_metric(name: str) -> bool:
@@ -186,6 +198,13 @@ def _is_metric(name: str) -> bool:
 
 
 def _with_rows(records: Iterable[Record], among: Iterable[Record] = ()) -> list[tuple[Record, list[TableRow]]]:
+    """Finished records that have rows, with their rows, which say what tells them apart."""
+    pairs = with_rows(records, among)
+    tell_apart(pairs)
+    return pairs
+
+
+def with_rows(records: Iterable[Record], among: Iterable[Record] = ()) -> list[tuple[Record, list[TableRow]]]:
     """Finished records that have rows, with their rows, compared with the full cache's among both; this is where
     records are chosen."""
     pairs = []
@@ -200,7 +219,6 @@ def _with_rows(records: Iterable[Record], among: Iterable[Record] = ()) -> list[
             continue
         if rows:
             pairs.append((record, rows))
-    tell_apart(pairs)
     return pairs
 
 
