@@ -199,6 +199,10 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
         assert row["metrics"]["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(parts, []))), rel=1e-4)
         each = [math.exp(statistics.mean(part)) for part in parts]
         assert row["metrics"]["perplexity_stderr"] == pytest.approx(stderr_of(each), rel=1e-3)
+        for name in ("nll", "nll_full"):  # the method is the full cache
+            assert [window[name] for window in row["windows"]] == pytest.approx(
+                list(map(statistics.mean, parts)), rel=1e-4
+            )
 
 
 def test_windows_follow_one_another_from_the_offset(loaded, text):

@@ -213,8 +213,11 @@ def test_how_a_difference_reads(numbers: tuple[float | None, ...], said: str) ->
 
 def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_path: Path) -> None:
     pairs = [{"nll": 2.5, "nll_full": 2.0}, {"nll": 3.0, "nll_full": 2.2}]
-    chunk = {"metrics": {"perplexity": 9.0, "perplexity_stderr": 1.0}, "num_tokens": 256}
-    chunks = [chunk | {"first": 256, "stop": 512, "windows": pairs[:1]}, chunk | {"first": 512, "stop": 768}]
+    values = {"perplexity": 9.0, "perplexity_stderr": 1.0}
+    chunks = [
+        {"first": 256, "stop": 512, "metrics": values, "windows": pairs[:1]},
+        values | {"chunk": 2},
+    ]  # an older one
     metrics = {"offline": TEXT_METRICS | {"kv_frac": 0.2}}
     for name in ("full", "h2o"):
         samples = {"samples": {"windows": pairs}, "chunks": chunks}
@@ -224,6 +227,7 @@ def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_p
     first = math.exp(2.5) - math.exp(2.0)
     expected = {("offline", "perplexity"): perplexity(pairs).value, ("offline[256:512]", "perplexity"): first}
     assert {key: value for key, value in found.items() if value is not None} == pytest.approx(expected)
+    assert ("offline[512:768]", "perplexity") in found
     assert not any(row["difference"] for row in rows if row["label"] == "Full cache")
 
 

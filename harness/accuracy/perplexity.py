@@ -154,8 +154,9 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
         parts = [(window.scores.nll[begin:stop], window.full_nll[begin:stop]) for window in windows]
         metrics: dict[str, float | None] = {}
         _add(metrics, "perplexity", [own for own, _ in parts], math.exp)
-        pairs = [{"nll": float(own.mean()), "nll_full": float(full.mean())} for own, full in parts]
-        bounds = {"first": CHUNK * chunk, "stop": CHUNK * (chunk + 1)}
         num_tokens = sum(len(own) for own, _ in parts)
-        chunks.append({**bounds, "num_tokens": num_tokens, "metrics": metrics, "windows": pairs})
+        pairs = [{"nll": float(own.mean()), "nll_full": float(full.mean())} for own, full in parts]
+        first, end = CHUNK * chunk, CHUNK * (chunk + 1)
+        about = {"first": first, "stop": end, "num_tokens": num_tokens}
+        chunks.append(about | {"metrics": metrics, "windows": pairs})
     return chunks

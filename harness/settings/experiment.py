@@ -40,8 +40,8 @@ class Outcome:
     metrics: by task or corpus: acc, perplexity, kl_nats, kv_frac, ...; an absent measurement is None.
     samples: raw values behind the metrics, by task.
     methods: the settings of the method that ran, by task, `target_kv_frac` resolved.
-    chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only text; where one is the
-        perplexity also "windows", of each window its {"nll", "nll_full"}.
+    chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only text; "windows" where
+        each window has its {"nll", "nll_full"}.
     """
 
     metrics: dict[str, Any]

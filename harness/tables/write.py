@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
+OLDER_CHUNK = 256
 CONDITIONS = ("num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
@@ -152,11 +153,20 @@ def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
         return
     ((name, entries),) = record["metrics"].items()
     context = _context(record, name, entries)
-    for chunk in record["chunks"]:
+    for chunk in map(_as_today, record["chunks"]):
         task = {"task": f"{context['task']}[{chunk['first']}:{chunk['stop']}]"}
-        pairs = {"perplexity": of_windows(record, chunk.get("windows", ()))}
         for values in _values(chunk["metrics"]):
-            yield common | context | task | values | _compared(pairs.get(values["metric"]))
+            paired = chunk.get("windows", ()) if values["metric"] == "perplexity" else ()
+            yield common | context | task | values | _compared(of_windows(record, paired))
+
+
+def _as_today(chunk: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A chunk of a text; older records number those of 256 tokens and have their perplexity alone."""
+    if "first" in chunk:
+        return chunk
+    first = OLDER_CHUNK * chunk["chunk"]
+    metrics = {name: chunk[name] for name in ("perplexity", "perplexity_stderr")}
+    return {"first": first, "stop": first + OLDER_CHUNK, "metrics": metrics}
 
 
 ROWS: dict[str, Callable[[Record, TableRow], Iterator[TableRow]]] = {
@@ -188,7 +198,7 @@ def _is_metric(name: str) -> bool:
 
 
 def _with_rows(records: Iterable[Record], among: Iterable[Record] = ()) -> list[tuple[Record, list[TableRow]]]:
-    """As `with_rows`, with what tells the rows apart."""
+    """Finished records that have rows, with their rows, which say what tells them apart."""
     pairs = with_rows(records, among)
     tell_apart(pairs)
     return pairs
