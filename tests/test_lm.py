@@ -10,9 +10,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
-from harness.accuracy import scoring
+
+from harness.accuracy.encoding import Prefill
 from harness.accuracy.engine import decode_rows
-from harness.accuracy.lm import Prefill, ReplayLM
+from harness.accuracy.lm import ReplayLM
 from harness.accuracy.requests import Request, share
 from harness.accuracy.scoring import Score, score
 from harness.errors import UserError
@@ -69,7 +70,7 @@ def never(requests):
 
 
 def planned(questions, prefill: Prefill) -> list[Request]:
-    lm = ReplayLM(loaded_model(None), prefill, lambda requests: [Score(0.0, False)] * len(requests))
+    lm = ReplayLM(loaded_model(None), prefill, lambda requests: [Score(0.0, False)] * len(requests), generator=never)
     lm.loglikelihood(instances(questions))
     return lm.requests
 
@@ -92,7 +93,9 @@ def run(model, requests, method, codec=None) -> tuple[list[Score], ReadStats]:
 
 
 def answers(model, questions, prefill: Prefill, method=METHODS["full"], **options) -> list[tuple[float, bool]]:
-    lm = ReplayLM(loaded_model(model), prefill, lambda requests: run(model, requests, method)[0], **options)
+    lm = ReplayLM(
+        loaded_model(model), prefill, lambda requests: run(model, requests, method)[0], generator=never, **options
+    )
     return lm.loglikelihood(instances(questions))
 
 
@@ -149,8 +152,12 @@ def test_batches_leave_no_trace(name, tiny_gqa, monkeypatch):
     requests = planned(QUESTIONS + UNSHARED, Prefill("artifact", budget=0.2))
     method = METHODS[name]
     expected, reads = run(tiny_gqa, requests, method, CODECS.get(name))
-    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)):
-        monkeypatch.setattr(scoring, constant, size)
+    for module, constant, size in (
+        (scoring, "PROMPT_TOKENS", 1),
+        (batches, "CACHE_TOKENS", 100),
+        (scoring, "HEAD_ROWS", 3),
+    ):
+        monkeypatch.setattr(f"harness.accuracy.{constant}", size)
         found, again = run(tiny_gqa, requests, method, CODECS.get(name))
         difference = max(abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found, expected, strict=True))
         assert difference < 1e-3, f"{constant}: largest difference {difference:.1e} nats"
@@ -234,7 +241,7 @@ def test_the_last_marker_counts():
     ],
 )
 def test_refused(question, prefill, message):
-    lm = ReplayLM(loaded_model(None), prefill, never)
+    lm = ReplayLM(loaded_model(None), prefill, never, generator=never)
     with pytest.raises(UserError, match=message):
         lm.loglikelihood(instances([[question]]))
 
@@ -243,14 +250,9 @@ def test_the_longest_sequence_that_fits(tiny_gqa):
     assert len(answers(tiny_gqa, [[("c" * 510, " xy")]], Prefill("dense"))) == 1
 
 
-def test_what_is_not_offered():
-    lm = ReplayLM(loaded_model(None), Prefill("dense"), never)
-    with pytest.raises(UserError, match="generate text"):
-        lm.generate_until([])
-    with pytest.raises(UserError, match="experiment=perplexity"):
-        lm.loglikelihood_rolling([])
+def test_a_model_without_a_tokenizer():
     with pytest.raises(UserError, match="model tiny has no tokenizer"):
-        ReplayLM(replace(loaded_model(None), tokenizer=None), Prefill("dense"), never)
+        ReplayLM(replace(loaded_model(None), tokenizer=None), Prefill("dense"), never, generator=never)
 
 
 def test_a_method_that_did_not_run_is_an_error(tiny_gqa, monkeypatch):
@@ -274,7 +276,9 @@ def test_mean_scoring_divides_by_the_continuation(tiny_gqa):
 
 
 def test_answers_reach_the_response_cache(tiny_gqa):
-    lm = ReplayLM(loaded_model(tiny_gqa), Prefill("dense"), lambda requests: run(tiny_gqa, requests, Full())[0])
+    lm = ReplayLM(
+        loaded_model(tiny_gqa), Prefill("dense"), lambda requests: run(tiny_gqa, requests, Full())[0], generator=never
+    )
     kept = {}
     lm.cache_hook.dbdict = kept
     found = lm.loglikelihood(instances(QUESTIONS))
@@ -291,7 +295,7 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
         def __call__(self, text, add_special_tokens=True, **options):
             return {"input_ids": [1] * add_special_tokens + list(text.encode())}
 
-    lm = ReplayLM(replace(loaded_model(None), tokenizer=Tokenizer()), Prefill("dense"), never)
+    lm = ReplayLM(replace(loaded_model(None), tokenizer=Tokenizer()), Prefill("dense"), never, generator=never)
     assert lm.tok_encode("ab") == [1, 97, 98]
     assert lm.tok_encode("<s>ab")[0] == ord("<")
     assert lm.tok_encode("ab", add_special_tokens=False) == [97, 98]
@@ -306,7 +310,7 @@ def test_the_tree_holds_every_request_once(drawn):
     requests = [
         Request(tuple(ids), 2, 1 + document % 2, 9 + document // 2, ("task", document)) for ids, document in drawn
     ]
-    prompts = share(requests)
+    prompts = share(requests, lambda request: request.document)
     held = [index for prompt in prompts for branch in prompt.branches for index in branch.requests]
     assert sorted(held) == list(range(len(requests)))
     assert len({(prompt.ids, prompt.final_length) for prompt in prompts}) == len(prompts)
