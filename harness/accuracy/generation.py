@@ -107,9 +107,9 @@ class _Greedy:
         """One token for each of `answers`, whose last rows' final hidden states [batch, hidden_size] are given."""
         logits = self._attached.logits(hidden)
         if self._penalty is not None:
-            for answer, row in zip(answers, logits.split(1), strict=True):
-                so_far = torch.tensor([[*answer.request.ids, *answer.tokens]], device=row.device)
-                row.copy_(self._penalty(so_far, row))
+            so_far = [torch.tensor([[*each.request.ids, *each.tokens]], device=hidden.device) for each in answers]
+            rows = zip(so_far, logits.split(1), strict=True)
+            logits = torch.cat([self._penalty(tokens, row) for tokens, row in rows])
         return logits.argmax(-1).tolist()
 
 
