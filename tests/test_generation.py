@@ -22,12 +22,9 @@ MAX_LENGTH = 256
 NEW = 12
 TOKENIZER = byte_tokenizer()
 CONTEXT = "Some example.\n\nAnother one, somewhat longer.\n\n"
-CONTEXTS = [
-    CONTEXT + "Q: who?\nA:",
-    CONTEXT + "Q: what is it now, and what was it then?\nA:",
-    "A shorter one.\n\nQ: why?\nA:",
-]
-FULL = CASES["full"]
+LONGER = CONTEXT + "Q: what is it now, and what was it then?\nA:"
+CONTEXTS = [CONTEXT + "Q: who?\nA:", LONGER, "A shorter one.\n\nQ: why?\nA:"]
+FULL, DENSE = CASES["full"], Prefill("dense")
 
 
 def asked(contexts, prefill_len=None, max_new_tokens=NEW, stops=()) -> list[GenerationRequest]:
@@ -104,7 +101,7 @@ def test_sharing_and_batches_leave_no_trace(name, prefill_len, monkeypatch):
     assert together == [answers[0] for answers, _ in alone]
     assert len({len(answer) for answer in together}) > 1, "some must end before others"
     summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
-    for sums in ("rows", "fired_rows", "frac_sum", "index_sum", "resident_sum", "pairs_read", "pairs"):
+    for sums in ("rows", "fired_rows", "frac_sum", "index_sum", "pairs_read", "pairs"):
         assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
     monkeypatch.setattr("harness.accuracy.batches.CACHE_TOKENS", 100)
     monkeypatch.setattr("harness.accuracy.generation.CACHE_TOKENS", 100)

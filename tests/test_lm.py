@@ -327,3 +327,97 @@ def test_grouped_heads_and_a_larger_vocabulary_on_one_model():
     ids = torch.tensor([TOKENIZER("".join(QUESTIONS[0][0]))["input_ids"]])
     log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
     assert scores[0].log_likelihood == pytest.approx(float(log_probs[-4:].sum()), abs=1e-4)
+
+
+# Whole texts.
+
+TEXTS = ["ab", "The quick brown fox jumps over the lazy dog. " * 3, EXAMPLES * 2]
+
+
+def rolling(texts) -> list[Instance]:
+    return [
+        Instance("loglikelihood_rolling", {}, (text,), 0, metadata=("task", number, 1))
+        for number, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("max_length", [50, 512])
+@pytest.mark.parametrize("prefill", [Prefill("dense"), Prefill("artifact", budget=0.3)])
+def test_whole_texts_are_scored_as_hflm_scores_them(prefill, max_length, tiny_gqa):
+    stock = HFLM(pretrained=tiny_gqa, tokenizer=TOKENIZER, batch_size=2, max_length=max_length)
+    expected = stock.loglikelihood_rolling(rolling(TEXTS), disable_tqdm=True)
+    loaded, reads = replace(loaded_model(tiny_gqa), max_length=max_length), []
+
+    def scorer(requests):
+        scores, read = run(tiny_gqa, requests, Full())
+        reads.append(read)
+        return scores
+
+    lm = ReplayLM(loaded, prefill, scorer, generator=never)
+    lm.cache_hook.dbdict = {}
+    found = lm.loglikelihood_rolling(rolling(TEXTS))
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
+    lengths = [len(TOKENIZER(text)["input_ids"]) for text in TEXTS]
+    windows = [-(-length // max_length) for length in lengths]
+    assert [request.document[1] for request in lm.requests] == [
+        n for n, count in enumerate(windows) for _ in range(count)
+    ]
+    dense = [request for request in lm.requests if request.context_len == 1]
+    assert len(dense) >= len(TEXTS)
+    assert {request.prefill_len for request in dense} == {1}, "every row past the first is a decode row"
+    assert all(request.final_length == len(request.ids) <= max_length + 1 for request in lm.requests)
+    assert reads[0].rows == len(decode_rows(lm.requests))
+
+
+def test_a_whole_text_has_no_question():
+    lm = ReplayLM(loaded_model(None), Prefill("question"), never, generator=never)
+    with pytest.raises(UserError, match="task task: scores whole texts, in which prefill=question finds no question"):
+        lm.loglikelihood_rolling(rolling(TEXTS))
+
+
+# Contexts beyond the limit.
+
+
+def test_contexts_are_cut_on_the_left_as_hflm_does(tiny_gqa):
+    questions = [[(EXAMPLES + "Q: what is it?\nA:", choice) for choice in (" red", " reddish brown")], QUESTIONS[2]]
+    stock = HFLM(pretrained=tiny_gqa, tokenizer=TOKENIZER, batch_size=1, max_length=40)
+    expected = stock.loglikelihood(instances(questions), disable_tqdm=True)
+    loaded = replace(loaded_model(tiny_gqa), max_length=40)
+    lm = ReplayLM(
+        loaded,
+        Prefill("dense"),
+        lambda requests: run(tiny_gqa, requests, Full())[0],
+        generator=never,
+        too_long="truncate",
+    )
+    found = lm.loglikelihood(instances(questions))
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
+    assert [len(request.ids) for request in lm.requests][:2] == [41, 41]
+    assert lm.num_truncated == 1
+    assert {request.final_length for request in lm.requests if request.document[1] == 0} == {41}
+
+
+def test_an_answer_beyond_the_limit_is_refused_even_then():
+    lm = ReplayLM(loaded_model(None), Prefill("dense"), never, generator=never, too_long="truncate")
+    with pytest.raises(
+        UserError, match="context and answer have .* tokens, the model takes 512; lower num_fewshot, choose"
+    ):
+        lm.loglikelihood(instances([[("a", "x" * 513)]]))
+
+
+def test_a_question_that_was_cut_off_is_refused():
+    lm = ReplayLM(
+        replace(loaded_model(None), max_length=20), Prefill("question"), never, generator=never, too_long="truncate"
+    )
+    with pytest.raises(UserError, match="question 0: prefill=question needs"):
+        lm.loglikelihood(instances([[("a\n\nQ: a rather long question?\nA:", " yes")]]))
+    lm = ReplayLM(
+        replace(loaded_model(None), max_length=30),
+        Prefill("question"),
+        lambda requests: [Score(0.0, False)] * len(requests),
+        generator=never,
+        too_long="truncate",
+    )
+    lm.loglikelihood(instances([[("a long beginning\n\nQ: who?\nA:", " you.")]]))
+    assert TOKENIZER.decode(lm.requests[0].prompt) == " long beginning"
