@@ -19,17 +19,25 @@ from harness.setup import prepare
 from harness.sizes import ReadStats
 from methods.base import Row
 
+ANSWER_ROWS = 16
+"""Of a generated answer's decode rows this many, evenly spaced, are enough to size a method."""
+
 
 def decode_rows(requests: Sequence[AnyRequest]) -> list[Row]:
     """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone.
 
-    An answer that is generated counts as long as it may become: where it ends is not known before.
+    An answer that is generated counts as long as it may become, as where it ends is not known before, and by some of
+    its rows.
     """
     return [
         Row(cached, request.prefill_len, request.final_length)
         for request in requests
-        for cached in range(request.prefill_len, request.prefill_len + request.num_rows)
+        for cached in range(request.prefill_len, request.prefill_len + request.num_rows, _stride(request))
     ]
+
+
+def _stride(request: AnyRequest) -> int:
+    return max(1, request.num_rows // ANSWER_ROWS) if isinstance(request, GenerationRequest) else 1
 
 
 class ReplayEngine:
