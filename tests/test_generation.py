@@ -1,5 +1,7 @@
 """Generated answers through replay: HFLM's texts for the full cache, live decoding's tokens for every method."""
 
+import io
+
 import pytest
 import torch
 from cases import CASES, Case
@@ -9,6 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
 from harness.accuracy.encoding import Prefill
+from harness.accuracy.engine import ReplayEngine, decode_rows
 from harness.accuracy.generation import generate
 from harness.accuracy.lm import ReplayLM
 from harness.accuracy.requests import GenerationRequest
@@ -16,6 +19,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.replay.session import ReplaySession
+from harness.settings.compose import load
 from harness.sizes import ReadStats
 
 MAX_LENGTH = 256
@@ -354,3 +358,14 @@ def test_greedy_equals_hflm_on_the_default_model(default_model):
     assert len({len(answer) for answer in answers}) > 3
     for answer in answers:  # HFLM goes on until its whole batch has ended
         assert any(row[: len(answer)] == answer for row in made)
+
+
+def test_a_run_generates_at_the_size_that_it_is_set_to():
+    """Through the engine: `target_kv_frac` is met on answers of full length."""
+    config = load(["experiment=tasks", "method=h2o", "target_kv_frac=0.7"])
+    engine = ReplayEngine(config, loaded_model(), "task", io.StringIO())
+    requests = asked(CONTEXTS, max_new_tokens=40)
+    assert [len(answer) for answer in engine.generate(requests)] == [40] * 3
+    assert engine.method != config.method
+    assert engine.reads.kv_frac == pytest.approx(0.7, abs=0.01)
+    assert len(decode_rows(requests)) == 3 * 20, "as many as say it"
