@@ -33,6 +33,9 @@ ARGS ?=
 DATA_ROOT ?=
 RESULTS ?= results
 NAME ?=
+TO ?= .
+A ?=
+B ?=
 GRID = $(if $(filter offline,$(DATA)),accuracy,accuracy-paper)
 SPEED_GRID = $(if $(filter cpu,$(PLATFORM)),speedup,speedup-paper)
 
@@ -53,7 +56,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup lint test accuracy speedup leaderboard paper method calibrate modelled plots report clean
+.PHONY: help setup lint test accuracy speedup leaderboard paper method calibrate modelled plots report export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,8 +104,14 @@ modelled: $(STAMP)  ## the cost model's table and all figures, for the paper's m
 plots: $(STAMP)  ## draw all figures again from results/tables
 	$(PY) -m plots $(ARGS)
 
-report: $(STAMP)  ## results/report.html, one file with all tables and figures there are (ARGS="--results-dir DIR")
-	$(PY) -m harness.paper.report $(ARGS)
+report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS= a folder or an archive, ARGS=)
+	$(PY) -m harness.paper.report --results-dir "$(RESULTS)" $(ARGS)
+
+export: $(STAMP)  ## the results as one archive to share, results.zip (RESULTS=, TO= a folder or FILE.zip)
+	@$(PY) run.py "export='$(TO)'" "results_dir='$(RESULTS)'"
+
+compare: $(STAMP)  ## which numbers moved between two results, folders or archives (A=, B=, ARGS="--csv FILE")
+	@$(PY) -m harness.tables.compare "$(A)" "$(B)" $(ARGS)
 
 clean:  ## remove caches and build leftovers (.venv and results stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

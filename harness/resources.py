@@ -47,8 +47,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
 class Resources:
     """The last model, with what depends on it.
 
-    references: dense passes of windows, with which every method of a sweep is compared. prompts: the dense pass of
-    the last timed shape. Values are of whoever keeps them.
+    references: dense passes of windows, and texts decoded under the full cache, with which every method of a sweep is
+    compared. prompts: the dense pass of the last timed shape. Values are of whoever keeps them.
     """
 
     def __init__(self, load: Callable[[ModelConfig], LoadedModel] = load_model) -> None:

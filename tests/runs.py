@@ -29,7 +29,8 @@ def outcome(config: RunConfig) -> Outcome:
         "kv_frac": 0.2,
         "num_samples": 2,
     }
-    chunk = {"chunk": 1, "perplexity": 12.5, "perplexity_stderr": None, "num_tokens": 10}
+    values = {"perplexity": 12.5, "perplexity_stderr": None}
+    chunk = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": values}
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
 
 
@@ -47,7 +48,7 @@ class Runs:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    """Put `Runs` in place of the model loader, of both experiments, and of the hub."""
+    """Put `Runs` in place of the model loader, of the experiments of accuracy, and of the hub."""
     runs = Runs()
 
     def load_model(config):
@@ -56,9 +57,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     monkeypatch.setattr(models, "load_model", load_model)
     monkeypatch.setattr(hub, "snapshot", lambda hub_id, with_code=False: hub.Snapshot(Path("snapshots/1"), "1"))
-    for name, function in (("tasks", "run_tasks"), ("perplexity", "run_perplexity")):
+    for name in ("tasks", "perplexity", "long_decode"):
         module = ModuleType(f"harness.accuracy.{name}")
-        setattr(module, function, runs)
+        setattr(module, f"run_{name}", runs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return runs
 

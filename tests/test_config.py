@@ -92,7 +92,7 @@ def test_a_run_without_a_label_is_named_after_its_method(overrides, label):
 
 
 @pytest.mark.parametrize("platform", MODELLED)
-@pytest.mark.parametrize("experiment", ["perplexity", "tasks", "latency", "fig5"])
+@pytest.mark.parametrize("experiment", ["perplexity", "tasks", "long_decode", "latency", "fig5"])
 def test_nothing_runs_on_a_modelled_platform(platform, experiment):
     with pytest.raises(UserError, match=f"^platform={platform}: is modelled, nothing runs there"):
         load([f"experiment={experiment}", f"platform={platform}"])

@@ -141,6 +141,7 @@ def check_run(arguments: list[str]) -> None:
     """
     if arguments == ["--help"]:
         return
+    arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
     own = str(ROOT / "harness" / "launch" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
@@ -254,7 +255,8 @@ def test_a_wrong_command_is_found(text):
 
 FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results", "tables", "figures", "tests")
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
-BOARDS = [f"{folder}{name}." for name in ("leaderboard", "frontier", "index") for folder in ("", "tables/", "figures/")]
+OF_RUNS = ("leaderboard", "frontier", "index", "long_decode")
+BOARDS = [f"{folder}{name}." for name in OF_RUNS for folder in ("", "tables/", "figures/")]
 MADE_BY_RUNS = ("results/runs/", "report.html", "results/report.html", "results/leaderboard.md", *BOARDS)
 
 

@@ -36,6 +36,7 @@ NUM_QUESTIONS = 8
 TOY = {
     "tasks": ["tasks=[kv_recall]", f"num_samples={NUM_QUESTIONS}"],
     "perplexity": ["seq_len=400", "prefill_len=150", "num_windows=2"],
+    "long_decode": ["prefill_len=60", "max_new_tokens=24", "num_windows=2"],
     "latency": ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"],
     "analysis": ["analysis.num_tokens=300"],
     "generate": ["max_new_tokens=3"],
@@ -43,6 +44,7 @@ TOY = {
 COLUMNS = {
     "tasks": (ACCURACY, "value"),
     "perplexity": (ACCURACY, "value"),
+    "long_decode": (ACCURACY, "value"),
     "latency": (LATENCY, "total_s"),
     "analysis": (ANALYSIS, "value"),
 }

@@ -191,14 +191,14 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
     assert CHUNK == 256
     config = settings(text, prefill_len=prefill_len, seq_len=seq_len, num_windows=2)
     outcome = run_perplexity(config, loaded)
-    counted = [(row["chunk"], row["num_tokens"] / 2) for row in outcome.chunks]
-    assert counted == [(chunk, rows) for chunk, _, rows in expected]
+    counted = [(row["first"], row["stop"], row["num_tokens"] / 2) for row in outcome.chunks]
+    assert counted == [(256 * chunk, 256 * (chunk + 1), rows) for chunk, _, rows in expected]
     nll = [nll_of(log_probs_of_model(loaded.model, window), window, 0) for window in windows(text, config)]
     for row, (_, first, count) in zip(outcome.chunks, expected, strict=True):
         parts = [rows[first : first + count] for rows in nll]
-        assert row["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(parts, []))), rel=1e-4)
+        assert row["metrics"]["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(parts, []))), rel=1e-4)
         each = [math.exp(statistics.mean(part)) for part in parts]
-        assert row["perplexity_stderr"] == pytest.approx(stderr_of(each), rel=1e-3)
+        assert row["metrics"]["perplexity_stderr"] == pytest.approx(stderr_of(each), rel=1e-3)
 
 
 def test_windows_follow_one_another_from_the_offset(loaded, text):

@@ -123,6 +123,18 @@ def write_fig12(results: Path) -> None:
     write_accuracy(results, "fig12", rows)
 
 
+def write_long_decode(results: Path) -> None:
+    rows = []
+    for label, size, kl in (("Full cache", 1, 0.0), ("InfiniGen", 0.16, 0.05), ("H2O", 0.16, 0.8)):
+        for step in range(4):
+            common = {"label": label, "kv_frac": size, "task": f"offline[{32 * step}:{32 * (step + 1)}]"}
+            common |= {"seq_len": 640, "num_samples": 4, "num_fewshot": None}
+            rows.append(common | {"metric": "kl_nats", "value": kl * (1 + step), "stderr": kl / 4})
+            rows.append(common | {"metric": "text_perplexity", "value": 1.5 + kl, "stderr": 0.1})
+    whole = {"task": "offline", "seq_len": 640, "metric": "first_divergence", "value": 12.0}
+    write_accuracy(results, "long_decode", [*rows, whole | {"label": "H2O", "kv_frac": 0.16}])
+
+
 def write_fig13(results: Path) -> None:
     rows = []
     for task in ("kv_recall", "passkey"):
@@ -258,6 +270,7 @@ WRITERS = {
     "fig19": write_fig19,
     "table2": write_table2,
     "choices": write_choices,
+    "long_decode": write_long_decode,
     "frontier": write_board,
     "index": write_index,
     **analysis_tables.WRITERS,
@@ -365,6 +378,31 @@ def test_fig12_breaks_the_line_at_a_missing_chunk(tmp_path: Path) -> None:
     np.testing.assert_allclose(line.get_ydata(orig=False), [21, np.nan, 22])
     assert list(axes.get_xticks()) == [256, 512, 768, 1024]
     assert lines(axes)["Full cache"][0].get_linestyle() == "--"
+
+
+def test_long_decode_draws_both_curves_and_no_distance_of_the_full_cache(tmp_path: Path) -> None:
+    write_long_decode(tmp_path)
+    figure = draw("long_decode", tmp_path)
+    kl, perplexity = figure.axes
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "KL(full || method) (nats)", "full cache's perplexity of the text",
+    ]  # fmt: skip
+    assert set(lines(kl)) == {"InfiniGen, 16 %", "H2O, 16 %"}
+    assert set(lines(perplexity)) == {"Full cache", "InfiniGen, 16 %", "H2O, 16 %"}
+    line, _, (error,) = lines(kl)["H2O, 16 %"]
+    np.testing.assert_allclose(line.get_xdata(orig=False), [16, 48, 80, 112])
+    np.testing.assert_allclose(line.get_ydata(orig=False), [0.8, 1.6, 2.4, 3.2])
+    np.testing.assert_allclose(error.get_segments()[1], [[48, 1.4], [48, 1.8]])
+    assert (kl.get_yscale(), perplexity.get_yscale()) == ("log", "linear") and kl.get_xlabel() == "decoded token"
+    assert "640 tokens" in figure.get_supxlabel()
+
+
+def test_long_decode_of_the_full_cache_alone_is_one_panel(tmp_path: Path) -> None:
+    row = {"label": "Full cache", "kv_frac": 1, "task": "offline[0:32]", "value": 0.0}
+    rows = [row | {"metric": "kl_nats"}, row | {"metric": "text_perplexity", "value": 1.5}]
+    write_accuracy(tmp_path, "long_decode", rows)
+    (axes,) = draw("long_decode", tmp_path).axes
+    assert "perplexity" in axes.get_ylabel()
 
 
 def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(tmp_path: Path) -> None:
@@ -654,7 +692,7 @@ def test_the_registry_says_all_of_a_figure() -> None:
         assert name in entry.get("tables", [name]), "a table of its own name"
     modules = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"__init__", "__main__"}
     assert {draw.__module__ for draw in DRAWINGS.values()} == {
-        f"plots.{module}" for module in modules - {"bars", "curves", "data", "registry", "style"}
+        f"plots.{module}" for module in modules - {"bars", "chunks", "curves", "data", "registry", "style"}
     }
 
 

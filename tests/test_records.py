@@ -307,7 +307,11 @@ class OutOfMemoryError(RuntimeError):
 )
 @pytest.mark.parametrize(
     ("kind", "lower"),
-    [("perplexity", "lower seq_len=1024 or num_windows=4"), ("tasks", "lower num_fewshot")],
+    [
+        ("perplexity", "lower seq_len=1024 or num_windows=4"),
+        ("tasks", "lower num_fewshot"),
+        ("long_decode", "lower max_new_tokens=256 or prefill_len=256"),
+    ],
 )
 def test_out_of_memory_names_the_setting_to_lower(error, kind, lower, runs, command):
     def exhaust(config):

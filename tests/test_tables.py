@@ -162,7 +162,7 @@ def test_a_text_has_a_row_per_measured_metric(tmp_path: Path) -> None:
 
 def test_chunks_stand_in_the_task_in_order(tmp_path: Path) -> None:
     chunks = [
-        {"chunk": index, "perplexity": 10.0 + index, "perplexity_stderr": None, "num_tokens": 256}
+        {"first": 256 * index, "stop": 256 * (index + 1), "num_tokens": 256, "metrics": {"perplexity": 10.0 + index}}
         for index in (4, 1, 3, 2)
     ]
     save_text(tmp_path, chunks=chunks)
@@ -175,7 +175,25 @@ def test_chunks_stand_in_the_task_in_order(tmp_path: Path) -> None:
         ("offline[1024:1280]", "14.0"),
     ]
     text = path.with_suffix(".md").read_text()
-    assert "by tokens in the cache" in text and "offline[256:512] perplexity" in text
+    assert "by range of tokens" in text and "offline[256:512] perplexity" in text
+
+
+def test_a_range_has_a_row_for_each_metric_and_texts_say_their_length(tmp_path: Path) -> None:
+    metrics = {"kl_nats": 0.5, "kl_nats_stderr": 0.1, "text_perplexity": None, "repetition": 0.25}
+    chunk = {"first": 16, "stop": 32, "num_tokens": 48, "metrics": metrics | {"text_perplexity": 2.0}}
+    whole = {"offline": metrics | {"seq_len": 512, "num_samples": 3, "kv_frac": 0.16}}
+    save(tmp_path, ["experiment=long_decode"], whole, chunks=[chunk])
+    path = tables.update(tmp_path, "long_decode")
+    found = [(row["task"], row["metric"], row["value"], row["stderr"]) for row in rows(path)]
+    assert found == [
+        ("offline", "kl_nats", "0.5", "0.1"),
+        ("offline", "repetition", "0.25", ""),
+        ("offline[16:32]", "kl_nats", "0.5", "0.1"),
+        ("offline[16:32]", "text_perplexity", "2.0", ""),
+        ("offline[16:32]", "repetition", "0.25", ""),
+    ]
+    assert {row["seq_len"] for row in rows(path)} == {"512"}
+    assert "offline repeated 4-grams (%)" in path.with_suffix(".md").read_text()
 
 
 def test_a_text_file_is_named_without_its_folder(tmp_path: Path) -> None:

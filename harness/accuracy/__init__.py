@@ -1,1 +1,1 @@
-"""Accuracy of a KV-cache method: tasks, perplexity, fidelity to the full cache. All of it is computed in replay."""
+"""Accuracy of a KV-cache method: tasks, perplexity, long decoding, fidelity to the full cache. All in replay."""

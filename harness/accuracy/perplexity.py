@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def run_perplexity(config: RunConfig, loaded: LoadedModel, references: Reference
         scored = []
         for window in tqdm(windows, desc="windows", unit="window", leave=False, disable=None):
             key = (tuple(window), config.prefill_len)
-            full_nll, reference = references.get(key, partial(_full, attached, window, config.prefill_len))
+            full_nll, reference = references.get(key, partial(full_pass, attached, window, config.prefill_len))
             scored.append(_score(attached, setup, window, config.prefill_len, full_nll, reference))
     outcome = summarize(scored, config)
     return replace(outcome, methods=dict.fromkeys(outcome.metrics, asdict(setup.method)))
@@ -97,7 +96,7 @@ def _score(
     return Window(score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference), full_nll, session.reads)
 
 
-def _full(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
+def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
     """The full cache's nll [rows] and hidden states [rows, hidden_size] on a window's scored rows."""
     ids = torch.tensor([window], device=attached.device)
     lengths = torch.tensor([len(window)], device=attached.device)
@@ -117,9 +116,8 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     for name in ("attention_recall", *SHARES):
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
-    name = Path(config.corpus.path).name if config.corpus.path else config.corpus.name
     samples = {"windows": [_raw(window) for window in windows]}
-    return Outcome({name: metrics}, samples, chunks=_chunks(windows, config.prefill_len, config.seq_len))
+    return Outcome({config.corpus.title: metrics}, samples, chunks=_chunks(windows, config.prefill_len, config.seq_len))
 
 
 def _add(
@@ -154,8 +152,9 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
         begin = max(chunk * CHUNK - prefill_len, 0)
         stop = (chunk + 1) * CHUNK - prefill_len
         parts: list[Tensor | None] = [window.scores.nll[begin:stop] for window in windows]
-        row: dict[str, float | None] = {}
-        _add(row, "perplexity", parts, math.exp)
+        metrics: dict[str, float | None] = {}
+        _add(metrics, "perplexity", parts, math.exp)
         num_tokens = sum(len(part) for part in parts if part is not None)
-        chunks.append({"chunk": chunk, "first_row": begin + prefill_len, "num_tokens": num_tokens, **row})
+        first, end = CHUNK * chunk, CHUNK * (chunk + 1)
+        chunks.append({"first": first, "stop": end, "num_tokens": num_tokens, "metrics": metrics})
     return chunks

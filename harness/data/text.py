@@ -125,8 +125,12 @@ def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) ->
     return calibration.num_tokens if same_text else 0
 
 
-def window_ids(ids: Sequence[int], *, seq_len: int, num_windows: int, offset: int) -> list[list[int]]:
+def window_ids(
+    ids: Sequence[int], *, seq_len: int, num_windows: int, offset: int, setting: str = "seq_len"
+) -> list[list[int]]:
     """`num_windows` windows of `seq_len` ids that follow one another from token `offset`.
+
+    setting: what sets their length, which an error names.
 
     Raises:
         UserError: the text is too short; the message says how many tokens there are.
@@ -134,7 +138,7 @@ def window_ids(ids: Sequence[int], *, seq_len: int, num_windows: int, offset: in
     needed = offset + seq_len * num_windows
     if len(ids) < needed:
         raise UserError(
-            f"num_windows={num_windows} of seq_len={seq_len} from token {offset} need {needed} tokens, "
+            f"num_windows={num_windows} of {setting}={seq_len} from token {offset} need {needed} tokens, "
             f"but the text has {len(ids)}: lower them, or choose a longer text"
         )
     return [list(ids[start : start + seq_len]) for start in range(offset, needed, seq_len)]

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
 from harness.launch import grid, runner
+from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
 from harness.settings.compose import CONF_DIR, parse
@@ -73,6 +74,9 @@ class Jobs:
 
     def _execute(self, config: DictConfig) -> None:
         overrides = list(HydraConfig.get().overrides.task)
+        if config.export is not None:
+            print(export(config.export, config.results_dir, overrides))
+            return
         if HydraConfig.get().runtime.choices.get("grid") is None:
             self._run_one(config, overrides)
             return

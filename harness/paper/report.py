@@ -7,6 +7,7 @@ stands where `results/findings.yaml` gives one, beside the numbers that it is ab
     fig11: At a tenth of the cache InfiniGen loses ...
 
     python -m harness.paper.report --results-dir results
+    python -m harness.paper.report --results-dir results.zip
 """
 
 import argparse
@@ -29,6 +30,7 @@ from harness.paper.catalogue import ENTRIES, MODELLED, Entry
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperCell, quantity
 from harness.paper.report_data import all_records, environment, findings, gaps, read_rows, read_sheets, unfinished
+from harness.records.unpack import opened
 from harness.tables.columns import MISSING, SEGMENTS, published_rows
 from harness.tables.text import WORDS, Sheet
 
@@ -80,21 +82,33 @@ class Section:
     published: Sheet | None
 
 
-def write_report(results_dir: str | Path = "results") -> Path:
-    """Write `report.html`; the same results give the same bytes. Returns its path.
+def write_report(results: str | Path = "results", output: str | Path | None = None) -> Path:
+    """Write the report; the same results give the same bytes. Returns its path.
+
+    results: a folder, or an archive of one (`harness.records.archive`), which is all that is read then.
+    output: the file; None: `report.html` in the folder, or beside the archive.
 
     Raises:
-        UserError: neither table nor figure, a damaged one, findings about what is not there, or a folder that
-            cannot be written.
+        UserError: no such results or an archive that was changed, neither table nor figure, a damaged one, findings
+            about what is not there, or a folder that cannot be written.
     """
-    folder = Path(results_dir)
+    source = Path(results)
+    with opened(source) as folder:
+        text = _render(folder)
+    home = source if source.is_dir() else source.parent
+    path = home / "report.html" if output is None else Path(output)
+    write_atomic(path, text)
+    return path
+
+
+def _render(folder: Path) -> str:
     records = all_records(folder)
     entries = [*ENTRIES, *_others(folder)]
     sections = list(_sections(folder, entries, findings(folder / "findings.yaml", [entry.name for entry in entries])))
     if not sections:
         raise UserError(f"results_dir={folder}: neither table nor figure; `make accuracy` makes some")
     shown = {section.entry.name for section in sections}
-    text = _template().render(
+    return _template().render(
         sections=sections,
         sources=SOURCES,
         absent=[entry for entry in entries if entry.name not in shown],
@@ -104,9 +118,6 @@ def write_report(results_dir: str | Path = "results") -> Path:
         is_number=is_number,
         words=WORDS,
     )
-    path = folder / "report.html"
-    write_atomic(path, text)
-    return path
 
 
 def _template() -> Template:
@@ -124,7 +135,7 @@ def embed(path: Path) -> str:
             image.thumbnail((MAX_WIDTH, image.height), Image.Resampling.LANCZOS)
             few = image.quantize(NUM_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
             few.save(data, "PNG", optimize=True)
-    except (OSError, SyntaxError) as error:  # Pillow calls a broken PNG a syntax error
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow calls a broken PNG a syntax error
         raise UserError(f"{path}: not an image; `make plots` draws it anew") from error
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
@@ -224,10 +235,13 @@ def _others(folder: Path) -> list[Entry]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print its path; returns the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m harness.paper.report", description="Write DIR/report.html.")
-    parser.add_argument("--results-dir", default="results", metavar="DIR", help="results to report (default results)")
+    parser = argparse.ArgumentParser(prog="python -m harness.paper.report", description="Write the report of results.")
+    parser.add_argument(
+        "--results-dir", default="results", metavar="DIR", help="results to report, or an archive (default results)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="default: report.html in DIR, or beside the archive")
     args = parser.parse_args(argv)
-    return exit_code(lambda: print(write_report(args.results_dir)))
+    return exit_code(lambda: print(write_report(args.results_dir, args.output)))
 
 
 if __name__ == "__main__":

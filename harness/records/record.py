@@ -91,7 +91,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged record ({error})") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("status") not in STATUSES:
         raise UserError(f"{path}: damaged record (not of schema {SCHEMA})")

@@ -40,7 +40,7 @@ class Outcome:
     metrics: by task or corpus: acc, perplexity, kl_nats, kv_frac, ...; an absent measurement is None.
     samples: raw values behind the metrics, by task.
     methods: the settings of the method that ran, by task, `target_kv_frac` resolved.
-    chunks: perplexity by chunk: {"chunk", "perplexity", "perplexity_stderr", "num_tokens"}.
+    chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only text.
     """
 
     metrics: dict[str, Any]

@@ -73,6 +73,11 @@ class CorpusConfig:
         _check_file("corpus.path", self.path)
         check_range("corpus.offset_tokens", self.offset_tokens, 0)
 
+    @property
+    def title(self) -> str:
+        """What the text is called in records and tables."""
+        return Path(self.path).name if self.path else self.name
+
 
 @dataclass(frozen=True)
 class CalibrationConfig:

@@ -24,7 +24,7 @@ from harness.tables.columns import (
 )
 from harness.tables.text import Sheet
 
-BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
+BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
 """Metrics shown in a terminal."""
 SCORES = ("acc", "perplexity")
 """What every run on a task or text measures."""
@@ -43,7 +43,7 @@ def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     if whole:
         yield _sheet(title, whole)
     if chunks:
-        yield _sheet(f"{title}, by tokens in the cache", chunks)
+        yield _sheet(f"{title}, by range of tokens", chunks)
 
 
 def is_chunk(row: TableRow) -> bool:

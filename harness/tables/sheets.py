@@ -38,7 +38,7 @@ SHAPES = {"latency": speed.sheets, "accuracy": accuracy.sheets, "analysis": anal
 
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """A table per model, source and shape of row; chunks of perplexity below, each quantity of an analysis apart."""
+    """A table per model, source and shape of row; chunks of texts below, each quantity of an analysis apart."""
     groups: dict[tuple[str, str], list[TableRow]] = {}
     for row in rows:
         groups.setdefault((_title(row), _shape(row)), []).append(row)

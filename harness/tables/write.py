@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
-CHUNK_TOKENS = 256
-CONDITIONS = ("num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
+CONDITIONS = ("num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
 
@@ -104,7 +103,7 @@ def rows_of(record: Record) -> list[TableRow]:
     """The rows of one finished record: one for latency, an analysis' points, else one per task and metric, and one per
     chunk. What tells them from the rows of other records, `settings`, is `lines.tell_apart`'s to say.
 
-    A chunk's row has the metric `perplexity` and its range of tokens in the task, such as `offline[256:512]`.
+    A chunk's row has its range of tokens in the task, such as `offline[256:512]`.
     A metric that was not measured (None) has no row.
     """
     config = record["config"]
@@ -130,11 +129,14 @@ def _analysis_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
 def _accuracy_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
-        for metric, value in entries.items():
-            if _is_metric(metric) and isinstance(value, int | float):
-                values = {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
-                yield common | context | values
+        yield from (common | context | values for values in _values(entries))
     yield from _chunk_rows(record, common)
+
+
+def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
+    for metric, value in entries.items():
+        if _is_metric(metric) and isinstance(value, int | float):
+            yield {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
 
 
 def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
@@ -143,10 +145,8 @@ def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
     ((name, entries),) = record["metrics"].items()
     context = _context(record, name, entries)
     for chunk in record["chunks"]:
-        start = CHUNK_TOKENS * chunk["chunk"]
-        task = f"{context['task']}[{start}:{start + CHUNK_TOKENS}]"
-        values = {"value": chunk["perplexity"], "stderr": chunk["perplexity_stderr"]}
-        yield common | context | {"task": task, "metric": "perplexity"} | values
+        task = {"task": f"{context['task']}[{chunk['first']}:{chunk['stop']}]"}
+        yield from (common | context | task | values for values in _values(chunk["metrics"]))
 
 
 ROWS = {"accuracy": _accuracy_rows, "latency": _latency_rows, "analysis": _analysis_rows}
@@ -158,7 +158,7 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     shared = {"seq_len": seq_len, "source": "measured"}
-    return shared | {"task": Path(name).name} | {key: entries.get(key) for key in CONDITIONS}
+    return shared | {"task": Path(name).name} | {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
 
 
 def _is_metric(name: str) -> bool:
@@ -167,6 +167,13 @@ def _is_metric(name: str) -> bool:
 
 
 def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
+    """Finished records that have rows, with their rows, which say what tells them apart."""
+    pairs = with_rows(records)
+    tell_apart(pairs)
+    return pairs
+
+
+def with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
     """Finished records that have rows, with their rows; this is where records are chosen."""
     pairs = []
     for record in current(records):
@@ -178,7 +185,6 @@ def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]
             continue
         if rows:
             pairs.append((record, rows))
-    tell_apart(pairs)
     return pairs
 
 

@@ -1,0 +1,286 @@
+"""Texts decoded freely, against live decoding and direct computations on a tiny model."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import reference as plain
+import torch
+from cases import CASES
+from living import open_live, setup_of, tiny
+from tokens import byte_tokenizer
+
+from harness.accuracy import long_decode, texts
+from harness.accuracy.long_decode import decode_freely, run_long_decode
+from harness.accuracy.texts import Pair, Text, curve, first_divergence, repetition, summarize
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
+from harness.offload.session import generate
+from harness.resources import Kept
+from harness.settings.compose import load
+from harness.settings.experiment import Outcome, find
+from harness.settings.run import RunConfig
+from harness.settings.sources import CalibrationConfig, CorpusConfig
+from methods.full import Full
+from methods.h2o import H2O
+from methods.streaming import Streaming
+
+PROMPT, STEPS, MAX_LENGTH = 20, 24, 128
+EXPERIMENT = find("long_decode")
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> str:
+    """A file of random letters; no cache outside the test's folder."""
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "text.txt"
+    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=300)))
+    return str(file)
+
+
+@pytest.fixture
+def loaded() -> LoadedModel:
+    return LoadedModel(tiny("gqa"), byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+
+
+@cache
+def defaults() -> RunConfig:
+    return load(["experiment=long_decode"])
+
+
+def settings(text: str, method=None, **changes) -> RunConfig:
+    method = method or Full()
+    values = {
+        "method": method,
+        "method_name": type(method).__name__.lower(),
+        "corpus": CorpusConfig("offline", path=text),
+        "calibration": CalibrationConfig(path=text, num_tokens=64),
+        "prefill_len": PROMPT,
+        "max_new_tokens": STEPS,
+        "num_windows": 3,
+    }
+    return replace(defaults(), **(values | changes))
+
+
+def metrics_of(outcome: Outcome) -> dict:
+    (metrics,) = outcome.metrics.values()
+    return metrics
+
+
+def prompts_of(text: str, num: int = 3) -> list[list[int]]:
+    with open(text) as file:
+        ids = byte_tokenizer()(file.read(), add_special_tokens=False)["input_ids"]
+    return [ids[first : first + PROMPT] for first in range(0, num * PROMPT, PROMPT)]
+
+
+def stderr_of(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+# What is decoded
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest", "kivi", "shadowkv"])
+def test_the_text_is_that_of_live_decoding(name):
+    with attach(tiny("gqa")) as attached:
+        prompts = torch.randint(3, 256, (2, PROMPT), generator=torch.Generator().manual_seed(0))
+        ours = decode_freely(attached, setup_of(attached, CASES[name]), prompts.tolist(), STEPS)
+        with closing(open_live(attached, CASES[name], STEPS)) as session:
+            logits = session.prefill(prompts, torch.ones_like(prompts, dtype=torch.bool))
+            live = torch.stack([each.argmax(-1) for each in generate(session, logits)], 1)
+            kv_frac = session.reads.kv_frac
+    assert ours.tokens.tolist() == live.tolist()
+    assert ours.hidden.shape[:2] == (2, STEPS - 1)
+    assert ours.reads.rows == 2 * (STEPS - 1) and ours.reads.kv_frac == pytest.approx(kv_frac)
+
+
+def test_prompts_come_in_batches(loaded, text, monkeypatch):
+    config = settings(text, H2O())
+    together = run_long_decode(config, loaded)
+    monkeypatch.setattr(long_decode, "BATCH", 2)
+    apart = run_long_decode(config, loaded)
+    assert metrics_of(apart) == pytest.approx(metrics_of(together), abs=1e-5)
+    tokens = [[prompt["tokens"] for prompt in outcome.samples["prompts"]] for outcome in (together, apart)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 3
+
+
+# What is measured
+
+
+def test_the_full_cache_is_at_no_distance_from_itself(loaded, text):
+    outcome = run_long_decode(settings(text), loaded)
+    metrics = metrics_of(outcome)
+    assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6) and metrics["top1_agreement"] == 1
+    assert (metrics["first_divergence"], metrics["never_diverged"]) == (STEPS, 3)
+    assert metrics["text_perplexity"] == metrics["text_perplexity_full"]
+    assert metrics["repetition"] == metrics["repetition_full"]
+    for name in ("text_nll_difference", "repetition_difference", "resident_frac"):
+        assert metrics[name] == 0
+    assert metrics["kv_frac"] == 1 and metrics["seq_len"] == PROMPT + STEPS
+    assert all(chunk["metrics"]["kl_nats"] == pytest.approx(0, abs=1e-6) for chunk in outcome.chunks)
+
+
+@pytest.mark.parametrize("method", [Streaming(kv_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
+def test_metrics_are_those_of_two_plain_forwards(loaded, text, method):
+    outcome = run_long_decode(settings(text, method), loaded)
+    metrics, samples = metrics_of(outcome), outcome.samples["prompts"]
+    kl, nll = [], []
+    for prompt, sample in zip(prompts_of(text), samples, strict=True):
+        written = torch.tensor([*prompt, *sample["tokens"]])
+        with torch.inference_mode():
+            whole = plain.Reference(loaded.model, method, final_length=len(written), prefill_len=PROMPT)
+            ours = whole.run(written.tolist()).logits[:-1].double().log_softmax(-1)
+            full = loaded.model(written[None]).logits[0, PROMPT:-1].double().log_softmax(-1)
+        following = written[PROMPT + 1 :]
+        assert ours.argmax(-1).tolist() == following.tolist(), "what is decoded is what the method finds most likely"
+        kl.append((full.exp() * (full - ours)).sum(-1))
+        nll.append(-full.gather(-1, following[:, None])[:, 0])
+        assert sample["nll"] == pytest.approx(float(nll[-1].mean()), rel=1e-4)
+        assert sample["text"] == byte_tokenizer().decode(sample["tokens"])
+    means = [float(each.mean()) for each in kl]
+    assert metrics["kl_nats"] == pytest.approx(statistics.mean(means), abs=1e-5) and metrics["kl_nats"] > 0
+    assert metrics["kl_nats_stderr"] == pytest.approx(stderr_of(means), abs=1e-5)
+    assert metrics["text_perplexity"] == pytest.approx(math.exp(float(torch.cat(nll).mean())), rel=1e-4)
+    differences = [sample["nll"] - sample["nll_full"] for sample in samples]
+    assert metrics["text_nll_difference"] == pytest.approx(statistics.mean(differences))
+    assert metrics["text_nll_difference_stderr"] == pytest.approx(stderr_of(differences))
+    for chunk in outcome.chunks:  # the steps after the first have rows from 0 on
+        rows = slice(max(chunk["first"], 1) - 1, chunk["stop"] - 1)
+        steps = [float(each[rows].mean()) for each in kl]
+        assert chunk["metrics"]["kl_nats"] == pytest.approx(statistics.mean(steps), abs=1e-5)
+        assert chunk["metrics"]["kl_nats_stderr"] == pytest.approx(stderr_of(steps), abs=1e-5)
+        likelihood = float(torch.stack([each[rows] for each in nll]).mean())
+        assert chunk["metrics"]["text_perplexity"] == pytest.approx(math.exp(likelihood), rel=1e-4)
+
+
+def test_sizes_are_those_of_the_decode_rows(loaded, text):
+    """T is 44, of which floor(0.2 * 44) = 8 tokens a row are kept in two of four layers; the last token is not fed."""
+    metrics = metrics_of(run_long_decode(settings(text, Streaming(kv_frac=0.2, num_sinks=2)), loaded))
+    shares = [(2 + 2 * 8 / cached) / 4 for cached in range(PROMPT, PROMPT + STEPS - 1)]
+    assert metrics["kv_frac"] == pytest.approx(statistics.mean(shares))
+    target = metrics_of(run_long_decode(settings(text, H2O(), target_kv_frac=0.7), loaded))
+    assert target["kv_frac"] == pytest.approx(0.7, abs=0.01)
+
+
+def test_one_prompt_has_no_standard_error(loaded, text):
+    metrics = metrics_of(run_long_decode(settings(text, H2O(), num_windows=1, max_new_tokens=3), loaded))
+    absent = {name for name, value in metrics.items() if value is None}
+    errors = {name for name in metrics if name.endswith("_stderr")}
+    repeated = {"repetition", "repetition_full", "repetition_difference"}  # three tokens have no 4-gram
+    assert absent == errors | repeated and "kl_nats_stderr" in errors
+
+
+def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, monkeypatch):
+    made = []
+    session = long_decode.ReplaySession
+
+    def count_session(attached, method, **options):
+        made.append(type(method))
+        return session(attached, method, **options)
+
+    monkeypatch.setattr(long_decode, "ReplaySession", count_session)
+    references: Kept = Kept()
+    first, second = (
+        metrics_of(run_long_decode(settings(text, method), loaded, references))
+        for method in (H2O(), Streaming(kv_frac=0.2))
+    )
+    assert made.count(Full) == 1 and first["repetition_full"] == second["repetition_full"]
+    assert first["text_perplexity_full"] == second["text_perplexity_full"]
+    run_long_decode(settings(text, H2O(), max_new_tokens=STEPS + 1), loaded, references)
+    assert made.count(Full) == 2, "longer texts"
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3], None),
+        ([1, 2, 3, 4], 0),
+        ([1, 2, 3, 4, 5, 6, 7], 0),
+        ([1, 1, 1, 1, 1], 1 / 2),
+        ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5),
+        ([1, 2, 1, 2, 1, 2, 1, 2], 3 / 5),
+        ([7] * 103, 99 / 100),
+    ],
+)
+def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
+    assert texts.GRAM == 4
+    assert repetition(tokens) == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"), [([1, 2], [1, 2], 2), ([1, 2, 3], [1, 4, 3], 1), ([1], [2], 0), ([], [], 0)]
+)
+def test_texts_part_at_the_first_token_that_differs(one, two, expected):
+    assert first_divergence(one, two) == first_divergence(two, one) == expected
+
+
+def pair_of(tokens: list[int], others: list[int]) -> Pair:
+    rows = torch.arange(1, len(tokens), dtype=torch.float64)
+    return Pair(Text(tokens, rows / 10), Text(others, rows / 20), rows, rows % 2)
+
+
+def test_texts_that_never_part_are_counted():
+    entries = summarize([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
+    assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (2, [(1, 2, 1)]),
+        (5, [(1, 2, 1), (2, 3, 1), (3, 4, 1), (4, 5, 1)]),
+        (17, [(0, 2, 1), *((first, first + 2, 2) for first in range(2, 16, 2)), (16, 17, 1)]),
+        (64, [(0, 4, 3), *((first, first + 4, 4) for first in range(4, 64, 4))]),
+    ],
+)
+def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_tokens, expected):
+    """(first, stop, scored tokens of a text)"""
+    tokens = list(range(num_tokens))
+    chunks = list(curve([pair_of(tokens, tokens)] * 3, num_tokens))
+    assert [(chunk["first"], chunk["stop"], chunk["num_tokens"] / 3) for chunk in chunks] == expected
+    for chunk in chunks:  # the kl of `pair_of` is the token's number
+        scored = range(max(chunk["first"], 1), chunk["stop"])
+        assert chunk["metrics"]["kl_nats"] == pytest.approx(statistics.mean(scored))
+        assert chunk["metrics"]["text_perplexity"] == pytest.approx(math.exp(statistics.mean(scored) / 10))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(("setting", "value"), [("prefill_len", 0), ("max_new_tokens", 1)])
+def test_a_text_without_a_prompt_or_a_decoded_token_is_refused(setting, value):
+    with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
+        load(["experiment=long_decode", f"{setting}={value}"])
+    load(["experiment=long_decode", f"{setting}={value + 1}"])
+
+
+def test_a_text_longer_than_the_model_is_refused(loaded, text):
+    beyond = settings(text, max_new_tokens=MAX_LENGTH - PROMPT + 1, num_windows=1)
+    with pytest.raises(UserError, match=r"^prefill_len=20 and max_new_tokens=109: .* at most 128, the limit of tiny$"):
+        run_long_decode(beyond, loaded)
+    run_long_decode(replace(beyond, max_new_tokens=MAX_LENGTH - PROMPT), loaded)
+
+
+def test_a_corpus_shorter_than_the_prompts_is_refused(loaded, text):
+    with pytest.raises(UserError, match=r"^num_windows=16 of prefill_len=20 .* need 320 tokens, .* 300"):
+        run_long_decode(settings(text, num_windows=16), loaded)
+
+
+def test_a_method_that_the_length_does_not_fit_is_refused(loaded, text):
+    with pytest.raises(ValueError, match=r"method\.kv_frac=0\.05"):
+        run_long_decode(settings(text, Streaming(kv_frac=0.05)), loaded)
+
+
+def test_the_length_is_what_to_lower():
+    config = load(["experiment=long_decode"])
+    assert EXPERIMENT.lower(config) == {"max_new_tokens": 256, "prefill_len": 256}
