@@ -17,9 +17,10 @@ from typing import Any
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
+from harness.accuracy.encoding import FEWSHOT_SEPARATOR, Prefill
 from harness.accuracy.engine import ReplayEngine
-from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
-from harness.accuracy.requests import Request
+from harness.accuracy.lm import ReplayLM
+from harness.accuracy.requests import AnyRequest
 from harness.data.generated import CONTEXTS, MARKER
 from harness.data.tasks import load_task
 from harness.errors import UserError
@@ -56,7 +57,14 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
 def _run_task(
     name: str, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    lm = ReplayLM(loaded, _prefill(name, config), engine.score, mean=config.scoring == "mean")
+    lm = ReplayLM(
+        loaded,
+        _prefill(name, config),
+        engine.score,
+        generator=engine.generate,
+        mean=config.scoring == "mean",
+        too_long=config.task.too_long,
+    )
     with redirect_stderr(io.StringIO()):  # lm-eval's own progress bars, one a step
         task = load_task(name, config)
         # No bootstrap: the metrics are means, whose standard errors are computed below.
@@ -89,7 +97,7 @@ def _prefill(name: str, config: RunConfig) -> Prefill:
     return Prefill(mode, MARKER if name in CONTEXTS else FEWSHOT_SEPARATOR, budget)
 
 
-def _raw(task: ConfigurableTask, sample: dict[str, Any], request: Request) -> dict[str, Any]:
+def _raw(task: ConfigurableTask, sample: dict[str, Any], request: AnyRequest) -> dict[str, Any]:
     """What is kept of one question: enough to recompute the metrics and to look at what went wrong."""
     log_likelihoods = [answer[0] for answer in sample["filtered_resps"]]
     return {

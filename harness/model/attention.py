@@ -13,10 +13,15 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, vis
     """torch's fused attention.
 
     query: [batch, heads, rows, head_dim]; key, value: [batch, num_kv_heads, slots, head_dim];
-    visible: bool, broadcastable to [batch, heads, rows, slots]; None is causal over equal rows and slots.
-    Returns [batch, rows, heads, head_dim].
+    visible: bool [batch, 1, rows, slots]; None is causal over equal rows and slots. Returns [batch, rows, heads,
+    head_dim].
     """
     group = query.shape[1] // key.shape[1]
+    if query.shape[2] == 1 and visible is not None:  # the heads of a group as its rows: no key is copied
+        stacked = query.view(len(query), -1, group, query.shape[3])
+        return F.scaled_dot_product_attention(stacked, key, value, attn_mask=visible, scale=scale).flatten(1, 2)[
+            :, None
+        ]
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output = F.scaled_dot_product_attention(
