@@ -17,8 +17,8 @@ from tokens import byte_tokenizer
 
 from harness.accuracy.tasks import prefill_of, run_tasks
 from harness.data import generated
-from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.catalogue import location
+from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.plan import own_tasks
 from harness.data.rows import check_rows
 from harness.data.tasks import load_suite

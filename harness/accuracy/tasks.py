@@ -8,7 +8,6 @@ and reported on its own; a group is reported on top of them.
 """
 
 import io
-import logging
 import sys
 from contextlib import redirect_stderr
 from dataclasses import asdict
@@ -27,8 +26,6 @@ from harness.model.load import LoadedModel
 from harness.settings.experiment import Outcome
 from harness.settings.run import GENERATED_TASKS, RunConfig
 from harness.sizes import SHARES
-
-logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about defaults that are chosen on purpose
 
 
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:

@@ -6,7 +6,9 @@ until `harness.data.tasks` builds them.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ import yaml
 from lm_eval.api.group import Group
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness.data import catalogue
 from harness.data.generated import CONTEXTS
@@ -25,19 +28,23 @@ from harness.settings.run import RunConfig
 
 OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
 SHOWN = 3
-"""Tasks of a group that a refusal names."""
+"""Tasks of a group that a refusal names for one reason."""
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about defaults that are chosen on purpose
 
 
 class Leaf(NamedTuple):
     """A task before its rows are read.
 
     config: its YAML, functions resolved, and the metadata and number of examples that the user wants; empty of a
-    generated task. fields: what each local row must have, beyond what the prompt's template names.
+    generated task. fields: what each local row must have; () for what the prompt's template names. why_not: why it
+    cannot run here.
     """
 
     task_name: str
     config: dict[str, Any]
     fields: tuple[str, ...] = ()
+    why_not: str | None = None
 
     @property
     def makes_rows(self) -> bool:
@@ -70,7 +77,7 @@ def plan(config: RunConfig) -> Plan:
     for name in config.tasks:
         found = planner.find(name)
         leaves = list(_leaves(found))
-        _refuse(name, leaves, config)
+        _refuse(name, leaves)
         for leaf in leaves:
             made.leaves.setdefault(leaf.task_name, leaf)
         for group in _groups(found):
@@ -104,21 +111,41 @@ class Planner(TaskFactory):
         entry = Entry(name, Kind.TASK, catalogue.location() / own["yaml"])
         overrides = {"task": name, "num_fewshot": own["num_fewshot"]}
         leaf = self._build_task(entry, overrides)._replace(fields=tuple(own["fields"]))
-        if self._config.num_fewshot is not None:
+        if self._config.num_fewshot is not None and not leaf.why_not:
             leaf.config["num_fewshot"] = self._config.num_fewshot
         return leaf
 
     def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> Leaf:
         try:
-            config = self._load_full_config(entry, overrides)
+            why_not = self._why_not(self._unresolved(entry) | (overrides or {}))  # before any of its Python is loaded
+            config = {} if why_not else self._load_full_config(entry, overrides)
         except ImportError as error:
-            raise UserError(f"tasks={entry.name}: {missing(error)}") from error
+            return Leaf(entry.name, {}, why_not=missing(error))
         except Exception as error:  # whatever a YAML file or the Python beside it raises
-            raise UserError(f"tasks={entry.name}: {entry.yaml_path} cannot be read ({reason(error)})") from error
+            return Leaf(entry.name, {}, why_not=f"its YAML cannot be read ({reason(error)})")
+        if why_not:
+            return Leaf(entry.name, {}, why_not=why_not)
         given, own = self._config.num_fewshot, config.get("num_fewshot")
         # As lm-eval: a task that says 0 keeps it, one that says nothing has none.
         config["num_fewshot"] = own or 0 if given is None or own == 0 else given
         return Leaf(config["task"], config)
+
+    @staticmethod
+    def _unresolved(entry: Entry) -> dict[str, Any]:
+        return load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else dict(entry.cfg or {})
+
+    def _why_not(self, task: Mapping[str, Any]) -> str | None:
+        """Why a task with this YAML, functions unresolved, cannot run; None where it can."""
+        generation = task.get("generation_kwargs") or {}
+        if task.get("unsafe_code"):
+            return "executes the code that a model writes, which is not offered"
+        if task.get("doc_to_image") or task.get("doc_to_audio"):
+            return "needs images or sound; models here read text"
+        if generation.get("do_sample", float(generation.get("temperature") or 0) > 0):
+            return "samples its answers, which would differ in every run; answers here are greedy"
+        if self._config.data.name == "offline" and not task.get("custom_dataset"):
+            return "needs data=local data.root=DIR or data=hub"
+        return None
 
     def _build_group(
         self,
@@ -151,7 +178,10 @@ def reason(error: Exception) -> str:
 
 def missing(error: ImportError) -> str:
     """Which package a task needs, in words."""
-    return f"needs the Python package {error.name}, which is not installed" if error.name else reason(error)
+    package = (error.name or "").partition(".")[0]
+    if package and importlib.util.find_spec(package) is None:
+        return f"needs the Python package {package}, which is not installed"
+    return f"needs Python code that is not here ({reason(error)})"
 
 
 def _registry(entries: Mapping[str, catalogue.Entry]) -> dict[str, Entry]:
@@ -175,32 +205,24 @@ def _groups(found: Any) -> Iterator[Group]:
         yield from found.get_all_groups()
 
 
-def _refuse(name: str, leaves: list[Leaf], config: RunConfig) -> None:
+def _refuse(name: str, leaves: list[Leaf]) -> None:
     """Raise UserError where a task behind `name` cannot run."""
     if not leaves:
         raise UserError(f"tasks={name}: names no task")
-    refused = {leaf.task_name: why for leaf in leaves if (why := _why_not(leaf.config, config))}
-    if name in refused:
-        raise UserError(f"tasks={name}: {refused[name]}")
+    refused: dict[str, list[str]] = {}
+    for leaf in leaves:
+        if leaf.why_not:
+            refused.setdefault(leaf.why_not, []).append(leaf.task_name)
+    if refused and [name] == [leaf.task_name for leaf in leaves]:
+        raise UserError(f"tasks={name}: {leaves[0].why_not}")
     if refused:
-        first = "; ".join(f"{task} {why}" for task, why in list(refused.items())[:SHOWN])
-        more = "; ..." if len(refused) > SHOWN else ""
-        raise UserError(f"tasks={name}: {len(refused)} of its {len(leaves)} tasks cannot run: {first}{more}")
+        words = "; ".join(f"{_first(tasks)}: {why}" for why, tasks in refused.items())
+        count = sum(map(len, refused.values()))
+        raise UserError(f"tasks={name}: {count} of its {len(leaves)} tasks cannot run ({words})")
 
 
-def _why_not(task: Mapping[str, Any], config: RunConfig) -> str | None:
-    """Why a task with this YAML cannot run; None where it can."""
-    generation = task.get("generation_kwargs") or {}
-    of_class = task.get("class")
-    if task.get("unsafe_code") or getattr(of_class, "UNSAFE_CODE", False):
-        return "executes the code that a model writes, which is not offered"
-    if task.get("doc_to_image") or task.get("doc_to_audio") or getattr(of_class, "MULTIMODAL", False):
-        return "needs images or sound, and models here read text"
-    if generation.get("do_sample", float(generation.get("temperature") or 0) > 0):
-        return "samples its answers, which would differ in every run; answers here are greedy"
-    if task and config.data.name == "offline" and not task.get("custom_dataset"):
-        return "needs data=local data.root=DIR or data=hub"
-    return None
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 def _name(value: Any) -> str:

@@ -63,8 +63,12 @@ def _build(leaf: Leaf, config: RunConfig) -> Task:
     np.random.seed(NUMPY_SEED + config.seed)
     try:
         task = _make(leaf, config)
+    except UserError:
+        raise
     except ImportError as error:
         raise UserError(f"tasks={leaf.task_name}: {missing(error)}") from error
+    except Exception as error:  # whatever the YAML, or the Python beside it, makes of the rows
+        raise UserError(f"tasks={leaf.task_name}: lm-eval cannot build it from its rows ({reason(error)})") from error
     seed_examples(task, config)
     _check_prompts(leaf.task_name, task, config.num_samples_of(leaf.task_name))
     return task
@@ -78,24 +82,15 @@ def _make(leaf: Leaf, config: RunConfig) -> Task:
     if leaf.makes_rows:
         if config.data.name == "hub":
             return from_hub(name, lambda: _construct(name, own, config))
-        try:
-            with no_network():
-                return _construct(name, own, config)
-        except OSError as error:
-            raise UserError(f"tasks={name}: makes its rows of what data=hub offers ({reason(error)})") from error
+        with no_network():
+            return _construct(name, own, config)
     rows, changes = _local_rows(leaf, config) if config.data.name == "local" else (_hub_rows(name, own), {})
     return _construct(name, own | changes | _given(rows), config)
 
 
 def _construct(name: str, own: dict[str, Any], config: RunConfig) -> Task:
     """The task of a resolved YAML, made as lm-eval makes it."""
-    factory = TaskFactory(meta=dict(config.task.metadata))
-    try:
-        task = factory.build(Entry(name, Kind.TASK, None, own), registry={})
-    except (OSError, ImportError, UserError):
-        raise  # each has a better answer further out
-    except Exception as error:  # whatever the YAML, or the Python beside it, makes of the rows
-        raise UserError(f"tasks={name}: lm-eval cannot build it from these rows ({reason(error)})") from error
+    task = TaskFactory(meta=dict(config.task.metadata)).build(Entry(name, Kind.TASK, None, own), registry={})
     assert isinstance(task, Task)
     task.set_config("num_fewshot", own["num_fewshot"])
     return task
