@@ -8,7 +8,7 @@ from harness.errors import UserError
 from harness.records import inputs
 from harness.resources import Resources
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import GENERATED_TASKS, RunConfig
+from harness.settings.run import OFFLINE_TASKS, RunConfig
 
 
 class Tasks(Experiment):
@@ -18,12 +18,12 @@ class Tasks(Experiment):
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:
-        """Only generated tasks are there offline."""
+        """Only tasks that need no data are there offline."""
         if config.data.name != "offline":
             return
         for task in config.tasks:
-            if task not in GENERATED_TASKS:
-                here = ", ".join(GENERATED_TASKS)
+            if task not in OFFLINE_TASKS:
+                here = ", ".join(OFFLINE_TASKS)
                 raise UserError(f"tasks={task}: needs data=local data.root=DIR or data=hub; data=offline has {here}")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:

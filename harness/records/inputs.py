@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.data import ruler_rows
 from harness.data.text import calibration_text, corpus_text, offline_text
 from harness.errors import UserError
 from harness.files import files_sha256, text_sha256
@@ -18,6 +19,7 @@ from harness.records import code
 from harness.settings.experiment import find
 from harness.settings.run import GENERATED_TASKS, RunConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig
+from harness.settings.tasks import RULER_TASKS
 
 TASK_FOLDERS = {"lambada": "lambada_openai"}
 """Sub-folders of data.root that are not named like their task."""
@@ -66,10 +68,11 @@ def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
 
 def tasks(names: Sequence[str], data: DataConfig) -> dict[str, str]:
     """Each task's rows, or the text that they are made from; those that the hub serves are left out."""
-    generated = {name: text_sha256(offline_text()) for name in names if name in GENERATED_TASKS}
+    made = {name: text_sha256(offline_text()) for name in names if name in GENERATED_TASKS}
+    made |= {name: ruler_rows.digest() for name in names if name in RULER_TASKS}
     if data.name == "hub":
-        return generated
-    return generated | {name: files_sha256(_rows(name, data)) for name in names if name not in GENERATED_TASKS}
+        return made
+    return made | {name: files_sha256(_rows(name, data)) for name in names if name not in made}
 
 
 def _rows(task: str, data: DataConfig) -> list[Path]:

@@ -12,7 +12,7 @@ from harness.errors import UserError, nearest
 from harness.settings.analysis import AnalysisConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig, check_range
 from harness.settings.speed import LatencyConfig, PlatformConfig
-from harness.settings.tasks import TaskConfig
+from harness.settings.tasks import RULER_NUM_SAMPLES, RULER_TASKS, TaskConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -21,7 +21,8 @@ else:
 
 GENERATED_TASKS = ("kv_recall", "passkey")
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
-TASKS = (*GENERATED_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS)
+TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
 GENERATED_NUM_SAMPLES = 128
 GROUP_SIZE = 64
 LOWEST = {
@@ -160,15 +161,19 @@ class RunConfig:
     def prefill_of(self, task: str) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.
 
-        `auto`: a generated task ends its prompt before the question, where methods differ; any other is
-        scored as the artifact does.
+        `auto`: a generated task ends its prompt before the question, where methods differ; RULER's are prompted as
+        when serving; any other is scored as the artifact does.
         """
         if self.prefill != "auto":
             return self.prefill
+        if task in RULER_TASKS:
+            return "dense"
         return "question" if task in GENERATED_TASKS else "artifact"
 
     def num_samples_of(self, task: str) -> int | None:
-        """Questions of `task`; None is all of them."""
+        """Questions of `task`, of RULER's at each length; None is all of them."""
         if self.num_samples is None and task in GENERATED_TASKS:
             return GENERATED_NUM_SAMPLES
+        if self.num_samples is None and task in RULER_TASKS:
+            return RULER_NUM_SAMPLES
         return self.num_samples
