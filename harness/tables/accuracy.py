@@ -22,6 +22,7 @@ from harness.tables.columns import (
     quantity,
     rank,
 )
+from harness.tables.depths import is_depth
 from harness.tables.text import Sheet
 
 BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
@@ -37,23 +38,27 @@ Key = tuple[str, str]
 
 
 def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """The table of whole tasks and texts, and that of the chunks of texts."""
-    whole = [row for row in rows if not is_chunk(row)]
-    chunks = [row for row in rows if is_chunk(row)]
+    """The table of whole tasks and texts, that of the chunks of texts, and one of the depths in each task of needles."""
+    whole = [row for row in rows if not is_part(row)]
+    chunks = [row for row in rows if is_part(row) and not is_depth(row)]
+    depths = [row for row in rows if is_depth(row)]
     if whole:
         yield _sheet(title, whole)
     if chunks:
         yield _sheet(f"{title}, by tokens in the cache", chunks)
+    for task in dict.fromkeys(row["task"].partition("[")[0] for row in depths):
+        own = [row for row in depths if row["task"].startswith(f"{task}[")]
+        yield _sheet(f"{title}, {task} by length and depth of the needle", own)
 
 
-def is_chunk(row: TableRow) -> bool:
-    """Whether a row is of a chunk of its text."""
+def is_part(row: TableRow) -> bool:
+    """Whether a row is of a chunk of its text, or of some depths of its task."""
     return str(row["task"]).endswith("]")
 
 
 def is_brief(row: TableRow) -> bool:
     """Whether a row is shown in a terminal."""
-    return row["metric"] in BRIEF and not is_chunk(row)
+    return row["metric"] in BRIEF and not is_part(row)
 
 
 class _Line(NamedTuple):
