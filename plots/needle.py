@@ -20,7 +20,7 @@ from plots import data, style
 
 CELL = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
 BAND = ["model", "setup", "needle"]
-COLOURS = ScalarMappable(Normalize(0, 100), colormaps["cividis"])
+COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
 LIGHT = 55
 """Percentage from which a cell is light, and its text black."""
 CELL_INCHES = (0.52, 0.24)
@@ -34,8 +34,8 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         return None
     rows = rows.astype({"length": int, "begin": int, "end": int}).assign(setup=_setups(rows))
     data.refuse_repeats(rows, ["label", "model", "setup", "task"])
-    bands = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
-    bands = sorted(bands, key=lambda band: band[:2])
+    distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
+    bands = sorted(distinct, key=lambda band: band[:2])
     labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
     parts = 100 // int((rows.end - rows.begin).min())
     width, height = (size * count for size, count in zip(CELL_INCHES, (len(lengths), parts), strict=True))
@@ -52,7 +52,9 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes.set_title(_title(label, rows[rows.label == label]), fontsize=6.5)
     for axes in panels[-1]:
         axes.set_xlabel("tokens", fontsize=6)
-    figure.colorbar(COLOURS, ax=panels, label="right answers (%)", shrink=min(1.0, 2 / size[1]), aspect=12)
+    figure.colorbar(
+        ScalarMappable(PERCENT, COLOURS), ax=panels, label="right answers (%)", shrink=min(1.0, 2 / size[1]), aspect=12
+    )
     return style.finish(figure, _note(rows, bands))
 
 
@@ -75,7 +77,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: 
         axes.text(
             column, part + 0.27, f"n = {row.num_samples:.0f}", ha="center", va="center", fontsize=3.8, color=colour
         )
-    axes.imshow(percent, norm=COLOURS.norm, cmap=COLOURS.cmap, aspect="auto")
+    axes.imshow(percent, norm=PERCENT, cmap=COLOURS, aspect="auto")
     axes.grid(visible=False)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
     axes.set_yticks(np.arange(parts + 1) - 0.5, [f"{100 * edge // parts}" for edge in range(parts + 1)], fontsize=5.5)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from harness.data.ruler_rows import NEEDLES, Row, num_tokens, rows_of
 from harness.errors import UserError
 from harness.settings.run import RunConfig
-from harness.settings.tasks import DEFAULT_SEQ_LENGTHS, RULER_TASKS
+from harness.settings.tasks import RULER_TASKS
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -24,7 +24,7 @@ MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULE
 
 
 def load(task: str, config: RunConfig, loaded: LoadedModel) -> ConfigurableTask:
-    """lm-eval's task, `config.num_samples_of(task)` rows for each of `metadata.max_seq_lengths`, in that order.
+    """lm-eval's task, as many rows for each of `metadata.max_seq_lengths`, in that order.
 
     A metric is named by its length in tokens, as lm-eval's are; a row has that of its own length alone.
 
@@ -38,9 +38,9 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> ConfigurableTask:
         raise UserError(f"num_fewshot={config.num_fewshot}: task {task} takes no examples; allowed: 0")
     count = config.num_samples_of(task)
     assert count is not None, "lm-eval makes as many as it is asked for"
-    lengths = config.task.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
+    lengths = config.task.lengths
     settings = _settings(task)
-    rows = [row for length in lengths for row in _rows_that_fit(task, length, count, config, loaded)]
+    rows = [row for length in lengths for row in _rows_that_fit(task, length, count // len(lengths), config, loaded)]
     settings |= {
         "task": task,
         "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
@@ -52,8 +52,10 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> ConfigurableTask:
 
 
 def facts(task: str, row: Row) -> dict[str, float | int | None]:
-    """What a figure needs to know of a row: `length` in tokens; `depth`, where in the prompt the needle's value begins,
-    0 to 1, None in a task that hides none."""
+    """What a figure needs to know of a row of one of the six: `length` in tokens; `depth`, where in the prompt the
+    needle's value begins, 0 to 1, None in a task that hides none. Of any other task nothing."""
+    if task not in RULER_TASKS:
+        return {}
     depth = row["input"].index(row["outputs"][0]) / len(row["input"]) if task in NEEDLES else None
     return {"length": row["max_length"], "depth": depth}
 

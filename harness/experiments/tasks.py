@@ -1,4 +1,4 @@
-"""`kind=tasks`: accuracy on multiple-choice tasks (Figs 11, 13, 17)."""
+"""`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from harness.settings.run import OFFLINE_TASKS, RunConfig
 
 
 class Tasks(Experiment):
-    """Questions, scored by lm-eval."""
+    """Questions, asked and judged by lm-eval."""
 
     heeds = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:
-        """Only tasks that need no data are there offline."""
+        """Names are known, and only tasks that need no data are there offline."""
+        from harness.data.catalogue import check_names, of_folder
+
+        check_names(config.tasks, config.task.include_path)
         if config.data.name != "offline":
             return
+        own = of_folder(config.task.include_path)  # whether they need data is seen when they are resolved
         for task in config.tasks:
-            if task not in OFFLINE_TASKS:
+            if task not in OFFLINE_TASKS and task not in own:
                 here = ", ".join(OFFLINE_TASKS)
                 raise UserError(f"tasks={task}: needs data=local data.root=DIR or data=hub; data=offline has {here}")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
-        """Each task's data, or the text that it is generated from; what the hub serves has a name and no file."""
-        return inputs.calibration(config.calibration) | inputs.tasks(config.tasks, config.data)
+        """Each task's data and prompts, or the text that it is generated from."""
+        return inputs.calibration(config.calibration) | inputs.tasks(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         """See `run_tasks`."""

@@ -42,7 +42,12 @@ class TaskConfig:
             raise UserError("fewshot_as_multiturn=true: needs apply_chat_template=true, whose turns the examples are")
         if self.question_marker is not None and not self.question_marker.strip("\n "):
             raise UserError(f"question_marker={self.question_marker!r}: must hold a character that is no space")
-        self._check_lengths(self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS))
+        self._check_lengths(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of RULER's prompts and answers, in tokens."""
+        return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
 
     def _check_lengths(self, lengths: Any) -> None:
         if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):

@@ -38,7 +38,7 @@ Key = tuple[str, str]
 
 
 def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """The table of whole tasks and texts, that of the chunks of texts, and one of the depths in each task of needles."""
+    """The table of whole tasks and texts, that of the chunks of texts, and for each task of needles one by depth."""
     whole = [row for row in rows if not is_part(row)]
     chunks = [row for row in rows if is_part(row) and not is_depth(row)]
     depths = [row for row in rows if is_depth(row)]
