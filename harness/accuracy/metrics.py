@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 
-from harness.accuracy.requests import Request
+from harness.accuracy.requests import AnyRequest
 from harness.data.ruler import facts
 from harness.records.samples import clustered_stderr
 from harness.sizes import SHARES, ReadStats
@@ -55,7 +55,7 @@ def as_recorded(metrics: Sequence[Metric]) -> Metrics:
 
 
 def samples_of(
-    task: Task, logged: Logged, metrics: Sequence[Metric], requests: Mapping[int | None, Request]
+    task: Task, logged: Logged, metrics: Sequence[Metric], requests: Mapping[int | None, AnyRequest]
 ) -> list[dict[str, Any]]:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its number.
 
@@ -172,7 +172,7 @@ def _gold(task: Task, sample: Mapping[str, Any], choices: Sequence[str]) -> Any:
     return gold
 
 
-def _lengths(request: Request | None) -> dict[str, int]:
+def _lengths(request: AnyRequest | None) -> dict[str, int]:
     return {} if request is None else {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
 
 

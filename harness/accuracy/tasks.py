@@ -17,8 +17,9 @@ from typing import Any
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
+from harness.accuracy.encoding import FEWSHOT_SEPARATOR, Prefill
 from harness.accuracy.engine import ReplayEngine
-from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
+from harness.accuracy.lm import ReplayLM
 from harness.accuracy.metrics import as_recorded, group_metrics, judged, samples_of
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
@@ -62,7 +63,14 @@ def _run_task(
     task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     name = engine.task
-    lm = ReplayLM(loaded, prefill_of(task, name, config), engine.score, mean=config.scoring == "mean")
+    lm = ReplayLM(
+        loaded,
+        prefill_of(task, name, config),
+        engine.score,
+        generator=engine.generate,
+        mean=config.scoring == "mean",
+        too_long=config.task.too_long,
+    )
     with redirect_stderr(io.StringIO()):  # lm-eval's own progress bars, one a step
         results = evaluate(
             lm,
