@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from harness.tables.columns import (
+    DETECTABLE,
     DEVICE_FRAC,
+    DIFFERENCE,
+    DIFFERENCE_STDERR,
     KV_FRAC,
     LABEL,
     MISSING,
@@ -23,6 +26,7 @@ from harness.tables.columns import (
     rank,
 )
 from harness.tables.depths import is_depth
+from harness.tables.differences import show
 from harness.tables.text import Sheet
 
 BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement")
@@ -80,8 +84,14 @@ class _Line(NamedTuple):
         _, label, settings, *_ = self.identity
         rows = [self.cells.get(key) for key in columns]
         ranges = [_range(column, [row for row in rows if row is not None]) for column in sizes]
-        values = (MISSING if row is None else quantity(row["metric"]).show(row["value"], row["stderr"]) for row in rows)
+        values = (MISSING if row is None else _value(row) for row in rows)
         return [label, settings or MISSING, *ranges, *values]
+
+
+def _value(row: TableRow) -> str:
+    difference = row.get(DIFFERENCE.name)
+    stderr = row["stderr"] if difference is None else row.get(DIFFERENCE_STDERR.name)
+    return show(quantity(row["metric"]), row["value"], stderr, difference, row.get(DETECTABLE.name))
 
 
 def _range(column: Column, rows: Sequence[TableRow]) -> str:
