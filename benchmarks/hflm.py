@@ -25,8 +25,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
+from harness.accuracy.encoding import Prefill
 from harness.accuracy.engine import ReplayEngine
-from harness.accuracy.lm import Prefill, ReplayLM
+from harness.accuracy.lm import ReplayLM
 from harness.data.tasks import load_task
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model
@@ -53,9 +54,7 @@ def compare(task_name: str, config: RunConfig, loaded: LoadedModel, repeats: int
     """Score the first `config.num_samples` questions of a task with replay and with HFLM, in turn."""
     task = load_task(task_name, config)
     task.build_all_requests(limit=config.num_samples)
-    contestants: dict[str, Callable[[], TemplateLM]] = {
-        "replay": lambda: ReplayLM(loaded, Prefill("dense"), ReplayEngine(config, loaded, task_name, sys.stderr).score)
-    }
+    contestants: dict[str, Callable[[], TemplateLM]] = {"replay": lambda: replay(task_name, config, loaded)}
     for batch_size in HFLM_BATCH_SIZES:
         contestants[f"HFLM, batch {batch_size}"] = partial(
             HFLM, pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=batch_size
@@ -79,6 +78,12 @@ def compare(task_name: str, config: RunConfig, loaded: LoadedModel, repeats: int
         },
         seconds={name: statistics.median(values) for name, values in times.items()},
     )
+
+
+def replay(task_name: str, config: RunConfig, loaded: LoadedModel) -> ReplayLM:
+    """The full cache in replay."""
+    engine = ReplayEngine(config, loaded, task_name, sys.stderr)
+    return ReplayLM(loaded, Prefill("dense"), engine.score, generator=engine.generate)
 
 
 def accuracy(task: Any, instances: Sequence[Instance], answers: Answers) -> float:

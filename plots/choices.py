@@ -1,6 +1,6 @@
 """What InfiniGen's own choices do, one changed at a time, from `choices.csv`: KL to the full cache, and perplexity.
 
-A bar per run with one standard error over windows; dashed, the full cache's perplexity on the same windows. A run's
+A bar per run with its error over windows; dashed, the full cache's perplexity on the same windows. A run's
 label names what it changes, such as `InfiniGen, columns=query`.
 """
 
@@ -26,7 +26,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     for axes, ((title, panel), metric) in zip(all_axes, cells, strict=True):
         _draw_panel(axes, panel, metric)
         axes.set(title=title, ylabel=AXES[metric])
-    return style.finish(figure, f"{panels.shared}; KV read {_sizes(rows)} %; bars: one standard error")
+    return style.finish(figure, f"{panels.shared}; KV read {_sizes(rows)} %; {style.error_note(rows)}")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame, metric: str) -> None:

@@ -29,8 +29,12 @@ class Tables:
         self.folder = folder
 
     def accuracy(self, name: str) -> pd.DataFrame:
-        """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN."""
-        return self._read(name, columns.ACCURACY)
+        """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN.
+
+        `stderr` is that of the difference to the full cache where the table has one, as a figure compares the two.
+        """
+        rows = self._read(name, columns.ACCURACY)
+        return rows.assign(stderr=rows.stderr.where(rows.difference.isna(), rows.difference_stderr))
 
     def latency(self, name: str) -> pd.DataFrame:
         """Rows of (source, model, shape, label) in seconds, the segments of a block among them."""

@@ -1,8 +1,7 @@
 """Figure 11: accuracy against the share of the cache that is read, one line per method.
 
 A panel per model, task and number of questions, from `fig11.csv`; then KL to the full cache and top-1
-agreement on texts, from the same table and from `perplexity.csv`. Error bars are one standard error. Nothing
-published is known.
+agreement on texts, from the same table and from `perplexity.csv`. Nothing published is known.
 """
 
 import pandas as pd
@@ -26,7 +25,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     if own.empty:
         return None
     rows = data.of_metrics([own, texts[texts.metric.isin(["kl_nats", "top1_agreement"])]], AXES)
-    return style.draw_rows(rows, SETUP, _draw_panel, note="bars: one standard error")
+    return style.draw_rows(rows, SETUP, _draw_panel, note=style.error_note(rows))
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

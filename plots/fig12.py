@@ -1,7 +1,6 @@
 """Figure 12: perplexity by chunk of 256 tokens, one line per method and size, from `fig12.csv`.
 
-The x of a chunk is its middle; a chunk the table lacks breaks the line. Error bars are one standard error
-over windows.
+The x of a chunk is its middle; a chunk the table lacks breaks the line.
 """
 
 import pandas as pd
@@ -20,7 +19,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     chunks = table.task.str.extract(r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$")
     rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
     rows = rows[rows.start.notna() & (rows.metric == "perplexity")]
-    return style.draw_rows(rows, SETUP, _draw_panel, note="%: KV cache read; bars: one standard error")
+    return style.draw_rows(rows, SETUP, _draw_panel, note=f"%: KV cache read; {style.error_note(rows)}")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -24,7 +24,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     own, full = tables.accuracy(name), tables.accuracy("fig11")
     rows = data.of_metrics([own, full[full.label == style.FULL]], AXES)
     rows = rows[rows.groupby([*SETUP])["label"].transform(lambda labels: labels.str.endswith(UNSKEWED).any())]
-    return style.draw_rows(rows, SETUP, _draw_panel, note="bars: one standard error")
+    return style.draw_rows(rows, SETUP, _draw_panel, note=style.error_note(rows))
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:

@@ -38,7 +38,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         _draw_lines(right, latency[latency.setting == setting], LATENCY_SETUP, "latency")
     kinds = (("accuracy", accuracy, ACCURACY_SETUP), ("latency", latency, LATENCY_SETUP))
     setups = [f"{word}: {data.split(rows, setup).shared}" for word, rows, setup in kinds if len(rows)]
-    return style.finish(figure, "\n".join(setups) + "; bars: one standard error")
+    return style.finish(figure, "\n".join(setups) + f"; {style.error_note(table)}")
 
 
 def _with_setting(table: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 length with a fixed number of tokens kept, from `fig19.csv`.
 
 (b) is of the runs whose label ends in "with N tokens". The full cache comes from the runs themselves, each of which
-scores it on the same windows. Error bars are one standard error over windows. No published point is known.
+scores it on the same windows. No published point is known.
 """
 
 import pandas as pd
@@ -34,7 +34,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         draw_panel(axes, frame)
         style.log_y_where_wide(axes, frame.value)
         axes.set(ylabel="perplexity", title=title)
-    return style.finish(figure, "\n".join(panels.shared for panels, _ in parts) + "; bars: one standard error")
+    return style.finish(figure, "\n".join(panels.shared for panels, _ in parts) + f"; {style.error_note(rows)}")
 
 
 def _draw_sizes(axes: Axes, panel: pd.DataFrame) -> None:

@@ -1,7 +1,8 @@
 """What an index on the device costs and gives, from `index.csv`: KL, and accuracy on tasks, by the index' size.
 
 A line per kind of index, by its runs' label. The size is what the method keeps on the device as a share of the full
-cache. Accuracy is the mean over the tasks; bars are one standard error, tasks taken as independent.
+cache. Accuracy is the mean over the tasks; its error takes tasks as
+independent.
 """
 
 import pandas as pd
@@ -35,7 +36,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         _draw_panel(axes, frame, factor, chosen)
         axes.set(title=title, ylabel=words, xlabel="index on the device (% of full cache)")
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
-    return style.finish(figure, f"{panels.shared}; accuracy: mean of {tasks}; bars: one standard error")
+    return style.finish(figure, f"{panels.shared}; accuracy: mean of {tasks}; {style.error_note(rows)}")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame, factor: float, chosen: Looks) -> None:

@@ -195,6 +195,15 @@ def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
         full_line(axes, factor * value, factor * stderr)
 
 
+def error_note(rows: pd.DataFrame) -> str:
+    """What the error bars of `rows` are. KL and agreement compare with the full cache by themselves."""
+    values = rows[(rows.label != FULL) & ~rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])]
+    paired = values.difference.notna()
+    if not paired.any():
+        return "bars: one standard error"
+    return "bars: standard error of the difference to the full cache" + ("" if paired.all() else ", else of the value")
+
+
 def chance_line(axes: Axes, value: float) -> None:
     """What guessing scores: a dotted line over the whole width."""
     axes.axhline(value, color=GREY, linestyle=":", linewidth=1, label=CHANCE)

@@ -1,7 +1,6 @@
 """Table 2: perplexity with the KV pool at 100 % and at 80 % of the sequence, by eviction policy, from `table2.csv`.
 
-A panel per model and text: a bar per pool with one standard error over windows, and dashed the full cache on the same
-windows. The paper's numbers (WikiText-2, 2,048 tokens) are hollow: on the bars of the paper's model, each other model
+A panel per model and text: a bar per pool with its error over windows, and dashed the full cache on the same windows. The paper's numbers (WikiText-2, 2,048 tokens) are hollow: on the bars of the paper's model, each other model
 of the paper in a panel of its own.
 """
 
@@ -41,7 +40,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes.margins(y=0.1)
         axes.tick_params(axis="x", labelsize=6)  # with the artifact's evictions there are seven
         axes.set(xlabel="KV pool, of the sequence", ylabel="perplexity", ylim=(0, None))
-    return style.finish(figure, f"{panels.shared}; bars: one standard error. Published: WikiText-2, 2,048 tokens")
+    return style.finish(figure, f"{panels.shared}; {style.error_note(rows)}. Published: WikiText-2, 2,048 tokens")
 
 
 def _draw_ours(axes: Axes, panel: pd.DataFrame, published: pd.DataFrame) -> None:

@@ -10,9 +10,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
-from harness.accuracy import scoring
+from harness.accuracy.encoding import Prefill
 from harness.accuracy.engine import decode_rows
-from harness.accuracy.lm import Prefill, ReplayLM
+from harness.accuracy.lm import ReplayLM
 from harness.accuracy.requests import Request, share
 from harness.accuracy.scoring import Score, score
 from harness.errors import UserError
@@ -69,7 +69,7 @@ def never(requests):
 
 
 def planned(questions, prefill: Prefill) -> list[Request]:
-    lm = ReplayLM(loaded_model(None), prefill, lambda requests: [Score(0.0, False)] * len(requests))
+    lm = ReplayLM(loaded_model(None), prefill, lambda requests: [Score(0.0, False)] * len(requests), generator=never)
     lm.loglikelihood(instances(questions))
     return lm.requests
 
@@ -92,7 +92,9 @@ def run(model, requests, method, codec=None) -> tuple[list[Score], ReadStats]:
 
 
 def answers(model, questions, prefill: Prefill, method=METHODS["full"], **options) -> list[tuple[float, bool]]:
-    lm = ReplayLM(loaded_model(model), prefill, lambda requests: run(model, requests, method)[0], **options)
+    lm = ReplayLM(
+        loaded_model(model), prefill, lambda requests: run(model, requests, method)[0], generator=never, **options
+    )
     return lm.loglikelihood(instances(questions))
 
 
@@ -149,8 +151,8 @@ def test_batches_leave_no_trace(name, tiny_gqa, monkeypatch):
     requests = planned(QUESTIONS + UNSHARED, Prefill("artifact", budget=0.2))
     method = METHODS[name]
     expected, reads = run(tiny_gqa, requests, method, CODECS.get(name))
-    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)):
-        monkeypatch.setattr(scoring, constant, size)
+    for constant, size in (("scoring.PROMPT_TOKENS", 1), ("batches.CACHE_TOKENS", 100), ("scoring.HEAD_ROWS", 3)):
+        monkeypatch.setattr(f"harness.accuracy.{constant}", size)
         found, again = run(tiny_gqa, requests, method, CODECS.get(name))
         difference = max(abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found, expected, strict=True))
         assert difference < 1e-3, f"{constant}: largest difference {difference:.1e} nats"
@@ -234,7 +236,7 @@ def test_the_last_marker_counts():
     ],
 )
 def test_refused(question, prefill, message):
-    lm = ReplayLM(loaded_model(None), prefill, never)
+    lm = ReplayLM(loaded_model(None), prefill, never, generator=never)
     with pytest.raises(UserError, match=message):
         lm.loglikelihood(instances([[question]]))
 
@@ -243,14 +245,9 @@ def test_the_longest_sequence_that_fits(tiny_gqa):
     assert len(answers(tiny_gqa, [[("c" * 510, " xy")]], Prefill("dense"))) == 1
 
 
-def test_what_is_not_offered():
-    lm = ReplayLM(loaded_model(None), Prefill("dense"), never)
-    with pytest.raises(UserError, match="generate text"):
-        lm.generate_until([])
-    with pytest.raises(UserError, match="experiment=perplexity"):
-        lm.loglikelihood_rolling([])
+def test_a_model_without_a_tokenizer():
     with pytest.raises(UserError, match="model tiny has no tokenizer"):
-        ReplayLM(replace(loaded_model(None), tokenizer=None), Prefill("dense"), never)
+        ReplayLM(replace(loaded_model(None), tokenizer=None), Prefill("dense"), never, generator=never)
 
 
 def test_a_method_that_did_not_run_is_an_error(tiny_gqa, monkeypatch):
@@ -274,7 +271,9 @@ def test_mean_scoring_divides_by_the_continuation(tiny_gqa):
 
 
 def test_answers_reach_the_response_cache(tiny_gqa):
-    lm = ReplayLM(loaded_model(tiny_gqa), Prefill("dense"), lambda requests: run(tiny_gqa, requests, Full())[0])
+    lm = ReplayLM(
+        loaded_model(tiny_gqa), Prefill("dense"), lambda requests: run(tiny_gqa, requests, Full())[0], generator=never
+    )
     kept = {}
     lm.cache_hook.dbdict = kept
     found = lm.loglikelihood(instances(QUESTIONS))
@@ -291,7 +290,7 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
         def __call__(self, text, add_special_tokens=True, **options):
             return {"input_ids": [1] * add_special_tokens + list(text.encode())}
 
-    lm = ReplayLM(replace(loaded_model(None), tokenizer=Tokenizer()), Prefill("dense"), never)
+    lm = ReplayLM(replace(loaded_model(None), tokenizer=Tokenizer()), Prefill("dense"), never, generator=never)
     assert lm.tok_encode("ab") == [1, 97, 98]
     assert lm.tok_encode("<s>ab")[0] == ord("<")
     assert lm.tok_encode("ab", add_special_tokens=False) == [97, 98]
@@ -306,7 +305,7 @@ def test_the_tree_holds_every_request_once(drawn):
     requests = [
         Request(tuple(ids), 2, 1 + document % 2, 9 + document // 2, ("task", document)) for ids, document in drawn
     ]
-    prompts = share(requests)
+    prompts = share(requests, lambda request: request.document)
     held = [index for prompt in prompts for branch in prompt.branches for index in branch.requests]
     assert sorted(held) == list(range(len(requests)))
     assert len({(prompt.ids, prompt.final_length) for prompt in prompts}) == len(prompts)
@@ -328,3 +327,97 @@ def test_grouped_heads_and_a_larger_vocabulary_on_one_model():
     ids = torch.tensor([TOKENIZER("".join(QUESTIONS[0][0]))["input_ids"]])
     log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
     assert scores[0].log_likelihood == pytest.approx(float(log_probs[-4:].sum()), abs=1e-4)
+
+
+# Whole texts.
+
+TEXTS = ["ab", "The quick brown fox jumps over the lazy dog. " * 3, EXAMPLES * 2]
+
+
+def rolling(texts) -> list[Instance]:
+    return [
+        Instance("loglikelihood_rolling", {}, (text,), 0, metadata=("task", number, 1))
+        for number, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("max_length", [50, 512])
+@pytest.mark.parametrize("prefill", [Prefill("dense"), Prefill("artifact", budget=0.3)])
+def test_whole_texts_are_scored_as_hflm_scores_them(prefill, max_length, tiny_gqa):
+    stock = HFLM(pretrained=tiny_gqa, tokenizer=TOKENIZER, batch_size=2, max_length=max_length)
+    expected = stock.loglikelihood_rolling(rolling(TEXTS), disable_tqdm=True)
+    loaded, reads = replace(loaded_model(tiny_gqa), max_length=max_length), []
+
+    def scorer(requests):
+        scores, read = run(tiny_gqa, requests, Full())
+        reads.append(read)
+        return scores
+
+    lm = ReplayLM(loaded, prefill, scorer, generator=never)
+    lm.cache_hook.dbdict = {}
+    found = lm.loglikelihood_rolling(rolling(TEXTS))
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
+    lengths = [len(TOKENIZER(text)["input_ids"]) for text in TEXTS]
+    windows = [-(-length // max_length) for length in lengths]
+    assert [request.document[1] for request in lm.requests] == [
+        n for n, count in enumerate(windows) for _ in range(count)
+    ]
+    dense = [request for request in lm.requests if request.context_len == 1]
+    assert len(dense) >= len(TEXTS)
+    assert {request.prefill_len for request in dense} == {1}, "every row past the first is a decode row"
+    assert all(request.final_length == len(request.ids) <= max_length + 1 for request in lm.requests)
+    assert reads[0].rows == len(decode_rows(lm.requests))
+
+
+def test_a_whole_text_has_no_question():
+    lm = ReplayLM(loaded_model(None), Prefill("question"), never, generator=never)
+    with pytest.raises(UserError, match="task task: scores whole texts, in which prefill=question finds no question"):
+        lm.loglikelihood_rolling(rolling(TEXTS))
+
+
+# Contexts beyond the limit.
+
+
+def test_contexts_are_cut_on_the_left_as_hflm_does(tiny_gqa):
+    questions = [[(EXAMPLES + "Q: what is it?\nA:", choice) for choice in (" red", " reddish brown")], QUESTIONS[2]]
+    stock = HFLM(pretrained=tiny_gqa, tokenizer=TOKENIZER, batch_size=1, max_length=40)
+    expected = stock.loglikelihood(instances(questions), disable_tqdm=True)
+    loaded = replace(loaded_model(tiny_gqa), max_length=40)
+    lm = ReplayLM(
+        loaded,
+        Prefill("dense"),
+        lambda requests: run(tiny_gqa, requests, Full())[0],
+        generator=never,
+        too_long="truncate",
+    )
+    found = lm.loglikelihood(instances(questions))
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
+    assert [len(request.ids) for request in lm.requests][:2] == [41, 41]
+    assert lm.num_truncated == 1
+    assert {request.final_length for request in lm.requests if request.document[1] == 0} == {41}
+
+
+def test_an_answer_beyond_the_limit_is_refused_even_then():
+    lm = ReplayLM(loaded_model(None), Prefill("dense"), never, generator=never, too_long="truncate")
+    with pytest.raises(
+        UserError, match="context and answer have .* tokens, the model takes 512; lower num_fewshot, choose"
+    ):
+        lm.loglikelihood(instances([[("a", "x" * 513)]]))
+
+
+def test_a_question_that_was_cut_off_is_refused():
+    lm = ReplayLM(
+        replace(loaded_model(None), max_length=20), Prefill("question"), never, generator=never, too_long="truncate"
+    )
+    with pytest.raises(UserError, match="question 0: prefill=question needs"):
+        lm.loglikelihood(instances([[("a\n\nQ: a rather long question?\nA:", " yes")]]))
+    lm = ReplayLM(
+        replace(loaded_model(None), max_length=30),
+        Prefill("question"),
+        lambda requests: [Score(0.0, False)] * len(requests),
+        generator=never,
+        too_long="truncate",
+    )
+    lm.loglikelihood(instances([[("a long beginning\n\nQ: who?\nA:", " you.")]]))
+    assert TOKENIZER.decode(lm.requests[0].prompt) == " long beginning"

@@ -13,6 +13,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.records import record as records
+from harness.records.baseline import Baselines
 from harness.settings.compose import load
 from harness.tables import write as tables
 from harness.tables.columns import LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
@@ -181,7 +182,7 @@ def test_chunks_stand_in_the_task_in_order(tmp_path: Path) -> None:
 def test_a_text_file_is_named_without_its_folder(tmp_path: Path) -> None:
     record = save_text(tmp_path)
     record["metrics"] = {"/home/someone/book.txt": record["metrics"]["offline"]}
-    assert {row["task"] for row in tables.rows_of(record)} == {"book.txt"}
+    assert {row["task"] for row in tables.rows_of(record, Baselines(()))} == {"book.txt"}
 
 
 def test_order_depends_on_the_records_alone(tmp_path: Path) -> None:

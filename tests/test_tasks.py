@@ -175,7 +175,7 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
 )
 def test_under_a_codec_every_row_of_the_artifacts_prompt_reads_coded_tokens(overrides, budget):
     config = load(["experiment=tasks", "prefill=artifact", "num_samples=1", *overrides])
-    task = load_suite(config).tasks["kv_recall"]
+    task = load_suite(config, loaded=None).tasks["kv_recall"]
     assert prefill_of(task, "kv_recall", config).budget == budget
 
 
@@ -277,7 +277,7 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 def load_task(name: str, config: RunConfig):
-    return load_suite(config).tasks[name]
+    return load_suite(config, loaded=None).tasks[name]
 
 
 def test_every_task_is_declared():

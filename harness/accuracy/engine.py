@@ -1,13 +1,17 @@
 """What answers a task's requests under a method: the model attached, the method sized for these very rows, replay."""
 
-from collections.abc import Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
 
+from torch import Tensor
 from tqdm import tqdm
 
-from harness.accuracy.requests import Request
+from harness.accuracy.batches import OpenSession
+from harness.accuracy.generation import generate
+from harness.accuracy.requests import AnyRequest, GenerationRequest, Request
 from harness.accuracy.scoring import Score, score
-from harness.model.attach import attach
+from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.replay.session import ReplaySession
 from harness.settings.run import RunConfig
@@ -16,12 +20,15 @@ from harness.sizes import ReadStats
 from methods.base import Row
 
 
-def decode_rows(requests: Sequence[Request]) -> list[Row]:
-    """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone."""
+def decode_rows(requests: Sequence[AnyRequest]) -> list[Row]:
+    """The decode rows on which a method will run, every request a sequence of its own; made from tokens alone.
+
+    An answer that is generated counts as long as it may become: where it ends is not known before.
+    """
     return [
         Row(cached, request.prefill_len, request.final_length)
         for request in requests
-        for cached in range(request.prefill_len, len(request.ids) - 1)
+        for cached in range(request.prefill_len, request.prefill_len + request.num_rows)
     ]
 
 
@@ -38,21 +45,29 @@ class ReplayEngine:
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
         """Log-likelihoods, in the order of `requests`; called once."""
-        with (
-            attach(self.loaded.model) as attached,
-            tqdm(
-                total=len(requests),
-                desc=self.task,
-                unit="answer",
-                leave=False,
-                disable=None,
-                file=self.bar_file,
-            ) as bar,
-        ):
+        with self._replay(requests) as (attached, open_session, on_answered):
+            scores, self.reads = score(requests, attached, open_session, on_answered)
+        return scores
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        """Greedy answers as tokens, in the order of `requests`; called once."""
+        tokenizer = self.loaded.tokenizer
+        assert tokenizer is not None, "the requests' tokens are its own"
+        with self._replay(requests) as (attached, open_session, on_answered):
+            answers, self.reads = generate(requests, attached, open_session, tokenizer, on_answered)
+        return answers
+
+    @contextmanager
+    def _replay(
+        self, requests: Sequence[AnyRequest]
+    ) -> Iterator[tuple[Attached, OpenSession, Callable[[int], object]]]:
+        """The model attached, what opens sessions of the method sized for `requests`, and a progress bar of answers."""
+        bar = tqdm(total=len(requests), desc=self.task, unit="answer", leave=False, disable=None, file=self.bar_file)
+        with attach(self.loaded.model) as attached, bar:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
             self.method = setup.method
 
-            def open_session(final_lengths: Any, num_columns: int) -> ReplaySession:
+            def open_session(final_lengths: Tensor, num_columns: int) -> ReplaySession:
                 return ReplaySession(
                     attached,
                     setup.method,
@@ -62,5 +77,4 @@ class ReplayEngine:
                     num_columns=num_columns,
                 )
 
-            scores, self.reads = score(requests, attached, open_session, bar.update)
-        return scores
+            yield attached, open_session, bar.update

@@ -1,55 +1,47 @@
-"""lm-eval's view of a method: an `LM` whose log-likelihoods are computed in replay.
+"""lm-eval's view of a method: an `LM` whose log-likelihoods and texts come from replay.
 
-lm-eval makes prompts and choices, and turns log-likelihoods into accuracy. Here its texts become token requests, with
-the rows that attend densely chosen by `Prefill`, and a scorer computes them. Tokens are those of lm-eval's own `HFLM`
-with default settings, so that the full cache gives HFLM's numbers.
+lm-eval makes prompts and choices, and turns answers into scores. Here its texts become token requests
+(`harness.accuracy.encoding`), and a scorer and a generator answer them.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal
 
+import jinja2
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import has_bos_prefix
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.accuracy.requests import Document, Request
+from harness.accuracy.encoding import Encoded, Encoder, Prefill
+from harness.accuracy.requests import AnyRequest, Document, GenerationRequest, Request
 from harness.accuracy.scoring import Score
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 
-FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
+MAX_GEN_TOKS = 256
+"""lm-eval's default length of an answer, in tokens."""
 
-Encoded = tuple[tuple[str, str], list[int], list[int]]
-"""(context, continuation) as texts, then the tokens of each: what lm-eval hands over."""
+OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
+"""Generation settings that change nothing where the most likely token is taken."""
 
-
-class Prefill(NamedTuple):
-    """Which rows of a request attend densely; the rest are decode rows, on which a method acts.
-
-    mode: `dense`: all but the context's last row, as when serving.
-        `question`: the prompt ends before the token that holds the first character of `marker`, so that the cache is
-        reduced before the question is known.
-        `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
-    marker: text with which the question starts; its last occurrence in the context counts.
-    budget: share of T that the method keeps.
-    """
-
-    mode: str
-    marker: str = FEWSHOT_SEPARATOR
-    budget: float = 1.0
+Chat = list[dict[str, str]]
 
 
 class ReplayLM(TemplateLM):
-    """Scores lm-eval's log-likelihood requests; generation is not offered.
+    """Answers lm-eval's requests of all three types.
 
     Args:
         loaded: its tokenizer and length limit are used.
         prefill: which rows are dense.
         scorer: token requests to scores, in order; called once for all requests of an evaluation.
+        generator: token requests to the tokens of their answers, alike.
         mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
+        too_long: whether a context beyond the model's limit is an error or loses its beginning.
 
-    After a run `requests` holds the token requests in the order in which lm-eval asked.
+    After a run `requests` holds the token requests in the order in which lm-eval asked; a text that was scored whole
+    has one for each of its windows.
     """
 
     def __init__(
@@ -58,18 +50,24 @@ class ReplayLM(TemplateLM):
         prefill: Prefill,
         scorer: Callable[[Sequence[Request]], Sequence[Score]],
         *,
+        generator: Callable[[Sequence[GenerationRequest]], Sequence[list[int]]],
         mean: bool = False,
+        too_long: Literal["refuse", "truncate"] = "refuse",
     ) -> None:
         super().__init__()
-        if loaded.tokenizer is None:
-            raise UserError(f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one")
-        self.tokenizer = loaded.tokenizer
-        self.requests: list[Request] = []
-        self._max_length = loaded.max_length
-        self._prefill = prefill
+        self.requests: Sequence[AnyRequest] = []
+        self._encoder = Encoder(loaded, prefill, too_long)
+        self.tokenizer = self._encoder.tokenizer
+        self._name = loaded.name
         self._scorer = scorer
+        self._generator = generator
         self._mean = mean
         self._documents: list[Document] = []
+
+    @property
+    def num_truncated(self) -> int:
+        """Questions whose context has lost its beginning."""
+        return len(self._encoder.truncated)
 
     @property
     def eot_token_id(self) -> int:
@@ -79,83 +77,101 @@ class ReplayLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """As `HFLM`: what an empty context consists of."""
-        bos = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if bos is None else bos
+        return self._encoder.prefix_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """As `HFLM`: what lm-eval names prompts of this chat template by."""
+        return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """As `HFLM`: special tokens as the tokenizer adds them, unless the text already begins with the
-        prefix token."""
-        return self.tokenizer(string, **self._special(string, add_special_tokens), verbose=False)["input_ids"]
+        """As `HFLM`, see `Encoder.encode`."""
+        return self._encoder.encode(string, add_special_tokens)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """As `HFLM`; UserError where the model has none."""
+        if chat_template:
+            self._require_chat_template()
+        return super().chat_template(chat_template)
+
+    def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
+        """As `HFLM`: turns as one text; a template that knows no system role is tried without that turn."""
+        self._require_chat_template()
+
+        def rendered(turns: Chat) -> str:
+            return self.tokenizer.apply_chat_template(
+                turns,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        try:
+            return rendered(chat_history)
+        except jinja2.exceptions.TemplateError:
+            return rendered([turn for turn in chat_history if turn["role"] != "system"])
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """As lm-eval's, noting which requests are choices of one document."""
-        self._documents = [(request.task_name, request.doc_id) for request in requests]
+        self._documents = [_document(request) for request in requests]
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
-        longest: dict[Document, int] = defaultdict(int)
-        for document, (_, context, continuation) in zip(self._documents, requests, strict=True):
-            longest[document] = max(longest[document], len(context) + len(continuation))
-        self.requests = [
-            self._request(document, encoded, longest[document])
-            for document, encoded in zip(self._documents, requests, strict=True)
-        ]
+        self.requests = planned = self._encoder.choices(self._documents, requests)
         answers = []
-        for (texts, _, continuation), scored in zip(requests, self._scorer(self.requests), strict=True):
+        for (texts, _, continuation), scored in zip(requests, self._scorer(planned), strict=True):
             divisor = len(continuation) if self._mean else 1
             answers.append((scored.log_likelihood / divisor, scored.is_greedy))
             self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
-    def _request(self, document: Document, encoded: Encoded, final_length: int) -> Request:
-        (text, _), context, continuation = encoded
-        where = f"task {document[0]}, question {document[1]}"
-        num_rows = len(context) + len(continuation) - 1  # the last token is predicted, not run
-        if num_rows > self._max_length:
-            raise UserError(
-                f"{where}: context and answer have {num_rows} tokens, the model takes {self._max_length}; "
-                "lower num_fewshot or choose a model with a longer context"
-            )
-        prompt_end = self._prompt_end(text, len(context), final_length, where)
-        prefill_len = max(1, min(prompt_end, len(context) - 1))
-        if num_rows <= prefill_len:
-            raise UserError(f"{where}: {num_rows + 1} tokens leave no decode row, so no method could act on it")
-        return Request((*context, *continuation), len(context), prefill_len, final_length, document)
-
-    def _prompt_end(self, text: str, context_len: int, final_length: int, where: str) -> int:
-        """Where `prefill` ends the prompt, in tokens; the caller sees to it that one token is on either side."""
-        if self._prefill.mode == "dense":
-            return context_len - 1
-        if self._prefill.mode == "artifact":
-            return int(final_length * self._prefill.budget)
-        end = self._token_of(self._prefill.marker, text.rstrip())  # as lm-eval encodes a context
-        if end is None or end < 1:
-            raise UserError(
-                f"{where}: prefill=question needs {self._prefill.marker!r} inside the context, where the question "
-                "starts; use prefill=dense or artifact, or num_fewshot above 0"
-            )
-        return end
-
-    def _token_of(self, marker: str, context: str) -> int | None:
-        """Index of the token that holds the first character of the last `marker`; None where there is none."""
-        at = context.rfind(marker)
-        if at < 0:
-            return None
-        if not self.tokenizer.is_fast:
-            raise UserError("prefill=question needs a fast tokenizer, which knows where in the text its tokens lie")
-        encoded = self.tokenizer(context, **self._special(context), return_offsets_mapping=True, verbose=False)
-        return next(index for index, (_, stop) in enumerate(encoded["offset_mapping"]) if stop > at)
-
-    def _special(self, text: str, add_special_tokens: bool | None = None) -> dict[str, bool]:
-        if add_special_tokens is not None:
-            return {"add_special_tokens": add_special_tokens}
-        starts = has_bos_prefix(text, self.tokenizer.decode(self.prefix_token_id))
-        return {"add_special_tokens": False} if starts else {}
-
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Not offered: `experiment=perplexity` measures whole texts."""
-        raise UserError("tasks that score whole texts are not offered: use experiment=perplexity corpus.path=FILE")
+        """As `HFLM`: the log-likelihood of whole texts, in disjoint windows of the model's limit."""
+        windows = [self._encoder.windows(_document(each), list(self._windows(each.args[0]))) for each in requests]
+        self.requests = planned = [window for text in windows for window in text]
+        scores = iter(self._scorer(planned))
+        answers = []
+        for request, text in zip(requests, windows, strict=True):
+            answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        return answers
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        tokens, longest = self.tok_encode(text), self._encoder.max_length
+        yield from map(make_disjoint_window, get_rolling_token_windows(tokens, self.prefix_token_id, longest, 1))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Not offered: replay scores given text."""
-        raise UserError("tasks that generate text are not offered: choose multiple-choice tasks")
+        """As `HFLM`: greedy answers, cut at the first stop string."""
+        self.requests = planned = [self._generation(request) for request in requests]
+        answers = []
+        for request, asked, tokens in zip(requests, planned, self._generator(planned), strict=True):
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            answers.append(postprocess_generated_text(text, list(asked.stops), None))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        return answers
+
+    def _generation(self, request: Instance) -> GenerationRequest:
+        context, given = request.args
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+        eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
+        stops, max_new_tokens = handle_stop_sequences(settings.pop("until"), eos), settings.pop("max_gen_toks")
+        if settings["do_sample"]:
+            raise UserError(
+                f"task {request.task_name}: samples its answers (temperature={settings.get('temperature', 1)}), only "
+                "the most likely token is offered; give a task of your own (include_path) do_sample: false"
+            )
+        for name, value in settings.items():
+            if name not in OF_SAMPLING and (name, value) != ("num_beams", 1):
+                raise UserError(f"task {request.task_name}: generation_kwargs {name}={value} is not offered")
+        return self._encoder.generation(_document(request), context, max_new_tokens, stops)
+
+    def _require_chat_template(self) -> None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError(
+                f"apply_chat_template=true: model {self._name} has no chat template; choose one that was trained to "
+                "chat, or apply_chat_template=false"
+            )
+
+
+def _document(request: Instance) -> Document:
+    return request.task_name, request.doc_id

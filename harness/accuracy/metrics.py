@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 
-from harness.accuracy.requests import Request
+from harness.accuracy.requests import AnyRequest
+from harness.data.ruler import facts
 from harness.records.samples import clustered_stderr
 from harness.sizes import SHARES, ReadStats
 
@@ -54,13 +55,13 @@ def as_recorded(metrics: Sequence[Metric]) -> Metrics:
 
 
 def samples_of(
-    task: Task, logged: Logged, metrics: Sequence[Metric], requests: Mapping[int | None, Request]
+    task: Task, logged: Logged, metrics: Sequence[Metric], requests: Mapping[int | None, AnyRequest]
 ) -> list[dict[str, Any]]:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its number.
 
     Enough to recompute the metrics and to look at what went wrong: question, context, what it has under each metric
     that is a mean; of given choices their log_likelihoods, predicted and gold; of text that the model wrote text,
-    filtered (by filter) and target; context_tokens, prefill_len.
+    filtered (by filter) and target; context_tokens, prefill_len; of RULER's `facts`.
     """
     questions: dict[int, list[Mapping[str, Any]]] = {}
     for sample in logged:
@@ -70,6 +71,7 @@ def samples_of(
         | _answer(task, answers)
         | {metric.label: metric.by_question[number] for metric in metrics if number in metric.by_question}
         | _lengths(requests.get(number))
+        | facts(task.task_name, answers[0]["doc"])
         for number, answers in questions.items()
     ]
 
@@ -170,7 +172,7 @@ def _gold(task: Task, sample: Mapping[str, Any], choices: Sequence[str]) -> Any:
     return gold
 
 
-def _lengths(request: Request | None) -> dict[str, int]:
+def _lengths(request: AnyRequest | None) -> dict[str, int]:
     return {} if request is None else {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
 
 

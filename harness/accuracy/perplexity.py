@@ -153,9 +153,12 @@ def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[d
     for chunk in range(prefill_len // CHUNK, math.ceil((seq_len - 1) / CHUNK)):
         begin = max(chunk * CHUNK - prefill_len, 0)
         stop = (chunk + 1) * CHUNK - prefill_len
-        parts: list[Tensor | None] = [window.scores.nll[begin:stop] for window in windows]
+        parts = [(window.scores.nll[begin:stop], window.full_nll[begin:stop]) for window in windows]
         row: dict[str, float | None] = {}
-        _add(row, "perplexity", parts, math.exp)
-        num_tokens = sum(len(part) for part in parts if part is not None)
-        chunks.append({"chunk": chunk, "first_row": begin + prefill_len, "num_tokens": num_tokens, **row})
+        _add(row, "perplexity", [own for own, _ in parts], math.exp)
+        num_tokens = sum(len(own) for own, _ in parts)
+        pairs = [{"nll": float(own.mean()), "nll_full": float(full.mean())} for own, full in parts]
+        chunks.append(
+            {"chunk": chunk, "first_row": begin + prefill_len, "num_tokens": num_tokens, **row, "windows": pairs}
+        )
     return chunks

@@ -1,4 +1,4 @@
-"""Continuations to score, and the tree of what they share.
+"""What a task asks of a method in tokens, and the tree of what requests share.
 
 prompt   ids[:prefill_len]       dense, once per distinct prompt
   branch   equal rows that follow  decoded once per document, counted as often as requests share them
@@ -6,9 +6,9 @@ prompt   ids[:prefill_len]       dense, once per distinct prompt
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 Document = tuple[str | None, int | None]
 """Task and number of a question."""
@@ -38,6 +38,54 @@ class Request(NamedTuple):
         scored."""
         return self.ids[self.prefill_len : -1]
 
+    @property
+    def num_rows(self) -> int:
+        """Decode rows."""
+        return len(self.ids) - 1 - self.prefill_len
+
+
+class GenerationRequest(NamedTuple):
+    """One context, `ids`, to be continued by at most `max_new_tokens` tokens.
+
+    prefill_len: rows that attend densely, at least 1; the rest of the context is decoded. stops: texts that end the
+    answer once it holds one.
+    """
+
+    ids: tuple[int, ...]
+    prefill_len: int
+    max_new_tokens: int
+    stops: tuple[str, ...]
+    document: Document
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the context."""
+        return len(self.ids)
+
+    @property
+    def final_length(self) -> int:
+        """T, as in live decoding: the context and the longest answer that is allowed."""
+        return len(self.ids) + self.max_new_tokens
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens of the dense rows."""
+        return self.ids[: self.prefill_len]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Tokens of the decode rows that are known beforehand: the rest of the context."""
+        return self.ids[self.prefill_len :]
+
+    @property
+    def num_rows(self) -> int:
+        """Decode rows at most; the last token of an answer has none."""
+        return self.final_length - 1 - self.prefill_len
+
+
+AnyRequest = Request | GenerationRequest
+R = TypeVar("R", Request, GenerationRequest)
+
 
 class Branch(NamedTuple):
     """Requests of one document after one prompt, by index, and the decode rows that are equal in all of them."""
@@ -62,18 +110,19 @@ class SharedContext(NamedTuple):
     branches: list[Branch]
 
 
-def share(requests: Sequence[Request]) -> list[SharedContext]:
+def share(requests: Sequence[R], branch: Callable[[R], Hashable]) -> list[SharedContext]:
     """The tree of prompts, branches and requests; longest prompts first, so that batches are even.
 
-    Prompts count as equal where T is equal too: a method may evict by T at the end of the prompt.
+    Prompts count as equal where T is equal too: a method may evict by T at the end of the prompt. branch: equal of
+    requests that are to share one.
     """
-    tree: dict[tuple, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
+    tree: dict[tuple, dict[Hashable, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, request in enumerate(requests):
-        tree[request.prompt, request.final_length][request.document].append(index)
+        tree[request.prompt, request.final_length][branch(request)].append(index)
     prompts = []
-    for (ids, final_length), documents in tree.items():
-        branches = [Branch(group, _common([requests[index].rows for index in group])) for group in documents.values()]
-        prompts.append(SharedContext(ids, final_length, branches))
+    for (ids, final_length), branches in tree.items():
+        shared = [Branch(group, _common([requests[index].rows for index in group])) for group in branches.values()]
+        prompts.append(SharedContext(ids, final_length, shared))
     return sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.final_length), reverse=True)
 
 

@@ -16,10 +16,12 @@ from typing import Any
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
+from harness.accuracy.encoding import FEWSHOT_SEPARATOR, Prefill
 from harness.accuracy.engine import ReplayEngine
-from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
+from harness.accuracy.lm import ReplayLM
 from harness.accuracy.metrics import as_recorded, group_metrics, judged, samples_of
 from harness.data.generated import MARKER
+from harness.data.ruler import MARKERS
 from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
@@ -41,7 +43,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
             cannot be scored, or a method that never ran.
     """
     with redirect_stderr(io.StringIO()):  # progress bars of lm-eval and of its data sets
-        suite = load_suite(config)
+        suite = load_suite(config, loaded)
     outcome = Outcome({})
     reads = {}
     for name, task in suite.tasks.items():
@@ -58,7 +60,14 @@ def _run_task(
     task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     name = engine.task
-    lm = ReplayLM(loaded, prefill_of(task, name, config), engine.score, mean=config.scoring == "mean")
+    lm = ReplayLM(
+        loaded,
+        prefill_of(task, name, config),
+        engine.score,
+        generator=engine.generate,
+        mean=config.scoring == "mean",
+        too_long=config.task.too_long,
+    )
     with redirect_stderr(io.StringIO()):  # lm-eval's own progress bars, one a step
         results = evaluate(
             lm,
@@ -89,5 +98,5 @@ def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
     # Under a codec every row past the first reads coded tokens, even where none is dropped.
     coded = config.method.reads_all and config.codec is not None
     budget = 0.0 if coded else config.method.artifact_budget()
-    marker = MARKER if name in GENERATED_TASKS else FEWSHOT_SEPARATOR
+    marker = MARKER if name in GENERATED_TASKS else MARKERS.get(name, FEWSHOT_SEPARATOR)
     return Prefill(mode, config.task.question_marker or marker, budget)

@@ -21,10 +21,10 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness.data import catalogue
-from harness.data.generated import CONTEXTS
 from harness.errors import UserError
 from harness.files import text_sha256
-from harness.settings.run import RunConfig
+from harness.settings.run import OFFLINE_TASKS, RunConfig
+from harness.settings.tasks import RULER_TASKS
 
 OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
 SHOWN = 3
@@ -37,7 +37,7 @@ class Leaf(NamedTuple):
     """A task before its rows are read.
 
     config: its YAML, functions resolved, and the metadata and number of examples that the user wants; empty of a
-    generated task. fields: what each local row must have; () for what the prompt's template names. why_not: why it
+    task that needs no data. fields: what each local row must have; () for what the prompt's template names. why_not: why it
     cannot run here.
     """
 
@@ -97,7 +97,7 @@ class Planner(TaskFactory):
     def find(self, name: str) -> Leaf | Group | list[Leaf]:
         """A task, a group, or the tasks of a tag. A user's own folder comes before all, the project's names before
         lm-eval's."""
-        if name in CONTEXTS and name not in self._folder:
+        if name in OFFLINE_TASKS and name not in self._folder:
             return Leaf(name, {})
         if name in own_tasks() and name not in self._folder:
             return self._own(name)
@@ -116,6 +116,8 @@ class Planner(TaskFactory):
         return leaf
 
     def _build_task(self, entry: Entry, overrides: dict[str, Any] | None) -> Leaf:
+        if entry.name in RULER_TASKS and entry.name not in self._folder:
+            return Leaf(entry.name, {})
         try:
             why_not = self._why_not(self._unresolved(entry) | (overrides or {}))  # before any of its Python is loaded
             config = {} if why_not else self._load_full_config(entry, overrides)

@@ -17,12 +17,15 @@ from lm_eval.api.task import Task
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 
+from harness.data import ruler
 from harness.data.generated import questions
 from harness.data.hub import from_hub, no_network
 from harness.data.plan import Leaf, missing, plan, reason
 from harness.data.rows import check_rows, example_split, find_files, layout, template_fields
 from harness.errors import UserError
+from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
+from harness.settings.tasks import RULER_TASKS
 
 FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234
@@ -37,15 +40,15 @@ class Suite:
     groups: list[Group]
 
 
-def load_suite(config: RunConfig) -> Suite:
-    """All that `config.tasks` stand for, rows read and prompts tried.
+def load_suite(config: RunConfig, loaded: LoadedModel) -> Suite:
+    """All that `config.tasks` stand for, rows read and prompts tried; RULER's prompts are made for the model.
 
     Raises:
         UserError: an unknown name; a task that cannot run here; a file that is missing, empty or malformed (file and
             line number), or a row of which no prompt can be made; too few examples; a hub that cannot be reached.
     """
     planned = plan(config)
-    tasks = {name: _build(leaf, config) for name, leaf in planned.leaves.items()}
+    tasks = {name: _build(leaf, config, loaded) for name, leaf in planned.leaves.items()}
     for group in planned.groups.values():
         for child in list(group):
             if isinstance(child, Leaf):
@@ -58,11 +61,11 @@ def seed_examples(task: Task, config: RunConfig) -> None:
     task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
 
 
-def _build(leaf: Leaf, config: RunConfig) -> Task:
+def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     random.seed(config.seed)
     np.random.seed(NUMPY_SEED + config.seed)
     try:
-        task = _make(leaf, config)
+        task = _make(leaf, config, loaded)
     except UserError:
         raise
     except ImportError as error:
@@ -74,9 +77,11 @@ def _build(leaf: Leaf, config: RunConfig) -> Task:
     return task
 
 
-def _make(leaf: Leaf, config: RunConfig) -> Task:
+def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     """A task with its rows; one that fetches them by itself may ask the hub only where `data` is the hub."""
     name, own = leaf.task_name, leaf.config
+    if not own and name in RULER_TASKS:
+        return ruler.load(name, config, loaded)
     if not own:
         return _construct(name, _generated(name, config), config)
     if leaf.makes_rows:

@@ -8,7 +8,7 @@ from harness.errors import UserError
 from harness.records import inputs
 from harness.resources import Resources
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import GENERATED_TASKS, RunConfig
+from harness.settings.run import OFFLINE_TASKS, RunConfig
 
 
 class Tasks(Experiment):
@@ -26,8 +26,8 @@ class Tasks(Experiment):
             return
         own = of_folder(config.task.include_path)  # whether they need data is seen when they are resolved
         for task in config.tasks:
-            if task not in GENERATED_TASKS and task not in own:
-                here = ", ".join(GENERATED_TASKS)
+            if task not in OFFLINE_TASKS and task not in own:
+                here = ", ".join(OFFLINE_TASKS)
                 raise UserError(f"tasks={task}: needs data=local data.root=DIR or data=hub; data=offline has {here}")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:

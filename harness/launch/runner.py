@@ -127,10 +127,12 @@ def show(config: RunConfig, resources: Resources) -> None:
 
 def report(paths: Sequence[Path]) -> str:
     """Bring the tables of the records' experiments up to date; returns these records as a table to print."""
-    for folder in dict.fromkeys(path.parent.parent for path in paths):
+    folders = dict.fromkeys(path.parent.parent for path in paths)
+    for folder in folders:
         update = partial(tables.update, folder.parent.parent, folder.name)
         until_settled(folder, "*/record.json", update)
-    return tables.summary(records.read_record(path) for path in dict.fromkeys(paths))
+    among = (record for folder in folders for record in records.read_records(folder.parent.parent, folder.name))
+    return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), among)
 
 
 def title(config: RunConfig) -> str:

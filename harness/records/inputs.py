@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.data import ruler_rows
 from harness.data.rows import find_files
 from harness.data.text import calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
@@ -16,8 +17,9 @@ from harness.model import hub
 from harness.model.source import PACKAGED_NAME, PACKAGED_SHA256
 from harness.records import code
 from harness.settings.experiment import find
-from harness.settings.run import GENERATED_TASKS, RunConfig
+from harness.settings.run import OFFLINE_TASKS, RunConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig
+from harness.settings.tasks import RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.data.plan import Leaf
@@ -70,15 +72,20 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
     The rows that the hub serves are known by the data set's name alone. Of a user's own folder all files count.
     """
-    made = {name: text_sha256(offline_text()) for name in config.tasks if name in GENERATED_TASKS}
+    made = {name: _source(name) for name in config.tasks if name in OFFLINE_TASKS}
     if len(made) == len(config.tasks) and config.task.include_path is None:
         return made  # spares loading lm-eval
     from harness.data.plan import plan
 
     planned = plan(config)
-    read = {name: _task(leaf, config.data) for name, leaf in planned.leaves.items() if leaf.config}
+    read = {name: _task(leaf, config.data) if leaf.config else _source(name) for name, leaf in planned.leaves.items()}
     groups = {name: text_sha256(repr(group.to_dict())) for name, group in planned.groups.items()}
     return made | read | groups | _folder(config.task.include_path)
+
+
+def _source(task: str) -> str:
+    """What a task that needs no data is made from."""
+    return ruler_rows.digest() if task in RULER_TASKS else text_sha256(offline_text())
 
 
 def _task(leaf: Leaf, data: DataConfig) -> str:

@@ -40,7 +40,8 @@ class Outcome:
     metrics: by task or corpus: acc, perplexity, kl_nats, kv_frac, ...; an absent measurement is None.
     samples: raw values behind the metrics, by task.
     methods: the settings of the method that ran, by task, `target_kv_frac` resolved.
-    chunks: perplexity by chunk: {"chunk", "perplexity", "perplexity_stderr", "num_tokens"}.
+    chunks: perplexity by chunk: {"chunk", "perplexity", "perplexity_stderr", "num_tokens", "windows"}, of each window
+        its {"nll", "nll_full"}.
     """
 
     metrics: dict[str, Any]

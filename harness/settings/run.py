@@ -12,7 +12,7 @@ from harness.errors import UserError
 from harness.settings.analysis import AnalysisConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig, check_range
 from harness.settings.speed import LatencyConfig, PlatformConfig
-from harness.settings.tasks import TaskConfig
+from harness.settings.tasks import RULER_NUM_SAMPLES, RULER_TASKS, TaskConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -21,7 +21,8 @@ else:
 
 GENERATED_TASKS = ("kv_recall", "passkey")
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
-TASKS = (*GENERATED_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS)
+TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
 """Known without lm-eval's index, which has thousands more."""
 GENERATED_NUM_SAMPLES = 128
 GROUP_SIZE = 64
@@ -168,7 +169,9 @@ class RunConfig:
         return "dense" if writes else "artifact"
 
     def num_samples_of(self, task: str) -> int | None:
-        """Questions of `task`; None is all of them."""
+        """Questions of `task`; None is all of them. RULER's have num_samples at each of their lengths."""
         if self.num_samples is None and task in GENERATED_TASKS:
             return GENERATED_NUM_SAMPLES
+        if task in RULER_TASKS:
+            return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
         return self.num_samples

@@ -7,6 +7,7 @@ the same share of the cache, whichever table they stand in.
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from harness.tables import differences
 from harness.tables.columns import (
     BOARD_TASKS,
     DEVICE_FRAC,
@@ -143,12 +144,11 @@ def _sizes(row: TableRow) -> str:
 
 
 def _task(column: Column) -> Callable[[TableRow], str]:
-    def show(row: TableRow) -> str:
-        less = row.get(f"{column.name}_difference")
-        error = row.get(f"{column.name}_stderr")
-        return column.show(row.get(column.name)) + ("" if less is None else f" ({column.show(less, error)})")
+    def cell(row: TableRow) -> str:
+        cells = (row.get(f"{column.name}{part}") for part in ("", "_stderr", "_difference", "_detectable"))
+        return differences.show(column, *cells)
 
-    return show
+    return cell
 
 
 def _step(row: TableRow) -> str:

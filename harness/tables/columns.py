@@ -56,6 +56,17 @@ SETTINGS = Column("settings", "settings")
 METRIC = Column("metric", phrase="")
 VALUE = Column("value", "value", 1, 3)
 STDERR = Column("stderr", "standard error", 1, 3)
+DIFFERENCE = Column("difference", "less the full cache's", 1, 3)
+DIFFERENCE_STDERR = Column("difference_stderr", "standard error of the difference", 1, 3)
+DETECTABLE = Column("detectable", "smallest difference that would have been seen", 1, 3)
+COMPARED = (
+    DIFFERENCE, DIFFERENCE_STDERR,
+    Column("mcnemar_p", "McNemar's p", 1, 4),
+    Column("gained", "right, unlike the full cache", 1, 0),
+    Column("lost", "wrong, unlike the full cache", 1, 0),
+    DETECTABLE,
+)  # fmt: skip
+"""A value against the full cache's on the same questions or windows; empty where there is none."""
 NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
@@ -75,7 +86,7 @@ TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
 ACCURACY = (
     EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
     Column("task"),
-    METRIC, VALUE, STDERR, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
+    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
     Column("kv_frac_artifact", "KV read as the artifact counts (%)", 100, 1),
     DEVICE_FRAC, RESIDENT_FRAC, SOURCE, RUN_ID,
 )  # fmt: skip
@@ -136,8 +147,8 @@ BOARD = (
         column
         for task in BOARD_TASKS
         for column in (
-            task, _and(task, "difference", "less the full cache's"), _and(task, "stderr", "standard error of that"),
-            _and(task, "kv_frac", "KV read"),
+            task, _and(task, "difference", DIFFERENCE.heading), _and(task, "stderr", "standard error of that"),
+            _and(task, "detectable", DETECTABLE.heading), _and(task, "kv_frac", "KV read"),
         )
     ),
     PLATFORM, BATCH_SIZE, PROMPT_LEN, COMPUTE, LINK_BYTES, LATE_BYTES, LINK_BYTES_PER_S, STEP, STEP_SOURCE,
@@ -149,7 +160,10 @@ TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
 }  # fmt: skip
 """The shapes of table; a record says in `table` which is its own."""
-OPTIONAL = tuple(column.name for column in (SETTINGS, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_BYTES))
+OPTIONAL = (
+    *(column.name for column in (SETTINGS, *COMPARED, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_BYTES)),
+    *(f"{task.name}_{DETECTABLE.name}" for task in BOARD_TASKS),
+)
 """Columns that a table made by an older version lacks."""
 
 METRICS = {
@@ -176,7 +190,9 @@ METRICS = {
 
 
 def quantity(metric: str) -> Column:
-    """How the values of a metric read; one that is not listed as it stands."""
+    """How the values of a metric read; RULER's is named by a length in tokens; any other stands as it is."""
+    if metric.isdecimal():
+        return Column(metric, f"right at {metric} tokens (%)", 100, 1)
     return METRICS.get(metric, Column(metric, metric, 1, 3))
 
 

@@ -1,7 +1,7 @@
 """The leaderboard: every method at every size, a row each, made of two experiments' records.
 
 Fidelity and tasks come from `leaderboard-scores`, a decode step from `leaderboard-times`, which times a method at one
-size. Differences to the full cache are of the same windows and questions (`harness.records.samples`).
+size. Differences to the full cache are of the same windows and questions (`harness.records.baseline`).
 """
 
 import json
@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
-from harness.records import samples
+from harness.records.baseline import Baselines
 from harness.records.record import current, read_records
+from harness.records.samples import surprise
 from harness.tables.columns import BOARD_TASKS, DEVICE_FRAC, KL, KV_FRAC, NLL, RESIDENT_FRAC, TOP1, TableRow
 from harness.tables.frontier import fronts, step_seconds
 
@@ -43,7 +44,7 @@ def _rows(scores: Sequence[Record], times: Sequence[Record]) -> Iterator[TableRo
     runs: dict[tuple[Any, ...], list[Record]] = {}
     for record in _by_age(scores):
         runs.setdefault((_method(record["config"]), record["config"]["target_kv_frac"]), []).append(record)
-    full = {_questions(record["config"]): record for record in scores if _is_full(record)}
+    full = Baselines(scores)
     timed = {_method(record["config"]): record for record in _by_age(times)}
     rows = [_row(own, full) | _step(own[0], timed.get(method)) for (method, _), own in runs.items()]
     for row in rows:
@@ -55,28 +56,17 @@ def _by_age(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda record: record["started"])
 
 
-def _questions(config: Mapping[str, Any]) -> str:
-    """What runs on the same questions have in common, as words that compare."""
-    names = ("tasks", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data")
-    return json.dumps([config["model"]["name"], *(config[name] for name in names)], sort_keys=True)
-
-
 def _method(config: Mapping[str, Any]) -> str:
     """What runs of one method have in common whatever its size, as words that compare."""
     names = ("method_name", "method", "codec", "value_codec", "group_size")
     return json.dumps([config["model"]["name"], *(config.get(name) for name in names)], sort_keys=True)
 
 
-def _is_full(record: Record) -> bool:
-    """Whether it is a run on tasks of the full cache."""
-    return record["kind"] == "tasks" and record["config"]["codec"] is None and _reads_all(record)
-
-
 def _reads_all(record: Record) -> bool:
     return all(entries["kv_frac"] == 1 for entries in record["metrics"].values())
 
 
-def _row(runs: Sequence[Record], full: Mapping[str, Record]) -> TableRow:
+def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
     config = runs[0]["config"]
     row: TableRow = {
         "experiment": NAME,
@@ -92,7 +82,7 @@ def _row(runs: Sequence[Record], full: Mapping[str, Record]) -> TableRow:
     for record in runs:
         for name, entries in record["metrics"].items():
             if record["kind"] == "tasks":
-                row |= _task(record, name, entries, full.get(_questions(record["config"])))
+                row |= _task(record, name, entries, full)
             else:
                 row |= _text(record, entries)
     return row
@@ -109,15 +99,19 @@ def _family(record: Record) -> str:
 
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
     shown = (*(column.name for column in (KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC, KL, TOP1)), *ERRORS)
-    nll = samples.surprise(record)
-    return {name: entries.get(name) for name in shown} | {NLL.name: nll.mean, f"{NLL.name}_stderr": nll.stderr}
+    nll = surprise(record["samples"]["windows"])
+    return {name: entries.get(name) for name in shown} | {NLL.name: nll.value, f"{NLL.name}_stderr": nll.stderr}
 
 
-def _task(record: Record, name: str, entries: Mapping[str, Any], full: Record | None) -> TableRow:
+def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines) -> TableRow:
+    """A task's cells; the error is that of the difference to the full cache, without one that of the value."""
     if name not in {task.name for task in BOARD_TASKS}:
         return {}
-    less = samples.accuracy(record, full, name)
-    compared = {} if less is None else {f"{name}_difference": less.mean, f"{name}_stderr": less.stderr}
+    less = full.difference(record, name, "acc")
+    compared: TableRow = {f"{name}_stderr": entries.get("acc_stderr")}
+    if less is not None:
+        compared = {"difference": less.value, "stderr": less.stderr, "detectable": less.detectable}
+        compared = {f"{name}_{cell}": value for cell, value in compared.items()}
     return {name: entries["acc"], f"{name}_kv_frac": entries["kv_frac"]} | compared
 
 

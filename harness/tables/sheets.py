@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.tables import accuracy, analysis, board, speed
 from harness.tables.columns import MISSING, TableRow, published_rows
+from harness.tables.differences import NOTE
 from harness.tables.text import Sheet, aligned, markdown
 
 SETTINGS_NOTE = (
@@ -14,10 +15,11 @@ SETTINGS_NOTE = (
     "quarters of the runs on its task do not."
 )
 NOTES = {
-    "accuracy": "± is one standard error. KV read is the share of the full cache that a decode row reads, which "
-    "crosses the link where the cache is offloaded; device read is what it reads in device memory, an index included; "
-    "on device is what the method keeps there, as a share of the full cache at the end. Two numbers are a range over a "
-    f"line's columns. {SETTINGS_NOTE} What columns differ in stands in the headings.",
+    "accuracy": f"± is one standard error, over questions or windows. {NOTE} "
+    "KV read is the share of the full cache that a decode row reads, which crosses the link where the cache is "
+    "offloaded; device read is what it reads in device memory, an index included; on device is what the method keeps "
+    "there, as a share of the full cache at the end. Two numbers are a range over a line's columns. "
+    f"{SETTINGS_NOTE} What columns differ in stands in the headings.",
     "latency": "KV read is the share of the full cache that a decode row reads, device read (%) what it reads in "
     "device memory, an index included. To device and to host is what crossed the link in all decode steps, device read "
     "(GiB) what was read in device memory in them. On device is what the cache and the method keep there, buffers for "
@@ -25,7 +27,8 @@ NOTES = {
     "board": "All at the same share of the full cache's bytes over the link, as far as they can; link (%) is what was "
     "read, device read what was read in device memory, on device what the method keeps there. Bold is the best of that "
     "size, bounds aside. ± is one standard error, over windows or contexts, of what is compared with the full cache on "
-    "the same windows or questions: KL, agreement, and the differences. The decode step runs over an emulated link.",
+    f"the same windows or questions: KL, agreement, and the differences. {NOTE} "
+    "The decode step runs over an emulated link.",
     "analysis": "± is one standard error over heads (over layers, where a number is of the whole model). Of many "
     "values of x a few are shown; the CSV has all.",
 }

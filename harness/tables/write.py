@@ -10,15 +10,20 @@ order depends on the rows alone, so the same records give the same bytes. Import
 import csv
 import io
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.files import write_atomic
+from harness.records.baseline import Baselines, of_windows
 from harness.records.record import current, read_records
+from harness.records.samples import Difference
 from harness.settings.experiment import foreign_settings
 from harness.tables import leaderboard, speed
 from harness.tables.columns import BOARD, TABLES, Column, TableRow, names, rank
+from harness.tables.depths import depth_rows
 from harness.tables.lines import Pairs, tell_apart
 from harness.tables.sheets import render_markdown, render_terminal
 
@@ -57,13 +62,15 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     return path
 
 
-def summary(records: Iterable[Record]) -> str:
+def summary(records: Iterable[Record], among: Iterable[Record] = ()) -> str:
     """The records as a small table for a terminal: a line per method and setting, a column per metric.
+
+    among: further records, in which the full cache's are looked for too.
 
     Returns:
         Aligned text, without a final newline; "" where no record is finished.
     """
-    pairs = _with_rows(records)
+    pairs = _with_rows(records, among)
     return render_terminal([row for shape in TABLES for row in _rows_of_shape(pairs, shape)])
 
 
@@ -100,11 +107,13 @@ def _write_boards(results_dir: Path) -> None:
         write_atomic(results_dir / f"{name}.md", render_markdown(name, rows))
 
 
-def rows_of(record: Record) -> list[TableRow]:
-    """The rows of one finished record: one for latency, an analysis' points, else one per task and metric, and one per
-    chunk. What tells them from the rows of other records, `settings`, is `lines.tell_apart`'s to say.
+def rows_of(record: Record, full: Baselines) -> list[TableRow]:
+    """The rows of one finished record: one for latency, an analysis' points, else one per task and metric, compared
+    with `full`, and one per chunk or depth. What tells them from the rows of other records, `settings`, is
+    `lines.tell_apart`'s to say.
 
-    A chunk's row has the metric `perplexity` and its range of tokens in the task, such as `offline[256:512]`.
+    A chunk's row has the metric `perplexity` and its range of tokens in the task, such as `offline[256:512]`; that of a
+    depth is `depth_rows`'.
     A metric that was not measured (None) has no row.
     """
     config = record["config"]
@@ -115,7 +124,8 @@ def rows_of(record: Record) -> list[TableRow]:
         "label": config["label"],
         "run_id": record["run_id"],
     }
-    return list(ROWS[record["table"]](record, common))
+    makers = ROWS | {"accuracy": partial(_accuracy_rows, full=full)}
+    return list(makers[record["table"]](record, common))
 
 
 def _latency_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
@@ -127,13 +137,15 @@ def _analysis_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
         yield common | {"source": record["metrics"]["source"]} | dict(point)
 
 
-def _accuracy_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
+def _accuracy_rows(record: Record, common: TableRow, full: Baselines) -> Iterator[TableRow]:
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
         for metric, value in entries.items():
             if _is_metric(metric) and isinstance(value, int | float):
                 values = {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
-                yield common | context | values
+                yield common | context | values | _compared(full.difference(record, name, metric))
+        for row in depth_rows(context["task"], record["samples"].get(name, ())):
+            yield common | context | row
     yield from _chunk_rows(record, common)
 
 
@@ -146,11 +158,23 @@ def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
         start = CHUNK_TOKENS * chunk["chunk"]
         task = f"{context['task']}[{start}:{start + CHUNK_TOKENS}]"
         values = {"value": chunk["perplexity"], "stderr": chunk["perplexity_stderr"]}
-        yield common | context | {"task": task, "metric": "perplexity"} | values
+        compared = _compared(of_windows(record, chunk.get("windows", ())))
+        yield common | context | {"task": task, "metric": "perplexity"} | values | compared
 
 
-ROWS = {"accuracy": _accuracy_rows, "latency": _latency_rows, "analysis": _analysis_rows}
-"""The rows of a record, by its shape of table."""
+ROWS: dict[str, Callable[[Record, TableRow], Iterator[TableRow]]] = {
+    "latency": _latency_rows, "analysis": _analysis_rows,
+}  # fmt: skip
+"""The rows of a record, by its shape of table, where nothing is compared."""
+
+
+def _compared(difference: Difference | None) -> TableRow:
+    """The cells of `columns.COMPARED`."""
+    if difference is None:
+        return {}
+    value, stderr, detectable, flips = difference
+    cells = {"difference": value, "difference_stderr": stderr, "detectable": detectable}
+    return cells if flips is None else cells | {"gained": flips.gained, "lost": flips.lost, "mcnemar_p": flips.p}
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
@@ -166,12 +190,15 @@ def _is_metric(name: str) -> bool:
     return name not in CONDITIONS and not name.endswith(("_frac", "_stderr"))
 
 
-def _with_rows(records: Iterable[Record]) -> list[tuple[Record, list[TableRow]]]:
-    """Finished records that have rows, with their rows; this is where records are chosen."""
+def _with_rows(records: Iterable[Record], among: Iterable[Record] = ()) -> list[tuple[Record, list[TableRow]]]:
+    """Finished records that have rows, with their rows, compared with the full cache's among both; this is where
+    records are chosen."""
     pairs = []
-    for record in current(records):
+    chosen = current(records)
+    full = Baselines([*chosen, *current(among)])
+    for record in chosen:
         try:
-            rows = rows_of(record)
+            rows = rows_of(record, full)
         except (KeyError, TypeError, AttributeError) as error:
             path = f"{record.get('experiment')}/{record.get('run_id')}/record.json"
             log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
@@ -191,7 +218,7 @@ def _rows_of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
 def _sort_key(row: TableRow) -> tuple[Any, ...]:
     """By what a reader looks for; chunks by their position, a missing number first, the run's id last."""
     task, _, chunk = str(row.get("task", "")).partition("[")
-    position = int(chunk.split(":")[0]) if chunk else -1
+    position = [int(number) for number in re.findall(r"\d+", chunk)]
     words = (row["model"], row["label"], task)
     sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "kv_frac")
     shape = tuple(row.get(name) or 0 for name in sizes)

@@ -1,0 +1,356 @@
+"""Generated answers through replay: HFLM's texts for the full cache, live decoding's tokens for every method."""
+
+import pytest
+import torch
+from cases import CASES, Case
+from living import calibration_of, open_live, tiny
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokens import byte_tokenizer
+
+from harness.accuracy.encoding import Prefill
+from harness.accuracy.generation import generate
+from harness.accuracy.lm import ReplayLM
+from harness.accuracy.requests import GenerationRequest
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.load import LoadedModel
+from harness.replay.session import ReplaySession
+from harness.sizes import ReadStats
+
+MAX_LENGTH = 256
+NEW = 12
+TOKENIZER = byte_tokenizer()
+CONTEXT = "Some example.\n\nAnother one, somewhat longer.\n\n"
+LONGER = CONTEXT + "Q: what is it now, and what was it then?\nA:"
+CONTEXTS = [CONTEXT + "Q: who?\nA:", LONGER, "A shorter one.\n\nQ: why?\nA:"]
+FULL, DENSE = CASES["full"], Prefill("dense")
+
+
+def asked(contexts, prefill_len=None, max_new_tokens=NEW, stops=()) -> list[GenerationRequest]:
+    """Requests whose prompt is the context, or ends at a given token, or that many tokens before the end (negative)."""
+    ids = [TOKENIZER(context)["input_ids"] for context in contexts]
+    lengths = [len(each) if prefill_len is None else prefill_len % len(each) for each in ids]
+    return [
+        GenerationRequest(tuple(each), length, max_new_tokens, tuple(stops), ("task", number))
+        for number, (each, length) in enumerate(zip(ids, lengths, strict=True))
+    ]
+
+
+def run(requests, case: Case = FULL, model=None) -> tuple[list[list[int]], ReadStats]:
+    with attach(model or tiny("gqa")) as attached:
+
+        def open_session(final_lengths, num_columns):
+            return ReplaySession(
+                attached,
+                case.method,
+                codec=case.codec,
+                calibration=calibration_of(attached),
+                final_lengths=final_lengths,
+                num_columns=num_columns,
+            )
+
+        return generate(requests, attached, open_session, TOKENIZER, lambda count: None)
+
+
+def live(request: GenerationRequest, case: Case, model=None) -> list[int]:
+    """The tokens that live decoding gives after the request's prompt; the rest of its context is fed."""
+    forced = list(request.rows)
+    with attach(model or tiny("gqa")) as attached:
+        session = open_live(attached, case, len(forced) + request.max_new_tokens)
+        ids = torch.tensor([request.prompt])
+        logits = session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
+        for token in forced:
+            logits = session.decode_step(torch.tensor([token]))
+        tokens = [int(logits.argmax())]
+        while len(tokens) < request.max_new_tokens:
+            logits = session.decode_step(torch.tensor(tokens[-1:]))
+            tokens.append(int(logits.argmax()))
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def without_end(monkeypatch):
+    """Tiny models end at no token of their own accord."""
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
+
+
+ROW_BY_ROW = ["kivi", "residual-groups", "residual-fills", "freekv", "quest-step", "shadowkv", "pool-lru", "loki-step"]
+LIVE = ["full", "int4", "h2o", "streaming", "snapkv", "rkv", "quest", "infinigen", "duo", *ROW_BY_ROW]
+
+
+@pytest.mark.parametrize("prefill_len", [None, -9], ids=["dense", "question"])
+@pytest.mark.parametrize("name", LIVE)
+def test_tokens_are_those_of_live_decoding(name, prefill_len):
+    """In one padded batch, whatever else is in it; T is the context and `max_new_tokens`."""
+    requests = asked(CONTEXTS, prefill_len)
+    answers, reads = run(requests, CASES[name])
+    assert answers == [live(request, CASES[name]) for request in requests]
+    assert reads.rows == reads.fired_rows == sum(request.num_rows for request in requests)
+    if name != "full":
+        assert reads.kv_frac < 0.97
+
+
+@pytest.mark.parametrize("prefill_len", [None, 20], ids=["dense", "question"])
+@pytest.mark.parametrize("name", ["h2o", "infinigen", "quest", "kivi", "freekv", "full+smooth"])
+def test_sharing_and_batches_leave_no_trace(name, prefill_len, monkeypatch):
+    requests = asked([*CONTEXTS, CONTEXTS[0]], prefill_len, stops=["e"])
+    requests += [request._replace(max_new_tokens=5) for request in requests[:2]]
+    together, reads = run(requests, CASES[name])
+    alone = [run([request], CASES[name]) for request in requests]
+    assert together == [answers[0] for answers, _ in alone]
+    assert len({len(answer) for answer in together}) > 1, "some must end before others"
+    summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
+    for sums in ("rows", "fired_rows", "frac_sum", "index_sum", "pairs_read", "pairs"):
+        assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
+    monkeypatch.setattr("harness.accuracy.batches.CACHE_TOKENS", 100)
+    monkeypatch.setattr("harness.accuracy.generation.CACHE_TOKENS", 100)
+    assert run(requests, CASES[name])[0] == together
+
+
+def test_each_piece_of_work_is_done_once(monkeypatch):
+    calls = []
+    prefill, decode = ReplaySession.prefill, ReplaySession.decode
+
+    def count(kind, function):
+        def counted(self, ids, valid, multiplicity=None):
+            calls.append((kind, int(valid.sum()), ids.numel()))
+            return function(self, ids, valid, multiplicity)
+
+        return counted
+
+    monkeypatch.setattr(ReplaySession, "prefill", count("prompt", prefill))
+    monkeypatch.setattr(ReplaySession, "decode", count("rows", decode))
+    first = asked([CONTEXTS[0]], 30)[0]
+    other = first._replace(ids=(*first.ids[:-2], 50, 51), document=("task", 1))
+    answers, reads = run([first, other, first, first])
+    assert answers[0] == answers[2] == answers[3]
+    assert [rows for kind, rows, _ in calls if kind == "prompt"] == [30]
+    assert calls[1] == ("rows", 2 * len(first.rows), 2 * len(first.rows))
+    assert calls[2:] == [("rows", 2, 2)] * (NEW - 1)
+    assert reads.rows == 4 * first.num_rows
+
+
+def test_an_answer_that_has_ended_costs_nothing(monkeypatch):
+    sizes = []
+    decode = ReplaySession.decode
+
+    def spy(self, ids, valid, multiplicity=None):
+        sizes.append((len(ids), int(valid.sum())))
+        return decode(self, ids, valid, multiplicity)
+
+    monkeypatch.setattr(ReplaySession, "decode", spy)
+    lengths = (2, 3, 5, 9)
+    requests = [asked([CONTEXTS[0] + "x" * n], max_new_tokens=n)[0] for n in lengths]
+    answers, reads = run(requests, CASES["h2o"])
+    assert tuple(map(len, answers)) == lengths
+    assert sizes == [(4, 4), (4, 3), (2, 2), (2, 2), *[(1, 1)] * 4]
+    assert reads.rows == sum(lengths) - len(lengths)
+
+
+def answer(request: GenerationRequest, **changes) -> list[int]:
+    return run([request._replace(**changes)])[0][0]
+
+
+def test_what_ends_an_answer(monkeypatch):
+    (request,) = asked([CONTEXTS[0]])
+    free = answer(request)
+    text = TOKENIZER.decode(free)
+    assert len(free) == NEW and len(set(free)) > 4
+    token = free[5]
+    first = free.index(token)
+    assert answer(request, max_new_tokens=3) == free[:3]
+    assert answer(request, stops=(TOKENIZER.decode([token]),)) == free[: first + 1]
+    assert answer(request, stops=("not there", text[2:5])) == free[:5], "a stop of several tokens"
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", [1, token])
+    assert answer(request) == free[: first + 1]
+
+
+def test_a_context_does_not_hold_its_own_stop():
+    (request,) = asked([CONTEXTS[0]])
+    assert len(answer(request, stops=("A:",))) == NEW
+
+
+def test_a_repetition_penalty_is_hflms(monkeypatch):
+    monkeypatch.setattr(tiny("gqa").generation_config, "repetition_penalty", 1.3)
+    (request,) = asked([CONTEXTS[0]])
+    found = answer(request)
+    expected = tiny("gqa").generate(torch.tensor([request.ids]), max_new_tokens=NEW, do_sample=False)
+    assert found == expected[0, len(request.ids) :].tolist()
+    monkeypatch.undo()
+    assert found != answer(request)
+
+
+def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
+    (request,) = asked([CONTEXTS[0]])
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", answer(request)[0])
+    with pytest.raises(UserError, match="0 of 0 decode rows"):
+        run([request])
+
+
+# Texts, through lm-eval's interface.
+
+
+def never(requests):
+    raise AssertionError("nothing should have run")
+
+
+def loaded_model(max_length=MAX_LENGTH) -> LoadedModel:
+    return LoadedModel(tiny("gqa"), TOKENIZER, "tiny", max_length, "f" * 64)
+
+
+def language_model(prefill=DENSE, generator=lambda requests: run(requests)[0], loaded=None, **options) -> ReplayLM:
+    return ReplayLM(loaded or loaded_model(), prefill, never, generator=generator, **options)
+
+
+def instances(contexts, **settings) -> list[Instance]:
+    return [
+        Instance("generate_until", {}, (context, dict(settings)), 0, metadata=("task", number, 1))
+        for number, context in enumerate(contexts)
+    ]
+
+
+def hflm(batch_size=3, max_length=MAX_LENGTH) -> HFLM:
+    return HFLM(pretrained=tiny("gqa"), tokenizer=TOKENIZER, batch_size=batch_size, max_length=max_length)
+
+
+@pytest.mark.parametrize("prefill", [Prefill("dense"), Prefill("question"), Prefill("artifact", budget=0.2)])
+@pytest.mark.parametrize(
+    "settings", [{"until": "e", "max_gen_toks": 30}, {"until": ["x", "e"], "max_new_tokens": 9}, {"max_tokens": 20}]
+)
+def test_texts_are_hflms(prefill, settings):
+    expected = hflm().generate_until(instances(CONTEXTS, **settings), disable_tqdm=True)
+    assert language_model(prefill).generate_until(instances(CONTEXTS, **settings)) == expected
+
+
+def planned(contexts, prefill=DENSE, settings=None, **options) -> ReplayLM:
+    lm = language_model(prefill, lambda requests: [[5]] * len(requests), **options)
+    lm.generate_until(instances(contexts, **{"until": []} | (settings or {})))
+    return lm
+
+
+def test_what_is_asked_of_the_model():
+    lm = planned([CONTEXTS[2], ""], settings={"until": ["\n"], "max_tokens": 40})
+    request, empty = lm.requests
+    assert TOKENIZER.decode(request.ids) == CONTEXTS[2] and request.document == ("task", 0)
+    assert request.prefill_len == request.context_len == len(request.ids)
+    assert request.final_length == len(request.ids) + 40
+    assert request.stops == ("\n", "</s>")
+    assert empty.ids == (TOKENIZER.bos_token_id,)
+
+
+def test_the_default_length_of_an_answer():
+    (request,) = planned(["a"], loaded=loaded_model(max_length=1000)).requests
+    assert request.max_new_tokens == 256
+
+
+def test_where_a_question_begins():
+    (request,) = planned([CONTEXTS[2]], Prefill("question"), {"max_gen_toks": 9}).requests
+    assert TOKENIZER.decode(request.prompt) == "A shorter one"  # the token of ".\n\n" holds the marker
+    (request,) = planned([CONTEXTS[2] + "  "], Prefill("question", marker="A:"), {"max_gen_toks": 9}).requests
+    assert TOKENIZER.decode(request.rows) == "A:  ", "a context is taken as it is"
+    (request,) = planned([CONTEXTS[2]], Prefill("artifact", budget=0.5), {"max_gen_toks": 9}).requests
+    assert request.prefill_len == (request.context_len + 9) // 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"do_sample": True, "temperature": 0.7}, "task task: samples its answers .temperature=0.7."),
+        ({"temperature": 0.2}, "task task: samples its answers"),
+        ({"num_beams": 10}, "task task: generation_kwargs num_beams=10 is not offered"),
+        ({"max_gen_toks": 1}, "task task, question 0: max_gen_toks=1 leaves no decode row"),
+        ({"max_gen_toks": 300}, "question 0: context and answer have 352 tokens, the model takes 256"),
+    ],
+)
+def test_refused(settings, message):
+    lm = language_model(generator=never)
+    with pytest.raises(UserError, match=message):
+        lm.generate_until(instances(CONTEXTS, **settings))
+
+
+def test_settings_of_sampling_that_change_nothing():
+    planned(["a"], settings={"do_sample": False, "top_p": 0.9, "temperature": 0.0, "num_beams": 1, "max_gen_toks": 9})
+
+
+@pytest.mark.parametrize("max_length", [64, 70])
+def test_contexts_beyond_the_limit(max_length):
+    """Refused, or cut on the left as HFLM does; the rest is answered as it is."""
+    loaded, settings = loaded_model(max_length=max_length), {"max_gen_toks": 20, "until": ["e"]}
+    with pytest.raises(UserError, match=f"the model takes {max_length}; .* or too_long=truncate"):
+        language_model(generator=never, loaded=loaded).generate_until(instances(CONTEXTS, **settings))
+    lm = language_model(loaded=loaded, too_long="truncate")
+    expected = hflm(1, max_length).generate_until(instances(CONTEXTS, **settings), disable_tqdm=True)
+    assert lm.generate_until(instances(CONTEXTS, **settings)) == expected
+    assert [request.context_len for request in lm.requests] == [max_length - 20, max_length - 20, 24]
+    assert lm.num_truncated == 2
+
+
+def test_a_question_must_survive_truncation():
+    lm = language_model(Prefill("question"), never, loaded=loaded_model(max_length=40), too_long="truncate")
+    with pytest.raises(UserError, match="question 0: prefill=question needs"):
+        lm.generate_until(instances([CONTEXTS[1]], max_gen_toks=9))
+
+
+def test_answers_reach_the_response_cache():
+    lm, kept = language_model(), {}
+    lm.cache_hook.dbdict = kept
+    assert lm.generate_until(instances(CONTEXTS[:1], max_gen_toks=9)) == list(kept.values())
+
+
+def test_chat_templates(monkeypatch):
+    lm, turns = language_model(), [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
+    for call in (lambda: lm.apply_chat_template(turns), lambda: lm.chat_template(True)):
+        with pytest.raises(UserError, match="apply_chat_template=true: model tiny has no chat template"):
+            call()
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
+    monkeypatch.setattr(TOKENIZER, "name_or_path", "a/b")
+    stock = hflm()
+    assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[user] hello[assistant]"
+    assert lm.chat_template(True) == template
+    assert lm.tokenizer_name == stock.tokenizer_name == "a__b"
+
+
+PROMPTS = [
+    "The capital of France is", "Q: What is 3 + 4?\nA:", "Once upon a time there was", "def add(a, b):\n",
+    "The three primary colours are", "Water boils at", "In 1969,", "My favourite book", "To make tea, first",
+    "The opposite of hot is", "Dear Sir or Madam,", "A list of animals:\n-", "The sun", "Python is",
+    "She opened the door and", "Roses are red,", "2, 4, 6, 8,", "The longest river in the world",
+    "Chapter 1\n\n", "Question: who wrote Hamlet?\nAnswer:",
+]  # fmt: skip
+
+
+def test_greedy_equals_hflm_on_the_default_model(default_model):
+    """Token for token: 20 prompts in one batch padded left; some answers end at a stop string, some at their limit."""
+    made = []
+    stock = HFLM(pretrained=default_model.model, tokenizer=default_model.tokenizer, batch_size=len(PROMPTS))
+    generated = stock._model_generate
+
+    def noting(context, **settings):
+        rows = generated(context, **settings)
+        made.extend(row[context.shape[1] :].tolist() for row in rows)
+        return rows
+
+    stock._model_generate = noting
+    settings = {"until": ["\n\n", "."], "max_gen_toks": 16}
+    expected = stock.generate_until(instances(PROMPTS, **settings), disable_tqdm=True)
+    answers = []
+
+    def generator(requests):
+        with attach(default_model.model) as attached:
+
+            def open_session(final_lengths, num_columns):
+                return ReplaySession(attached, FULL.method, final_lengths=final_lengths, num_columns=num_columns)
+
+            answers.extend(generate(requests, attached, open_session, default_model.tokenizer, lambda count: None)[0])
+        return answers
+
+    lm = ReplayLM(default_model, Prefill("dense"), never, generator=generator)
+    assert lm.generate_until(instances(PROMPTS, **settings)) == expected
+    assert len({len(answer) for answer in answers}) > 3
+    for answer in answers:  # HFLM goes on until its whole batch has ended
+        assert any(row[: len(answer)] == answer for row in made)
