@@ -37,8 +37,8 @@ class Leaf(NamedTuple):
     """A task before its rows are read.
 
     config: its YAML, functions resolved, and the metadata and number of examples that the user wants; empty of a
-    task that needs no data. fields: what each local row must have; () for what the prompt's template names. why_not: why it
-    cannot run here.
+    task that needs no data. fields: what each local row must have; () for what the prompt's template names. why_not:
+    why it cannot run here.
     """
 
     task_name: str
