@@ -243,7 +243,7 @@ REFUSED = {
     "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
     "experiment=fig1": "experiment=fig1: did you mean 'fig1",
     "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'",
-    "experiment=tasks tasks=[piqa]": "tasks=piqa: needs data=local data.root=DIR or data=hub",
+    "experiment=tasks tasks=[piqa]": "tasks=piqa: data=offline has kv_recall, passkey",
     "experiment=tasks tasks=[]": "tasks=[]: must name at least one",
     "tasks=[passkey,passkey]": "tasks=[passkey,passkey]: must name at least one task, and none twice",
     "data=locl": "data=locl: did you mean 'local'?",

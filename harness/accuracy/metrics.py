@@ -61,7 +61,8 @@ def samples_of(
 
     Enough to recompute the metrics and to look at what went wrong: question, context, what it has under each metric
     that is a mean; of given choices their log_likelihoods, predicted and gold; of text that the model wrote text,
-    filtered (by filter) and target; context_tokens, prefill_len; of RULER's `facts`.
+    filtered (by filter) and target; of a whole text its log_likelihood; context_tokens, prefill_len; of RULER's
+    `facts`.
     """
     questions: dict[int, list[Mapping[str, Any]]] = {}
     for sample in logged:
@@ -145,6 +146,8 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
     sample = answers[0]
     if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
         return _choice(task, sample)
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return {"log_likelihood": float(sample["filtered_resps"][0])}
     text = sample["resps"][0][0]
     filtered = {each["filter"]: _plain(each["filtered_resps"][0]) for each in answers}
     return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])}

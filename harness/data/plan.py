@@ -21,12 +21,14 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness.data import catalogue
+from harness.data.rows import layout
 from harness.errors import UserError
 from harness.files import text_sha256
 from harness.settings.run import OFFLINE_TASKS, RunConfig
 from harness.settings.tasks import RULER_TASKS
 
 OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
+NEEDS_DATA = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub, or data=local data.root=DIR"
 SHOWN = 3
 """Tasks of a group that a refusal names for one reason."""
 
@@ -119,14 +121,15 @@ class Planner(TaskFactory):
         if entry.name in RULER_TASKS and entry.name not in self._folder:
             return Leaf(entry.name, {})
         try:
-            why_not = self._why_not(self._unresolved(entry) | (overrides or {}))  # before any of its Python is loaded
+            unresolved = self._unresolved(entry) | (overrides or {})
+            why_not = self._why_not(entry.name, unresolved)  # before any of its Python is loaded
             config = {} if why_not else self._load_full_config(entry, overrides)
         except ImportError as error:
             return Leaf(entry.name, {}, why_not=missing(error))
         except Exception as error:  # whatever a YAML file or the Python beside it raises
             return Leaf(entry.name, {}, why_not=f"its YAML cannot be read ({reason(error)})")
         if why_not:
-            return Leaf(entry.name, {}, why_not=why_not)
+            return Leaf(entry.name, unresolved, why_not=why_not)
         given, own = self._config.num_fewshot, config.get("num_fewshot")
         # As lm-eval: a task that says 0 keeps it, one that says nothing has none.
         config["num_fewshot"] = own or 0 if given is None or own == 0 else given
@@ -136,7 +139,7 @@ class Planner(TaskFactory):
     def _unresolved(entry: Entry) -> dict[str, Any]:
         return load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else dict(entry.cfg or {})
 
-    def _why_not(self, task: Mapping[str, Any]) -> str | None:
+    def _why_not(self, name: str, task: Mapping[str, Any]) -> str | None:
         """Why a task with this YAML, functions unresolved, cannot run; None where it can."""
         generation = task.get("generation_kwargs") or {}
         if task.get("unsafe_code"):
@@ -145,8 +148,9 @@ class Planner(TaskFactory):
             return "needs images or sound; models here read text"
         if generation.get("do_sample", float(generation.get("temperature") or 0) > 0):
             return "samples its answers, which would differ in every run; answers here are greedy"
-        if self._config.data.name == "offline" and not task.get("custom_dataset"):
-            return "needs data=local data.root=DIR or data=hub"
+        makes_rows = name in self._folder and task.get("custom_dataset")
+        if self._config.data.name == "offline" and not makes_rows:
+            return NEEDS_DATA
         return None
 
     def _build_group(
@@ -211,20 +215,26 @@ def _refuse(name: str, leaves: list[Leaf]) -> None:
     """Raise UserError where a task behind `name` cannot run."""
     if not leaves:
         raise UserError(f"tasks={name}: names no task")
-    refused: dict[str, list[str]] = {}
+    refused: dict[str, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.why_not:
-            refused.setdefault(leaf.why_not, []).append(leaf.task_name)
+            refused.setdefault(leaf.why_not, []).append(leaf)
     if refused and [name] == [leaf.task_name for leaf in leaves]:
-        raise UserError(f"tasks={name}: {leaves[0].why_not}")
+        raise UserError(f"tasks={name}: {_reason(leaves[0])}")
     if refused:
-        words = "; ".join(f"{_first(tasks)}: {why}" for why, tasks in refused.items())
+        words = "; ".join(f"{_first(tasks)}: {_reason(tasks[0])}" for tasks in refused.values())
         count = sum(map(len, refused.values()))
         raise UserError(f"tasks={name}: {count} of its {len(leaves)} tasks cannot run ({words})")
 
 
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+def _first(leaves: list[Leaf]) -> str:
+    return ", ".join(leaf.task_name for leaf in leaves[:SHOWN]) + (", ..." if len(leaves) > SHOWN else "")
+
+
+def _reason(leaf: Leaf) -> str:
+    """Why a task cannot run, and where its files would lie if that is all."""
+    has_files = leaf.why_not == NEEDS_DATA and leaf.config.get("dataset_path")
+    return f"{leaf.why_not} with {layout(leaf.task_name, leaf.config)}" if has_files else str(leaf.why_not)
 
 
 def _name(value: Any) -> str:

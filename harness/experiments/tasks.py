@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.errors import UserError
 from harness.records import inputs
 from harness.resources import Resources
 from harness.settings.experiment import Experiment, Outcome
@@ -18,17 +17,14 @@ class Tasks(Experiment):
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:
-        """Names are known, and only tasks that need no data are there offline."""
-        from harness.data.catalogue import check_names, of_folder
+        """Names are known, and offline none needs data."""
+        from harness.data.catalogue import check_names
 
         check_names(config.tasks, config.task.include_path)
-        if config.data.name != "offline":
-            return
-        own = of_folder(config.task.include_path)  # whether they need data is seen when they are resolved
-        for task in config.tasks:
-            if task not in OFFLINE_TASKS and task not in own:
-                here = ", ".join(OFFLINE_TASKS)
-                raise UserError(f"tasks={task}: needs data=local data.root=DIR or data=hub; data=offline has {here}")
+        if config.data.name == "offline" and not {*config.tasks} <= {*OFFLINE_TASKS}:
+            from harness.data.plan import plan
+
+            plan(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         """Each task's data and prompts, or the text that it is generated from."""
