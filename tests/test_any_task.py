@@ -321,6 +321,23 @@ def test_choices_as_with_hflm(root, loaded):
             assert mine["acc"] == other["acc"]
 
 
+@pytest.mark.parametrize("multiturn", [False, True])
+def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    loaded = replace(loaded, tokenizer=tokenizer)
+    config = settings("toy_colours", folder=folder, root=root, num_fewshot=2, num_samples=2)
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "system_instruction": "Be brief."}
+    config = replace(config, task=replace(config.task, **chat))
+    lm = HFLM(pretrained=loaded.model, tokenizer=tokenizer, batch_size=1)
+    theirs = evaluate(lm, {"tasks": load_suite(config, loaded).tasks}, limit=2, bootstrap_iters=0, **chat)
+    own = run_tasks(config, loaded).samples["toy_colours"]
+    for mine, other in zip(own, theirs["samples"]["toy_colours"], strict=True):
+        assert other["arguments"][0][0].startswith("[system] Be brief.\n[user] What is")
+        assert other["arguments"][0][0].count("[user]") == (3 if multiturn else 1)
+        assert mine["log_likelihoods"] == pytest.approx([answer[0] for answer in other["filtered_resps"]], abs=1e-3)
+
+
 @pytest.mark.parametrize("prefill", ["auto", "question"])
 def test_gsm8k_as_with_hflm(prefill, root, loaded):
     rows = [{"question": f"What is {n} + 2?", "answer": f"It is more.\n#### {n + 2}"} for n in range(6)]

@@ -56,11 +56,6 @@ def load_suite(config: RunConfig, loaded: LoadedModel) -> Suite:
     return Suite(tasks, list(planned.groups.values()))
 
 
-def seed_examples(task: Task, config: RunConfig) -> None:
-    """Let `task` draw its examples anew."""
-    task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
-
-
 def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     random.seed(config.seed)
     np.random.seed(NUMPY_SEED + config.seed)
@@ -72,7 +67,7 @@ def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
         raise UserError(f"tasks={leaf.task_name}: {missing(error)}") from error
     except Exception as error:  # whatever the YAML, or the Python beside it, makes of the rows
         raise UserError(f"tasks={leaf.task_name}: lm-eval cannot build it from its rows ({reason(error)})") from error
-    seed_examples(task, config)
+    task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
     _check_prompts(leaf.task_name, task, config.num_samples_of(leaf.task_name))
     return task
 
@@ -106,10 +101,10 @@ def _check_prompts(name: str, task: Task, limit: int | None) -> None:
     for number, doc in task.doc_iterator(limit=limit):
         try:
             made = task.doc_to_text(doc), task.doc_to_target(doc)
-            missing = None in made
+            lacking = any(each is None for each in made)
         except Exception as error:  # a template's, or of the task's own Python
             raise UserError(f"tasks={name}: no prompt can be made of row {number} ({reason(error)})") from error
-        if missing:
+        if lacking:
             raise UserError(f"tasks={name}: row {number} lacks what its prompt or answer is made of")
 
 
