@@ -28,7 +28,7 @@ CELL_INCHES = (0.52, 0.24)
 
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without rows of needles in `ruler.csv`."""
-    table = tables.accuracy("ruler")
+    table = tables.accuracy(name)
     rows = table.join(table.task.str.extract(CELL)).dropna(subset="needle")
     if rows.empty:
         return None

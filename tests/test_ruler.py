@@ -1,5 +1,6 @@
 """RULER's six tasks: their rows are lm-eval's, whatever ran before; lengths that a task or the model cannot do."""
 
+import csv
 import importlib.util
 import inspect
 import random
@@ -11,16 +12,23 @@ from types import SimpleNamespace
 import nltk
 import numpy as np
 import pytest
-from lm_eval.evaluator import simple_evaluate
+from lm_eval.evaluator import evaluate, simple_evaluate
+from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer, word_tokenizer
 
+from harness.accuracy.tasks import run_tasks
 from harness.data import ruler, ruler_rows
 from harness.data.ruler import MARKERS, facts
 from harness.data.ruler_rows import NEEDLES, make, rows_of
 from harness.errors import UserError
+from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
+from harness.records.record import SCHEMA, plain, record_path, write_record
 from harness.settings.compose import load
 from harness.settings.run import RULER_NUM_SAMPLES
 from harness.settings.tasks import RULER_TASKS
+from harness.tables.depths import depth_rows
+from harness.tables.write import summary, update
 
 LENGTH = 800
 DATASETS = {
@@ -170,6 +178,63 @@ def test_how_many_questions_and_which_rows():
     for task in RULER_TASKS:
         assert config.num_samples_of(task) == RULER_NUM_SAMPLES and config.prefill_of(task) == "dense"
     assert settings("prefill=question").prefill_of("ruler_vt") == "question"
+
+
+def test_the_full_cache_writes_and_scores_as_stock_hflm():
+    """At 1,400 characters; the tiny model answers nonsense, of which the share that is right is the same."""
+    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048)
+    loaded = LoadedModel(model, byte_tokenizer(), "tiny", 2048, "f" * 64)
+    config = settings("method=full", "tasks=[niah_single_1]", "metadata.max_seq_lengths=[1400]", "num_samples=2")
+    task = ruler.load("niah_single_1", config, loaded)
+    stock = HFLM(pretrained=model, tokenizer=loaded.tokenizer, batch_size=2, max_length=2048)
+    theirs = evaluate(stock, {"tasks": {"niah_single_1": task}}, log_samples=True, bootstrap_iters=0)
+    outcome = run_tasks(config, loaded)
+    ours = outcome.samples["niah_single_1"]
+    assert [each["text"] for each in ours] == [each["resps"][0][0] for each in theirs["samples"]["niah_single_1"]]
+    assert outcome.metrics["niah_single_1"]["1400"] == theirs["results"]["niah_single_1"]["1400,none"]
+    assert {each["length"] for each in ours} == {1400} and all(0 < each["depth"] < 1 for each in ours)
+
+
+# Tables
+
+
+def test_rows_by_depth():
+    samples = [
+        {"length": 1024, "depth": 0.1, "1024": 1.0},
+        {"length": 1024, "depth": 0.19, "1024": 0.0},
+        {"length": 2048, "depth": 1.0, "2048": 1.0},
+        {"length": 1024, "depth": 0.2, "1024": 1.0},
+    ]
+    rows = list(depth_rows("niah_single_1", samples))
+    assert [(row["task"], row["metric"], row["value"], row["stderr"], row["num_samples"]) for row in rows] == [
+        ("niah_single_1[1024, 0-20 %]", "1024", 0.5, 0.5, 2),
+        ("niah_single_1[1024, 20-40 %]", "1024", 1.0, None, 1),
+        ("niah_single_1[2048, 80-100 %]", "2048", 1.0, None, 1),
+    ]
+    assert not list(depth_rows("ruler_vt", [{"length": 1024, "depth": None, "1024": 1.0}]))
+    assert not list(depth_rows("passkey", [{"acc": 1.0}]))
+
+
+def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
+    config = settings("method=full", "tasks=[niah_single_1]", f"results_dir={tmp_path}")
+    samples = [
+        {"question": number, "length": length, "depth": depth, str(length): 1.0}
+        for number, (length, depth) in enumerate([(1024, 0.9), (1024, 0.3), (512, 0.5)])
+    ]
+    metrics = {"1024": 1.0, "1024_stderr": 0.0, "512": 1.0, "512_stderr": None, "num_samples": 3, "kv_frac": 1.0}
+    record = {
+        "schema": SCHEMA, "run_id": "a", "settings_id": "a", "experiment": "tasks", "kind": "tasks",
+        "table": "accuracy", "status": "finished", "config": plain(config), "metrics": {"niah_single_1": metrics},
+        "samples": {"niah_single_1": samples}, "chunks": [],
+    }  # fmt: skip
+    write_record(record_path(tmp_path, "tasks", "a"), record)
+    table = update(tmp_path, "tasks")
+    tasks = [line["task"] for line in csv.DictReader(table.open())]
+    depths = ["niah_single_1[512, 40-60 %]", "niah_single_1[1024, 20-40 %]", "niah_single_1[1024, 80-100 %]"]
+    assert tasks == ["niah_single_1", "niah_single_1", *depths]
+    assert "niah_single_1 by length and depth of the needle" in table.with_suffix(".md").read_text()
+    shown = summary([record])
+    assert "niah_single_1 right at 1024 tokens (%)" in shown and "[" not in shown
 
 
 # Refusals

@@ -144,7 +144,7 @@ def _accuracy_rows(record: Record, common: TableRow, full: Baselines) -> Iterato
             if _is_metric(metric) and isinstance(value, int | float):
                 values = {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
                 yield common | context | values | _compared(full.difference(record, name, metric))
-        for row in depth_rows(context["task"], record["samples"].get(name, ())):
+        for row in depth_rows(context["task"], record.get("samples", {}).get(name, ())):
             yield common | context | row
     yield from _chunk_rows(record, common)
 
