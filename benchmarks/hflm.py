@@ -28,7 +28,7 @@ from lm_eval.models.huggingface import HFLM
 from harness.accuracy.encoding import Prefill
 from harness.accuracy.engine import ReplayEngine
 from harness.accuracy.lm import ReplayLM
-from harness.data.tasks import load_task
+from harness.data.tasks import load_suite
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model
 from harness.settings.compose import load
@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
 
 def compare(task_name: str, config: RunConfig, loaded: LoadedModel, repeats: int) -> Comparison:
     """Score the first `config.num_samples` questions of a task with replay and with HFLM, in turn."""
-    task = load_task(task_name, config)
+    task = load_suite(config, loaded).tasks[task_name]
     task.build_all_requests(limit=config.num_samples)
     contestants: dict[str, Callable[[], TemplateLM]] = {"replay": lambda: replay(task_name, config, loaded)}
     for batch_size in HFLM_BATCH_SIZES:

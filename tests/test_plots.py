@@ -257,6 +257,18 @@ def write_choices(results: Path) -> None:
     write_accuracy(results, "choices", rows)
 
 
+def write_needles(results: Path) -> None:
+    rows = []
+    for label, prefill in (("Full cache", ""), ("H2O", "dense"), ("H2O", "question")):
+        settings = f"alpha=4, prefill={prefill}" if prefill else None
+        common = {"label": label, "settings": settings, "kv_frac": 1 if label == style.FULL else 0.16, "num_samples": 3}
+        rows.append(common | {"task": "niah_single_1", "metric": "2048", "value": 0.5})
+        for part in range(5 if label == style.FULL else 4):
+            cell = {"task": f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]", "metric": "2048"}
+            rows.append(common | cell | {"value": part / 4})
+    write_accuracy(results, "ruler", rows)
+
+
 WRITERS = {
     "fig11": write_fig11,
     "fig12": write_fig12,
@@ -273,6 +285,7 @@ WRITERS = {
     "long_decode": write_long_decode,
     "frontier": write_board,
     "index": write_index,
+    "ruler": write_needles,
     **analysis_tables.WRITERS,
     **{f"{name}-modelled": costmodel.write_tables for name in costmodel.FIGURES},
 }
@@ -725,6 +738,22 @@ def test_a_table_of_an_older_version_has_no_settings(tmp_path: Path) -> None:
     after = data.Tables(path.parent).accuracy("fig12")
     assert after.settings.isna().all() and set(after.columns) == set(before.columns)
     assert legend(draw("fig12", tmp_path)) == ["Full cache", "InfiniGen, 16 %", "H2O, 16 %"]
+
+
+def test_needles_say_share_and_number(tmp_path: Path) -> None:
+    write_needles(tmp_path)
+    figure = draw("ruler", tmp_path)
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nKV 100 %", "H2O\nKV 16 %"]
+    words = [axes.get_ylabel() for axes in panels]
+    assert words == ["depth (%)", "", "prefill=dense\ndepth (%)", "", "prefill=question\ndepth (%)", ""]
+    full, nothing, _, h2o, *_ = panels
+    assert [text.get_text() for text in full.texts] == [
+        text for share in (0, 25, 50, 75, 100) for text in (str(share), "n = 3")
+    ]
+    assert {text.get_color() for text in full.texts[:4]} == {"white"} and full.texts[-1].get_color() == style.BLACK
+    assert not nothing.texts, "the full cache's runs differ in no setting"
+    assert np.isnan(h2o.images[0].get_array().filled(np.nan)[4, 0]), "a depth without questions stays empty"
 
 
 def test_the_registry_says_all_of_a_figure() -> None:

@@ -118,11 +118,11 @@ def test_inputs_of_local_data(tmp_path):
     config = load(["experiment=tasks", "data=local", f"data.root={tmp_path}", "tasks=[passkey,copa]"])
     with pytest.raises(UserError, match=f"data.root={tmp_path}: tasks=copa needs"):
         inputs.digests(config)
-    (tmp_path / "copa" / "train.jsonl").write_text("{}\n")
+    (tmp_path / "copa" / "validation.jsonl").write_text("{}\n")
     first = inputs.digests(config)
     assert set(first) == {*CODE, "model", "calibration", "passkey", "copa"}
     assert first["passkey"] == text_sha256(offline_text())
-    (tmp_path / "copa" / "train.jsonl").write_text('{"changed": 1}\n')
+    (tmp_path / "copa" / "validation.jsonl").write_text('{"changed": 1}\n')
     assert inputs.digests(config)["copa"] != first["copa"]
 
 
@@ -434,9 +434,7 @@ def test_a_method_is_its_module_and_all_of_methods_that_it_imports():
 def test_the_core_of_the_harness_is_there():
     assert all((code.ROOT / "harness" / name).exists() for name in code.CORE)
     files = {str(file.relative_to(code.ROOT)) for file in code.harness_files(["accuracy"])}
-    harness = {
-        f"harness/{name}" for name in ("accuracy/scoring.py", "data/task_yaml/copa.yaml", "offload/links/cuda.py")
-    }
+    harness = {f"harness/{name}" for name in ("accuracy/scoring.py", "data/own_tasks.yaml", "offload/links/cuda.py")}
     assert harness | {"methods/codec.py"} <= files
 
 

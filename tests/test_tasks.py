@@ -10,21 +10,24 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.metrics import mean_stderr
 from tokens import byte_tokenizer
 
-from harness.accuracy.tasks import clustered_stderr, run_tasks
+from harness.accuracy.tasks import prefill_of, run_tasks
 from harness.data import generated
+from harness.data.catalogue import location
 from harness.data.generated import CONTEXTS, MARKER, questions
-from harness.data.tasks import LM_EVAL_TASKS, TASK_YAML, check_rows, load_task
+from harness.data.plan import own_tasks
+from harness.data.rows import check_rows
+from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
+from harness.records.samples import clustered_stderr
 from harness.settings.compose import load
-from harness.settings.run import PAPER_TASKS, TASKS, RunConfig
+from harness.settings.run import OFFLINE_TASKS, PAPER_TASKS, TASKS, RunConfig
 from harness.settings.sources import DataConfig
 from methods.full import Full
 from methods.h2o import H2O
@@ -171,9 +174,9 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
     [(["method=full"], 1.0), (["method=int4"], 0.0), (["codec=int4", "method=full"], 0.0), (["codec=int4"], 0.2)],
 )
 def test_under_a_codec_every_row_of_the_artifacts_prompt_reads_coded_tokens(overrides, budget):
-    from harness.accuracy.tasks import _prefill
-
-    assert _prefill("kv_recall", load(["experiment=tasks", "prefill=artifact", *overrides])).budget == budget
+    config = load(["experiment=tasks", "prefill=artifact", "num_samples=1", *overrides])
+    task = load_suite(config, loaded=None).tasks["kv_recall"]
+    assert prefill_of(task, "kv_recall", config).budget == budget
 
 
 def refuse(*arguments):
@@ -251,6 +254,12 @@ PROMPTS = {  # (context, continuation) of each choice, and the right one
     "boolq": ([("Water is wet.\nQuestion: is it wet?\nAnswer:", f" {word}") for word in ("no", "yes")], 1),
 }
 LOCAL_TASKS = tuple(ROWS)
+FILES = {task: (f"{task}/train.jsonl", f"{task}/validation.jsonl") for task in LOCAL_TASKS} | {
+    "openbookqa": tuple(f"openbookqa/{split}.jsonl" for split in ("train", "validation", "test")),
+    "hellaswag": ("hellaswag/validation.jsonl",),
+    "arc_easy": ("arc_easy/train.jsonl", "arc_easy/test.jsonl"),
+    "lambada": ("lambada_openai/test.jsonl",),
+}
 
 
 @pytest.fixture
@@ -260,25 +269,23 @@ def root(tmp_path, monkeypatch) -> Path:
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for task in LOCAL_TASKS:
-        for file in declaration(task)["dataset_kwargs"]["data_files"].values():
+        for file in FILES[task]:
             path = tmp_path / "data" / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(ROWS[task] | {"idx": index}) + "\n" for index in range(8)))
     return tmp_path / "data"
 
 
-def declaration(task: str) -> dict:
-    return yaml.safe_load((TASK_YAML / f"{task}.yaml").read_text())
+def load_task(name: str, config: RunConfig):
+    return load_suite(config, loaded=None).tasks[name]
 
 
 def test_every_task_is_declared():
-    declared = {path.stem for path in TASK_YAML.glob("*.yaml")}
-    assert declared == set(LOCAL_TASKS) == set(TASKS) - set(CONTEXTS)
-    for task in declared:
-        own = declaration(task)
-        assert (LM_EVAL_TASKS / own["include"]).is_file()
+    assert set(own_tasks()) == set(LOCAL_TASKS) == set(TASKS) - set(OFFLINE_TASKS)
+    for task, own in own_tasks().items():
+        assert (location() / own["yaml"]).is_file()
         assert own["num_fewshot"] == (5 if task in PAPER_TASKS else 0)
-        assert set(own["metadata"]["fields"]) <= set(ROWS[task])
+        assert set(own["fields"]) <= set(ROWS[task])
 
 
 @pytest.mark.parametrize("name", LOCAL_TASKS)
@@ -341,19 +348,22 @@ def test_examples_are_lm_evals_and_follow_the_seed(root):
         ("ROW\n[1]\n", "validation.jsonl, line 2: expected an object with premise, choice1"),
         ('ROW\n{"premise": "cut', "validation.jsonl, line 2: not JSON"),
         (b"\xff\xfe\n", "validation.jsonl, line 1: not JSON"),
-        (None, "validation.jsonl: cannot be read"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_line(content, message, root, loaded):
     path = root / "copa" / "validation.jsonl"
-    if content is None:
-        path.unlink()
-    else:
-        text = content if isinstance(content, bytes) else content.replace("ROW", json.dumps(ROWS["copa"])).encode()
-        path.write_bytes(text)
+    path.write_bytes(
+        content if isinstance(content, bytes) else content.replace("ROW", json.dumps(ROWS["copa"])).encode()
+    )
     with pytest.raises(UserError) as error:
         run_tasks(settings("copa", root=root), loaded)
     assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_file_says_where_it_may_lie(root, loaded):
+    (root / "copa" / "validation.jsonl").unlink()
+    with pytest.raises(UserError, match=r"tasks=copa needs validation.jsonl, .* in copa/ \(or aps/super_glue/copa/"):
+        run_tasks(settings("copa", root=root), loaded)
 
 
 def test_a_whole_file_has_its_rows_counted(root):
@@ -362,7 +372,7 @@ def test_a_whole_file_has_its_rows_counted(root):
 
 @pytest.mark.parametrize(("task", "shots", "rows"), [("copa", 8, 8), ("hellaswag", 1, 0), ("lambada", 2, 0)])
 def test_too_few_examples(task, shots, rows, root, loaded):
-    message = f"num_fewshot={shots}: {task} has {rows} training rows"
+    message = f"num_fewshot={shots}: {task} has {rows} rows of its split train"
     with pytest.raises(UserError, match=message):
         run_tasks(settings(task, root=root, num_fewshot=shots), loaded)
 

@@ -15,6 +15,9 @@ from harness.errors import UserError
 TIMEOUT_S = 5.0
 """An unreachable hub is given up after this; `datasets` itself would retry for half a minute."""
 
+NOT_THERE = (OSError, ValueError, RuntimeError)
+"""How `datasets` says that a data set is not cached, refused, or of a form that it no longer reads."""
+
 T = TypeVar("T")
 
 
@@ -32,8 +35,10 @@ def no_network() -> Iterator[None]:
         config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
-def from_hub(name: str, load: Callable[[], T]) -> T:
+def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     """What `load` makes of the hub's data set `name`, from the cache if it is there.
+
+    files: what `data=local` would need below its root, for the error.
 
     Raises:
         UserError: it is not cached and the hub is unreachable or refuses; says what remains.
@@ -41,30 +46,31 @@ def from_hub(name: str, load: Callable[[], T]) -> T:
     try:
         with no_network():
             return load()
-    except (OSError, ValueError):  # how `datasets` says that it is not cached
+    except NOT_THERE:
         pass
-    _require_hub(name)
+    _require_hub(name, files)
     try:
         return load()
-    except (OSError, ValueError) as error:
-        raise _unavailable(name, str(error) or type(error).__name__) from error
+    except NOT_THERE as error:
+        raise _unavailable(name, str(error) or type(error).__name__, files) from error
 
 
-def _require_hub(name: str) -> None:
+def _require_hub(name: str, files: str | None) -> None:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise _unavailable(name, "not cached, and HF_HUB_OFFLINE is set")
+        raise _unavailable(name, "not cached, and HF_HUB_OFFLINE is set", files)
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=TIMEOUT_S).close()
     except urllib.error.HTTPError:
         pass  # it answered
     except OSError as error:
-        raise _unavailable(name, f"not cached, and {constants.ENDPOINT} is unreachable") from error
+        raise _unavailable(name, f"not cached, and {constants.ENDPOINT} is unreachable", files) from error
 
 
-def _unavailable(name: str, reason: str) -> UserError:
+def _unavailable(name: str, reason: str, files: str | None) -> UserError:
+    local = "data=local data.root=DIR" + (f" with {files}" if files else "")
     return UserError(
         f"data=hub: {name} cannot be loaded ({reason.splitlines()[0]}); "
-        "what remains: data=local data.root=DIR, or data=offline (no download)"
+        f"what remains: {local}, or data=offline (no download)"
     )

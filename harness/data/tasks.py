@@ -1,85 +1,126 @@
-"""lm-eval task objects from the generator, from local JSON lines, or from the hub.
+"""lm-eval task objects over generated rows, local files, or the hub.
 
-A file in `task_yaml/` is an lm-eval task that takes prompts, choices and metrics from lm-eval's own YAML
-(`include`, below lm_eval/tasks) and says where local rows lie. `data=hub` uses lm-eval's YAML alone. Tasks
-are built without lm-eval's TaskManager, which would index thousands of files.
+lm-eval's YAML says prompts, filters and metrics, and lm-eval's own classes carry them out; what is decided here is
+where the rows come from. A task that makes its own rows (`custom_dataset`, or a Python class) is left to do so.
 """
 
-import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from datasets import Dataset
-from lm_eval import tasks as lm_eval_tasks
-from lm_eval.api.task import ConfigurableTask
-from lm_eval.tasks._yaml_loader import load_yaml
+import datasets
+import numpy as np
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import Entry, Kind
 
-from harness.data.generated import CONTEXTS, questions
+from harness.data import ruler
+from harness.data.generated import questions
 from harness.data.hub import from_hub, no_network
+from harness.data.plan import Leaf, missing, plan, reason
+from harness.data.rows import check_rows, example_split, find_files, layout, template_fields
 from harness.errors import UserError
+from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
+from harness.settings.tasks import RULER_TASKS
 
-TASK_YAML = Path(__file__).parent / "task_yaml"
-LM_EVAL_TASKS = Path(lm_eval_tasks.__file__).parent
 FEWSHOT_SEED = 1234
-"""lm-eval's default: with seed=0 the examples are those that lm-eval draws."""
+NUMPY_SEED = 1234
+"""lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those of lm-eval."""
 
 
-def load_task(name: str, config: RunConfig) -> ConfigurableTask:
-    """The task `name`, its rows and few-shot settings as `config` says.
+@dataclass(frozen=True)
+class Suite:
+    """The tasks of a run by name, and the groups that they make up, outer ones first."""
+
+    tasks: dict[str, Task]
+    groups: list[Group]
+
+
+def load_suite(config: RunConfig, loaded: LoadedModel) -> Suite:
+    """All that `config.tasks` stand for, rows read and prompts tried; RULER's prompts are made for the model.
 
     Raises:
-        UserError: a file is missing, empty or malformed (file and line number), there are too few examples, or the
-            hub cannot be reached.
+        UserError: an unknown name; a task that cannot run here; a file that is missing, empty or malformed (file and
+            line number), or a row of which no prompt can be made; too few examples; a hub that cannot be reached.
     """
-    if name in CONTEXTS:
-        task = _generated(name, config)
-    elif config.data.name == "local":
-        task = _local(name, config)
-    else:
-        task = _hub(name, config)
+    planned = plan(config)
+    tasks = {name: _build(leaf, config, loaded) for name, leaf in planned.leaves.items()}
+    for group in planned.groups.values():
+        for child in list(group):
+            if isinstance(child, Leaf):
+                group.add(tasks[child.task_name])
+    return Suite(tasks, list(planned.groups.values()))
+
+
+def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
+    random.seed(config.seed)
+    np.random.seed(NUMPY_SEED + config.seed)
+    try:
+        task = _make(leaf, config, loaded)
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"tasks={leaf.task_name}: {missing(error)}") from error
+    except Exception as error:  # whatever the YAML, or the Python beside it, makes of the rows
+        raise UserError(f"tasks={leaf.task_name}: lm-eval cannot build it from its rows ({reason(error)})") from error
     task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
+    _check_prompts(leaf.task_name, task, config.num_samples_of(leaf.task_name))
     return task
 
 
-def check_rows(path: Path, fields: list[str]) -> int:
-    """Read a file of JSON lines through and return its number of rows.
+def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
+    """A task with its rows; one that fetches them by itself may ask the hub only where `data` is the hub."""
+    name, own = leaf.task_name, leaf.config
+    if not own and name in RULER_TASKS:
+        return ruler.load(name, config, loaded)
+    if not own:
+        return _construct(name, _generated(name, config), config)
+    if leaf.makes_rows:
+        if config.data.name == "hub":
+            return from_hub(name, lambda: _construct(name, own, config))
+        with no_network():
+            return _construct(name, own, config)
+    rows, changes = _local_rows(leaf, config) if config.data.name == "local" else (_hub_rows(name, own), {})
+    return _construct(name, own | changes | _given(rows), config)
 
-    Raises:
-        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if not lines[-1]:
-        lines.pop()  # the end of the last line
-    if not lines:
-        raise UserError(f"{path}: the file is empty")
-    for number, line in enumerate(lines, 1):
+
+def _construct(name: str, own: dict[str, Any], config: RunConfig) -> Task:
+    """The task of a resolved YAML, made as lm-eval makes it."""
+    task = TaskFactory(meta=dict(config.task.metadata)).build(Entry(name, Kind.TASK, None, own), registry={})
+    assert isinstance(task, Task)
+    task.set_config("num_fewshot", own["num_fewshot"])
+    return task
+
+
+def _check_prompts(name: str, task: Task, limit: int | None) -> None:
+    """Raise UserError for the first row, of those that are asked, of which lm-eval makes no prompt."""
+    for number, doc in task.doc_iterator(limit=limit):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            reason = "empty line" if not line.strip() else f"not JSON, {error}"
-            raise UserError(f"{path}, line {number}: {reason}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: expected an object with {', '.join(fields)}")
-        for field in fields:
-            if row.get(field) is None:
-                raise UserError(f"{path}, line {number}: field {field!r} is missing")
-    return len(lines)
+            made = task.doc_to_text(doc), task.doc_to_target(doc)
+            lacking = any(each is None for each in made)
+        except Exception as error:  # a template's, or of the task's own Python
+            raise UserError(f"tasks={name}: no prompt can be made of row {number} ({reason(error)})") from error
+        if lacking:
+            raise UserError(f"tasks={name}: row {number} lacks what its prompt or answer is made of")
 
 
-def _generated(name: str, config: RunConfig) -> ConfigurableTask:
+def _given(rows: Any) -> dict[str, Any]:
+    """What makes lm-eval take rows that are here: a mapping from splits to data sets."""
+    return {"custom_dataset": lambda **_: rows, "dataset_kwargs": None}
+
+
+def _generated(name: str, config: RunConfig) -> dict[str, Any]:
     if config.num_fewshot:
         raise UserError(f"num_fewshot={config.num_fewshot}: task {name} takes no examples; allowed: 0")
     count = config.num_samples_of(name)
     assert count is not None, "generated tasks have no end of their own"
     rows = [question._asdict() for question in questions(name, count, config.seed)]
-    settings = {
+    return {
         "task": name,
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": "prompt",
@@ -88,32 +129,38 @@ def _generated(name: str, config: RunConfig) -> ConfigurableTask:
         "target_delimiter": "",  # choices bring their space
         "num_fewshot": 0,
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    return ConfigurableTask(config=settings)
+    } | _given({"test": datasets.Dataset.from_list(rows)})
 
 
-def _local(name: str, config: RunConfig) -> ConfigurableTask:
-    own = _declaration(name, config)
-    root = Path(str(config.data.root)).expanduser().resolve()
-    files = {split: root / file for split, file in own["dataset_kwargs"]["data_files"].items()}
-    counts = {split: check_rows(path, own["metadata"]["fields"]) for split, path in files.items()}
-    examples = counts.get("train", 0)
-    if own["num_fewshot"] and own["num_fewshot"] >= examples:
-        raise UserError(
-            f"num_fewshot={own['num_fewshot']}: {name} has {examples} training rows in data=local; allowed: fewer"
-        )
-    own["dataset_kwargs"]["data_files"] = {split: str(path) for split, path in files.items()}
+def _hub_rows(name: str, own: dict[str, Any]) -> Any:
+    options = {key: value for key, value in (own.get("dataset_kwargs") or {}).items() if key != "trust_remote_code"}
+    path, part = own.get("dataset_path"), own.get("dataset_name")
+    load: Callable[[], Any] = lambda: datasets.load_dataset(path=path, name=part, **options)  # noqa: E731
+    return from_hub(str(path), load, f"{layout(name, own)} below it")
+
+
+def _local_rows(leaf: Leaf, config: RunConfig) -> tuple[Any, dict[str, Any]]:
+    """The rows of each split that is there, and the splits that the task then does without."""
+    name, own = leaf.task_name, leaf.config
+    files = find_files(str(config.data.root), name, own)
+    for path in (path for paths in files.values() for path in paths if path.suffix != ".parquet"):
+        check_rows(path, leaf.fields or template_fields(own))
     with no_network():
-        return ConfigurableTask(config=load_yaml(LM_EVAL_TASKS / own.pop("include")) | own)
+        rows = {split: _read(split, paths) for split, paths in files.items()}
+    shots, source = own["num_fewshot"], example_split(own)
+    examples = len(rows[source]) if source in rows else 0
+    if shots and shots >= examples:
+        raise UserError(
+            f"num_fewshot={shots}: {name} has {examples} rows of its split {source or 'train'} in data=local, from "
+            "which examples are drawn; allowed: fewer"
+        )
+    roles = ("training_split", "validation_split", "fewshot_split")
+    return rows, {role: None for role in roles if own.get(role) not in rows}
 
 
-def _hub(name: str, config: RunConfig) -> ConfigurableTask:
-    own = _declaration(name, config)
-    settings = load_yaml(LM_EVAL_TASKS / own["include"]) | {"task": name, "num_fewshot": own["num_fewshot"]}
-    return from_hub(settings["dataset_path"], lambda: ConfigurableTask(config=dict(settings)))
-
-
-def _declaration(name: str, config: RunConfig) -> dict[str, Any]:
-    """The task's YAML with `num_fewshot` as the user wants it."""
-    own = yaml.safe_load((TASK_YAML / f"{name}.yaml").read_text())
-    return own if config.num_fewshot is None else own | {"num_fewshot": config.num_fewshot}
+def _read(split: str, paths: list[Path]) -> datasets.Dataset:
+    builder = "parquet" if paths[0].suffix == ".parquet" else "json"
+    try:
+        return datasets.load_dataset(builder, data_files={split: [str(path) for path in paths]}, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise UserError(f"{paths[0]}: cannot be read ({reason(error)})") from error

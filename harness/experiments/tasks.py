@@ -1,34 +1,34 @@
-"""`kind=tasks`: accuracy on multiple-choice tasks (Figs 11, 13, 17)."""
+"""`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from harness.errors import UserError
 from harness.records import inputs
 from harness.resources import Resources
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import GENERATED_TASKS, RunConfig
+from harness.settings.run import OFFLINE_TASKS, RunConfig
 
 
 class Tasks(Experiment):
-    """Questions, scored by lm-eval."""
+    """Questions, asked and judged by lm-eval."""
 
     heeds = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:
-        """Only generated tasks are there offline."""
-        if config.data.name != "offline":
-            return
-        for task in config.tasks:
-            if task not in GENERATED_TASKS:
-                here = ", ".join(GENERATED_TASKS)
-                raise UserError(f"tasks={task}: needs data=local data.root=DIR or data=hub; data=offline has {here}")
+        """Names are known, and offline none needs data."""
+        from harness.data.catalogue import check_names
+
+        check_names(config.tasks, config.task.include_path)
+        if config.data.name == "offline" and not {*config.tasks} <= {*OFFLINE_TASKS}:
+            from harness.data.plan import plan
+
+            plan(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
-        """Each task's data, or the text that it is generated from; what the hub serves has a name and no file."""
-        return inputs.calibration(config.calibration) | inputs.tasks(config.tasks, config.data)
+        """Each task's data and prompts, or the text that it is generated from."""
+        return inputs.calibration(config.calibration) | inputs.tasks(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         """See `run_tasks`."""

@@ -6,21 +6,24 @@ machine yet is fetched first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from harness.data import ruler_rows
+from harness.data.rows import find_files
 from harness.data.text import calibration_text, corpus_text, offline_text
-from harness.errors import UserError
-from harness.files import files_sha256, text_sha256
+from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import hub
 from harness.model.source import PACKAGED_NAME, PACKAGED_SHA256
 from harness.records import code
 from harness.settings.experiment import find
-from harness.settings.run import GENERATED_TASKS, RunConfig
+from harness.settings.run import OFFLINE_TASKS, RunConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig
+from harness.settings.tasks import RULER_TASKS
 
-TASK_FOLDERS = {"lambada": "lambada_openai"}
-"""Sub-folders of data.root that are not named like their task."""
+if TYPE_CHECKING:
+    from harness.data.plan import Leaf
+
 MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".txt")
 
 
@@ -64,18 +67,38 @@ def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
     return {} if served else {"corpus": text_sha256(corpus_text(config, data))}
 
 
-def tasks(names: Sequence[str], data: DataConfig) -> dict[str, str]:
-    """Each task's rows, or the text that they are made from; those that the hub serves are left out."""
-    generated = {name: text_sha256(offline_text()) for name in names if name in GENERATED_TASKS}
-    if data.name == "hub":
-        return generated
-    return generated | {name: files_sha256(_rows(name, data)) for name in names if name not in GENERATED_TASKS}
+def tasks(config: RunConfig) -> dict[str, str]:
+    """Each leaf task: lm-eval's version, its YAML as resolved and its local rows; or the text that it is made from.
+
+    The rows that the hub serves are known by the data set's name alone. Of a user's own folder all files count.
+    """
+    made = {name: _source(name) for name in config.tasks if name in OFFLINE_TASKS}
+    if len(made) == len(config.tasks) and config.task.include_path is None:
+        return made  # spares loading lm-eval
+    from harness.data.plan import plan
+
+    planned = plan(config)
+    read = {name: _task(leaf, config.data) if leaf.config else _source(name) for name, leaf in planned.leaves.items()}
+    groups = {name: text_sha256(repr(group.to_dict())) for name, group in planned.groups.items()}
+    return made | read | groups | _folder(config.task.include_path)
 
 
-def _rows(task: str, data: DataConfig) -> list[Path]:
-    assert data.root is not None, "DataConfig asks for it"
-    folder = Path(data.root).expanduser() / TASK_FOLDERS.get(task, task)
-    files = list(folder.glob("*.jsonl"))
-    if not files:
-        raise UserError(f"data.root={data.root}: tasks={task} needs *.jsonl in {folder}, there are none")
-    return files
+def _source(task: str) -> str:
+    """What a task that needs no data is made from."""
+    return ruler_rows.digest() if task in RULER_TASKS else text_sha256(offline_text())
+
+
+def _task(leaf: Leaf, data: DataConfig) -> str:
+    if data.name != "local" or leaf.makes_rows:
+        return leaf.digest
+    files = find_files(str(data.root), leaf.task_name, leaf.config)
+    return text_sha256(leaf.digest, *(f"{split} {files_sha256(paths)}" for split, paths in sorted(files.items())))
+
+
+def _folder(include_path: str | None) -> dict[str, str]:
+    """A user's own YAML, and what lies beside it."""
+    if include_path is None:
+        return {}
+    root = Path(include_path).expanduser()
+    files = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {"include_path": text_sha256(*(f"{path.relative_to(root)} {file_sha256(path)}" for path in files))}

@@ -91,15 +91,17 @@ def perplexity(windows: Sequence[Sample]) -> Difference:
 def questions(own: Sequence[Sample], full: Sequence[Sample], metric: str) -> Difference | None:
     """The mean of `metric` over questions, its error clustered by context.
 
-    None where the two did not answer the same questions, or where one of them has no number of that name.
+    Questions without that metric in either are of another length. None where the two did not answer the same
+    questions, or where one of them has no number of that name.
     """
-    if not own or [_question(each) for each in own] != [_question(each) for each in full]:
+    if [_question(each) for each in own] != [_question(each) for each in full]:
         return None
-    if not all(isinstance(each.get(metric), int | float) for each in (*own, *full)):
+    asked = [(one, other) for one, other in zip(own, full, strict=True) if metric in one or metric in other]
+    if not asked or not all(isinstance(each.get(metric), int | float) for pair in asked for each in pair):
         return None
-    pairs = [(float(one[metric]), float(other[metric])) for one, other in zip(own, full, strict=True)]
+    pairs = [(float(one[metric]), float(other[metric])) for one, other in asked]
     less = [one - other for one, other in pairs]
-    stderr = clustered_stderr(less, [each.get("context", _question(each)) for each in own])
+    stderr = clustered_stderr(less, [one.get("context", _question(one)) for one, _ in asked])
     return Difference(sum(less) / len(less), stderr, _detectable(stderr, len(less)), _flips(pairs))
 
 

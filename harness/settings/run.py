@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError
 from harness.settings.analysis import AnalysisConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig, check_range
 from harness.settings.speed import LatencyConfig, PlatformConfig
-from harness.settings.tasks import TaskConfig
+from harness.settings.tasks import RULER_NUM_SAMPLES, RULER_TASKS, TaskConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -21,7 +21,9 @@ else:
 
 GENERATED_TASKS = ("kv_recall", "passkey")
 PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
-TASKS = (*GENERATED_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS)
+TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
+"""Known without lm-eval's index, which has thousands more."""
 GENERATED_NUM_SAMPLES = 128
 GROUP_SIZE = 64
 LOWEST = {
@@ -153,22 +155,23 @@ class RunConfig:
     def _check_tasks(self) -> None:
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise UserError(f"tasks=[{','.join(self.tasks)}]: must name at least one task, and none twice")
-        for task in self.tasks:
-            if task not in TASKS:
-                raise UserError(f"tasks={task}: {nearest(task, TASKS)}")
 
-    def prefill_of(self, task: str) -> str:
+    def prefill_of(self, task: str, *, writes: bool = False) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.
 
-        `auto`: a generated task ends its prompt before the question, where methods differ; any other is
-        scored as the artifact does.
+        `auto`: a generated task ends its prompt before the question, where methods differ; one whose answers the model
+        writes decodes from the prompt's end, as when serving; any other is scored as the artifact does.
         """
         if self.prefill != "auto":
             return self.prefill
-        return "question" if task in GENERATED_TASKS else "artifact"
+        if task in GENERATED_TASKS:
+            return "question"
+        return "dense" if writes else "artifact"
 
     def num_samples_of(self, task: str) -> int | None:
-        """Questions of `task`; None is all of them."""
+        """Questions of `task`; None is all of them. RULER's have num_samples at each of their lengths."""
         if self.num_samples is None and task in GENERATED_TASKS:
             return GENERATED_NUM_SAMPLES
+        if task in RULER_TASKS:
+            return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
         return self.num_samples

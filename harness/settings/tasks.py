@@ -9,6 +9,12 @@ from typing import Any, Literal
 
 from harness.errors import UserError
 
+RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+"""Those of RULER that lm-eval makes without any data."""
+RULER_NUM_SAMPLES = 32
+DEFAULT_SEQ_LENGTHS = [4096]
+"""lm-eval's lengths of RULER's rows, in tokens."""
+
 
 @dataclass(frozen=True)
 class TaskConfig:
@@ -36,9 +42,18 @@ class TaskConfig:
             raise UserError("fewshot_as_multiturn=true: needs apply_chat_template=true, whose turns the examples are")
         if self.question_marker is not None and not self.question_marker.strip("\n "):
             raise UserError(f"question_marker={self.question_marker!r}: must hold a character that is no space")
-        lengths = self.metadata.get("max_seq_lengths", [1])
+        self._check_lengths(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of RULER's prompts and answers, in tokens."""
+        return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
+
+    def _check_lengths(self, lengths: Any) -> None:
         if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
             raise UserError(f"metadata.max_seq_lengths={lengths}: must be a list of lengths in tokens, such as [2048]")
+        if not lengths or len(set(lengths)) < len(lengths):
+            raise UserError(f"metadata.max_seq_lengths={lengths}: must hold at least one length, and none twice")
 
 
 def group_tasks(settings: dict[str, Any]) -> dict[str, Any]:

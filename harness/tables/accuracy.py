@@ -25,6 +25,7 @@ from harness.tables.columns import (
     quantity,
     rank,
 )
+from harness.tables.depths import is_depth
 from harness.tables.differences import show
 from harness.tables.text import Sheet
 
@@ -41,23 +42,27 @@ Key = tuple[str, str]
 
 
 def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    """The table of whole tasks and texts, and that of the chunks of texts."""
-    whole = [row for row in rows if not is_chunk(row)]
-    chunks = [row for row in rows if is_chunk(row)]
+    """The table of whole tasks and texts, that of the chunks of texts, and for each task of needles one by depth."""
+    whole = [row for row in rows if not is_part(row)]
+    chunks = [row for row in rows if is_part(row) and not is_depth(row)]
+    depths = [row for row in rows if is_depth(row)]
     if whole:
         yield _sheet(title, whole)
     if chunks:
         yield _sheet(f"{title}, by range of tokens", chunks)
+    for task in dict.fromkeys(row["task"].partition("[")[0] for row in depths):
+        own = [row for row in depths if row["task"].startswith(f"{task}[")]
+        yield _sheet(f"{title}, {task} by length and depth of the needle", own)
 
 
-def is_chunk(row: TableRow) -> bool:
-    """Whether a row is of a chunk of its text."""
+def is_part(row: TableRow) -> bool:
+    """Whether a row is of a chunk of its text, or of some depths of its task."""
     return str(row["task"]).endswith("]")
 
 
 def is_brief(row: TableRow) -> bool:
     """Whether a row is shown in a terminal."""
-    return row["metric"] in BRIEF and not is_chunk(row)
+    return row["metric"] in BRIEF and not is_part(row)
 
 
 class _Line(NamedTuple):

@@ -198,7 +198,9 @@ METRICS = {
 
 
 def quantity(metric: str) -> Column:
-    """How the values of a metric read; one that is not listed as it stands."""
+    """How the values of a metric read; RULER's is named by a length in tokens; any other stands as it is."""
+    if metric.isdecimal():
+        return Column(metric, f"right at {metric} tokens (%)", 100, 1)
     return METRICS.get(metric, Column(metric, metric, 1, 3))
 
 

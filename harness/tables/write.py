@@ -10,6 +10,7 @@ order depends on the rows alone, so the same records give the same bytes. Import
 import csv
 import io
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from harness.records.samples import Difference
 from harness.settings.experiment import foreign_settings
 from harness.tables import leaderboard, speed
 from harness.tables.columns import BOARD, TABLES, Column, TableRow, names, rank
+from harness.tables.depths import depth_rows
 from harness.tables.lines import Pairs, tell_apart
 from harness.tables.sheets import render_markdown, render_terminal
 
@@ -107,10 +109,10 @@ def _write_boards(results_dir: Path) -> None:
 
 def rows_of(record: Record, full: Baselines) -> list[TableRow]:
     """The rows of one finished record: one for latency, an analysis' points, else one per task and metric, compared
-    with `full`, and one per chunk. What tells them from the rows of other records, `settings`, is
+    with `full`, and one per chunk or depth. What tells them from the rows of other records, `settings`, is
     `lines.tell_apart`'s to say.
 
-    A chunk's row has its range of tokens in the task, such as `offline[256:512]`.
+    A chunk's row has its range of tokens in the task, such as `offline[256:512]`; that of a depth is `depth_rows`'.
     A metric that was not measured (None) has no row.
     """
     config = record["config"]
@@ -139,6 +141,8 @@ def _accuracy_rows(record: Record, common: TableRow, full: Baselines) -> Iterato
         context = _context(record, name, entries)
         for values in _values(entries):
             yield common | context | values | _compared(full.difference(record, name, values["metric"]))
+        for row in depth_rows(context["task"], record.get("samples", {}).get(name, ())):
+            yield common | context | row
     yield from _chunk_rows(record, common)
 
 
@@ -231,7 +235,7 @@ def _rows_of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
 def _sort_key(row: TableRow) -> tuple[Any, ...]:
     """By what a reader looks for; chunks by their position, a missing number first, the run's id last."""
     task, _, chunk = str(row.get("task", "")).partition("[")
-    position = int(chunk.split(":")[0]) if chunk else -1
+    position = [int(number) for number in re.findall(r"\d+", chunk)]
     words = (row["model"], row["label"], task)
     sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "kv_frac")
     shape = tuple(row.get(name) or 0 for name in sizes)

@@ -1,0 +1,96 @@
+"""Needles in a haystack, from `ruler.csv`: the share of right answers by the prompt's length and the needle's depth.
+
+A column per method, a row per task of needles and, where a method's runs differ in further settings, such as `prefill`,
+per these. A cell holds the percentage and of how many questions; an empty one has none. Colours: cividis, which is read
+alike by the colour-blind and grows lighter in grey as well.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from harness.tables import columns
+from plots import data, style
+
+CELL = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
+BAND = ["model", "setup", "needle"]
+COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
+LIGHT = 55
+"""Percentage from which a cell is light, and its text black."""
+CELL_INCHES = (0.52, 0.24)
+
+
+def draw(tables: data.Tables, name: str) -> Figure | None:
+    """The figure; None without rows of needles in `ruler.csv`."""
+    table = tables.accuracy(name)
+    rows = table.join(table.task.str.extract(CELL)).dropna(subset="needle")
+    if rows.empty:
+        return None
+    rows = rows.astype({"length": int, "begin": int, "end": int}).assign(setup=_setups(rows))
+    data.refuse_repeats(rows, ["label", "model", "setup", "task"])
+    distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
+    bands = sorted(distinct, key=lambda band: band[:2])
+    labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
+    parts = 100 // int((rows.end - rows.begin).min())
+    width, height = (size * count for size, count in zip(CELL_INCHES, (len(lengths), parts), strict=True))
+    size = (len(labels) * (width + 0.12) + 1.6, len(bands) * (height + 0.2) + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
+    for band, line in zip(bands, panels, strict=True):
+        own = rows[(rows[BAND] == band).all(axis=1)]
+        for label, axes in zip(labels, line, strict=True):
+            _draw_panel(axes, own[own.label == label], lengths, parts)
+        varying = [words for words, others in zip(band, zip(*bands, strict=True), strict=True) if len({*others}) > 1]
+        line[0].set_ylabel("\n".join([*filter(None, varying), "depth (%)"]), fontsize=6)
+    for label, axes in zip(labels, panels[0], strict=True):
+        axes.set_title(_title(label, rows[rows.label == label]), fontsize=6.5)
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens", fontsize=6)
+    figure.colorbar(
+        ScalarMappable(PERCENT, COLOURS), ax=panels, label="right answers (%)", shrink=min(1.0, 2 / size[1]), aspect=12
+    )
+    return style.finish(figure, _note(rows, bands))
+
+
+def _setups(rows: pd.DataFrame) -> pd.Series:
+    """By row, in words, the settings in which the runs of its label differ."""
+    words = rows.settings.fillna("").str.split(", ").map(tuple)
+    shared = {label: set.intersection(*map(set, own)) for label, own in words.groupby(rows.label)}
+    cells = zip(words, rows.label, strict=True)
+    return pd.Series([", ".join(word for word in own if word not in shared[label]) for own, label in cells], rows.index)
+
+
+def _draw_panel(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: int) -> None:
+    percent = np.full((parts, len(lengths)), np.nan)
+    for _, row in panel.iterrows():
+        part, column = parts * row.begin // 100, lengths.index(row.length)
+        percent[part, column] = 100 * row.value
+        colour = style.BLACK if percent[part, column] >= LIGHT else "white"
+        text = f"{percent[part, column]:.0f}"
+        axes.text(column, part - 0.12, text, ha="center", va="center", fontsize=6.5, color=colour)
+        axes.text(
+            column, part + 0.27, f"n = {row.num_samples:.0f}", ha="center", va="center", fontsize=3.8, color=colour
+        )
+    axes.imshow(percent, norm=PERCENT, cmap=COLOURS, aspect="auto")
+    axes.grid(visible=False)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
+    axes.set_yticks(np.arange(parts + 1) - 0.5, [f"{100 * edge // parts}" for edge in range(parts + 1)], fontsize=5.5)
+    axes.tick_params(length=2, pad=1.5)
+
+
+def _title(label: str, rows: pd.DataFrame) -> str:
+    """With the size, or the least and the largest."""
+    sizes = dict.fromkeys(f"{columns.KV_FRAC.factor * size:.0f}" for size in (rows.kv_frac.min(), rows.kv_frac.max()))
+    return f"{label}\nKV {' to '.join(sizes)} %"
+
+
+def _note(rows: pd.DataFrame, bands: Sequence[tuple[str, ...]]) -> str:
+    models, _, needles = (list(dict.fromkeys(each)) for each in zip(*bands, strict=True))
+    shared = [names[0] for names in (models, needles) if len(names) == 1]
+    return "; ".join([*shared, "depth: where in the prompt the answer stands, from its beginning", "n: questions"])

@@ -1,0 +1,455 @@
+"""Tasks, groups and tags of lm-eval by their names: found, given their rows, run as lm-eval runs them, or refused."""
+
+import json
+import socket
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from test_tasks import FILES, ROWS
+from tokens import byte_tokenizer
+
+from harness.accuracy.tasks import run_tasks
+from harness.data import catalogue
+from harness.data.plan import plan
+from harness.data.tasks import load_suite
+from harness.errors import UserError
+from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
+from harness.records import inputs
+from harness.settings.compose import load
+from harness.settings.run import RunConfig
+from harness.settings.sources import DataConfig
+from methods.h2o import H2O
+
+MAX_LENGTH = 2048
+CHOICE = {
+    "task": "toy_colours",
+    "tag": "toy_tag",
+    "dataset_path": "org/toy",
+    "dataset_name": "colours",
+    "output_type": "multiple_choice",
+    "test_split": "test",
+    "fewshot_split": "dev",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{options}}",
+    "doc_to_target": "label",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+SHAPES = CHOICE | {"task": "toy_shapes", "dataset_name": "shapes"}
+SUMS = {
+    "task": "toy_sums",
+    "dataset_path": "org/sums",
+    "output_type": "generate_until",
+    "test_split": "test",
+    "doc_to_text": "Q: {{question}}\nA:",
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
+    "filter_list": [
+        {"name": "first", "filter": [{"function": "regex", "regex_pattern": "(.)"}, {"function": "take_first"}]},
+        {"name": "whole", "filter": [{"function": "take_first"}]},
+    ],
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+GROUP = {
+    "group": "toy",
+    "task": ["toy_colours", "toy_shapes"],
+    "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+}
+YAML = (CHOICE, SHAPES, SUMS, GROUP)
+
+
+def question(number: int) -> dict[str, Any]:
+    return {"question": f"What is number {number}?", "options": ["red", "a blue one", "it"], "label": number % 3}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A user's own folder of task YAML."""
+    return write_yaml(tmp_path / "own", *YAML)
+
+
+def write_yaml(folder: Path, *tasks: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for task in tasks:
+        (folder / f"{task.get('task') if 'group' not in task else task['group']}.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """Rows as JSON lines and as parquet, named as on the hub; no cache of data sets outside the test's folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    root = tmp_path / "data"
+    write_rows(root / "org/toy/colours/test.jsonl", [question(number) for number in range(7)])
+    write_rows(root / "org/toy/colours/dev.jsonl", [question(number) for number in range(20, 24)])
+    write_rows(root / "toy/shapes/data/test-00000-of-00002.parquet", [question(number) for number in range(30, 32)])
+    write_rows(root / "toy/shapes/data/test-00001-of-00002.parquet", [question(number) for number in range(32, 33)])
+    write_rows(root / "toy_sums/test.json", [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(3)])
+    return root
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def refuse(*arguments):
+    raise AssertionError("the network was touched")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=MAX_LENGTH)
+    model.generation_config.eos_token_id = None
+    return LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+
+
+@cache
+def defaults() -> RunConfig:
+    return load(["experiment=tasks", "method=full"])
+
+
+def settings(*tasks: str, folder: Path | None = None, root: Path | None = None, **changes) -> RunConfig:
+    config = defaults()
+    own = replace(config.task, include_path=str(folder) if folder else None)
+    data = DataConfig("local", str(root)) if root else config.data
+    return replace(config, **{"tasks": tasks, "task": own, "data": data} | changes)
+
+
+def stock(config: RunConfig, loaded: LoadedModel) -> dict[str, Any]:
+    """What lm-eval's own `HFLM` makes of the same tasks and groups."""
+    suite = load_suite(config, loaded)
+    lm = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1)
+    tasks = {"tasks": suite.tasks, "groups": {group.name: group for group in suite.groups}}
+    return evaluate(lm, tasks, limit=config.num_samples, bootstrap_iters=100)
+
+
+# Names
+
+
+@pytest.fixture
+def small_index(folder, tmp_path, monkeypatch) -> Path:
+    """lm-eval brings the folder's tasks only, and the cache is empty."""
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(catalogue, "location", lambda: folder)
+    return tmp_path / "cache" / "tasks"
+
+
+def test_the_index_is_made_once(small_index, monkeypatch):
+    found = catalogue.packaged()
+    assert set(found) == {"toy_colours", "toy_shapes", "toy_sums", "toy", "toy_tag"}
+    assert (found["toy"].kind, found["toy_tag"].tasks) == ("GROUP", ["toy_colours", "toy_shapes"])
+    with monkeypatch.context() as patch:
+        patch.setattr(catalogue, "_parse", refuse)
+        assert catalogue.packaged() == found
+    monkeypatch.setattr(catalogue, "version", lambda: "0.0.0")
+    assert catalogue.packaged() == found
+    assert len(list(small_index.iterdir())) == 2, "another version has an index of its own"
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"toy": 1}', '{"toy": ["GROUP"]}'])
+def test_a_damaged_index_is_made_anew(damaged, small_index):
+    found = catalogue.packaged()
+    (note,) = small_index.iterdir()
+    note.write_text(damaged)
+    assert catalogue.packaged() == found
+    assert len(json.loads(note.read_text())) == len(found)
+
+
+def test_the_projects_own_names_need_no_index(monkeypatch):
+    monkeypatch.setattr(catalogue, "packaged", refuse)
+    load(["experiment=tasks", "data=hub", "tasks=[kv_recall,copa,lambada]"])
+    assert list(plan(settings("copa", "passkey", data=DataConfig("hub"))).leaves) == ["copa", "passkey"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8kk", "tasks=gsm8kk: did you mean 'gsm8k'"),
+        ("toy_color", "tasks=toy_color: did you mean 'toy_colours'"),
+        ("Passkey", "tasks=Passkey: did you mean 'passkey'"),
+    ],
+)
+def test_an_unknown_name(name, message, folder):
+    with pytest.raises(UserError, match=message):
+        load(["experiment=tasks", f"tasks=[{name}]", f"include_path={folder}", "data=hub"])
+
+
+def test_a_folder_comes_before_all(folder, root):
+    write_yaml(folder, CHOICE | {"task": "copa"}, CHOICE | {"task": "gsm8k"})
+    planned = plan(settings("copa", "gsm8k", folder=folder, root=root))
+    assert all(leaf.config["dataset_path"] == "org/toy" for leaf in planned.leaves.values())
+
+
+def test_yaml_that_cannot_be_read(folder):
+    (folder / "broken.yaml").write_text("task: [")
+    with pytest.raises(UserError, match=r"include_path=\S+: \S+broken.yaml cannot be read") as error:
+        load(["experiment=tasks", "tasks=[toy]", f"include_path={folder}", "data=hub"])
+    assert "\n" not in str(error.value)
+
+
+# Rows
+
+
+@pytest.mark.parametrize("place", ["cais/mmlu/{part}", "mmlu/{part}/data", "{part}", "mmlu_{part}"])
+@pytest.mark.parametrize("file", ["{split}.jsonl", "{split}.parquet", "{split}-00000-of-00001.parquet"])
+def test_rows_lie_where_the_hub_has_them(place, file, root):
+    row = {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}
+    for split, count in (("test", 3), ("dev", 4)):
+        rows = [row | {"question": f"{number} + 1?"} for number in range(count)]
+        write_rows(root / place.format(part="abstract_algebra") / file.format(split=split), rows)
+    task = load_suite(settings("mmlu_abstract_algebra", root=root, num_fewshot=2), None).tasks["mmlu_abstract_algebra"]
+    task.build_all_requests()
+    assert len(task.instances) == 3 * 4
+    assert task.instances[0].args[0].count("Answer:") == 3
+    assert task.instances[0].args[0].startswith("The following are multiple choice questions")
+
+
+def test_a_named_part_is_not_taken_from_another(root):
+    write_rows(root / "mmlu/test.jsonl", [question(0)])
+    with pytest.raises(UserError, match=r"tasks=mmlu_abstract_algebra needs test.jsonl, .* in mmlu_abstract_algebra/"):
+        inputs.tasks(settings("mmlu", root=root))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "Why?", "options": ["a", "b"]}, "tasks=toy_colours: row 7 lacks what its prompt or answer"),
+        ({"options": ["a", "b"], "label": 0}, r"test.jsonl, line 8: field 'question' is missing"),
+        ({"question": "Why?", "label": 0}, r"test.jsonl, line 8: field 'options' is missing"),
+    ],
+)
+def test_a_row_that_lacks_a_field(row, message, folder, root):
+    path = root / "org/toy/colours/test.jsonl"
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=message) as error:
+        load_suite(settings("toy_colours", folder=folder, root=root), None)
+    assert "\n" not in str(error.value)
+
+
+def test_examples_follow_lm_evals_rule(folder, root):
+    write_yaml(folder, CHOICE | {"task": "toy_zero", "num_fewshot": 0}, CHOICE | {"task": "toy_two", "num_fewshot": 2})
+    names = ("toy_zero", "toy_two", "toy_colours")
+    for given, expected in ((None, [0, 2, 0]), (3, [0, 3, 3]), (1, [0, 1, 1])):
+        tasks = load_suite(settings(*names, folder=folder, root=root, num_fewshot=given), None).tasks
+        assert [tasks[name].config.num_fewshot for name in names] == expected
+    with pytest.raises(UserError, match="num_fewshot=4: toy_two has 4 rows of its split dev"):
+        load_suite(settings("toy_two", folder=folder, root=root, num_fewshot=4), None)
+    with pytest.raises(UserError, match="num_fewshot=1: toy_shapes has 0 rows of its split dev"):
+        load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
+
+
+def test_rows_that_python_makes_are_the_same_in_every_run(folder):
+    (folder / "made.py").write_text(
+        "import random, numpy, datasets\n"
+        "def rows(size=2, **others):\n"
+        "    made = [{'q': str(random.random()), 'a': str(numpy.random.rand())} for _ in range(size)]\n"
+        "    return {'test': datasets.Dataset.from_list(made)}\n"
+    )
+    (folder / "made.yaml").write_text(
+        "task: toy_made\ncustom_dataset: !function made.rows\ntest_split: test\noutput_type: loglikelihood\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\nmetric_list: [{metric: acc}]\n"
+    )
+    config = settings("toy_made", folder=folder)
+
+    def texts(config: RunConfig) -> list[str]:
+        return [doc["q"] + doc["a"] for doc in load_suite(config, None).tasks["toy_made"].eval_docs]
+
+    assert texts(config) == texts(config) != texts(replace(config, seed=1))
+    assert len(texts(replace(config, task=replace(config.task, metadata={"size": 5})))) == 5
+
+
+# Runs
+
+
+def test_groups_and_tags(folder, root, loaded):
+    config = settings("toy", "toy_colours", "toy_tag", folder=folder, root=root, method=H2O(), prefill="dense")
+    outcome = run_tasks(config, loaded)
+    assert list(outcome.metrics) == ["toy_colours", "toy_shapes", "toy"], "each once"
+    assert list(outcome.samples) == list(outcome.methods) == ["toy_colours", "toy_shapes"]
+    one, two, group = outcome.metrics.values()
+    assert (one["num_samples"], two["num_samples"], group["num_samples"]) == (7, 3, 10)
+    assert group["tasks"] == ["toy_colours", "toy_shapes"]
+    assert group["acc"] == pytest.approx(0.7 * one["acc"] + 0.3 * two["acc"])
+    sizes = sorted(metrics["kv_frac"] for metrics in (one, two))
+    assert sizes[0] <= group["kv_frac"] <= sizes[1] < 1
+
+
+def test_a_group_is_counted_as_lm_eval_counts_it(folder, root, loaded):
+    config = settings("toy", folder=folder, root=root, num_fewshot=0)
+    own, theirs = run_tasks(config, loaded).metrics, stock(config, loaded)["results"]
+    for name in ("toy", "toy_colours", "toy_shapes"):
+        assert own[name]["acc"] == pytest.approx(theirs[name]["acc,none"])
+        assert own[name]["acc_stderr"] == pytest.approx(theirs[name]["acc_stderr,none"])
+    assert own["toy_shapes"]["acc_norm"] == pytest.approx(theirs["toy_shapes"]["acc_norm,none"])
+
+
+def test_a_task_within_a_group_of_ones_own(folder, root, loaded):
+    inline = {name: value for name, value in SHAPES.items() if name not in ("task", "tag")} | {"task": "inside"}
+    write_yaml(folder, GROUP | {"group": "outer", "task": ["toy_colours", inline, "toy"]})
+    planned = plan(settings("outer", folder=folder, root=root))
+    assert list(planned.leaves) == ["toy_colours", "outer::inside", "toy_shapes"]
+    assert list(planned.groups) == ["outer", "toy"]
+
+
+CHOSEN = ("copa", "openbookqa", "winogrande", "piqa", "arc_easy")
+
+
+def test_choices_as_with_hflm(root, loaded):
+    for task in CHOSEN:
+        for file in FILES[task]:
+            write_rows(root / file, [ROWS[task] | {"idx": number} for number in range(8)])
+    config = settings(*CHOSEN, root=root, num_samples=2)
+    own, theirs = run_tasks(config, loaded), stock(config, loaded)
+    for task in CHOSEN:
+        for mine, other in zip(own.samples[task], theirs["samples"][task], strict=True):
+            expected = [answer[0] for answer in other["filtered_resps"]]
+            assert mine["log_likelihoods"] == pytest.approx(expected, abs=1e-3)
+            assert mine["acc"] == other["acc"]
+
+
+@pytest.mark.parametrize("multiturn", [False, True])
+def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    loaded = replace(loaded, tokenizer=tokenizer)
+    config = settings("toy_colours", folder=folder, root=root, num_fewshot=2, num_samples=2)
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "system_instruction": "Be brief."}
+    config = replace(config, task=replace(config.task, **chat))
+    lm = HFLM(pretrained=loaded.model, tokenizer=tokenizer, batch_size=1)
+    theirs = evaluate(lm, {"tasks": load_suite(config, loaded).tasks}, limit=2, bootstrap_iters=0, **chat)
+    own = run_tasks(config, loaded).samples["toy_colours"]
+    for mine, other in zip(own, theirs["samples"]["toy_colours"], strict=True):
+        assert other["arguments"][0][0].startswith("[system] Be brief.\n[user] What is")
+        assert other["arguments"][0][0].count("[user]") == (3 if multiturn else 1)
+        assert mine["log_likelihoods"] == pytest.approx([answer[0] for answer in other["filtered_resps"]], abs=1e-3)
+
+
+@pytest.mark.parametrize("prefill", ["auto", "question"])
+def test_gsm8k_as_with_hflm(prefill, root, loaded):
+    rows = [{"question": f"What is {n} + 2?", "answer": f"It is more.\n#### {n + 2}"} for n in range(6)]
+    for split in ("train", "test"):
+        write_rows(root / f"gsm8k/{split}.jsonl", rows)
+    config = settings("gsm8k", root=root, num_samples=2, num_fewshot=2, prefill=prefill)
+    outcome = run_tasks(config, loaded)
+    metrics, samples = outcome.metrics["gsm8k"], outcome.samples["gsm8k"]
+    theirs = stock(config, loaded)
+    texts = [sample["resps"][0][0] for sample in theirs["samples"]["gsm8k"] if sample["filter"] == "strict-match"]
+    assert [sample["text"] for sample in samples] == texts and all(texts)
+    for name in ("exact_match,strict-match", "exact_match,flexible-extract"):
+        assert metrics[name] == theirs["results"]["gsm8k"][name]
+        assert all(name in sample for sample in samples) and f"{name}_stderr" in metrics
+    assert set(samples[0]["filtered"]) == {"strict-match", "flexible-extract"}
+    assert samples[0]["target"] == rows[0]["answer"]
+    assert (samples[0]["context_tokens"] > samples[0]["prefill_len"]) == (prefill == "question")
+
+
+def test_answers_by_filter_under_a_marker(folder, root, loaded):
+    config = settings("toy_sums", folder=folder, root=root, prefill="question", method=H2O())
+    config = replace(config, task=replace(config.task, question_marker="A:"))
+    outcome = run_tasks(config, loaded)
+    assert {"exact_match,first", "exact_match,whole"} <= set(outcome.metrics["toy_sums"])
+    for sample in outcome.samples["toy_sums"]:
+        assert sample["filtered"]["whole"] == sample["text"]
+        assert sample["context_tokens"] - sample["prefill_len"] == len("A:")
+
+
+def test_a_metric_that_is_no_mean_has_no_error(folder, root, loaded):
+    write_yaml(folder, CHOICE | {"task": "toy_mcc", "metric_list": [{"metric": "mcc"}, {"metric": "acc"}]})
+    outcome = run_tasks(settings("toy_mcc", folder=folder, root=root), loaded)
+    found, samples = outcome.metrics["toy_mcc"], outcome.samples["toy_mcc"]
+    assert found["mcc"] is not None and found["mcc_stderr"] is None and found["acc_stderr"] is not None
+    assert "mcc" not in samples[0] and "acc" in samples[0]
+
+
+# Refusals
+
+SAMPLED = {"until": ["\n"], "do_sample": True, "temperature": 0.7}
+CANNOT_RUN = {
+    "executes the code that a model writes": {"unsafe_code": True},
+    "needs images or sound": {"doc_to_image": "picture"},
+    "samples its answers": {"output_type": "generate_until", "generation_kwargs": SAMPLED},
+    "needs the Python package nowhere_to_be_found, which is not installed": "import nowhere_to_be_found",
+    "needs Python code that is not here": "from json import nothing_of_this_name",
+    "its YAML cannot be read": "raise ValueError('of two\\nlines')",
+}
+"""What a task's YAML, or the Python beside it, says."""
+
+
+@pytest.mark.parametrize("reason", CANNOT_RUN)
+def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
+    bad = CANNOT_RUN[reason]
+    if isinstance(bad, str):
+        (folder / "beside.py").write_text(f"{bad}\n")
+        text = yaml.safe_dump(CHOICE | {"task": "toy_bad"}) + "process_docs: !function beside.rows\n"
+    else:
+        text = yaml.safe_dump(CHOICE | {"task": "toy_bad"} | bad)
+    (folder / "bad.yaml").write_text(text)
+    write_yaml(folder, GROUP | {"group": "mixed", "task": ["toy_colours", "toy_bad"]})
+    with pytest.raises(UserError, match=f"^tasks=toy_bad: {reason}") as error:
+        inputs.tasks(settings("toy_bad", folder=folder, root=root))
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=rf"^tasks=mixed: 1 of its 2 tasks cannot run \(toy_bad: {reason}"):
+        inputs.tasks(settings("mixed", folder=folder, root=root))
+
+
+def test_a_group_names_the_first_few(folder):
+    names = [f"toy_{number}" for number in range(5)]
+    write_yaml(folder, *(CHOICE | {"task": name, "doc_to_audio": "sound"} for name in names))
+    write_yaml(folder, GROUP | {"group": "deaf", "task": names})
+    message = r"tasks=deaf: 5 of its 5 tasks cannot run \(toy_0, toy_1, toy_2, ...: needs images or sound"
+    with pytest.raises(UserError, match=message):
+        plan(settings("deaf", folder=folder, data=DataConfig("hub")))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu"])
+def test_without_a_hub_one_line_says_what_to_do(name, monkeypatch, loaded):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"data=local data.root=DIR with test.jsonl, .* in (gsm8k|mmlu_\w+)/") as error:
+        load_suite(settings(name, data=DataConfig("hub")), loaded)
+    assert "\n" not in str(error.value) and "not cached" in str(error.value)
+    with pytest.raises(UserError, match=f"tasks={name}: .* data=local data.root=DIR with test.jsonl, .* in {name}"):
+        load(["experiment=tasks", f"tasks=[{name}]"])
+
+
+# Identity
+
+
+def test_what_decides_a_tasks_numbers_is_in_its_digest(folder, root, tmp_path):
+    def digests(**changes) -> dict[str, str]:
+        return inputs.tasks(settings("toy", folder=folder, root=root, **changes))
+
+    first = digests()
+    assert set(first) == {"toy_colours", "toy_shapes", "toy", "include_path"}
+    assert first == digests() != digests(num_fewshot=1)
+    moved = tmp_path / "moved"
+    root.rename(moved)
+    assert inputs.tasks(settings("toy", folder=folder, root=moved)) == first
+    moved.rename(root)
+    write_rows(root / "toy/shapes/data/test-00000-of-00002.parquet", [question(1)])
+    assert {name for name, digest in digests().items() if digest != first[name]} == {"toy_shapes"}
+    (folder / "notes.py").write_text("# beside the YAML\n")
+    assert digests()["include_path"] != first["include_path"]
+
+
+def test_the_version_of_lm_eval_is_in_a_tasks_digest(monkeypatch):
+    config = settings("copa", data=DataConfig("hub"))
+    first = inputs.tasks(config)
+    monkeypatch.setattr(catalogue, "version", lambda: "0.0.0")
+    assert inputs.tasks(config)["copa"] != first["copa"]

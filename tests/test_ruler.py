@@ -1,0 +1,288 @@
+"""RULER's six tasks: their rows are lm-eval's, whatever ran before; lengths that a task or the model cannot do."""
+
+import csv
+import importlib.util
+import inspect
+import random
+import re
+import socket
+import sys
+from types import SimpleNamespace
+
+import nltk
+import numpy as np
+import pytest
+from lm_eval.evaluator import evaluate, simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from tokens import byte_tokenizer, word_tokenizer
+
+from harness.accuracy.tasks import run_tasks
+from harness.data import ruler, ruler_rows
+from harness.data.ruler import MARKERS, facts
+from harness.data.ruler_rows import NEEDLES, make, rows_of
+from harness.errors import UserError
+from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
+from harness.records.record import SCHEMA, plain, record_path, write_record
+from harness.settings.compose import load
+from harness.settings.run import RULER_NUM_SAMPLES
+from harness.settings.tasks import RULER_TASKS
+from harness.tables.depths import depth_rows
+from harness.tables.write import summary, update
+
+LENGTH = 800
+DATASETS = {
+    "niah_single_1": "niah_utils.niah_single_1",
+    "niah_multikey_2": "niah_utils.niah_multikey_2",
+    "niah_multikey_3": "niah_utils.niah_multikey_3",
+    "ruler_vt": "vt_utils.get_vt_dataset",
+    "ruler_cwe": "cwe_utils.get_cw_dataset",
+    "ruler_fwe": "fwe_utils.fwe_download",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ruler"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer()
+
+
+def settings(*overrides: str):
+    return load(["experiment=tasks", f"metadata.max_seq_lengths=[{LENGTH}]", *overrides])
+
+
+def model_of(tokenizer, max_length: int = 4096):
+    """What `ruler.load` needs of a model."""
+    return SimpleNamespace(tokenizer=tokenizer, max_length=max_length, name="tiny")
+
+
+# Rows
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
+    ours = make(task, LENGTH, 3, 0, tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    module, _, function = DATASETS[task].partition(".")
+    own = getattr(importlib.import_module(f"lm_eval.tasks.ruler.{module}"), function)
+    with ruler_rows._generators(0), ruler_rows._silence():
+        theirs = own(max_seq_lengths=[LENGTH], pretrained=str(tmp_path))["test"]
+    assert len(theirs) == 500 and ours == theirs.to_list()[:3]
+
+
+def test_the_generators_begin_as_in_lm_evals_evaluator():
+    seeds = inspect.signature(simple_evaluate).parameters
+    assert (seeds["random_seed"].default, seeds["numpy_random_seed"].default) == (0, 1234)
+    cwe = importlib.import_module("lm_eval.tasks.ruler.cwe_utils")
+    fresh = importlib.util.module_from_spec(cwe.__spec__)
+    cwe.__spec__.loader.exec_module(fresh)
+    with ruler_rows._generators(0):
+        assert cwe.RNG.getstate() == fresh.RNG.getstate()
+        assert random.random() == random.Random(0).random()
+        assert np.random.rand() == np.random.RandomState(1234).rand()
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
+    first = make(task, LENGTH, 2, 0, tokenizer)
+    for other in RULER_TASKS:
+        make(other, LENGTH + 100, 1, 7, tokenizer)
+    random.random(), np.random.rand()
+    state = random.getstate(), np.random.get_state()[1].tolist()
+    assert make(task, LENGTH, 4, 0, tokenizer)[:2] == first
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state, "others' draws are not disturbed"
+    assert make(task, LENGTH, 2, 1, tokenizer) != first
+    assert capfd.readouterr() == ("", "")
+
+
+def test_rows_are_kept_and_a_damaged_file_is_made_again(tokenizer, own_cache, monkeypatch):
+    made = []
+    monkeypatch.setattr(ruler_rows, "make", lambda *args: made.append(args) or make(*args))
+    rows = rows_of("ruler_fwe", LENGTH, 3, 0, tokenizer)
+    assert rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer) == rows[:2] and len(made) == 1
+    assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows and len(made) == 2, "more than there are"
+    (file,) = own_cache.iterdir()
+    for damage in ("", "{}", "[]", file.read_text()[:-9], file.read_text().replace(rows[0]["outputs"][0], "aaaaaa")):
+        file.write_text(damage)
+        assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows
+    assert len(made) == 7
+    rows_of("ruler_fwe", LENGTH, 4, 1, tokenizer)
+    assert len(list(own_cache.iterdir())) == 2, "a seed of its own"
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "file"))
+    assert len(rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer)) == 2
+
+
+def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
+    """nltk would download its rules of sentences, by which essays are split."""
+
+    def refuse(*args):
+        raise AssertionError("a network was asked")
+
+    words = SimpleNamespace(_categories=dict.fromkeys(("nouns", "adjectives", "verbs"), ["a"]))
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setitem(sys.modules, "wonderwords", SimpleNamespace(RandomWord=lambda: words))  # the true one is slow
+    for name in ("prepare_niah", "niah_utils"):
+        monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
+    download = nltk.download
+    with ruler_rows._silence():
+        assert ruler_rows._module("niah_single_1").generate_samples.__globals__["WORDS"] == ["a-a"]
+    assert nltk.download is download
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_a_task_prompts_and_scores(task, tokenizer):
+    lengths = [LENGTH, LENGTH + 100]
+    config = settings(f"tasks=[{task}]", f"metadata.max_seq_lengths={lengths}", "num_samples=2")
+    made = ruler.load(task, config, model_of(tokenizer))
+    assert [doc["max_length"] for doc in made.eval_docs] == [LENGTH, LENGTH, LENGTH + 100, LENGTH + 100]
+    made.build_all_requests(limit=1)
+    prompt, generation = made.instances[0].args
+    doc = made.eval_docs[0]
+    marker = prompt.rindex(MARKERS[task])
+    assert prompt.startswith(doc["input"].rstrip()) and prompt.endswith(doc["gen_prefix"]) and "until" in generation
+    assert all(answer not in prompt[marker:] and answer in prompt[:marker] for answer in doc["outputs"])
+    right = made.process_results(doc, [" " + ", ".join(doc["outputs"]).upper() + "\x01."])
+    assert right == {str(LENGTH): 1.0} and made.process_results(doc, ["no"]) == {str(LENGTH): 0.0}
+    some = made.process_results(doc, [doc["outputs"][0]])[str(LENGTH)]
+    assert some == 1 / len(doc["outputs"]), "the share of the right answers that the text holds"
+
+
+def test_depth_and_length(tokenizer):
+    for task in RULER_TASKS:
+        rows = make(task, LENGTH, 8, 0, tokenizer)
+        told = [facts(task, row) for row in rows]
+        assert {each["length"] for each in told} == {LENGTH}
+        if task not in NEEDLES:
+            assert {each["depth"] for each in told} == {None}
+            continue
+        assert len({each["depth"] for each in told}) > 2
+        for row, each in zip(rows, told, strict=True):
+            at = round(each["depth"] * len(row["input"]))
+            assert row["input"][at:].startswith(row["outputs"][0])
+
+
+def test_how_many_questions_and_which_rows():
+    config = settings(f"tasks=[{','.join(RULER_TASKS)}]", "num_samples=null")
+    for task in RULER_TASKS:
+        assert config.num_samples_of(task) == RULER_NUM_SAMPLES and config.prefill_of(task) == "dense"
+    assert settings("prefill=question").prefill_of("ruler_vt") == "question"
+
+
+def test_the_full_cache_writes_and_scores_as_stock_hflm():
+    """At 1,400 characters; the tiny model answers nonsense, of which the share that is right is the same."""
+    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048)
+    loaded = LoadedModel(model, byte_tokenizer(), "tiny", 2048, "f" * 64)
+    config = settings("method=full", "tasks=[niah_single_1]", "metadata.max_seq_lengths=[1400]", "num_samples=2")
+    task = ruler.load("niah_single_1", config, loaded)
+    stock = HFLM(pretrained=model, tokenizer=loaded.tokenizer, batch_size=2, max_length=2048)
+    theirs = evaluate(stock, {"tasks": {"niah_single_1": task}}, log_samples=True, bootstrap_iters=0)
+    outcome = run_tasks(config, loaded)
+    ours = outcome.samples["niah_single_1"]
+    assert [each["text"] for each in ours] == [each["resps"][0][0] for each in theirs["samples"]["niah_single_1"]]
+    assert outcome.metrics["niah_single_1"]["1400"] == theirs["results"]["niah_single_1"]["1400,none"]
+    assert {each["length"] for each in ours} == {1400} and all(0 < each["depth"] < 1 for each in ours)
+
+
+# Tables
+
+
+def test_rows_by_depth():
+    samples = [
+        {"length": 1024, "depth": 0.1, "1024": 1.0},
+        {"length": 1024, "depth": 0.19, "1024": 0.0},
+        {"length": 2048, "depth": 1.0, "2048": 1.0},
+        {"length": 1024, "depth": 0.2, "1024": 1.0},
+    ]
+    rows = list(depth_rows("niah_single_1", samples))
+    assert [(row["task"], row["metric"], row["value"], row["stderr"], row["num_samples"]) for row in rows] == [
+        ("niah_single_1[1024, 0-20 %]", "1024", 0.5, 0.5, 2),
+        ("niah_single_1[1024, 20-40 %]", "1024", 1.0, None, 1),
+        ("niah_single_1[2048, 80-100 %]", "2048", 1.0, None, 1),
+    ]
+    assert not list(depth_rows("ruler_vt", [{"length": 1024, "depth": None, "1024": 1.0}]))
+    assert not list(depth_rows("passkey", [{"acc": 1.0}]))
+
+
+def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
+    config = settings("method=full", "tasks=[niah_single_1]", f"results_dir={tmp_path}")
+    samples = [
+        {"question": number, "length": length, "depth": depth, str(length): 1.0}
+        for number, (length, depth) in enumerate([(1024, 0.9), (1024, 0.3), (512, 0.5)])
+    ]
+    metrics = {"1024": 1.0, "1024_stderr": 0.0, "512": 1.0, "512_stderr": None, "num_samples": 3, "kv_frac": 1.0}
+    record = {
+        "schema": SCHEMA, "run_id": "a", "settings_id": "a", "experiment": "tasks", "kind": "tasks",
+        "table": "accuracy", "status": "finished", "config": plain(config), "metrics": {"niah_single_1": metrics},
+        "samples": {"niah_single_1": samples}, "chunks": [],
+    }  # fmt: skip
+    write_record(record_path(tmp_path, "tasks", "a"), record)
+    table = update(tmp_path, "tasks")
+    tasks = [line["task"] for line in csv.DictReader(table.open())]
+    depths = ["niah_single_1[512, 40-60 %]", "niah_single_1[1024, 20-40 %]", "niah_single_1[1024, 80-100 %]"]
+    assert tasks == ["niah_single_1", "niah_single_1", *depths]
+    assert "niah_single_1 by length and depth of the needle" in table.with_suffix(".md").read_text()
+    shown = summary([record])
+    assert "niah_single_1 right at 1024 tokens (%)" in shown and "[" not in shown
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("length", [1, 40, 100, 150, 199])
+@pytest.mark.parametrize("task", RULER_TASKS)
+def test_a_length_too_short(task, length, tokenizer):
+    if task in NEEDLES and length == 199:
+        assert make(task, length, 1, 0, tokenizer)
+        return
+    with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}"):
+        make(task, length, 3, 0, tokenizer)
+
+
+@pytest.mark.parametrize("task", ["ruler_vt", "ruler_cwe", "ruler_fwe"])
+def test_the_least_length_is_enough(task, tokenizer):
+    with pytest.raises(UserError) as refusal:
+        make(task, 40, 1, 0, tokenizer)
+    least = int(re.search(r"needs (\d+)", str(refusal.value)).group(1))
+    assert len(make(task, least + 1, 20, 0, tokenizer)) == 20
+
+
+def test_an_example_that_never_fits():
+    with pytest.raises(UserError, match=r"^tasks=ruler_vt: its worked example takes \d+ tokens with this tokenizer"):
+        make("ruler_vt", 10_000, 1, 0, byte_tokenizer())
+
+
+def test_a_length_beyond_the_model(tokenizer):
+    limit = r"^metadata.max_seq_lengths: 800 is too long: {} takes {} tokens.*model tiny takes {}$"
+    with pytest.raises(UserError, match=limit.format("niah_single_1", LENGTH, 600)):
+        ruler.load("niah_single_1", settings("num_samples=2"), model_of(tokenizer, 600))
+    # To its length lm-eval does not count what is generated.
+    rows = rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer)
+    taken = max(len(f"{row['input']} {row['gen_prefix']}".split()) for row in rows) + 50
+    assert taken > LENGTH
+    with pytest.raises(UserError, match=limit.format("ruler_fwe", taken, taken - 1)):
+        ruler.load("ruler_fwe", settings("num_samples=2"), model_of(tokenizer, taken - 1))
+    assert ruler.load("ruler_fwe", settings("num_samples=2"), model_of(tokenizer, taken))
+    assert ruler.load("ruler_fwe", settings("num_samples=2", "too_long=truncate"), model_of(tokenizer, 600))
+
+
+@pytest.mark.parametrize("lengths", ["[]", "[700,700]"])
+def test_lengths_that_are_none_or_twice(lengths):
+    with pytest.raises(UserError, match="must hold at least one length, and none twice"):
+        load(["experiment=tasks", f"metadata.max_seq_lengths={lengths}"])
+
+
+def test_no_examples(tokenizer):
+    with pytest.raises(UserError, match="num_fewshot=2: task ruler_vt takes no examples"):
+        ruler.load("ruler_vt", settings("num_fewshot=2"), model_of(tokenizer))
