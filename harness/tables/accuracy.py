@@ -62,7 +62,8 @@ def is_part(row: TableRow) -> bool:
 
 def is_brief(row: TableRow) -> bool:
     """Whether a row is shown in a terminal."""
-    return row["metric"] in BRIEF and not is_part(row)
+    metric = row["metric"]
+    return (metric in BRIEF or metric.isdecimal()) and not is_part(row)  # RULER's are named by a length
 
 
 class _Line(NamedTuple):
