@@ -18,7 +18,7 @@ from harness.errors import UserError, exit_code
 from harness.files import replacing
 from harness.records.record import read_records
 from harness.records.unpack import opened
-from harness.tables.accuracy import is_chunk
+from harness.tables.accuracy import is_part
 from harness.tables.columns import DEVICE_FRAC, KV_FRAC, LATENCY, RESIDENT_FRAC, TableRow
 from harness.tables.lines import tell_apart
 from harness.tables.moved import distance, text_of
@@ -65,7 +65,7 @@ def _of_row(row: TableRow, record: Mapping[str, Any]) -> Iterator[Number]:
     """The numbers of a row: of a timed run each of its columns, of any other its value and what was read for it."""
     if isinstance(row.get("value"), int | float):
         yield Number(row["value"], row.get("stderr"), row["metric"], row, record)
-    is_whole = "task" in row and not is_chunk(row)
+    is_whole = "task" in row and not is_part(row)
     columns = LATENCY if "metric" not in row else SIZES if is_whole else ()
     for each in columns:
         if each.digits is not None and each.name not in NAMES and isinstance(row.get(each.name), int | float):

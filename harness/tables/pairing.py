@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from harness.records.samples import clustered_stderr
-from harness.tables.accuracy import is_chunk
+from harness.tables.accuracy import is_part
 from harness.tables.columns import TableRow
 
 Record = Mapping[str, Any]
@@ -98,7 +98,7 @@ def change(before: Number, after: Number) -> Change:
 
 def _samples(number: Number) -> Sequence[Mapping[str, Any]]:
     """The windows or questions behind a number; none of a chunk of a text, or where a run keeps none."""
-    if "task" not in number.row or is_chunk(number.row):
+    if "task" not in number.row or is_part(number.row):
         return []
     samples = number.record["samples"]
     return samples.get(number.row["task"]) or samples.get("windows") or []
