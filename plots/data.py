@@ -36,7 +36,8 @@ class Tables:
         """
         rows = self._read(name, columns.ACCURACY)
         paired = rows.difference.notna()
-        compared = paired.groupby([rows.model, rows.task], dropna=False).transform("any")
+        measured = rows.metric.replace("perplexity_full", "perplexity")
+        compared = paired.groupby([rows.model, rows.task, measured], dropna=False).transform("any")
         full = compared & ~paired & ((rows.method == "full") | (rows.metric == "perplexity_full"))
         return rows.assign(stderr=rows.stderr.where(~paired, rows.difference_stderr).mask(full))
 

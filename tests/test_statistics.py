@@ -13,7 +13,7 @@ import pytest
 from test_tables import TEXT_METRICS, save
 
 from harness.records.baseline import Baselines, is_full
-from harness.records.samples import clustered_stderr, mcnemar_p, perplexity, questions, surprise
+from harness.records.samples import Difference, Measured, clustered_stderr, mcnemar_p, paired, perplexity, surprise
 from harness.tables import write as tables
 from harness.tables.columns import COMPARED, TableRow, names, quantity, shape_of, typed
 from harness.tables.differences import show
@@ -62,12 +62,18 @@ def test_the_error_of_a_perplexity_is_that_of_a_bootstrap() -> None:
 
 def test_one_window_has_a_difference_and_no_error() -> None:
     found = perplexity([{"nll": 1.0, "nll_full": 0.0}])
-    assert found == (pytest.approx(math.e - 1), None, None, None)
-    assert surprise([{"nll": 1.0, "nll_full": 0.0}]) == (1.0, None, None, None)
+    assert found == (pytest.approx(math.e - 1), None, None, 1, None)
+    assert surprise([{"nll": 1.0, "nll_full": 0.0}]) == (1.0, None, None, 1, None)
 
 
 def answers(values: Sequence[float], metric: str = "acc", per_context: int = 2) -> list[dict[str, Any]]:
     return [{"question": at, "context": at // per_context, metric: value} for at, value in enumerate(values)]
+
+
+def questions(own: Sequence[Any], full: Sequence[Any], metric: str) -> Difference | None:
+    """The difference of the means."""
+    each = [Measured(statistics.fmean(one.get(metric) or 0 for one in some or [{}]), some) for some in (own, full)]
+    return paired(*each, metric)
 
 
 @pytest.mark.parametrize("metric", ["acc", "exact_match", "2048"])
@@ -84,7 +90,9 @@ def test_questions_are_paired_and_clustered_by_context(metric: str) -> None:
 
 def test_without_a_flip_the_rule_of_three_says_what_would_have_been_seen() -> None:
     found = questions(answers([1, 0, 1]), answers([1, 0, 1]), "acc")
-    assert found == (0, 0, 1.0, (0, 0, 1.0))
+    assert found == (0, 0, 1.0, 3, (0, 0, 1.0))
+    scores = answers([30.0, 70.0], "bleu", per_context=1)
+    assert questions(scores, scores, "bleu") == (0, 0, None, 2, None), "no share of questions"
 
 
 def test_what_is_right_in_part_has_no_flips() -> None:
@@ -168,6 +176,33 @@ def test_samples_of_another_kind_are_let_be(tmp_path: Path) -> None:
     assert Baselines([full]).difference(own | {"samples": {"windows": [{"kl": 1}]}}, "passkey", "perplexity") is None
 
 
+def test_a_question_has_no_say_in_the_metric_of_another_length(tmp_path: Path) -> None:
+    def save_lengths(name: str, hits: str) -> dict[str, Any]:
+        asked = [
+            {"question": at, "context": at, "1024" if at < 2 else "2048": float(hit)} for at, hit in enumerate(hits)
+        ]
+        shares = {name: sum(each.get(name, 0) for each in asked) / 2 for name in ("1024", "2048")}
+        return save(tmp_path, ["experiment=fig11", name], {"passkey": TASK | shares}, samples={"passkey": asked})
+
+    own, full = save_lengths("method=h2o", "1001"), save_lengths("method=full", "1111")
+    found = [Baselines([full]).difference(own, "passkey", metric) for metric in ("1024", "2048", "acc")]
+    assert [each and (each.value, each.num_pairs) for each in found] == [(-0.5, 2), (-0.5, 2), None]
+
+
+def test_the_full_cache_of_another_experiment_counts_where_its_own_has_none(tmp_path: Path) -> None:
+    elsewhere = save_answers(tmp_path, "method=full", hits="1110", inputs={"model": "a"})
+    own = save_answers(tmp_path, "experiment=fig13", "kind=tasks", "method=h2o", hits="1001", inputs={"model": "a"})
+
+    def first(name: str) -> float | None:
+        (row,) = [row for row in read(tables.update(tmp_path, "fig13")) if row["label"] == name]
+        return row["difference"]
+
+    assert first("H2O") == -0.25 and Baselines([own]).difference(own, "passkey", "acc") is None
+    nearer = save_answers(tmp_path, "experiment=fig13", "kind=tasks", "method=full", hits="0000", inputs={"model": "a"})
+    assert first("H2O") == 0.5 and first("Full cache") is None
+    assert Baselines([], lambda: [elsewhere, nearer]).difference(own, "passkey", "acc").value == 0.5  # type: ignore[union-attr]
+
+
 # The tables
 
 
@@ -233,7 +268,7 @@ def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_p
 
 def test_a_terminal_shows_the_difference_of_a_run_to_a_full_cache_that_ran_before(tmp_path: Path) -> None:
     full, own = (save_answers(tmp_path, name, hits=HITS[name]) for name in ("method=full", "method=int4"))
-    assert "no difference ≥ 75.0" in tables.summary([own], [full, own])
+    assert "no difference ≥ 75.0" in tables.summary([own], lambda: [full, own])
     assert "difference" not in tables.summary([own]) and "INT4" in tables.summary([own])
 
 

@@ -21,6 +21,7 @@ from harness.errors import UserError
 from harness.files import until_settled
 from harness.records import code, environment, inputs
 from harness.records import record as records
+from harness.records.baseline import full_runs
 from harness.resources import Resources
 from harness.settings.experiment import Outcome, find
 from harness.settings.run import RunConfig
@@ -131,8 +132,8 @@ def report(paths: Sequence[Path]) -> str:
     for folder in folders:
         update = partial(tables.update, folder.parent.parent, folder.name)
         until_settled(folder, "*/record.json", update)
-    among = (record for folder in folders for record in records.read_records(folder.parent.parent, folder.name))
-    return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), among)
+    everywhere = partial(full_runs, *dict.fromkeys(folder.parent.parent for folder in folders))
+    return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
 
 
 def title(config: RunConfig) -> str:

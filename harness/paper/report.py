@@ -29,7 +29,8 @@ from harness.files import write_atomic
 from harness.paper.catalogue import ENTRIES, MODELLED, Entry
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperCell, quantity
-from harness.paper.report_data import all_records, environment, findings, gaps, read_rows, read_sheets, unfinished
+from harness.paper.report_data import environment, findings, gaps, read_rows, read_sheets, unfinished
+from harness.records.record import read_all
 from harness.records.unpack import opened
 from harness.tables.columns import MISSING, SEGMENTS, published_rows
 from harness.tables.text import WORDS, Sheet
@@ -102,7 +103,7 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
 
 
 def _render(folder: Path) -> str:
-    records = all_records(folder)
+    records = list(read_all(folder))
     entries = [*ENTRIES, *_others(folder)]
     sections = list(_sections(folder, entries, findings(folder / "findings.yaml", [entry.name for entry in entries])))
     if not sections:

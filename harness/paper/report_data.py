@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from harness.errors import UserError, nearest
-from harness.records.record import read_records
 from harness.tables.columns import GIB, MISSING, column, shape_of, typed
 from harness.tables.sheets import sheets_of
 from harness.tables.text import WORDS, Sheet
@@ -68,12 +67,6 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
 def gaps(sheets: Sequence[Sheet]) -> list[str]:
     """The cells that a table lacks, in words: scores of a line, and shapes that another label was timed at."""
     return [f"{sheet.title}: {gap}" for sheet in sheets for gap in _gaps(sheet)]
-
-
-def all_records(results_dir: Path) -> list[Record]:
-    """Every readable record, by experiment and run."""
-    folders = sorted(path for path in (results_dir / "runs").glob("*") if path.is_dir())
-    return [record for folder in folders for record in read_records(results_dir, folder.name)]
 
 
 def unfinished(records: Iterable[Record]) -> list[str]:

@@ -1,11 +1,13 @@
 """Which run of the full cache a run is compared with: the newest on the same questions, whatever code made it."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from harness.records.record import CODE, LOCATIONS
-from harness.records.samples import Difference, perplexity, questions
+from harness.records.record import CODE, LOCATIONS, current, read_all
+from harness.records.samples import Difference, Measured, paired, perplexity
 from harness.settings.experiment import COMMON, find
 
 Record = Mapping[str, Any]
@@ -24,12 +26,24 @@ def is_full(record: Record) -> bool:
     return config.get("method_name") == NAME and config.get("codec") is None and config.get("value_codec") is None
 
 
-class Baselines:
-    """The full cache's runs among finished records."""
+def full_runs(*results_dirs: str | Path) -> list[Record]:
+    """The full cache's finished runs in results folders, of all experiments."""
+    return [record for folder in results_dirs for record in current(filter(is_full, read_all(folder)))]
 
-    def __init__(self, records: Iterable[Record]) -> None:
-        full = (record for record in records if is_full(record))
-        self._full = sorted(full, key=lambda record: str(record.get("started") or ""), reverse=True)
+
+class Baselines:
+    """The full cache's runs: those among finished records, then those elsewhere; a run's own experiment comes first.
+
+    elsewhere: gives further records; asked once, and only where a run finds none among `records`.
+    """
+
+    def __init__(self, records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> None:
+        self._here = _newest_first(records)
+        self._elsewhere = elsewhere
+
+    @cached_property
+    def _further(self) -> list[Record]:
+        return _newest_first(self._elsewhere())
 
     def difference(self, record: Record, task: str, metric: str) -> Difference | None:
         """How far `metric` on a task, or on a text, is from the full cache's.
@@ -39,29 +53,36 @@ class Baselines:
         """
         if metric == "perplexity":
             return of_windows(record, record.get("samples", {}).get("windows", ()))
-        if is_full(record):
+        own = _measured(record, task, metric)
+        if is_full(record) or not any(metric in sample for sample in own.samples):
             return None
-        for full in self._full:
-            if _alike(record, full) and (found := _compare(record, full, task, metric)) is not None:
+        for full in self._candidates(record):
+            if _alike(record, full) and (found := paired(own, _measured(full, task, metric), metric)) is not None:
                 return found
         return None
+
+    def _candidates(self, record: Record) -> Iterator[Record]:
+        def is_foreign(full: Record) -> bool:
+            return bool(full["experiment"] != record["experiment"])
+
+        yield from sorted(self._here, key=is_foreign)
+        yield from sorted(self._further, key=is_foreign)
+
+
+def _newest_first(records: Iterable[Record]) -> list[Record]:
+    return sorted(filter(is_full, records), key=lambda record: str(record.get("started") or ""), reverse=True)
 
 
 def of_windows(record: Record, windows: Sequence[Mapping[str, Any]]) -> Difference | None:
     """Perplexity over windows of a text that the run scored under the full cache too; None for the full cache itself,
     or where an older record does not keep them."""
-    paired = all({"nll", "nll_full"} <= window.keys() for window in windows)
-    return perplexity(windows) if windows and paired and not is_full(record) else None
+    scored = all({"nll", "nll_full"} <= window.keys() for window in windows)
+    return perplexity(windows) if windows and scored and not is_full(record) else None
 
 
-def _compare(record: Record, full: Record, task: str, metric: str) -> Difference | None:
-    """None as well where the metric is not the mean over its questions: then neither is its difference."""
-    own, other = (each.get("samples", {}).get(task, ()) for each in (record, full))
-    found = questions(own, other, metric)
-    if found is None:
-        return None
-    mean = sum(sample[metric] for sample in own) / len(own)
-    return found if math.isclose(mean, record["metrics"][task][metric], rel_tol=1e-6, abs_tol=1e-9) else None
+def _measured(record: Record, task: str, metric: str) -> Measured:
+    value = record["metrics"].get(task, {}).get(metric, math.nan)
+    return Measured(value, record.get("samples", {}).get(task, ()))
 
 
 def _alike(record: Record, full: Record) -> bool:

@@ -105,6 +105,12 @@ def read_records(results_dir: str | Path, experiment: str) -> list[dict[str, Any
     return list(_readable((Path(results_dir) / "runs" / experiment).glob("*/record.json")))
 
 
+def read_all(results_dir: str | Path) -> Iterator[dict[str, Any]]:
+    """Every readable record of a results folder, by experiment and run."""
+    for folder in sorted((Path(results_dir) / "runs").glob("*")):
+        yield from read_records(results_dir, folder.name)
+
+
 def made_by_other_code(path: Path) -> str | None:
     """The run_id of a finished record of the same settings and data as the run whose record `path` is to be.
 

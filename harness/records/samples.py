@@ -1,5 +1,5 @@
-"""What the samples of records say of a method and the full cache on the same windows or questions: the difference, its
-error, and the smallest difference that would have been seen.
+"""What samples say of a method and the full cache, or of two runs, on the same windows or questions: the difference,
+its error, and the smallest difference that would have been seen.
 
 A method and the full cache find the same windows and questions hard, so that their difference is known far better than
 either value. `docs/design.md`, Statistics, says what each number is.
@@ -10,13 +10,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Record = Mapping[str, Any]
 Sample = Mapping[str, Any]
+Pairs = Sequence[tuple[float, float]]
 
 TWO_SIDED_5, POWER_80 = 1.96, 0.84
 """Quantiles of the normal distribution at 0.975 and 0.8."""
 RULE_OF_THREE = 3
 """What happened to none of n happens to at most 3 / n of all, with 95 % confidence (exp(-3) = 0.05)."""
+
+
+EXPONENTIAL = {
+    "perplexity": "nll", "perplexity_full": "nll_full", "text_perplexity": "nll", "text_perplexity_full": "nll_full",
+}  # fmt: skip
+"""Metrics that are exp of a mean, and what of a window or prompt that is the mean of."""
 
 
 class Flips(NamedTuple):
@@ -31,16 +37,24 @@ class Flips(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A method's value less the full cache's, in the value's unit.
+    """A method's value less the full cache's, or one run's less another's, in the value's unit.
 
     stderr: of that; None with a single window or context. detectable: the smallest difference that would have been
-    seen, where that is known. flips: of what is right or wrong, and nothing between.
+    seen, where that is known. num_pairs: questions or windows. flips: of what is right or wrong, and nothing between.
     """
 
     value: float
     stderr: float | None
     detectable: float | None
+    num_pairs: int
     flips: Flips | None = None
+
+
+class Measured(NamedTuple):
+    """A metric's value in a record, with the questions, windows or prompts that it was measured on."""
+
+    value: float
+    samples: Sequence[Sample]
 
 
 def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float | None:
@@ -70,46 +84,63 @@ def mcnemar_p(gained: int, lost: int) -> float:
 
 def surprise(windows: Sequence[Sample]) -> Difference:
     """Mean negative log-likelihood, nats a token, on equally long windows of a text."""
-    less = [window["nll"] - window["nll_full"] for window in windows]
-    stderr = clustered_stderr(less, range(len(less)))
-    return Difference(sum(less) / len(less), stderr, _detectable(stderr))
+    return _of_means(_nlls(windows), range(len(windows)))
 
 
 def perplexity(windows: Sequence[Sample]) -> Difference:
-    """Perplexity, exp of the mean negative log-likelihood of equally long windows of a text.
+    """Perplexity, exp of the mean negative log-likelihood of equally long windows of a text."""
+    return _of_exponentials(_nlls(windows), range(len(windows)))
 
-    Its error is the delta method's: a window moves the difference by what it moves the two means, times the slopes of
-    exp there.
+
+def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
+    """How far a metric is apart where two records have the same questions, by number, or as many windows or prompts.
+
+    Questions without that metric in either are of another length. None where the two are not on the same questions, or
+    where a value is not the mean, or its exponential, of numbers that all samples hold.
     """
-    own, full = ([window[name] for window in windows] for name in ("nll", "nll_full"))
-    slope, slope_full = (math.exp(sum(nll) / len(nll)) for nll in (own, full))
-    moves = [slope * one - slope_full * other for one, other in zip(own, full, strict=True)]
-    stderr = clustered_stderr(moves, range(len(moves)))
-    return Difference(slope - slope_full, stderr, _detectable(stderr))
-
-
-def questions(own: Sequence[Sample], full: Sequence[Sample], metric: str) -> Difference | None:
-    """The mean of `metric` over questions, its error clustered by context.
-
-    Questions without that metric in either are of another length. None where the two did not answer the same
-    questions, or where one of them has no number of that name.
-    """
-    if [_question(each) for each in own] != [_question(each) for each in full]:
+    if [each.get("question") for each in own.samples] != [each.get("question") for each in other.samples]:
         return None
-    asked = [(one, other) for one, other in zip(own, full, strict=True) if metric in one or metric in other]
-    if not asked or not all(isinstance(each.get(metric), int | float) for pair in asked for each in pair):
+    name = EXPONENTIAL.get(metric, metric)
+    asked = [pair for pair in zip(own.samples, other.samples, strict=True) if any(name in each for each in pair)]
+    if not asked or not all(isinstance(each.get(name), int | float) for pair in asked for each in pair):
         return None
-    pairs = [(float(one[metric]), float(other[metric])) for one, other in asked]
+    pairs = [(float(one[name]), float(two[name])) for one, two in asked]
+    means = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
+    if metric in EXPONENTIAL:
+        means = [math.exp(mean) for mean in means]
+    if not all(map(_is_close, means, (own.value, other.value))):
+        return None
+    contexts = [one.get("context", index) for index, (one, _) in enumerate(asked)]
+    return (_of_exponentials if metric in EXPONENTIAL else _of_means)(pairs, contexts)
+
+
+def _is_close(mean: float, value: float) -> bool:
+    return math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _nlls(windows: Sequence[Sample]) -> Pairs:
+    return [(window["nll"], window["nll_full"]) for window in windows]
+
+
+def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     less = [one - other for one, other in pairs]
-    stderr = clustered_stderr(less, [one.get("context", _question(one)) for one, _ in asked])
-    return Difference(sum(less) / len(less), stderr, _detectable(stderr, len(less)), _flips(pairs))
+    stderr = clustered_stderr(less, contexts)
+    detectable = _detectable(stderr)
+    if stderr == 0 and all(0 <= value <= 1 for pair in pairs for value in pair):
+        detectable = RULE_OF_THREE / len(pairs)  # of the share of questions that would differ, by 1 at most
+    return Difference(sum(less) / len(less), stderr, detectable, len(pairs), _flips(pairs))
 
 
-def _question(sample: Sample) -> Any:
-    return sample.get("question")
+def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
+    """Of exp of the two means. Its error is the delta method's: a window moves the difference by what it moves the two
+    means, times the slopes of exp there."""
+    slope, slope_other = (math.exp(sum(values) / len(pairs)) for values in zip(*pairs, strict=True))
+    moves = [slope * one - slope_other * other for one, other in pairs]
+    stderr = clustered_stderr(moves, contexts)
+    return Difference(slope - slope_other, stderr, _detectable(stderr), len(pairs))
 
 
-def _flips(pairs: Sequence[tuple[float, float]]) -> Flips | None:
+def _flips(pairs: Pairs) -> Flips | None:
     """None where an answer can be right in part."""
     if not all(value in (0, 1) for pair in pairs for value in pair):
         return None
@@ -117,9 +148,6 @@ def _flips(pairs: Sequence[tuple[float, float]]) -> Flips | None:
     return Flips(gained, lost, mcnemar_p(gained, lost))
 
 
-def _detectable(stderr: float | None, questions: int | None = None) -> float | None:
-    """What a test at 5 % sees four times in five. questions: where none of them flipped there is no error to go by, and
-    the rule of three bounds the share that would."""
-    if stderr == 0:
-        return None if questions is None else RULE_OF_THREE / questions
-    return None if stderr is None else (TWO_SIDED_5 + POWER_80) * stderr
+def _detectable(stderr: float | None) -> float | None:
+    """What a test at 5 % sees four times in five; None without an error to go by."""
+    return (TWO_SIDED_5 + POWER_80) * stderr if stderr else None

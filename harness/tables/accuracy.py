@@ -4,7 +4,7 @@ Runs of the same method and settings on different tasks join in one line. What e
 settings where runs on the same task differ in it, and in the headings where the columns do.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from harness.tables.columns import (
@@ -14,6 +14,7 @@ from harness.tables.columns import (
     DIFFERENCE_STDERR,
     KV_FRAC,
     LABEL,
+    METRICS,
     MISSING,
     NUM_FEWSHOT,
     NUM_SAMPLES,
@@ -29,10 +30,10 @@ from harness.tables.depths import is_depth
 from harness.tables.differences import show
 from harness.tables.text import Sheet
 
-BRIEF = ("acc", "perplexity", "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
-"""Metrics shown in a terminal."""
-SCORES = ("acc", "perplexity")
-"""What every run on a task or text measures."""
+SCORES = ("acc", "exact_match", "perplexity")
+"""What every run on a task or text measures, as it does any metric of lm-eval's that `METRICS` does not list."""
+BRIEF = (*SCORES, "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
+"""Those of `METRICS` that are shown in a terminal."""
 ON_DEVICE = (DEVICE_FRAC, RESIDENT_FRAC)
 """Sizes that stand beside the one under which methods are compared; a table of an older version lacks them."""
 TOLD_IN_HEADINGS = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
@@ -52,7 +53,7 @@ def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         yield _sheet(f"{title}, by range of tokens", chunks)
     for task in dict.fromkeys(row["task"].partition("[")[0] for row in depths):
         own = [row for row in depths if row["task"].startswith(f"{task}[")]
-        yield _sheet(f"{title}, {task} by length and depth of the needle", own)
+        yield _sheet(f"{title}, {task}: right answers (%) by length and depth of the needle", own, _place)
 
 
 def is_part(row: TableRow) -> bool:
@@ -62,8 +63,13 @@ def is_part(row: TableRow) -> bool:
 
 def is_brief(row: TableRow) -> bool:
     """Whether a row is shown in a terminal."""
-    metric = row["metric"]
-    return (metric in BRIEF or metric.isdecimal()) and not is_part(row)  # RULER's are named by a length
+    return not is_part(row) and _is_among(BRIEF, row["metric"])
+
+
+def _is_among(names: Sequence[str], metric: str) -> bool:
+    """Whether a metric is one of `names`, whatever its filter, or not in `METRICS` at all."""
+    name = metric.partition(",")[0]
+    return name in names or name not in METRICS
 
 
 class _Line(NamedTuple):
@@ -101,18 +107,27 @@ def _range(column: Column, rows: Sequence[TableRow]) -> str:
     return "-".join(dict.fromkeys(map(column.show, (min(sizes), max(sizes))))) if sizes else MISSING
 
 
-def _sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
+def _heading(task: str, metric: str) -> str:
+    return f"{task} {quantity(metric).heading}"
+
+
+def _place(task: str, metric: str) -> str:
+    """Of some depths of a task: which."""
+    return f"{int(metric):,} tokens, {task.partition(', ')[2].removesuffix(']')}"
+
+
+def _sheet(title: str, rows: Sequence[TableRow], heading: Callable[[str, str], str] = _heading) -> Sheet:
     lines = sorted(_lines(rows), key=lambda line: line.order)
     cells: dict[Key, list[TableRow]] = {}
     for row in rows:
         cells.setdefault((row["task"], row["metric"]), []).append(row)
     columns = sorted(cells, key=lambda key: rank(key[1]))
     conditions = _conditions(cells)
-    headings = {key: f"{key[0]} {quantity(key[1]).heading}{conditions[key]}" for key in columns}
+    headings = {key: heading(*key) + conditions[key] for key in columns}
     counted = (size for size in ON_DEVICE if any(row.get(size.name) is not None for row in rows))
     sizes = [KV_FRAC, *counted]
     header = [*(column.heading for column in (LABEL, SETTINGS, *sizes)), *headings.values()]
-    scores = [heading for (_, metric), heading in headings.items() if metric in SCORES]
+    scores = [heading for (_, metric), heading in headings.items() if _is_among(SCORES, metric)]
     return Sheet(title, header, [line.texts(sizes, columns) for line in lines], scores)
 
 

@@ -5,6 +5,7 @@ neither torch nor pandas.
 """
 
 import csv
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,6 +172,7 @@ METRICS = {
     for metric in (
         Column("acc", "acc (%)", 100, 1),
         Column("acc_norm", "acc_norm (%)", 100, 1),
+        Column("exact_match", "exact_match (%)", 100, 1),
         Column("perplexity", "perplexity", 1, 3),
         Column("perplexity_full", "full cache's perplexity", 1, 3),
         KL,
@@ -198,16 +200,24 @@ METRICS = {
 
 
 def quantity(metric: str) -> Column:
-    """How the values of a metric read; RULER's is named by a length in tokens; any other stands as it is."""
+    """How the values of a metric read: one with a filter, such as `exact_match,strict-match`, as without it; RULER's is
+    named by a length in tokens; any other stands as it is."""
     if metric.isdecimal():
-        return Column(metric, f"right at {metric} tokens (%)", 100, 1)
-    return METRICS.get(metric, Column(metric, metric, 1, 3))
+        return Column(metric, f"right at {int(metric):,} tokens (%)", 100, 1)
+    name, _, filtered = metric.partition(",")
+    if name not in METRICS:
+        return Column(metric, metric.replace(",", ", "), 1, 3)
+    known = METRICS[name]
+    heading = known.heading.replace(known.words, f"{known.words}, {filtered}") if filtered else known.heading
+    return known._replace(name=metric, heading=heading)
 
 
-def rank(metric: str) -> tuple[int, str]:
-    """The order of metrics: as `METRICS` lists them, then the others by name."""
+def rank(metric: str) -> tuple[int, int, str]:
+    """The order of metrics: as `METRICS` lists them, RULER's by length, then the others by name."""
     known = list(METRICS)
-    return (known.index(metric) if metric in known else len(known), metric)
+    name = metric.partition(",")[0]
+    place = known.index(name) if name in known else len(known)
+    return (place, int(metric) if metric.isdecimal() else sys.maxsize, metric)
 
 
 def names(columns: Sequence[Column]) -> tuple[str, ...]:

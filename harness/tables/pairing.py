@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from harness.records.samples import clustered_stderr
+from harness.records.samples import Measured, paired
 from harness.tables.accuracy import is_part
 from harness.tables.columns import TableRow
 
@@ -21,10 +21,6 @@ NAMES = (
     "batch_size", "prompt_len", "gen_len", "series", "layer", "x_name", "x",
 )  # fmt: skip
 """The columns of a row that say what its numbers are of."""
-EXPONENTIAL = {"perplexity": "nll", "perplexity_full": "nll_full"}
-"""Metrics that are the exponential of the mean of what their samples hold."""
-CLOSE = 1e-6
-"""Relative; samples whose mean is this near to a metric are what it is the mean of."""
 INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
 """Words for inputs that are neither code nor the data that is asked about."""
 MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
@@ -46,7 +42,7 @@ class Number(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A number in both results. num_pairs: windows or questions of the paired difference; 0: not paired."""
+    """A number in both results. num_pairs: questions, windows or prompts of the paired difference; 0: not paired."""
 
     before: Number
     after: Number
@@ -87,40 +83,22 @@ class Change(NamedTuple):
 
 def change(before: Number, after: Number) -> Change:
     """The two as one, with the standard error of their difference."""
-    values = _values(before), _values(after)
-    if all(values) and _same_questions(before, after):
-        differences = [two - one for one, two in zip(*values, strict=True)]
-        clusters = [sample.get("context", index) for index, sample in enumerate(_samples(before))]
-        return Change(before, after, clustered_stderr(differences, clusters), len(differences))
+    found = None
+    if "data" not in _differ(before.record["inputs"], after.record["inputs"]):
+        own, other = (Measured(number.value, _samples(number)) for number in (after, before))
+        found = paired(own, other, before.metric)
+    if found is not None:
+        return Change(before, after, found.stderr, found.num_pairs)
     errors = (before.stderr, after.stderr)
     return Change(before, after, None if None in errors else math.hypot(*(error or 0 for error in errors)))
 
 
 def _samples(number: Number) -> Sequence[Mapping[str, Any]]:
-    """The windows or questions behind a number; none of a chunk of a text, or where a run keeps none."""
+    """The questions, windows or prompts behind a number; none of a chunk of a text, or where a run keeps none."""
     if "task" not in number.row or is_part(number.row):
         return []
     samples = number.record["samples"]
-    return samples.get(number.row["task"]) or samples.get("windows") or []
-
-
-def _values(number: Number) -> list[float]:
-    """What a number is the mean of, by window or question; none where the samples do not say."""
-    name = EXPONENTIAL.get(number.metric, number.metric)
-    samples = _samples(number)
-    values = [float(value) for sample in samples if isinstance(value := sample.get(name), int | float)]
-    if not values or len(values) < len(samples):
-        return []
-    mean = sum(values) / len(values)
-    if number.metric in EXPONENTIAL:  # to first order about the mean, as its own standard error is
-        values, mean = [number.value * value for value in values], math.exp(mean)
-    return values if math.isclose(mean, number.value, rel_tol=CLOSE, abs_tol=CLOSE) else []
-
-
-def _same_questions(one: Number, two: Number) -> bool:
-    """Whether both are of the same windows or questions: as many, of the same numbers, in the same data."""
-    numbers = [[sample.get("question") for sample in _samples(number)] for number in (one, two)]
-    return numbers[0] == numbers[1] and "data" not in _differ(one.record["inputs"], two.record["inputs"])
+    return next((samples[name] for name in (number.row["task"], "windows", "prompts") if name in samples), [])
 
 
 def _differ(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:

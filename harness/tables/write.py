@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import write_atomic
-from harness.records.baseline import Baselines, of_windows
+from harness.records.baseline import Baselines, full_runs, of_windows
 from harness.records.record import current, read_records
 from harness.records.samples import Difference
 from harness.settings.experiment import foreign_settings
@@ -49,7 +49,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     Raises:
         UserError: the folder cannot be written.
     """
-    pairs = _with_rows(read_records(results_dir, experiment))
+    pairs = _with_rows(read_records(results_dir, experiment), partial(full_runs, results_dir))
     path = Path(results_dir) / "tables" / f"{experiment}.csv"
     shapes = {record["table"] for record, _ in pairs}
     shape = next((shape for shape in ("analysis", "latency") if shape in shapes), "accuracy")
@@ -62,15 +62,15 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     return path
 
 
-def summary(records: Iterable[Record], among: Iterable[Record] = ()) -> str:
+def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> str:
     """The records as a small table for a terminal: a line per method and setting, a column per metric.
 
-    among: further records, in which the full cache's are looked for too.
+    elsewhere: further records, in which the full cache's are looked for too.
 
     Returns:
         Aligned text, without a final newline; "" where no record is finished.
     """
-    pairs = _with_rows(records, among)
+    pairs = _with_rows(records, elsewhere)
     return render_terminal([row for shape in TABLES for row in _rows_of_shape(pairs, shape)])
 
 
@@ -183,8 +183,8 @@ def _compared(difference: Difference | None) -> TableRow:
     """The cells of `columns.COMPARED`."""
     if difference is None:
         return {}
-    value, stderr, detectable, flips = difference
-    cells = {"difference": value, "difference_stderr": stderr, "detectable": detectable}
+    value, stderr, flips = difference.value, difference.stderr, difference.flips
+    cells = {"difference": value, "difference_stderr": stderr, "detectable": difference.detectable}
     return cells if flips is None else cells | {"gained": flips.gained, "lost": flips.lost, "mcnemar_p": flips.p}
 
 
@@ -201,19 +201,23 @@ def _is_metric(name: str) -> bool:
     return name not in CONDITIONS and not name.endswith(("_frac", "_stderr"))
 
 
-def _with_rows(records: Iterable[Record], among: Iterable[Record] = ()) -> list[tuple[Record, list[TableRow]]]:
+def _with_rows(
+    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
+) -> list[tuple[Record, list[TableRow]]]:
     """Finished records that have rows, with their rows, which say what tells them apart."""
-    pairs = with_rows(records, among)
+    pairs = with_rows(records, elsewhere)
     tell_apart(pairs)
     return pairs
 
 
-def with_rows(records: Iterable[Record], among: Iterable[Record] = ()) -> list[tuple[Record, list[TableRow]]]:
-    """Finished records that have rows, with their rows, compared with the full cache's among both; this is where
-    records are chosen."""
+def with_rows(
+    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
+) -> list[tuple[Record, list[TableRow]]]:
+    """Finished records that have rows, with their rows, compared with the full cache's among them, or else among those
+    elsewhere; this is where records are chosen."""
     pairs = []
     chosen = current(records)
-    full = Baselines([*chosen, *current(among)])
+    full = Baselines(chosen, elsewhere)
     for record in chosen:
         try:
             rows = rows_of(record, full)
