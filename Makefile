@@ -97,12 +97,12 @@ method: $(STAMP)  ## a file for a method of your own, which works as it is (NAME
 calibrate: $(STAMP)  ## compare the cost model with every published latency, speedup and throughput
 	$(PY) -m harness.paper.costmodel --calibrate
 
-modelled: $(STAMP)  ## the cost model's table and all figures, for the paper's machine (ARGS="--results-dir DIR")
-	$(PY) -m harness.paper.costmodel --write $(ARGS)
-	$(PY) -m plots $(ARGS)
+modelled: $(STAMP)  ## the cost model's table and all figures, for the paper's machine (RESULTS=)
+	$(PY) -m harness.paper.costmodel --write --results-dir "$(RESULTS)" $(ARGS)
+	$(PY) -m plots --results-dir "$(RESULTS)" $(ARGS)
 
-plots: $(STAMP)  ## draw all figures again from results/tables
-	$(PY) -m plots $(ARGS)
+plots: $(STAMP)  ## draw all figures again from the tables of a results folder (RESULTS=)
+	$(PY) -m plots --results-dir "$(RESULTS)" $(ARGS)
 
 report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS= a folder or an archive, ARGS=)
 	$(PY) -m harness.paper.report --results-dir "$(RESULTS)" $(ARGS)

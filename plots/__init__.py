@@ -30,7 +30,7 @@ def draw_figures(results_dir: str | Path) -> list[Path]:
     Raises:
         UserError: a damaged table, or a folder that cannot be written.
     """
-    from plots import registry, style  # here, since matplotlib takes a second to load
+    from plots import files, registry, style  # here, since matplotlib takes a second to load
     from plots.data import Tables
 
     tables = Tables(Path(results_dir) / "tables")
@@ -44,7 +44,7 @@ def draw_figures(results_dir: str | Path) -> list[Path]:
                 refusals.append(str(refusal))
                 continue
             if figure is not None:
-                paths += style.save(figure, Path(results_dir) / "figures" / name)
+                paths += files.save(figure, Path(results_dir) / "figures" / name)
     if refusals:
         raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
     return paths

@@ -1,7 +1,7 @@
 """Needles in a haystack, from `ruler.csv`: the share of right answers by the prompt's length and the needle's depth.
 
 A column per method, a row per task of needles and, where a method's runs differ in further settings, such as `prefill`,
-per these. A cell holds the percentage and of how many questions; an empty one has none. Colours: cividis, which is read
+per these. A cell holds the percentage and of how many questions; a grey one has none. Colours: cividis, which is read
 alike by the colour-blind and grows lighter in grey as well.
 """
 
@@ -75,10 +75,13 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: 
         text = f"{percent[part, column]:.0f}"
         axes.text(column, part - 0.12, text, ha="center", va="center", fontsize=6.5, color=colour)
         axes.text(
-            column, part + 0.27, f"n = {row.num_samples:.0f}", ha="center", va="center", fontsize=3.8, color=colour
+            column, part + 0.27, f"n = {row.num_samples:.0f}", ha="center", va="center", fontsize=4.5, color=colour
         )
     axes.imshow(percent, norm=PERCENT, cmap=COLOURS, aspect="auto")
+    axes.set_facecolor(style.LIGHT_GREY)
     axes.grid(visible=False)
+    axes.hlines(np.arange(1, parts) - 0.5, -0.5, len(lengths) - 0.5, color="white", linewidth=0.8)
+    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, parts - 0.5, color="white", linewidth=0.8)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
     axes.set_yticks(np.arange(parts + 1) - 0.5, [f"{100 * edge // parts}" for edge in range(parts + 1)], fontsize=5.5)
     axes.tick_params(length=2, pad=1.5)
@@ -93,4 +96,6 @@ def _title(label: str, rows: pd.DataFrame) -> str:
 def _note(rows: pd.DataFrame, bands: Sequence[tuple[str, ...]]) -> str:
     models, _, needles = (list(dict.fromkeys(each)) for each in zip(*bands, strict=True))
     shared = [names[0] for names in (models, needles) if len(names) == 1]
-    return "; ".join([*shared, "depth: where in the prompt the answer stands, from its beginning", "n: questions"])
+    return "; ".join(
+        [*shared, "depth: where in the prompt the answer stands, from its beginning", "n: questions, none where grey"]
+    )

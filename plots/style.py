@@ -1,17 +1,15 @@
-"""How all figures look: one fixed colour, marker, line and hatch per label, so that black-and-white print
-still tells them apart; and files whose bytes depend on the drawing alone.
+"""How all figures look: one colour, marker, line and hatch per label, so that black-and-white print still tells
+them apart.
 
-Colours: Okabe and Ito's palette, safe for the common kinds of colour blindness.
+Colours: Okabe and Ito's palette, and for labels that are not listed four of Paul Tol's; both are safe for the common
+kinds of colour blindness.
 """
 
-import io
-import os
 import re
 import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -21,18 +19,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from harness.errors import UserError
 from plots.data import Panels, split
 
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
 WIDE = 10
 NOTE_LETTERS_PER_INCH = 22
-DPI = 160
-FORMATS: dict[str, dict[str, None]] = {
-    "png": {"Software": None},
-    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
-}
 
 RC: Any = {
     "font.size": 8,
@@ -64,6 +56,7 @@ class Look(NamedTuple):
 BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
 GREY, LIGHT_GREY = "#777777", "#BBBBBB"
+WINE, INDIGO, TEAL, OLIVE = "#882255", "#332288", "#44AA99", "#999933"
 
 FULL, QUANTIZED, CHANCE, PREFILL = "Full cache", "INT8/4/2/1", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
@@ -94,14 +87,23 @@ LOOKS = {
 }
 OTHERS = [
     Look(color, marker, line, hatch)
-    for marker, line, hatch in (("1", "-", "*"), ("2", ":", "O"), ("3", "--", "|||"))
-    for color in (PURPLE, GREEN, VERMILION, SKY)
+    for marker, line, hatch in (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
+    for color in (WINE, TEAL, INDIGO, OLIVE)
 ]
+_given: dict[str, Look] = {}
+"""Those of `OTHERS` that labels have, for as long as the figures of one folder are drawn."""
 
 
 def look(label: str) -> Look:
-    """The label's appearance; one that is not listed has one by its spelling, the same in every figure."""
-    return LOOKS.get(label) or OTHERS[zlib.crc32(label.encode()) % len(OTHERS)]
+    """The label's appearance, the same in all figures that are drawn together. One that is not listed has one by its
+    spelling, or the next that no other label has."""
+    if label in LOOKS:
+        return LOOKS[label]
+    if label not in _given:
+        first = zlib.crc32(label.encode()) % len(OTHERS)
+        in_turn = [*OTHERS[first:], *OTHERS[:first]]
+        _given[label] = next((each for each in in_turn if each not in _given.values()), in_turn[0])
+    return _given[label]
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
@@ -120,7 +122,8 @@ def line_of(label: str) -> str:
 
 
 def applied() -> AbstractContextManager[None]:
-    """The settings above, for the time of drawing and saving."""
+    """The settings above, for the time of drawing and saving the figures of one folder."""
+    _given.clear()
     return mpl.rc_context(RC)
 
 
@@ -225,25 +228,3 @@ def finish(figure: Figure, note: str) -> Figure:
     wrapped = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, width))
     figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=6, color="#444444")
     return figure
-
-
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.png and `stem`.pdf without dates, so that a rerun gives the same bytes.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    paths = []
-    for kind, metadata in FORMATS.items():
-        data = io.BytesIO()
-        figure.savefig(data, format=kind, dpi=DPI, metadata=metadata)
-        path = stem.with_name(f"{stem.name}.{kind}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_name(f".{path.name}.{os.getpid()}")
-            scratch.write_bytes(data.getvalue())
-            scratch.replace(path)  # whole or not at all, whoever else draws it
-        except OSError as error:
-            raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error
-        paths.append(path)
-    return paths

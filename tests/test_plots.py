@@ -698,7 +698,17 @@ def test_looks_are_distinct_in_colour_and_in_black_and_white() -> None:
     for family in (accuracy, [*TIMES, "uvm", "uvm+h2o"]):
         marks = [(style.look(label).marker, style.look(label).hatch) for label in family if label != "INT8"]
         assert len(set(marks)) == len(marks), marks
-    assert style.look("a label of the user's") == style.look("a label of the user's")
+
+
+def test_labels_that_are_not_listed_have_looks_of_their_own_in_all_figures_of_a_folder() -> None:
+    labels = [f"method {number}" for number in range(len(style.OTHERS))]
+    with style.applied():
+        first = [style.look(label) for label in labels]
+        assert [style.look(label) for label in reversed(labels)] == first[::-1]
+        assert len({*first}) == len(labels) and not {*first} & {*style.LOOKS.values()}
+        assert style.look("one more") in style.OTHERS
+    with style.applied():
+        assert style.look(labels[0]) == first[0]
 
 
 def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path: Path) -> None:
@@ -763,7 +773,7 @@ def test_the_registry_says_all_of_a_figure() -> None:
         assert name in entry.get("tables", [name]), "a table of its own name"
     modules = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"__init__", "__main__"}
     assert {draw.__module__ for draw in DRAWINGS.values()} == {
-        f"plots.{module}" for module in modules - {"bars", "chunks", "curves", "data", "registry", "style"}
+        f"plots.{module}" for module in modules - {"bars", "chunks", "curves", "data", "files", "registry", "style"}
     }
 
 

@@ -234,7 +234,9 @@ def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
     tasks = [line["task"] for line in csv.DictReader(table.open())]
     depths = ["niah_single_1[512, 40-60 %]", "niah_single_1[1024, 20-40 %]", "niah_single_1[1024, 80-100 %]"]
     assert tasks == ["niah_single_1", "niah_single_1", *depths]
-    assert "niah_single_1 by length and depth of the needle" in table.with_suffix(".md").read_text()
+    page = table.with_suffix(".md").read_text()
+    assert "niah_single_1: right answers (%) by length and depth of the needle" in page
+    assert "| 512 tokens, 40-60 % |" in page
     shown = summary([record])
     assert shown.count("tokens (%)") == 2 and "[" not in shown, "the two lengths alone"
 

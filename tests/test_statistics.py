@@ -63,7 +63,7 @@ def test_the_error_of_a_perplexity_is_that_of_a_bootstrap() -> None:
 def test_one_window_has_a_difference_and_no_error() -> None:
     found = perplexity([{"nll": 1.0, "nll_full": 0.0}])
     assert found == (pytest.approx(math.e - 1), None, None, 1, None)
-    assert surprise([{"nll": 1.0, "nll_full": 0.0}]) == (1.0, None, None, 1, None)
+    assert surprise([{"nll": 2.5, "nll_full": 1.5}]) == (1.0, None, None, 1, None)
 
 
 def answers(values: Sequence[float], metric: str = "acc", per_context: int = 2) -> list[dict[str, Any]]:

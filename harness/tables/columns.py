@@ -214,10 +214,8 @@ def quantity(metric: str) -> Column:
 
 def rank(metric: str) -> tuple[int, int, str]:
     """The order of metrics: as `METRICS` lists them, RULER's by length, then the others by name."""
-    known = list(METRICS)
-    name = metric.partition(",")[0]
-    place = known.index(name) if name in known else len(known)
-    return (place, int(metric) if metric.isdecimal() else sys.maxsize, metric)
+    known = [*METRICS, metric.partition(",")[0]]
+    return (known.index(known[-1]), int(metric) if metric.isdecimal() else sys.maxsize, metric)
 
 
 def names(columns: Sequence[Column]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from harness.tables import accuracy, analysis, board, speed
 from harness.tables.columns import MISSING, TableRow, published_rows
 from harness.tables.differences import NOTE
-from harness.tables.text import Sheet, aligned, markdown
+from harness.tables.text import Sheet, aligned, folded, markdown
 
 SETTINGS_NOTE = (
     "Settings are those of a method that three quarters of its runs do not share, and of a run those that three "
@@ -65,7 +65,7 @@ def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
 def render_terminal(rows: Sequence[TableRow]) -> str:
     """The same tables in columns aligned by blanks, of accuracy the metrics that matter most; "" without rows."""
     shown = [row for row in rows if _shape(row) != "accuracy" or accuracy.is_brief(row)]
-    return "\n\n".join(map(aligned, sheets_of(shown)))
+    return "\n\n".join(aligned(part) for sheet in sheets_of(shown) for part in folded(sheet))
 
 
 def _title(row: TableRow) -> str:

@@ -1,7 +1,7 @@
 """Tables as text: Markdown, and columns aligned by blanks for a terminal."""
 
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from harness.tables.columns import LABEL, SETTINGS
 
 WORDS = (LABEL.heading, SETTINGS.heading)
 """Headings above words, which stand on the left; all other cells are numbers."""
-HEADING_LETTERS = 13
+HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, "  "
 
 
 class Sheet(NamedTuple):
@@ -42,16 +42,36 @@ def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def folded(sheet: Sheet) -> Iterator[Sheet]:
+    """The table in parts that a terminal shows without breaking lines, each with the words that name its lines."""
+    widths = [len(cells[0]) + len(GAP) for cells in zip(*_cells(sheet), strict=True)]
+    words = [at for at, heading in enumerate(sheet.header) if heading in WORDS]
+    parts: list[list[int]] = [words]
+    for at in range(len(widths)):
+        if at not in words:
+            if len(parts[-1]) > len(words) and sum(widths[each] for each in (*parts[-1], at)) > MAX_WIDTH:
+                parts.append(words)
+            parts[-1] = [*parts[-1], at]
+    for number, part in enumerate(parts):
+        title = sheet.title + ", continued" * bool(number)
+        yield Sheet(title, [sheet.header[at] for at in part], [[line[at] for at in part] for line in sheet.lines])
+
+
 def aligned(sheet: Sheet) -> str:
     """A table for a terminal. Headings wrap to as many lines as the longest needs; words stand left, numbers right."""
+    lines = [GAP.join(cells) for cells in _cells(sheet)]
+    return "\n".join([sheet.title, "-" * len(lines[0]), *lines])
+
+
+def _cells(sheet: Sheet) -> list[list[str]]:
+    """The lines of headings, then those of the table, each cell as wide as its column."""
     wrapped = [textwrap.wrap(heading, HEADING_LETTERS) for heading in sheet.header]
     rows = [list(cells) for cells in zip_longest(*wrapped, fillvalue="")] + sheet.lines
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for cells in rows:
-        aligned = [
+    return [
+        [
             cell.ljust(width) if heading in WORDS else cell.rjust(width)
             for heading, cell, width in zip(sheet.header, cells, widths, strict=True)
         ]
-        lines.append("  ".join(aligned))
-    return "\n".join([sheet.title, "-" * len(lines[0]), *lines])
+        for cells in rows
+    ]

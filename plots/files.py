@@ -1,0 +1,37 @@
+"""A figure as files whose bytes depend on the drawing alone."""
+
+import io
+import os
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from harness.errors import UserError
+
+DPI = 160
+FORMATS: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+}
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write `stem`.png and `stem`.pdf without dates, so that a rerun gives the same bytes.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    paths = []
+    for kind, metadata in FORMATS.items():
+        data = io.BytesIO()
+        figure.savefig(data, format=kind, dpi=DPI, metadata=metadata)
+        path = stem.with_name(f"{stem.name}.{kind}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_name(f".{path.name}.{os.getpid()}")
+            scratch.write_bytes(data.getvalue())
+            scratch.replace(path)  # whole or not at all, whoever else draws it
+        except OSError as error:
+            raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error
+        paths.append(path)
+    return paths
