@@ -389,6 +389,17 @@ def test_perplexities_of_the_same_windows_are_compared_by_pairs(tmp_path, result
     assert change.stderr < 1e-3 * alone, "what the two share does not count"
 
 
+def test_texts_decoded_freely_are_compared_prompt_by_prompt(tmp_path):
+    for name, shift in (("one", 0.0), ("two", 0.5)):
+        prompts = [{"nll": nll + shift, "kl_nats": nll} for nll in NLLS]
+        metrics = {"text_perplexity": math.exp(2.5 + shift), "kl_nats": 2.5, "num_samples": 3}
+        ran = RAN | {"samples": {"prompts": prompts}}
+        save(tmp_path / name, ["experiment=long_decode", "method=h2o"], {"offline": metrics | SIZES}, **ran)
+    ((key, change),) = moved(tmp_path / "one", tmp_path / "two").items()
+    assert key == ("H2O", "text_perplexity") and change.num_pairs == 3
+    assert change.difference == pytest.approx(math.exp(3) - math.exp(2.5))
+
+
 @pytest.mark.parametrize(
     ("fields", "cause"),
     [

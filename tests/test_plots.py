@@ -327,7 +327,16 @@ def test_every_figure_has_a_made_up_table() -> None:
     assert set(WRITERS) == set(DRAWINGS)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+def nothing_is_cut_off(figure: Figure) -> None:
+    """All parts lie within the paper's edges."""
+    note = figure._supxlabel  # only its text has a public getter
+    with style.applied():  # a tick takes its font when it is made
+        boxes = [part.get_tightbbox() for part in (*figure.axes, note, *figure.legends)]
+    for box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "ruler"])
 def test_axes_say_quantity_and_unit_and_nothing_overlaps(name: str, tmp_path: Path) -> None:
     WRITERS[name](tmp_path)
     figure = draw(name, tmp_path)
@@ -335,11 +344,7 @@ def test_axes_say_quantity_and_unit_and_nothing_overlaps(name: str, tmp_path: Pa
     for axes in figure.axes:
         assert any(unit in axes.get_ylabel() for unit in units), axes.get_ylabel()
     assert len(set(legend(figure))) == len(legend(figure)) > 0
-    note = figure._supxlabel  # only its text has a public getter
-    with style.applied():  # a tick takes its font when it is made
-        boxes = [part.get_tightbbox() for part in (*figure.axes, note, figure.legends[0])]
-    for box in boxes:  # nothing is cut off at the paper's edge
-        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    nothing_is_cut_off(figure)
     assert all(figure.legends[0].get_window_extent().y0 >= axes.bbox.y1 for axes in figure.axes)
 
 
@@ -762,6 +767,7 @@ def test_needles_say_share_and_number(tmp_path: Path) -> None:
         text for share in (0, 25, 50, 75, 100) for text in (str(share), "n = 3")
     ]
     assert {text.get_color() for text in full.texts[:4]} == {"white"} and full.texts[-1].get_color() == style.BLACK
+    nothing_is_cut_off(figure)
     assert not nothing.texts, "the full cache's runs differ in no setting"
     assert np.isnan(h2o.images[0].get_array().filled(np.nan)[4, 0]), "a depth without questions stays empty"
 

@@ -18,6 +18,7 @@ from harness.settings.compose import load
 from harness.tables import write as tables
 from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
 from harness.tables.sheets import render_markdown, sheets_of
+from harness.tables.text import MAX_WIDTH
 
 TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
 TEXT_METRICS = {
@@ -501,3 +502,28 @@ def test_fig16b_is_of_the_shapes_that_several_models_were_timed_at(tmp_path: Pat
 def test_tables_import_no_torch() -> None:
     program = "import sys, harness.tables.write; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+GENERATED = {"exact_match,strict-match": 0.5, "exact_match,strict-match_stderr": 0.1, "num_samples": 8, "kv_frac": 0.2}
+GROUP = {"acc": 0.75, "acc_stderr": None, "num_samples": 16, "tasks": ["a", "b"], "kv_frac": 0.2}
+LENGTHS = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "num_samples": 8, "kv_frac": 0.2}
+
+
+def test_a_terminal_shows_whatever_lm_eval_measured(tmp_path: Path) -> None:
+    metrics = {"gsm8k": GENERATED, "mmlu": GROUP, "ruler_vt": LENGTHS, "qa": {"f1": 0.5, "acc_norm": 0.5}}
+    record = save(tmp_path, ["experiment=tasks"], metrics)
+    rows = tables.rows_of(record, Baselines(()))
+    (sheet,) = sheets_of([row | {"settings": ""} for row in rows])
+    headings = ["mmlu acc (%)", "gsm8k exact_match, strict-match (%)", "ruler_vt right at 512 tokens (%)"]
+    assert [heading for heading in sheet.header if heading.partition(", n = ")[0] in headings]
+    shown = " ".join(tables.summary([record]).split())
+    assert all(word in shown for word in ("strict-match", "512", "2,048", "f1")) and "norm" not in shown
+    assert "50.0 ± 10.0" in shown
+
+
+def test_a_wide_table_folds_in_a_terminal(tmp_path: Path) -> None:
+    record = save(tmp_path, ["experiment=tasks"], {f"task_{number}": TASK_METRICS for number in range(40)})
+    parts = tables.summary([record]).split("\n\n")
+    assert len(parts) > 1 and all(len(line) <= MAX_WIDTH for part in parts for line in part.splitlines())
+    assert all(part.splitlines()[2].startswith("label") and "InfiniGen" in part for part in parts)
+    assert " ".join(parts).count("75.0 ± 6.2") == 40 and "continued" in parts[1] and "continued" not in parts[0]
