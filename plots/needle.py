@@ -1,8 +1,8 @@
 """Needles in a haystack, from `ruler.csv`: the share of right answers by the prompt's length and the needle's depth.
 
 A column per method, a row per task of needles and, where a method's runs differ in further settings, such as `prefill`,
-per these. A cell holds the percentage and of how many questions; a grey one has none. Colours: cividis, which is read
-alike by the colour-blind and grows lighter in grey as well.
+per these. A cell holds the percentage and of how many questions; it is hatched where there are none. Colours: cividis,
+which is read alike by the colour-blind and grows lighter in grey as well.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: 
             column, part + 0.27, f"n = {row.num_samples:.0f}", ha="center", va="center", fontsize=4.5, color=colour
         )
     axes.imshow(percent, norm=PERCENT, cmap=COLOURS, aspect="auto")
-    axes.set_facecolor(style.LIGHT_GREY)
+    axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
     axes.grid(visible=False)
     axes.hlines(np.arange(1, parts) - 0.5, -0.5, len(lengths) - 0.5, color="white", linewidth=0.8)
     axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, parts - 0.5, color="white", linewidth=0.8)
@@ -96,6 +96,5 @@ def _title(label: str, rows: pd.DataFrame) -> str:
 def _note(rows: pd.DataFrame, bands: Sequence[tuple[str, ...]]) -> str:
     models, _, needles = (list(dict.fromkeys(each)) for each in zip(*bands, strict=True))
     shared = [names[0] for names in (models, needles) if len(names) == 1]
-    return "; ".join(
-        [*shared, "depth: where in the prompt the answer stands, from its beginning", "n: questions, none where grey"]
-    )
+    said = ["depth: where in the prompt the answer stands", "n: questions (hatched: none)"]
+    return "; ".join([*shared, *said])

@@ -266,6 +266,13 @@ def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_p
     assert not any(row["difference"] for row in rows if row["label"] == "Full cache")
 
 
+def test_a_record_whose_numbers_no_run_measures_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    windows = [{"nll": 1e4, "nll_full": 2.0}]
+    save(tmp_path, ["experiment=perplexity", "method=h2o"], {"offline": TEXT_METRICS}, samples={"windows": windows})
+    assert not read(tables.update(tmp_path, "perplexity"))
+    assert "damaged record (OverflowError(" in caplog.text
+
+
 def test_a_terminal_shows_the_difference_of_a_run_to_a_full_cache_that_ran_before(tmp_path: Path) -> None:
     full, own = (save_answers(tmp_path, name, hits=HITS[name]) for name in ("method=full", "method=int4"))
     assert "no difference ≥ 75.0" in tables.summary([own], lambda: [full, own])

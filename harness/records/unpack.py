@@ -50,7 +50,7 @@ def opened(source: Path) -> Iterator[Path]:
             yield folder
         except UserError as error:
             raise UserError(str(error).replace(str(folder), str(source))) from error
-        except (KeyError, TypeError, AttributeError, IndexError) as error:  # of what is in it, whoever wrote it
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # whoever wrote it
             raise UserError(f"{source}: holds what no run writes ({error!r})") from error
 
 

@@ -221,7 +221,7 @@ def with_rows(
     for record in chosen:
         try:
             rows = rows_of(record, full)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             path = f"{record.get('experiment')}/{record.get('run_id')}/record.json"
             log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
             continue
