@@ -303,3 +303,13 @@ def test_a_screenshot_has_the_colours_of_its_scheme(scheme, background, results,
     with Image.open(shot) as picture:
         colors = picture.convert("RGB").getcolors(2**24)
     assert max(colors)[1] == background and len(colors) > 50, "a page, and figures on it"
+
+
+def test_another_models_tables_within_the_results_are_a_report_of_their_own(results, tmp_path):
+    inner = tmp_path / "another-model"
+    shutil.copytree(results / "tables", inner / "tables")
+    (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
+    assert plots.main(inner)
+    page = report.write_report(inner).read_text()
+    assert "H2O" in page and "reads less" not in page and not (tmp_path / "figures").exists()
+    assert "reads less" in (results / "report.html").read_text()
