@@ -487,6 +487,21 @@ def test_without_a_hub_one_line_says_what_to_do(name, monkeypatch, loaded):
         load(["experiment=tasks", f"tasks=[{name}]"])
 
 
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        ("toy_colour", "its member toy_colour is unknown; did you mean 'toy_colours'"),
+        ("circle", "its YAML cannot be read .RecursionError"),
+        ({"alias": "none"}, "its YAML cannot be read .ValueError: .* must have 'task' or 'group'"),
+    ],
+)
+def test_a_group_that_cannot_be_resolved(member, message, folder):
+    write_yaml(folder, GROUP | {"group": "circle", "task": [member]})
+    with pytest.raises(UserError, match=f"^tasks=circle: {message}") as error:
+        plan(settings("circle", folder=folder, data=DataConfig("hub")))
+    assert "\n" not in str(error.value)
+
+
 FILES_WOULD_DO = ", or data=local data.root=DIR with test"
 
 

@@ -23,7 +23,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness.data import catalogue
 from harness.data.rows import layout
-from harness.errors import UserError, missing, reason
+from harness.errors import UserError, missing, nearest, reason
 from harness.files import text_sha256
 from harness.settings.run import OFFLINE_TASKS, RunConfig
 from harness.settings.tasks import RULER_TASKS
@@ -105,7 +105,12 @@ class Planner(TaskFactory):
         if self._known is None:
             self._known = _registry(catalogue.packaged()) | self._folder
         catalogue.check_known(name, self._known)
-        return self.build(self._known[name], registry=self._known)
+        try:
+            return self.build(self._known[name], registry=self._known)
+        except UserError:
+            raise
+        except Exception as error:  # what lm-eval makes of a group's YAML
+            raise UserError(f"tasks={name}: its YAML cannot be read ({reason(error)})") from error
 
     def _own(self, name: str) -> Leaf:
         own = own_tasks()[name]
@@ -164,6 +169,8 @@ class Planner(TaskFactory):
         members = raw_cfg.get("task")
         if isinstance(members, list):
             for place, member in enumerate(members):
+                if isinstance(member, str) and member not in registry:
+                    raise UserError(f"tasks={group_name}: its member {member} is unknown; {nearest(member, registry)}")
                 if isinstance(member, dict) and "task" in member and member["task"] not in registry:
                     name = f"{group_name}::{member['task']}"
                     registry[name] = Entry(name, Kind.TASK, None, cfg=member | {"task": name})
