@@ -49,8 +49,8 @@ COLUMNS = {
     "analysis": (ANALYSIS, "value"),
 }
 SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind == "latency"} | {"fig2": "modelled"}
-OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "table2")
-"""Figures that a single run without a label does not draw."""
+OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "ruler", "table2")
+"""Figures that a single run without a label, and without questions, does not draw."""
 
 
 @pytest.fixture(scope="module")
