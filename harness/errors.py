@@ -5,6 +5,7 @@ Every refusal of the project is a `UserError` whose message names the setting, i
 """
 
 import difflib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 
@@ -36,6 +37,19 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     question = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     more = ", ..." if len(names) > MAX_LISTED else ""
     return f"{question}allowed: {', '.join(names[:MAX_LISTED])}{more}"
+
+
+def reason(error: Exception) -> str:
+    """What an error of foreign code says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def missing(error: ImportError) -> str:
+    """Which package foreign code needs, in words."""
+    package = (error.name or "").partition(".")[0]
+    if package and importlib.util.find_spec(package) is None:
+        return f"needs the Python package {package}, which is not installed"
+    return f"needs Python code that is not here ({reason(error)})"
 
 
 def exit_code(command: Callable[[], None]) -> int:

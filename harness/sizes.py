@@ -124,13 +124,13 @@ class ReadStats:
 
     @property
     def kv_frac(self) -> float:
-        """What is read / the full cache, mean over decode rows."""
-        return self.frac_sum / self.rows
+        """What is read / the full cache, mean over decode rows; 1 without any, which is the full cache's alone."""
+        return self.frac_sum / self.rows if self.rows else 1.0
 
     @property
     def index_frac(self) -> float:
         """What is read of an index / the full cache, alike."""
-        return self.index_sum / self.rows
+        return self.index_sum / self.rows if self.rows else 0.0
 
     @property
     def device_frac(self) -> float:
@@ -140,7 +140,7 @@ class ReadStats:
     @property
     def resident_frac(self) -> float:
         """What the method keeps on the device / the full cache at T, alike."""
-        return self.resident_sum / self.rows
+        return self.resident_sum / self.rows if self.rows else 0.0
 
     @property
     def kv_frac_artifact(self) -> float:

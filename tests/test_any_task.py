@@ -252,7 +252,7 @@ def test_examples_follow_lm_evals_rule(folder, root):
         load_suite(settings("toy_shapes", folder=folder, root=root, num_fewshot=1), None)
 
 
-def test_rows_that_python_makes_are_the_same_in_every_run(folder):
+def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
     (folder / "made.py").write_text(
         "import random, numpy, datasets\n"
         "def rows(size=2, **others):\n"
@@ -266,10 +266,28 @@ def test_rows_that_python_makes_are_the_same_in_every_run(folder):
     config = settings("toy_made", folder=folder)
 
     def texts(config: RunConfig) -> list[str]:
-        return [doc["q"] + doc["a"] for doc in load_suite(config, None).tasks["toy_made"].eval_docs]
+        return [doc["q"] + doc["a"] for doc in load_suite(config, loaded).tasks["toy_made"].eval_docs]
 
     assert texts(config) == texts(config) != texts(replace(config, seed=1))
     assert len(texts(replace(config, task=replace(config.task, metadata={"size": 5})))) == 5
+
+
+def test_python_that_makes_rows_is_told_the_tokenizer(folder, loaded):
+    (folder / "told.py").write_text(
+        "import datasets\n"
+        "def rows(tokenizer, **others):\n"
+        "    return {'test': datasets.Dataset.from_list([{'q': tokenizer}])}\n"
+    )
+    (folder / "told.yaml").write_text(
+        "task: toy_told\ncustom_dataset: !function told.rows\ntest_split: test\noutput_type: loglikelihood\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: '{{q}}'\nmetric_list: [{metric: acc}]\n"
+    )
+    tokenizer = byte_tokenizer()
+    tokenizer.name_or_path = "org/model"
+    loaded, config = replace(loaded, tokenizer=tokenizer), settings("toy_told", folder=folder)
+    for metadata, expected in (({}, "org/model"), ({"tokenizer": "org/other"}, "org/other")):
+        given = replace(config, task=replace(config.task, metadata=metadata))
+        assert load_suite(given, loaded).tasks["toy_told"].eval_docs["q"][:] == [expected]
 
 
 # Runs
@@ -367,6 +385,47 @@ def test_answers_by_filter_under_a_marker(folder, root, loaded):
         assert sample["context_tokens"] - sample["prefill_len"] == len("A:")
 
 
+def test_a_task_that_asks_for_texts_and_for_scores(folder, root, loaded):
+    """As lm-eval's squadv2 does: both are decoded, and both count in the sizes."""
+    (folder / "both.py").write_text(
+        "import datasets\n"
+        "from lm_eval.api.instance import Instance\n"
+        "from lm_eval.api.task import ConfigurableTask\n"
+        "class Both(ConfigurableTask):\n"
+        "    def __init__(self, config=None):\n"
+        "        super().__init__(config={'metadata': {'version': 1}, 'doc_to_text': 'q', 'doc_to_target': 'q'})\n"
+        "    def download(self, *args, **kwargs):\n"
+        "        self.dataset = {'test': datasets.Dataset.from_list([{'q': 'What is it?'}] * 2)}\n"
+        "    def has_test_docs(self):\n"
+        "        return True\n"
+        "    def test_docs(self):\n"
+        "        return self.dataset['test']\n"
+        "    def construct_requests(self, doc, ctx, chat_template=None, apply_chat_template=False, **about):\n"
+        "        asks = {'generate_until': (ctx, {'until': [], 'max_gen_toks': 4}), 'loglikelihood': (ctx, ' it is')}\n"
+        "        return [Instance(kind, doc, given, 0, **about) for kind, given in asks.items()]\n"
+        "    def process_results(self, doc, results):\n"
+        "        text, (log_likelihood, greedy) = results\n"
+        "        return {'written': len(text) > 0, 'scored': log_likelihood < 0}\n"
+        "    def aggregation(self):\n"
+        "        return {'written': lambda items: sum(items) / len(items), 'scored': max}\n"
+        "    def higher_is_better(self):\n"
+        "        return {'written': True, 'scored': True}\n"
+    )
+    (folder / "both.yaml").write_text("task: toy_both\nclass: !function both.Both\n")
+    outcome = run_tasks(settings("toy_both", folder=folder, root=root, method=H2O(), prefill="dense"), loaded)
+    metrics = outcome.metrics["toy_both"]
+    assert metrics["written"] == metrics["scored"] == 1 and 0 < metrics["kv_frac"] < 1
+    assert [len(sample["text"]) > 0 for sample in outcome.samples["toy_both"]] == [True, True]
+
+
+def test_how_many_questions_were_truncated(folder, root, loaded):
+    config = settings("toy_sums", folder=folder, root=root)
+    assert "num_truncated" not in run_tasks(config, loaded).metrics["toy_sums"], "refused"
+    config = replace(config, task=replace(config.task, too_long="truncate"))
+    assert run_tasks(config, loaded).metrics["toy_sums"]["num_truncated"] == 0
+    assert run_tasks(config, replace(loaded, max_length=16)).metrics["toy_sums"]["num_truncated"] == 3
+
+
 def test_a_metric_that_is_no_mean_has_no_error(folder, root, loaded):
     write_yaml(folder, CHOICE | {"task": "toy_mcc", "metric_list": [{"metric": "mcc"}, {"metric": "acc"}]})
     outcome = run_tasks(settings("toy_mcc", folder=folder, root=root), loaded)
@@ -428,6 +487,32 @@ def test_without_a_hub_one_line_says_what_to_do(name, monkeypatch, loaded):
         load(["experiment=tasks", f"tasks=[{name}]"])
 
 
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        ("toy_colour", "its member toy_colour is unknown; did you mean 'toy_colours'"),
+        ("circle", "its YAML cannot be read .RecursionError"),
+        ({"alias": "none"}, "its YAML cannot be read .ValueError: .* must have 'task' or 'group'"),
+    ],
+)
+def test_a_group_that_cannot_be_resolved(member, message, folder):
+    write_yaml(folder, GROUP | {"group": "circle", "task": [member]})
+    with pytest.raises(UserError, match=f"^tasks=circle: {message}") as error:
+        plan(settings("circle", folder=folder, data=DataConfig("hub")))
+    assert "\n" not in str(error.value)
+
+
+FILES_WOULD_DO = ", or data=local data.root=DIR with test"
+
+
+@pytest.mark.parametrize(("name", "others"), [("niah_single_2", ""), ("arc_easy", FILES_WOULD_DO)])
+def test_offline_says_what_there_is(name, others):
+    message = f"^tasks={name}: data=offline has kv_recall, .*, ruler_fwe alone; needs data=hub{others}"
+    with pytest.raises(UserError, match=message) as error:
+        load(["experiment=tasks", f"tasks=[{name}]"])
+    assert ("data=local" in str(error.value)) == bool(others), "lm-eval's Python looks for no files there"
+
+
 # Identity
 
 
@@ -446,6 +531,18 @@ def test_what_decides_a_tasks_numbers_is_in_its_digest(folder, root, tmp_path):
     assert {name for name, digest in digests().items() if digest != first[name]} == {"toy_shapes"}
     (folder / "notes.py").write_text("# beside the YAML\n")
     assert digests()["include_path"] != first["include_path"]
+
+
+def test_where_a_folder_of_tasks_lies_is_not_in_a_tasks_digest(folder, root, tmp_path):
+    (folder / "beside.py").write_text("def shouted(rows):\n    return rows\n")
+    (folder / "loud.yaml").write_text(
+        yaml.safe_dump(CHOICE | {"task": "toy_loud"}) + "process_docs: !function beside.shouted\n"
+    )
+    names = "toy", "toy_loud"
+    first = inputs.tasks(settings(*names, folder=folder, root=root))
+    moved = tmp_path / "elsewhere"
+    folder.rename(moved)
+    assert inputs.tasks(settings(*names, folder=moved, root=root)) == first
 
 
 def test_the_version_of_lm_eval_is_in_a_tasks_digest(monkeypatch):

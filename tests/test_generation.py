@@ -20,7 +20,7 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.replay.session import ReplaySession
 from harness.settings.compose import load
-from harness.sizes import ReadStats
+from harness.sizes import SHARES, ReadStats
 
 MAX_LENGTH = 256
 NEW = 12
@@ -188,8 +188,12 @@ def test_a_repetition_penalty_is_hflms(monkeypatch):
 def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
     (request,) = asked([CONTEXTS[0]])
     monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", answer(request)[0])
-    with pytest.raises(UserError, match="0 of 0 decode rows"):
-        run([request])
+    answers, reads = run([request])
+    assert len(answers[0]) == 1
+    assert [getattr(reads, share) for share in SHARES] == [1, 1, 1, 0], "the full cache's, whatever is decoded"
+    for name in ("h2o", "int4"):
+        with pytest.raises(UserError, match="every answer ended with its first token, .* use prefill=question"):
+            run([request], CASES[name])
 
 
 # Texts, through lm-eval's interface.

@@ -207,6 +207,15 @@ LIGHT = (
 )
 
 
+def test_the_command_line_loads_no_library_of_numbers():
+    """What `--help` and a refusal wait for; asked of the interpreter."""
+    heavy = ("torch", "transformers", "lm_eval", "datasets", "numpy", "pandas", "jinja2")
+    modules = "harness.launch.cli, harness.experiments.tasks, harness.data.ruler_rows, harness.data.rows"
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
 def test_light_modules_load_neither_torch_nor_a_model_library():
     """Settings are checked and tables made before what takes seconds to import; asked of the interpreter."""
     names = [name for name in LIGHT if name != "plots.__main__"]

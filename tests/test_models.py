@@ -467,6 +467,12 @@ def test_a_gguf_of_the_hub_is_fetched_alone_and_its_digest_is_the_models(tiny_gg
     refused("model.gguf_file=tyni.gguf: did you mean 'tiny.gguf'", configured(hub_id="org/tiny", gguf_file="tyni.gguf"))
 
 
+def test_a_chat_template_is_part_of_a_models_identity(model_dir):
+    before = inputs.model(configured(path=str(model_dir)))
+    (model_dir / "chat_template.jinja").write_text("{{ messages }}")
+    assert inputs.model(configured(path=str(model_dir))) != before
+
+
 def test_a_cached_gguf_needs_no_hub(tiny_gguf, tmp_path):
     snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)

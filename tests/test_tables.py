@@ -20,7 +20,14 @@ from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, SEGMENTS
 from harness.tables.sheets import render_markdown, sheets_of
 from harness.tables.text import MAX_WIDTH
 
-TASK_METRICS = {"acc": 0.75, "acc_stderr": 0.0625, "num_samples": 48, "num_fewshot": 0, "prefill": "question"}
+TASK_METRICS = {
+    "acc": 0.75,
+    "acc_stderr": 0.0625,
+    "num_samples": 48,
+    "num_fewshot": 0,
+    "num_truncated": 1,
+    "prefill": "question",
+}
 TEXT_METRICS = {
     "num_samples": 3,
     "perplexity": 12.5,

@@ -41,7 +41,7 @@ def _stride(request: AnyRequest) -> int:
 
 
 class ReplayEngine:
-    """Answers the requests of one task; `reads` is what `method`, as it was sized for them, read."""
+    """Answers the requests of one task; `reads` is what `method`, as it was sized for the last of them, read."""
 
     def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
         self.config = config
@@ -52,17 +52,19 @@ class ReplayEngine:
         self.method = config.method
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
-        """Log-likelihoods, in the order of `requests`; called once."""
+        """Log-likelihoods, in the order of `requests`."""
         with self._replay(requests) as (attached, open_session, on_answered):
-            scores, self.reads = score(requests, attached, open_session, on_answered)
+            scores, reads = score(requests, attached, open_session, on_answered)
+        self.reads += reads
         return scores
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
-        """Greedy answers as tokens, in the order of `requests`; called once."""
+        """Greedy answers as tokens, in the order of `requests`."""
         tokenizer = self.loaded.tokenizer
         assert tokenizer is not None, "the requests' tokens are its own"
         with self._replay(requests) as (attached, open_session, on_answered):
-            answers, self.reads = generate(requests, attached, open_session, tokenizer, on_answered)
+            answers, reads = generate(requests, attached, open_session, tokenizer, on_answered)
+        self.reads += reads
         return answers
 
     @contextmanager

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcess
 
 from harness.accuracy.batches import CACHE_TOKENS, OpenSession, PromptBatch, batches
 from harness.accuracy.requests import Branch, GenerationRequest, SharedContext, share
+from harness.errors import UserError
 from harness.model.attach import Attached
 from harness.replay.session import ReplaySession
 from harness.sizes import ReadStats
@@ -37,7 +38,7 @@ def generate(
         on_answered: told how many more requests have been answered.
 
     Raises:
-        UserError: the method did not run on every decode row, or there was none.
+        UserError: the method did not run on every decode row, or there was none; the full cache needs none.
     """
     tokens: dict[int, list[int]] = {}
     reads, greedy = ReadStats(), _Greedy(attached)
@@ -55,7 +56,13 @@ def generate(
             last = torch.tensor([len(branch.shared) for _, branch in branches], device=hidden.device)
             reads += _decode(begun, session, hidden[range(len(last)), last], greedy, on_answered)
             tokens |= {index: answer.tokens for answer in begun for index in answer.requests}
-    reads.check_fired()
+    if reads.rows:
+        reads.check_fired()
+    elif not batch.root.history.dense:
+        raise UserError(
+            "every answer ended with its first token, which the dense prompt gives, so the method decoded nothing: use "
+            "prefill=question, or leave the task out"
+        )
     return [tokens[index] for index in range(len(requests))], reads
 
 

@@ -35,13 +35,13 @@ class ReplayLM(TemplateLM):
     Args:
         loaded: its tokenizer and length limit are used.
         prefill: which rows are dense.
-        scorer: token requests to scores, in order; called once for all requests of an evaluation.
+        scorer: token requests to scores, in order; called once for all requests of a type.
         generator: token requests to the tokens of their answers, alike.
         mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
         too_long: whether a context beyond the model's limit is an error or loses its beginning.
 
-    After a run `requests` holds the token requests in the order in which lm-eval asked; a text that was scored whole
-    has one for each of its windows.
+    After a run `requests` holds the token requests in the order in which lm-eval asked, one type after another; a text
+    that was scored whole has one for each of its windows.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ReplayLM(TemplateLM):
         too_long: Literal["refuse", "truncate"] = "refuse",
     ) -> None:
         super().__init__()
-        self.requests: Sequence[AnyRequest] = []
+        self.requests: list[AnyRequest] = []
         self._encoder = Encoder(loaded, prefill, too_long)
         self.tokenizer = self._encoder.tokenizer
         self._name = loaded.name
@@ -117,7 +117,8 @@ class ReplayLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
-        self.requests = planned = self._encoder.choices(self._documents, requests)
+        planned = self._encoder.choices(self._documents, requests)
+        self.requests += planned
         answers = []
         for (texts, _, continuation), scored in zip(requests, self._scorer(planned), strict=True):
             divisor = len(continuation) if self._mean else 1
@@ -128,7 +129,8 @@ class ReplayLM(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """As `HFLM`: the log-likelihood of whole texts, in disjoint windows of the model's limit."""
         windows = [self._encoder.windows(_document(each), list(self._windows(each.args[0]))) for each in requests]
-        self.requests = planned = [window for text in windows for window in text]
+        planned = [window for text in windows for window in text]
+        self.requests += planned
         scores = iter(self._scorer(planned))
         answers = []
         for request, text in zip(requests, windows, strict=True):
@@ -142,7 +144,8 @@ class ReplayLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """As `HFLM`: greedy answers, cut at the first stop string."""
-        self.requests = planned = [self._generation(request) for request in requests]
+        planned = [self._generation(request) for request in requests]
+        self.requests += planned
         answers = []
         for request, asked, tokens in zip(requests, planned, self._generator(planned), strict=True):
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)

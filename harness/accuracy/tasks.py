@@ -34,7 +34,8 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """All tasks of `config` under its method.
 
     Returns:
-        metrics by leaf task: lm-eval's, each with `_stderr`; `SHARES`, num_samples, num_fewshot. By group: lm-eval's
+        metrics by leaf task: lm-eval's, each with `_stderr`; `SHARES`, num_samples, num_fewshot, and with
+        too_long=truncate num_truncated, the questions whose context has lost its beginning. By group: lm-eval's
         own aggregates, `SHARES` over its tasks, num_samples, and their names as `tasks`. samples by leaf task: one
         entry a question.
 
@@ -84,6 +85,8 @@ def _run_task(
     first = {request.document[1]: request for request in reversed(lm.requests)}
     samples = samples_of(task, logged, judgement, first)
     metrics = as_recorded(judgement) | {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
+    if config.task.too_long == "truncate":
+        metrics["num_truncated"] = lm.num_truncated
     return metrics | {share: getattr(engine.reads, share) for share in SHARES}, samples
 
 

@@ -6,10 +6,11 @@ until `harness.data.tasks` builds them.
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +23,13 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness.data import catalogue
 from harness.data.rows import layout
-from harness.errors import UserError
+from harness.errors import UserError, missing, nearest, reason
 from harness.files import text_sha256
 from harness.settings.run import OFFLINE_TASKS, RunConfig
 from harness.settings.tasks import RULER_TASKS
 
 OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
-NEEDS_DATA = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub, or data=local data.root=DIR"
+NEEDS_DATA = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"
 SHOWN = 3
 """Tasks of a group that a refusal names for one reason."""
 
@@ -55,10 +56,8 @@ class Leaf(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """sha256 of all that lm-eval does with the rows: its version and the resolved YAML."""
-        metadata = {name: value for name, value in self.config["metadata"].items() if name != "config_source"}
-        resolved = self.config | {"metadata": metadata}
-        return text_sha256(catalogue.version(), json.dumps(resolved, sort_keys=True, default=_name))
+        """See `digest_of`."""
+        return digest_of(self.config)
 
 
 class Plan(NamedTuple):
@@ -106,7 +105,12 @@ class Planner(TaskFactory):
         if self._known is None:
             self._known = _registry(catalogue.packaged()) | self._folder
         catalogue.check_known(name, self._known)
-        return self.build(self._known[name], registry=self._known)
+        try:
+            return self.build(self._known[name], registry=self._known)
+        except UserError:
+            raise
+        except Exception as error:  # what lm-eval makes of a group's YAML
+            raise UserError(f"tasks={name}: its YAML cannot be read ({reason(error)})") from error
 
     def _own(self, name: str) -> Leaf:
         own = own_tasks()[name]
@@ -123,7 +127,8 @@ class Planner(TaskFactory):
         try:
             unresolved = self._unresolved(entry) | (overrides or {})
             why_not = self._why_not(entry.name, unresolved)  # before any of its Python is loaded
-            config = {} if why_not else self._load_full_config(entry, overrides)
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # what an import may print
+                config = {} if why_not else self._load_full_config(entry, overrides)
         except ImportError as error:
             return Leaf(entry.name, {}, why_not=missing(error))
         except Exception as error:  # whatever a YAML file or the Python beside it raises
@@ -164,6 +169,8 @@ class Planner(TaskFactory):
         members = raw_cfg.get("task")
         if isinstance(members, list):
             for place, member in enumerate(members):
+                if isinstance(member, str) and member not in registry:
+                    raise UserError(f"tasks={group_name}: its member {member} is unknown; {nearest(member, registry)}")
                 if isinstance(member, dict) and "task" in member and member["task"] not in registry:
                     name = f"{group_name}::{member['task']}"
                     registry[name] = Entry(name, Kind.TASK, None, cfg=member | {"task": name})
@@ -177,17 +184,13 @@ def own_tasks() -> Mapping[str, Mapping[str, Any]]:
     return yaml.safe_load(OWN_TASKS.read_text())
 
 
-def reason(error: Exception) -> str:
-    """What an error of foreign code says, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-def missing(error: ImportError) -> str:
-    """Which package a task needs, in words."""
-    package = (error.name or "").partition(".")[0]
-    if package and importlib.util.find_spec(package) is None:
-        return f"needs the Python package {package}, which is not installed"
-    return f"needs Python code that is not here ({reason(error)})"
+def digest_of(resolved: Mapping[str, Any]) -> str:
+    """sha256 of all that lm-eval does with a task's rows, or a group's scores: its version and the resolved YAML,
+    wherever that lies."""
+    metadata = {name: value for name, value in (resolved.get("metadata") or {}).items() if name != "config_source"}
+    return text_sha256(
+        catalogue.version(), json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name)
+    )
 
 
 def _registry(entries: Mapping[str, catalogue.Entry]) -> dict[str, Entry]:
@@ -233,10 +236,13 @@ def _first(leaves: list[Leaf]) -> str:
 
 def _reason(leaf: Leaf) -> str:
     """Why a task cannot run, and where its files would lie if that is all."""
-    has_files = leaf.why_not == NEEDS_DATA and leaf.config.get("dataset_path")
-    return f"{leaf.why_not} with {layout(leaf.task_name, leaf.config)}" if has_files else str(leaf.why_not)
+    if leaf.why_not != NEEDS_DATA or leaf.makes_rows:
+        return str(leaf.why_not)
+    return f"{NEEDS_DATA}, or data=local data.root=DIR with {layout(leaf.task_name, leaf.config)}"
 
 
 def _name(value: Any) -> str:
-    """A function or class of a task's YAML, in words that are the same in every process."""
-    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type(value).__name__
+    """A function or class of a task's YAML, in words that are the same in every process and wherever its file lies."""
+    if not hasattr(value, "__qualname__"):
+        return type(value).__name__
+    return f"{Path(value.__module__).name}.{value.__qualname__}"  # lm-eval calls a module by its path

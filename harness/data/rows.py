@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, meta
-
 from harness.errors import UserError
 
 ONLY_PART = (None, "", "main", "default")
@@ -109,6 +107,8 @@ def _variables(template: str) -> set[str]:
     """What a template without conditions and defaults names."""
     if re.search(r"{%|\bif\b|\bdefault\b", template):
         return set()
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
     try:
         return meta.find_undeclared_variables(Environment().parse(template))
     except TemplateSyntaxError:

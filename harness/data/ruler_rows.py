@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-
 from harness.errors import UserError
 from harness.files import cache_dir, replacing, text_sha256
 
@@ -122,13 +120,11 @@ def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
 
 def _vt_example(module: Any, tokenizer: Any) -> Row:
     """The worked example of ruler_vt; UserError where lm-eval would not return. The generators must be fresh."""
-    before = random.getstate(), np.random.get_state()
-    shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)
+    with _restored():
+        shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)
     if shortest > VT_EXAMPLE_TOKENS:
         allowed = f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
         raise UserError(f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; {allowed}")
-    random.setstate(before[0])
-    np.random.set_state(before[1])
     return module.sys_vartrack_w_noise_random(tokenizer, 1, VT_EXAMPLE_TOKENS, incremental=5)[0]
 
 
@@ -155,18 +151,32 @@ def _module(task: str) -> Any:
 @contextlib.contextmanager
 def _generators(seed: int) -> Iterator[None]:
     """Python's, numpy's and lm-eval's own generator as they are when lm-eval begins to make a task's rows."""
+    import numpy as np
+
     cwe = _module("ruler_cwe")
-    before = random.getstate(), np.random.get_state(), cwe.RNG.getstate()
-    random.seed(seed)
-    np.random.seed(1234 + seed)
-    cwe.RNG.seed(42)
-    cwe.RNG.shuffle(list(cwe.WORDS))  # as on its import, which orders the words
+    before = cwe.RNG.getstate()
+    with _restored():
+        random.seed(seed)
+        np.random.seed(1234 + seed)
+        cwe.RNG.seed(42)
+        cwe.RNG.shuffle(list(cwe.WORDS))  # as on its import, which orders the words
+        try:
+            yield
+        finally:
+            cwe.RNG.setstate(before)
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Python's and numpy's generators are afterwards as they were."""
+    import numpy as np
+
+    before = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
-        cwe.RNG.setstate(before[2])
 
 
 @contextlib.contextmanager

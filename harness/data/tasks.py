@@ -20,9 +20,9 @@ from lm_eval.tasks._index import Entry, Kind
 from harness.data import ruler
 from harness.data.generated import questions
 from harness.data.hub import from_hub, no_network
-from harness.data.plan import Leaf, missing, plan, reason
+from harness.data.plan import Leaf, plan
 from harness.data.rows import check_rows, example_split, find_files, layout, template_fields
-from harness.errors import UserError
+from harness.errors import UserError, missing, reason
 from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
 from harness.settings.tasks import RULER_TASKS
@@ -80,12 +80,18 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     if not own:
         return _construct(name, _generated(name, config), config)
     if leaf.makes_rows:
+        own = own | {"metadata": {"tokenizer": _tokenizer_name(loaded)} | own["metadata"]}
         if config.data.name == "hub":
             return from_hub(name, lambda: _construct(name, own, config))
         with no_network():
             return _construct(name, own, config)
     rows, changes = _local_rows(leaf, config) if config.data.name == "local" else (_hub_rows(name, own), {})
     return _construct(name, own | changes | _given(rows), config)
+
+
+def _tokenizer_name(loaded: LoadedModel) -> str | None:
+    """By which a task's Python loads the model's tokenizer, to make rows of a length in tokens."""
+    return None if loaded.tokenizer is None else loaded.tokenizer.name_or_path
 
 
 def _construct(name: str, own: dict[str, Any], config: RunConfig) -> Task:

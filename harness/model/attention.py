@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,16 +32,24 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, vis
     return output.transpose(1, 2)
 
 
-def visible_to_prompt(real: Tensor) -> Tensor | None:
-    """What each row of a left-padded prompt sees: bool [batch, 1, prompt, prompt]; None is plain causal.
+def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, unused: Sequence[int]) -> Tensor:
+    """Causal attention of prompts padded on the left; `unused` [batch] counts the rows before each, which give zeros.
 
-    Padding sees itself, so that no softmax is empty.
+    Shapes as in `dense_attention`. Prompts of unequal length go one by one: causal attention does half the work of one
+    under a mask, which would also hold batch x prompt x prompt elements.
     """
-    if bool(real.all()):
-        return None
-    own = torch.eye(real.shape[1], dtype=torch.bool, device=real.device)
-    causal = torch.ones_like(own).tril()
-    return causal & real[:, None, None, :] | own
+    if not any(unused):
+        return dense_attention(query, key, value, scale)
+    output = torch.zeros_like(query.transpose(1, 2))
+    for at, first in enumerate(unused):
+        own = slice(at, at + 1), slice(None), slice(first, None)
+        output[at : at + 1, first:] = dense_attention(query[own], key[own], value[own], scale)
+    return output
+
+
+def padding(real: Tensor) -> list[int]:
+    """Rows of padding before each prompt; real: bool [batch, prompt]."""
+    return (~real).sum(-1).tolist()
 
 
 def weighted_values(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

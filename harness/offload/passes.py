@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
-from harness.model.attention import dense_attention, heads_last, visible_to_prompt, with_rest
+from harness.model.attention import heads_last, padding, prompt_attention, with_rest
 from harness.offload.cache import LayerCache, positions_of
 from harness.offload.fetch import Fetcher
 from harness.offload.store import KeyValue
@@ -35,12 +35,12 @@ class PromptKeeper(Handler):
 
     def __init__(self, scale: float, real: Tensor) -> None:
         self.scale = scale
-        self.visible = visible_to_prompt(real)
+        self.padding = padding(real)
         self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.layers.append((query, key, value))
-        return dense_attention(query, key, value, self.scale, self.visible)
+        return prompt_attention(query, key, value, self.scale, self.padding)
 
 
 def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
@@ -56,11 +56,11 @@ class PromptPass(Handler):
     def __init__(self, caches: Sequence[LayerCache], scale: float, real: Tensor) -> None:
         self.caches = caches
         self.scale = scale
-        self.visible = visible_to_prompt(real)
+        self.padding = padding(real)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.caches[layer].keep_prompt(query, key, value)
-        return dense_attention(query, key, value, self.scale, self.visible)
+        return prompt_attention(query, key, value, self.scale, self.padding)
 
 
 class StepPass(Handler):

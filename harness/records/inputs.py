@@ -24,7 +24,7 @@ from harness.settings.tasks import RULER_TASKS
 if TYPE_CHECKING:
     from harness.data.plan import Leaf
 
-MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".txt")
+MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja")
 
 
 def digests(config: RunConfig) -> dict[str, str]:
@@ -75,11 +75,11 @@ def tasks(config: RunConfig) -> dict[str, str]:
     made = {name: _source(name) for name in config.tasks if name in OFFLINE_TASKS}
     if len(made) == len(config.tasks) and config.task.include_path is None:
         return made  # spares loading lm-eval
-    from harness.data.plan import plan
+    from harness.data.plan import digest_of, plan
 
     planned = plan(config)
     read = {name: _task(leaf, config.data) if leaf.config else _source(name) for name, leaf in planned.leaves.items()}
-    groups = {name: text_sha256(repr(group.to_dict())) for name, group in planned.groups.items()}
+    groups = {name: digest_of(group.to_dict() or {}) for name, group in planned.groups.items()}
     return made | read | groups | _folder(config.task.include_path)
 
 

@@ -45,6 +45,11 @@ class History:
         self._regrouped = self.tokens[:, :0].long()
         """Columns of the tokens whose keys are coded with a fresh one, in the order of tokens: int [batch, n]."""
 
+    @property
+    def dense(self) -> bool:
+        """Whether decode rows read all columns, as they were: the full cache."""
+        return self.method.reads_all and self.codec is None
+
     def enter(self, valid: Tensor) -> Tensor:
         """Give the next columns their tokens; returns positions int [batch, rows], those of padding repeated."""
         before = (self.tokens[:, : self.length] != EMPTY).sum(-1)

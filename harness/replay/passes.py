@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
-from harness.model.attention import dense_attention, heads_last, visible_to_prompt, weighted_values, with_rest
+from harness.model.attention import dense_attention, heads_last, padding, prompt_attention, weighted_values, with_rest
 from harness.replay.history import History
 from harness.sizes import ReadStats, share_of_cache
 from methods.base import EMPTY, PromptRows, Rows, Selection, State, attention_scores
@@ -30,7 +30,7 @@ class PromptPass(Handler):
         self.state = state
         self.scale = attached.geometry.scale
         self.rows = PromptRows(valid, history.tokens.shape[1])
-        self.visible = visible_to_prompt(valid)
+        self.padding = padding(valid)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.history.keep(layer, key, value, slice(0, key.shape[2]))
@@ -40,7 +40,7 @@ class PromptPass(Handler):
                 self.history.queries[layer] = query[:, :, -1:].clone()
             if self.history.method.holds_keys:
                 self.history.hold(layer, self.state, key, value)
-        return dense_attention(query, key, value, self.scale, self.visible)
+        return prompt_attention(query, key, value, self.scale, self.padding)
 
 
 class DecodePass(Handler):
@@ -65,7 +65,7 @@ class DecodePass(Handler):
         self.positions = positions.int()
         self.valid = valid
         self.measure_recall = measure_recall
-        self.dense = self.method.reads_all and history.codec is None
+        self.dense = history.dense
         self.start = history.length - valid.shape[1]
         self.has_padding = not bool(valid.all())
         self.padded = bool((history.tokens[:, : history.length] == EMPTY).any())

@@ -197,8 +197,8 @@ def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
 
 
 def _is_metric(name: str) -> bool:
-    """Shares of the cache are none, those of an older version included."""
-    return name not in CONDITIONS and not name.endswith(("_frac", "_stderr"))
+    """Shares of the cache are none, those of an older version included, nor is the number of truncated questions."""
+    return name not in (*CONDITIONS, "num_truncated") and not name.endswith(("_frac", "_stderr"))
 
 
 def _with_rows(
