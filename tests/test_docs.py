@@ -315,30 +315,34 @@ def test_contributing_names_every_hook():
 
 # Numbers
 
-COLUMNS = ("kl_nats", "top1_agreement", "perplexity", "kv_recall", "passkey")
+COLUMNS = ("kl_nats", "kv_recall", "passkey")
+FOLDERS = (ROOT / "results", ROOT / "results" / "qwen2.5-coder-0.5b")
 IN_TABLES = {"full cache": "Full cache", "streaming": "Streaming", "oracle": "Oracle"}
 
 
-def measured(label: str, column: str, size: float) -> tuple[float, float] | None:
-    """Value and standard error of the run of that label whose size is nearest; None where there is no such number."""
-    name = "fig11" if column in ("kv_recall", "passkey") else "perplexity"
-    table = pd.read_csv(ROOT / "results" / "tables" / f"{name}.csv")
-    which = (table.task == column) & (table.metric == "acc") if name == "fig11" else table.metric == column
-    rows = table[which & (table.label == label) & (table.task.str.contains("[", regex=False) == 0)]
+def measured(folder: Path, label: str, column: str, size: float) -> list[float]:
+    """What the run of that label whose size is nearest says: value and standard error; of a task, where it is compared,
+    value, difference and its standard error. Empty where there is no such number."""
+    is_task = column != "kl_nats"
+    table = pd.read_csv(folder / "tables" / ("fig11.csv" if is_task else "perplexity.csv"))
+    which = (table.task == column) & (table.metric == "acc") if is_task else table.metric == column
+    rows = table[which & (table.label == label) & ~table.task.str.contains("[", regex=False)]
     nearest = rows.iloc[(rows.kv_frac - size).abs().argsort()[:1]]
-    factor = 100 if name == "fig11" or column == "top1_agreement" else 1
-    return None if nearest.empty else (factor * float(nearest.value.iloc[0]), factor * float(nearest.stderr.iloc[0]))
+    compared = is_task and label != "Full cache"
+    found = nearest[["value", "difference", "difference_stderr"] if compared else ["value", "stderr"]]
+    return [] if nearest.empty else [(100 if is_task else 1) * float(number) for number in found.iloc[0]]
 
 
 def test_the_readmes_table_is_that_of_the_results():
     text = prose(ROOT / "README.md").partition("| full cache |")
     lines = [line.strip("| ").split(" | ") for line in "".join(text[1:]).partition("\n\n")[0].splitlines()]
-    assert len(lines) == 9
-    for label, size, *cells in lines:
-        for column, cell in zip(COLUMNS, cells, strict=True):
-            found = measured(IN_TABLES.get(label, label), column, float(size) / 100)
-            assert found is not None, (label, column)
-            for shown, number in zip(cell.split(" ± "), found, strict=False):
-                if re.fullmatch(r"[\d.]+", shown):  # 4·10⁵ is looked at by people
-                    digits = len(shown.partition(".")[2])
-                    assert float(shown) == pytest.approx(number, abs=0.51 * 10**-digits), (label, column, shown)
+    assert len(lines) == 8
+    for label, *cells in lines:
+        for folder, (size, *numbers) in zip(FOLDERS, (cells[:4], cells[4:]), strict=True):
+            for column, cell in zip(COLUMNS, numbers, strict=True):
+                found = measured(folder, IN_TABLES.get(label, label), column, float(size) / 100)
+                shown = re.findall(r"[-+]?[\d.]+", cell)
+                assert found and shown, (folder, label, column)
+                for text_of, number in zip(shown, found, strict=False):
+                    digits = len(text_of.partition(".")[2])
+                    assert float(text_of) == pytest.approx(number, abs=0.51 * 10**-digits), (label, column, cell)
