@@ -20,6 +20,8 @@ from plots import data, style
 
 CELL = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
 BAND = ["model", "setup", "needle"]
+SEEN = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
+"""Settings that the cells show by themselves."""
 COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
 LIGHT = 55
 """Percentage from which a cell is light, and its text black."""
@@ -60,7 +62,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
 
 def _setups(rows: pd.DataFrame) -> pd.Series:
     """By row, in words, the settings in which the runs of its label differ."""
-    words = rows.settings.fillna("").str.split(", ").map(tuple)
+    words = rows.settings.fillna("").str.replace(SEEN, "", regex=True).str.split(", ").map(tuple)
     shared = {label: set.intersection(*map(set, own)) for label, own in words.groupby(rows.label)}
     cells = zip(words, rows.label, strict=True)
     return pd.Series([", ".join(word for word in own if word not in shared[label]) for own, label in cells], rows.index)

@@ -18,6 +18,7 @@ TOLD_ELSEWHERE = (
     "experiment", "kind", "label", "method", "method_name", *CODEC_WORDS, "target_kv_frac", "sizing",
     "model", "tasks", "corpus.name",
     "platform.name", "latency.batch_size", "latency.prompt_len", "latency.gen_len", "results_dir", "data.root",
+    "include_path",
 )  # fmt: skip
 """Settings of a run that its row has a column for, or that play no part: where files lie."""
 
@@ -77,7 +78,8 @@ def _method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _run_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     left_out = {*TOLD_ELSEWHERE, *foreign_settings(config["kind"])}
     flat = _flatten({name: value for name, value in config.items() if name not in left_out})
-    return {name: value for name, value in flat.items() if name not in left_out}
+    told = {name.removeprefix("task."): value for name, value in flat.items()}  # as the user writes it
+    return {name: value for name, value in told.items() if name not in left_out}
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
