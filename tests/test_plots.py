@@ -260,7 +260,8 @@ def write_choices(results: Path) -> None:
 def write_needles(results: Path) -> None:
     rows = []
     for label, prefill in (("Full cache", ""), ("H2O", "dense"), ("H2O", "question")):
-        shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"  # by the cells: no band of their own
+        # The cells show these by themselves: no band of their own.
+        shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
         settings = f"alpha=4, {shown}, prefill={prefill}" if prefill else None
         common = {"label": label, "settings": settings, "kv_frac": 1 if label == style.FULL else 0.16, "num_samples": 3}
         rows.append(common | {"task": "niah_single_1", "metric": "2048", "value": 0.5})
