@@ -29,13 +29,11 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     figure, all_axes = style.new(len(named), panel_inches=PANEL_INCHES)
     for axes, setting in zip(all_axes, named, strict=True):
         axes.set(xlabel=SETTINGS[setting], ylabel="accuracy (%)")
-        right = axes.twinx()
-        right.set_ylabel("latency, decode (s)")
-        right.spines["right"].set_visible(True)
-        right.grid(visible=False)
         _draw_references(axes, table)
         _draw_lines(axes, accuracy[accuracy.setting == setting], ACCURACY_SETUP, "accuracy")
-        _draw_lines(right, latency[latency.setting == setting], LATENCY_SETUP, "latency")
+        timed = latency[latency.setting == setting]
+        if len(timed):
+            _draw_lines(_second_axis(axes), timed, LATENCY_SETUP, "latency")
     kinds = (("accuracy", accuracy, ACCURACY_SETUP), ("latency", latency, LATENCY_SETUP))
     setups = [f"{word}: {data.split(rows, setup).shared}" for word, rows, setup in kinds if len(rows)]
     return style.finish(figure, "\n".join(setups) + f"; {style.error_note(accuracy)}")
@@ -45,6 +43,15 @@ def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
     """The rows whose label names a setting and a finite number, those in `setting` and `x`."""
     parts = table.label.str.extract(r"^(?P<setting>\w+)=(?P<x>[\d.]+)$")
     return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
+
+
+def _second_axis(axes: Axes) -> Axes:
+    """An axis on the right, for seconds."""
+    right = axes.twinx()
+    right.set_ylabel("latency, decode (s)")
+    right.spines["right"].set_visible(True)
+    right.grid(visible=False)
+    return right
 
 
 def _draw_references(axes: Axes, table: pd.DataFrame) -> None:

@@ -49,7 +49,14 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     for axes, (title, frame, cost) in zip(all_axes, cells, strict=True):
         _draw_panel(axes, frame, cost)
         axes.set_title(title)
-    return style.finish(figure, f"{panels.shared}; hollow: modelled from a step timed at another size")
+    hollow = any(_is_modelled(frame, cost).any() for _, frame, cost in cells)
+    note = "; hollow: modelled from a step timed at another size" if hollow else ""
+    return style.finish(figure, panels.shared + note)
+
+
+def _is_modelled(rows: pd.DataFrame, cost: str) -> pd.Series:
+    """Whether a point's cost was modelled: bytes over the link never are."""
+    return (rows.step_source == "modelled") & (cost == "step time")
 
 
 def _name(axes: Axes, front: pd.DataFrame) -> None:
@@ -71,7 +78,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     points = panel[panel[KL] > LEAST_KL]
     for family, (color, marker, *_) in FAMILIES.items():
         own = points[points.family == family]
-        hollow = (own.step_source == "modelled") & (cost == "step time")
+        hollow = _is_modelled(own, cost)
         for part, face in ((own[~hollow], color), (own[hollow], "none")):
             label = family if face == color or hollow.all() else None
             axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=label if len(own) else None)

@@ -21,6 +21,7 @@ from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
+from harness.records.samples import clustered_stderr
 from harness.replay.session import ReplaySession
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
@@ -131,7 +132,7 @@ def _add(
 def _stderr(values: Sequence[float | None]) -> float | None:
     """Standard error of a mean over windows."""
     known = [value for value in values if value is not None]
-    return float(torch.tensor(known, dtype=torch.float64).std() / math.sqrt(len(known))) if len(known) > 1 else None
+    return clustered_stderr(known, range(len(known))) if known else None
 
 
 def _raw(window: Window) -> dict[str, Any]:

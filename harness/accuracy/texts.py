@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from harness.records.samples import clustered_stderr
+from harness.records.samples import EXPONENTIAL, clustered_stderr
 
 GRAM = 4
 """Tokens of what counts as repeated."""
 NUM_CHUNKS = 16
 """Ranges of steps that make a curve, at most."""
 
-AS_PERPLEXITY = {"nll": "text_perplexity", "nll_full": "text_perplexity_full"}
+AS_PERPLEXITY = {of: name for name, of in EXPONENTIAL.items() if name.startswith("text_")}
 """What of a prompt's numbers is exp of its mean over prompts, and its name then."""
 
 Entries = dict[str, Any]
