@@ -27,12 +27,12 @@ cases = st.fixed_dictionaries(
 )
 
 
-def triton_gather():
+def kernels():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (pip install --no-deps triton): its kernel is not covered here")
-    from harness.offload import triton_gather
+    from harness.offload.kernels import gather as kernels
 
-    return triton_gather
+    return kernels
 
 
 def make(case, *, ragged):
@@ -70,7 +70,7 @@ def expected_scatter(slots, index, rows):
 @settings(max_examples=40, deadline=None)
 @given(case=cases, ragged=st.booleans())
 def test_gather_and_scatter_against_torch(backend, case, ragged):
-    module, device = (gather, torch.device("cpu")) if backend == "cpu" else (triton_gather(), DEVICE)
+    module, device = (gather, torch.device("cpu")) if backend == "cpu" else (kernels(), DEVICE)
     slots, index, rows = make(case, ragged=ragged)
     gathered = rows.clone().to(device)
     module.gather_rows(slots, index.to(device), gathered)
@@ -84,7 +84,7 @@ def test_gather_and_scatter_against_torch(backend, case, ragged):
 
 
 def test_triton_kernel_covers_more_tiles_than_programs(monkeypatch):
-    module = triton_gather()
+    module = kernels()
     monkeypatch.setattr(module, "NUM_PROGRAMS_OVER_LINK", 2)
     case = {"batch": 2, "num_kv_heads": 3, "capacity": 30, "num_rows": 17, "head_dim": 8}
     slots, index, rows = make({**case, "dtype": torch.float32, "seed": 0}, ragged=True)

@@ -4,7 +4,7 @@ Shapes: `slots` [batch, num_kv_heads, capacity, slot_bytes], `index` int64 [batc
 `rows` [batch, num_kv_heads, num_rows, slot_bytes]; slots and rows are contiguous uint8, slot_bytes a multiple
 of 4. A negative index moves nothing: ragged counts, and rows that are already where they should be.
 
-Under CUDA a Triton kernel (`triton_gather`) reads and writes pinned host memory in place, without a sync. On
+Under CUDA a Triton kernel (`kernels.gather`) reads and writes pinned host memory in place, without a sync. On
 the CPU `index_select` on flattened rows is one memcpy a row: 0.11 ms for 8 x 3 x 205 rows of 1 KiB on one
 core, where `torch.gather` takes 1.5 ms.
 """
@@ -22,9 +22,9 @@ def gather_rows(slots: Tensor, index: Tensor, rows: Tensor) -> int | Tensor:
     Raises IndexError for an index beyond the capacity, on the CPU only.
     """
     if rows.is_cuda:
-        from harness.offload import triton_gather
+        from harness.offload.kernels import gather as kernels
 
-        triton_gather.gather_rows(slots, index, rows)
+        kernels.gather_rows(slots, index, rows)
         return (index >= 0).sum()
     position, kept = _positions(slots, index)
     source, target = _flat_words(slots), _flat_words(rows)
@@ -41,9 +41,9 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor) -> int | Tensor:
     A slot may occur once in a head's index. Returns and raises as `gather_rows`.
     """
     if rows.is_cuda:
-        from harness.offload import triton_gather
+        from harness.offload.kernels import gather as kernels
 
-        triton_gather.scatter_rows(slots, index, rows)
+        kernels.scatter_rows(slots, index, rows)
         return (index >= 0).sum()
     position, kept = _positions(slots, index)
     _flat_words(slots).index_copy_(0, position[kept], _flat_words(rows)[kept])

@@ -6,7 +6,7 @@ in flight, keep the link busy and leave the other multiprocessors to compute. Th
 contiguous and its length is known at compile time, so Triton emits 16-byte accesses wherever slot_bytes is a
 multiple of 16.
 
-Shapes as in `gather`. Importable without CUDA; with TRITON_INTERPRET=1 set before the import it runs on CPU
+Shapes as in `harness.offload.gather`. Importable without CUDA; with TRITON_INTERPRET=1 set before the import it runs on CPU
 tensors.
 """
 
