@@ -30,6 +30,7 @@ from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
 from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
+from harness.offload.tuning import DEFAULT_TUNING
 from harness.offload.values import ValuesCache
 from harness.settings.speed import check_combination
 from methods.base import Calibration, Method, State
@@ -80,6 +81,7 @@ class LiveSession:
         self.pinned = pinned
         self.timeline = timeline or Timeline(attached.device)
         self.fetcher = Fetcher(link if placement == "host" else None, reuse)
+        self.tuning = link.tuning if link is not None else DEFAULT_TUNING
         self.caches: list[LayerCache] = []
 
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
@@ -203,6 +205,7 @@ class LiveSession:
             placement=self.placement,
             device=self.attached.device,
             pinned=self.pinned,
+            tuning=self.tuning,
         )
         kind = ValuesCache if self.method.holds_keys and not exempt else LayerCache
         kind = ResidualCache if store.codec.residual else kind

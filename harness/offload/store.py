@@ -10,9 +10,9 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     store.write(store.pack(k, v), at=0)
     k, v = store.fetch(index)
 
-A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slot indices
-[batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the
-computation; while it does, the store belongs to the link, which keeps the order of its reads and writes.
+A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slots one by one
+(`Chosen`, or their indices alone). `load` and `write` are what a `Link` runs beside the computation; while it does,
+the store belongs to the link, which keeps the order of its reads and writes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
-from harness.offload.gather import gather_rows, scatter_rows
+from harness.offload.gather import gather_rows, scatter_rows, warm
 from harness.offload.memory import require_memory
-from harness.offload.request import Part, SlotRequest, num_requested
+from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from methods.codec import AnyCodec
 
 Placement = Literal["device", "host"]
-
-
-# Copies queued one by one, a head each, pay only above some 28 KiB a piece; one kernel does smaller writes.
-_MIN_COPY_BYTES = 28 * 1024
 
 
 class KeyValue(NamedTuple):
@@ -48,8 +45,8 @@ class KVStore:
 
     dtype and device are the computation's. `pinned` applies to host placement under CUDA: page-locked memory,
     which asynchronous transfers need (PyTorch rounds such allocations up to a power of two); pageable memory
-    makes every transfer wait. Raises UserError where the slots do not fit into memory, or for an unknown
-    placement.
+    makes every transfer wait. tuning: of the link to the device. Raises UserError where the slots do not fit into
+    memory, or for an unknown placement.
     """
 
     def __init__(
@@ -64,12 +61,14 @@ class KVStore:
         placement: Placement,
         device: torch.device,
         pinned: bool = True,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         if placement not in ("device", "host"):
             raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
         self.device, self.pinned = device, pinned and placement == "host" and device.type == "cuda"
+        self.tuning = tuning
         self.slots = self._allocate(batch, num_kv_heads, capacity)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
@@ -104,12 +103,10 @@ class KVStore:
         """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
-    def num_bytes(self, request: int | Tensor) -> int | Tensor:
-        """Payload bytes of so many slots of every head, or of the slot indices that are not negative."""
-        if isinstance(request, int):
-            return request * self.slots.shape[:2].numel() * self.slot_bytes
-        moved = (request >= 0).sum()
-        return (int(moved) if moved.is_cpu else moved) * self.slot_bytes
+    def num_bytes(self, request: int | Chosen) -> int | Tensor:
+        """Payload bytes of so many slots of every head, or of the slots that are chosen."""
+        rows = request * self.slots.shape[:2].numel() if isinstance(request, int) else request.num_rows
+        return rows * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""
@@ -137,7 +134,7 @@ class KVStore:
         shape = (self.head_dim, self.dtype)
         return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
 
-    def fetch(self, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
+    def fetch(self, request: int | Chosen | Tensor, buffer: Tensor | None = None) -> KeyValue:
         """K and V of the requested rows, at once and on the current stream.
 
         The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
@@ -149,6 +146,11 @@ class KVStore:
         rows = self.rows_in(self.new_buffer(num_requested(request)) if buffer is None else buffer, request)
         self.load(request, rows)
         return self.unpack(rows)
+
+    def warm(self) -> None:
+        """Compile what moves rows of this width, lest a step waits for it."""
+        if self._reachable:
+            warm(self.slots, self.device, self.tuning)
 
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
@@ -164,16 +166,22 @@ class KVStore:
         elif isinstance(request, Part):
             self._load_part(request, rows)
             moved = len(rows)
-        elif rows.is_cuda and not self._reachable:
-            staged = torch.zeros(rows.shape, dtype=torch.uint8)
-            moved = gather_rows(self.slots, request.cpu(), staged)
-            kept = request >= 0
-            rows[kept] = staged.to(self.device)[kept]
         else:
-            moved = gather_rows(self.slots, request, rows)
+            request = chosen(request)
+            self._load_chosen(request, rows)
+            moved = request.num_rows
         if self.placement == "host":
             self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
+
+    def _load_chosen(self, request: Chosen, rows: Tensor) -> None:
+        if not rows.is_cuda or self._reachable:
+            gather_rows(self.slots, request.slots, rows, request.places, self.tuning)
+            return
+        index = request.by_place()
+        staged = torch.zeros(rows.shape, dtype=torch.uint8)
+        gather_rows(self.slots, index.cpu(), staged)
+        rows[index >= 0] = staged.to(self.device)[index >= 0]
 
     def _load_part(self, part: Part, rows: Tensor) -> None:
         """A copy a head."""
@@ -183,7 +191,7 @@ class KVStore:
             slots = self.slots.flatten(0, 1)[head, first - head * count : last - head * count]
             rows[first - part.begin : last - part.begin].copy_(slots, non_blocking=True)
 
-    def write(self, rows: Tensor, at: int | Tensor) -> int | Tensor:
+    def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
 
         at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative
@@ -192,16 +200,17 @@ class KVStore:
         num_rows = rows.shape[2]
         if isinstance(at, int):
             column = slice(at, self._checked(at + num_rows))
-            if rows.is_cuda and self._reachable and num_rows * self.slot_bytes < _MIN_COPY_BYTES:
+            if rows.is_cuda and self._reachable and num_rows * self.slot_bytes < self.tuning.min_copy_bytes:
                 index = torch.arange(at, at + num_rows, device=self.device)
-                scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows)
+                scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
             else:
                 _copy(rows, self.slots[:, :, column])
             moved: int | Tensor = rows.numel() // self.slot_bytes
-        elif rows.is_cuda and not self._reachable:
-            moved = scatter_rows(self.slots, at.cpu(), rows.cpu())
         else:
-            moved = scatter_rows(self.slots, at, rows)
+            index, moved, _ = chosen(at)
+            if rows.is_cuda and not self._reachable:
+                index, rows = index.cpu(), rows.cpu()
+            scatter_rows(self.slots, index, rows, self.tuning)
         if self.placement == "host":
             self._rows_written = self._rows_written + moved
         return moved * self.slot_bytes
