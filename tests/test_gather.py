@@ -68,13 +68,15 @@ def expected_scatter(slots, index, rows):
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 @settings(max_examples=40, deadline=None)
-@given(case=cases, ragged=st.booleans())
-def test_gather_and_scatter_against_torch(backend, case, ragged):
+@given(case=cases, ragged=st.booleans(), spare=st.integers(0, 2))
+def test_gather_and_scatter_against_torch(backend, case, ragged, spare):
     module, device = (gather, torch.device("cpu")) if backend == "cpu" else (triton_gather(), DEVICE)
     slots, index, rows = make(case, ragged=ragged)
-    gathered = rows.clone().to(device)
+    places = torch.nn.functional.pad(rows, (0, 0, 0, spare), value=7).to(device)
+    gathered = places[:, :, : rows.shape[2]]
     module.gather_rows(slots, index.to(device), gathered)
     torch.testing.assert_close(gathered.cpu(), expected_gather(slots, index, rows), rtol=0, atol=0)
+    assert (places[:, :, rows.shape[2] :] == 7).all(), "what lies behind a head's rows has changed"
 
     after = expected_scatter(slots, index, rows)
     module.scatter_rows(slots, index.to(device), rows.to(device))

@@ -16,6 +16,10 @@ class Part(NamedTuple):
     end: int
     num_slots: int
 
+    def place(self, row: int) -> int:
+        """Where a row so counted lies in the buffer: behind each head's there is one place more."""
+        return row + row // self.num_slots
+
 
 SlotRequest = int | Part | Tensor
 

@@ -27,7 +27,7 @@ from harness.errors import UserError
 from harness.offload.gather import gather_rows, scatter_rows
 from harness.offload.memory import require_memory
 from harness.offload.request import Part, SlotRequest, num_requested
-from methods.codec import AnyCodec
+from methods.codec import FLOAT_DTYPES, AnyCodec
 
 Placement = Literal["device", "host"]
 
@@ -104,6 +104,12 @@ class KVStore:
         """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows are stored in the dtype that is computed in: `unpack` gives views of them."""
+        halves = (self.codec.keys.name, self.codec.values.name)
+        return all(FLOAT_DTYPES.get(name) == self.dtype for name in halves)
+
     def num_bytes(self, request: int | Tensor) -> int | Tensor:
         """Payload bytes of so many slots of every head, or of the slot indices that are not negative."""
         if isinstance(request, int):
@@ -112,23 +118,31 @@ class KVStore:
         return (int(moved) if moved.is_cpu else moved) * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""
+        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head, and for one
+        more of each, which no request fills."""
         batch, num_kv_heads = self.slots.shape[:2]
-        size = batch * num_kv_heads * num_rows * self.slot_bytes
+        size = batch * num_kv_heads * (num_rows + 1) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills at the start of a flat buffer; of a part, its
-        rows [n, slot_bytes] among them."""
-        if isinstance(request, Part):
-            return self.rows_in(buffer, request.num_slots).view(-1, self.slot_bytes)[request.begin : request.end]
-        shape = (*self.slots.shape[:2], num_requested(request), self.slot_bytes)
+    def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
+        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: those that a request of
+        num_rows fills, and behind each head's the place for the step's own row."""
+        shape = (*self.slots.shape[:2], num_rows + 1, self.slot_bytes)
         return buffer[: torch.Size(shape).numel()].view(shape)
+
+    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
+        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, contiguous in a head; of a
+        part, the places [any, slot_bytes] from its first row to its last."""
+        if isinstance(request, Part):
+            places = self.places_in(buffer, request.num_slots).view(-1, self.slot_bytes)
+            return places[request.place(request.begin) : request.place(request.end - 1) + 1]
+        return self.places_in(buffer, num_requested(request))[:, :, :-1]
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
         rows = torch.cat([self.codec.keys.encode(keys), self.codec.values.encode(values)], dim=-1)
-        return pad(rows, (0, self.slot_bytes - rows.shape[-1]))
+        missing = self.slot_bytes - rows.shape[-1]
+        return pad(rows, (0, missing)) if missing else rows
 
     def unpack(self, rows: Tensor) -> KeyValue:
         """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
@@ -163,7 +177,7 @@ class KVStore:
             moved: int | Tensor = rows.numel() // self.slot_bytes
         elif isinstance(request, Part):
             self._load_part(request, rows)
-            moved = len(rows)
+            moved = request.end - request.begin
         elif rows.is_cuda and not self._reachable:
             staged = torch.zeros(rows.shape, dtype=torch.uint8)
             moved = gather_rows(self.slots, request.cpu(), staged)
@@ -181,7 +195,8 @@ class KVStore:
         for head in range(part.begin // count, -(-part.end // count)):
             first, last = max(part.begin, head * count), min(part.end, (head + 1) * count)
             slots = self.slots.flatten(0, 1)[head, first - head * count : last - head * count]
-            rows[first - part.begin : last - part.begin].copy_(slots, non_blocking=True)
+            place = part.place(first) - part.place(part.begin)
+            rows[place : place + last - first].copy_(slots, non_blocking=True)
 
     def write(self, rows: Tensor, at: int | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.

@@ -28,6 +28,7 @@ def _move_rows(  # type: ignore[no-untyped-def]
     index,
     num_rows,  # of all batch elements and heads
     rows_per_head,
+    places_per_head,  # in `rows`
     capacity,
     WORDS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
     BLOCK_WORDS: tl.constexpr,  # noqa: N803 - WORDS rounded up to a power of two
@@ -38,9 +39,9 @@ def _move_rows(  # type: ignore[no-untyped-def]
     for start in range(tl.program_id(0) * TILE, num_rows, tl.num_programs(0) * TILE):
         row = start + tl.arange(0, TILE)
         slot = tl.load(index + row, mask=row < num_rows, other=-1)
-        position = (row // rows_per_head).to(tl.int64) * capacity + slot
-        in_slots = slots + position[:, None] * WORDS + word
-        in_rows = rows + row.to(tl.int64)[:, None] * WORDS + word
+        head = (row // rows_per_head).to(tl.int64)
+        in_slots = slots + (head * capacity + slot)[:, None] * WORDS + word
+        in_rows = rows + (head * places_per_head + row % rows_per_head)[:, None] * WORDS + word
         mask = (slot >= 0)[:, None] & (word < WORDS)
         if TO_SLOTS:
             tl.store(in_slots, tl.load(in_rows, mask=mask), mask=mask)
@@ -59,7 +60,7 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def _launch(slots: Tensor, index: Tensor, rows: Tensor, *, to_slots: bool) -> None:
-    assert slots.is_contiguous() and rows.is_contiguous()
+    assert slots.is_contiguous() and rows[0, 0].is_contiguous()
     if index.numel() == 0:
         return
     words = slots.shape[-1] // 4
@@ -71,6 +72,7 @@ def _launch(slots: Tensor, index: Tensor, rows: Tensor, *, to_slots: bool) -> No
         index.contiguous(),
         index.numel(),
         index.shape[-1],
+        rows.stride(1) // slots.shape[-1],
         slots.shape[-2],
         WORDS=words,
         BLOCK_WORDS=triton.next_power_of_2(words),
