@@ -187,8 +187,8 @@ class Trace(TorchDispatchMode):
     layer: whose attention began last, None before the first.
     launches: kernels on the compute stream by (layer, name), views and allocations apart; an operation of torch counts
         as one. link: calls on any other stream, alike.
-    faults: (layer, what and where): the host waits for a value of the device, works on the CPU, or copies between the two
-        without being asynchronous; a kernel gets what it cannot work on.
+    faults: (layer, what and where): the host waits for a value of the device or works on the CPU, a copy between the
+        two is not asynchronous, a kernel gets what it cannot work on.
     """
 
     current: Trace
@@ -323,7 +323,7 @@ class Trace(TorchDispatchMode):
             for key in loose:
                 self.fault(f"{name}: {key} has strides that the kernel does not know")
         size = grid(arguments | options) if callable(grid) else grid
-        if not 0 < math.prod(size) or any(each > 65535 for each in size[1:]):
+        if math.prod(size) < 1 or any(each > 65535 for each in size[1:]):
             self.fault(f"{name}: {size} is no grid")
         if not warmup:
             self.count(name)
@@ -362,8 +362,3 @@ def fake_model(name: str, **overrides: Any) -> Any:
     with CUDA:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
-
-
-def fake(value: Any) -> Any:
-    """Tensors of the same shapes and dtypes on the device."""
-    return tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=CUDA), value)

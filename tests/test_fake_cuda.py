@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, WIDE
-from fake_cuda import CUDA, LIBC10, Stream, Trace, fake, fake_gpu, fake_model
+from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from living import PROMPT, PROMPTS, calibration, token_batch
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def opened(trace: Trace, model: Any, real: Tensor, method: Method, *, overlap: b
     """A session, and the token [batch] after its prompts, real bool [batch, prompt] on the CPU."""
     with trace.follow(model) as attached:
         geometry = attached.geometry
-        measured = fake(calibration(geometry.num_kv_heads, geometry.head_dim))
+        measured = {name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()}
         link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
         session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=measured, **options)
         trace.restart()
