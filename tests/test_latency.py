@@ -26,6 +26,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.links.open import open_link
 from harness.offload.timeline import SEGMENTS, Timeline
+from harness.records.record import settings_id
 from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import LABELS
@@ -260,10 +261,7 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
         (["placement=device", "reuse=true"], "reuse=true: only fetched selections"),
         (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
         (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
-        (
-            ["placement=device", "platform.weights_on_device=0.7"],
-            "weights_on_device=0.7: placement=device uses no link",
-        ),
+        (["placement=device", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no"),
         (["label=ideal", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no link"),
         (["platform.weights_on_device=0"], "platform.weights_on_device=0.0: must be above 0 and at most 1"),
         (["platform.weights_on_device=1.1"], "platform.weights_on_device=1.1: must be above 0 and at most 1"),
@@ -283,6 +281,13 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 def test_refuses(overrides, message):
     with pytest.raises(UserError, match=message):
         load(["experiment=latency", *overrides])
+
+
+def test_a_share_of_the_weights_is_another_run_of_the_same_system():
+    share = "platform.weights_on_device=0.7"
+    whole, some = (load(["experiment=latency", "label=offload", *settings]) for settings in ([], [share]))
+    assert settings_id(whole, {}) != settings_id(some, {})
+    assert load(["experiment=latency", "method=full", share]).label == whole.label == some.label
 
 
 def test_timed_steps_null_times_all_there_are():
