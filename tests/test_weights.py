@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, force, live, open_live, tiny, token_batch
+from test_fetch import LatestLink
 
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -79,6 +80,15 @@ def test_buffers_take_turns_whatever_the_number_of_layers(num_layers, link):
         expected = live(attached, case, PADDED).logits
         with streamed_weights(attached, link, 0.3):
             assert torch.equal(live(attached, case, PADDED).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["full", "infinigen", "quest"])
+def test_weights_are_neither_read_too_early_nor_overwritten_too_early(attached, name):
+    expected = live(attached, CASES[name], PADDED).logits
+    link = LatestLink()
+    with streamed_weights(attached, link, 0.5):
+        late = live(attached, CASES[name], PADDED, placement="host", link=link).logits
+    assert torch.equal(late, expected)
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -1,7 +1,7 @@
 """The columns of the tables, each told once: its name, how people read it, the factor to that unit, and the digits.
 
-Whatever makes, shows or draws a table reads it here. The numbers that the paper gives are a table as well. Imports
-neither torch nor pandas.
+Whatever makes, shows or draws a table reads it here. The numbers that the paper gives are a table as well. One page
+however long, so that all columns are seen together. Imports neither torch nor pandas.
 """
 
 import csv
