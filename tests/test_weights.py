@@ -8,6 +8,7 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, force, live, open_live, tiny, token_batch
 from test_fetch import LatestLink
+from test_pinned import Cudart
 
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -15,7 +16,7 @@ from harness.model.tiny import tiny_model
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.open import open_link
 from harness.offload.timeline import Timeline
-from harness.offload.weights import streamed_weights
+from harness.offload.weights import StreamedWeights, streamed_weights
 from methods.full import Full
 
 FAST = 1e12  # bytes/s: costs nothing
@@ -169,6 +170,21 @@ def test_rows_over_the_link_are_those_without_streaming(attached, link):
             counted.append((session.h2d_bytes, session.d2h_bytes, session.device_bytes))
             session.close()
     assert counted[0] == counted[1]
+
+
+def test_pinned_weights_are_one_slab_as_large_as_they_are(attached, link, monkeypatch):
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    expected = live(attached, CASES["full"], PADDED).logits
+    weights = StreamedWeights(attached, link, 0.5, Timeline(attached.device), pinned=True)
+    assert not weights.pinned, "there is nothing to lock on a CPU"
+    weights.pinned = True
+    weights.open()
+    assert list(runtime.locked.values()) == [weights.host_bytes]
+    assert torch.equal(live(attached, CASES["full"], PADDED).logits, expected)
+    weights.close()
+    assert not runtime.locked
 
 
 # Time

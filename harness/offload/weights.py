@@ -24,6 +24,7 @@ from harness.errors import UserError
 from harness.files import available_memory
 from harness.model.attach import Attached
 from harness.offload.links.link import Link, Ticket
+from harness.offload.pinned import PinnedSlab, aligned
 from harness.offload.timeline import Timeline
 
 
@@ -85,6 +86,7 @@ class StreamedWeights:
         self.host_bytes = sum(self._sizes)
         self.on_device = 1 - self.host_bytes / sum(_num_bytes(module.parameters()) for module in self._modules)
         self._buffers: list[Tensor] = []
+        self._slab: PinnedSlab | None = None
         self._layers: list[_Layer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -102,6 +104,8 @@ class StreamedWeights:
             )
         size, device = max(self._sizes), self.attached.device
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        if self.pinned and self.host_bytes:
+            self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
         for chosen in self._chosen:
             self._layers.append(self._moved(chosen))
         for index, module in enumerate(self._modules):
@@ -120,6 +124,8 @@ class StreamedWeights:
                 for parameter, held in zip(layer.parameters, _split(layer.host, layer.parameters), strict=True):
                     parameter.data = held.to(self.attached.device, copy=True)
             self._buffers.clear()
+            if self._slab:
+                self._slab.close()
 
     def _choose(self, on_device: float) -> list[list[nn.Parameter]]:
         """The matrices of each layer that are streamed, larger ones first. What whole matrices leave open is made up
@@ -151,7 +157,8 @@ class StreamedWeights:
 
     def _moved(self, parameters: Sequence[nn.Parameter]) -> _Layer:
         """Copy parameters to host memory; from here on they are views of a buffer."""
-        host = torch.empty(_num_bytes(parameters), dtype=torch.uint8, pin_memory=self.pinned)
+        size = [_num_bytes(parameters)]
+        host = self._slab.take(size) if self._slab else torch.empty(size, dtype=torch.uint8)
         first, second = (_split(buffer, parameters) for buffer in self._buffers)
         for parameter, held, view in zip(parameters, _split(host, parameters), first, strict=True):
             held.copy_(parameter.data)
