@@ -178,6 +178,9 @@ class LatestLink(Link):
     def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
         return self._submit(rows, lambda: store.write(rows, at))
 
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        return self._submit(target.fill_(0xFF), lambda: target.copy_(source))
+
     def _submit(self, rows: Tensor, move: Callable[[], object]) -> Ticket:
         self.queue.append(Deferred(self, rows, move))
         return self.queue[-1]
