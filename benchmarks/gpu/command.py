@@ -56,9 +56,14 @@ class Benchmark:
     def attempt(self, part: str, estimate_s: float, run: Callable[[], None]) -> None:
         """Run a part that fits into the time left, and write the report; say why there is no result."""
         left_s = 60 * self.report.minutes - self._seconds()
-        if estimate_s > left_s:
+        if estimate_s <= left_s:
+            self._try(part, run)
+        else:
             self._miss(part, "skipped", f"estimated at {estimate_s:.0f} s, {max(0.0, left_s):.0f} s are left")
-            return
+        self.report.seconds = self._seconds()
+        self.report.write()
+
+    def _try(self, part: str, run: Callable[[], None]) -> None:
         try:
             run()
         except UserError as error:
@@ -68,7 +73,6 @@ class Benchmark:
         except Exception as error:  # whatever it is, the other parts are of use
             self._miss(part, "failed", reason(error))
             self._release()
-        self._write()
 
     def _rates(self, part: str, found: Iterator[rates.Rate]) -> None:
         bound = self.link_bytes_per_s if part == "link" or self.report.source == "measured" else None
@@ -81,7 +85,6 @@ class Benchmark:
 
     def _shapes(self, shapes: Iterable[Shape]) -> None:
         for shape in shapes:
-            print(f"\n{shape.title} + {self.plan.gen_len}", flush=True)
             self.attempt(shape.title, self.plan.prepare_s, partial(self.steps.time_shape, shape))
             self._release()  # pieces of other sizes than the next one's
 
@@ -100,10 +103,6 @@ class Benchmark:
     def _miss(self, part: str, kind: Kind, why: str) -> None:
         self.report.gaps.append(Gap(part, kind, why))
         print(f"{part}: {kind}, {why}", flush=True)
-
-    def _write(self) -> None:
-        self.report.seconds = self._seconds()
-        self.report.write()
 
     def _seconds(self) -> float:
         return time.perf_counter() - self.began_s

@@ -64,7 +64,7 @@ class Steps:
             for label in shape.labels:
                 self.attempt(f"{shape.title} {label}", self._estimate(label, cache_bytes), partial(time_label, label))
         if results:
-            print(render(rows_of(results, self.link_bytes_per_s)), flush=True)
+            print(f"{shape.title} + {self.plan.gen_len}\n{render(rows_of(results, self.link_bytes_per_s))}", flush=True)
 
     def _build(self, name: str) -> object:
         model = self.plan.models[name]
