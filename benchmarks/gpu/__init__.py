@@ -19,11 +19,10 @@ latency tables of any run, so `python -m plots --results-dir OUT` and the report
 Exit code: 0; 1 where a part failed; 2 for what a user can put right; 75 where parts were skipped for want of time.
 
 Weights are random, of the shapes of OPT-13B and Llama-3-8B (`conf/model`), in fp16. They change no time but by what
-infinigen selects, which with them is its cap of 20 %. A few steps of each cell are timed, and stand for all 127.
+infinigen selects, which with them is its cap of 20 %. Ten steps of a cell are timed, two of pageable memory, and stand
+for all 127. A shape's prompt runs once for all its cells, as on the CPU, where its queries, keys and values can stay
+on the device beside the cache (44 GiB at batch 20); else each cell runs it. A prefill holds the page-locking of its
+cache.
 
-Predicted for an H200 (55 GB/s, 400 TFLOP/s in a prefill, 5 GiB/s of pinning), in seconds: start and rates 60, models
-20. With the cache's C GB at a shape, seven systems on pinned memory or the device take 4.3 C / 5.4 to pin, as int4, h2o
-and infinigen+int4 keep a third and less, and 12 steps of 2.7 C / 55; pageable 3 steps of C / 10; the prompt runs twice.
-That is 1.7 C, and over 4 + 8 + 16 + 20 sequences of 2,048 tokens and 8 of 512 to 1,536 (all in all 101 GB) 170. 40 are
-Llama's. In all about 5 minutes of the 8.
+How long it takes is worked out in `benchmarks/NOTES.md`: some 6 minutes on an H200, predicted.
 """

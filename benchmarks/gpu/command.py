@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Benchmark:
     def __init__(self, plan: Plan, report: Report, began_s: float) -> None:
         self.plan, self.report, self.began_s = plan, report, began_s
         self.link_bytes_per_s = link_rate(report.out, report.device, None).bytes_per_s
-        self.report.add("link", "rate that bounds a step", "B/s", [self.link_bytes_per_s])
+        self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link_bytes_per_s])
         self.steps = Steps(plan, report, self.attempt, self.link_bytes_per_s)
 
     def run(self) -> int:
@@ -79,7 +80,7 @@ class Benchmark:
 
         def run() -> None:
             for rate in found:
-                print(_line(self.report.add(part, rate.name, "B/s", rate.samples, **rate.at), bound), flush=True)
+                print(_line(self.report.add(part, rate.at, rate.name, "B/s", rate.samples), bound), flush=True)
 
         self.attempt(part, self.plan.rate_s, run)
 
@@ -92,7 +93,8 @@ class Benchmark:
         """Give back what nothing needs any more, and what the traceback of a failure held."""
         gc.collect()
         if self.report.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # of a device that failed: every later part will say so
+                torch.cuda.empty_cache()
 
     def _draw(self) -> None:
         from plots import draw_figures

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Rate(NamedTuple):
 
     name: str
     samples: list[float]
-    at: dict[str, object]
+    at: dict[str, Any]
 
 
 def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) -> Iterator[Rate]:
@@ -62,7 +63,7 @@ def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) 
 
         ways: dict[str, dict[str, bool]] = {"h2d": {"h2d": True}, "d2h": {"d2h": True}}
         for name, chosen in (ways | {"both at once": {"h2d": True, "d2h": True}}).items():
-            times = seconds(device, lambda chosen=chosen: move(**chosen))
+            times = seconds(device, partial(move, **chosen))
             yield Rate(name, [len(chosen) * slots * ROW_BYTES / each for each in times], {"bytes": slots * ROW_BYTES})
 
 

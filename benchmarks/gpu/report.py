@@ -67,7 +67,7 @@ class Report:
         """`measured` under CUDA, else `emulated`."""
         return SOURCES[self.device.type]
 
-    def add(self, part: str, name: str, unit: str, samples: Sequence[float], **at: Any) -> Measurement:
+    def add(self, part: str, at: dict[str, Any], name: str, unit: str, samples: Sequence[float]) -> Measurement:
         """A measurement of what was sampled at least once."""
         value, low, high = statistics.median(samples), min(samples), max(samples)
         self.measurements.append(Measurement(part, name, at, unit, value, low, high, len(samples)))

@@ -114,7 +114,7 @@ class Steps:
         cell = {"model": shape.model, "batch_size": shape.batch, "prompt_len": shape.prompt, "label": label}
         known = {name: results[name] for name in ("ideal", label) if name in results}
         row, metrics = rows_of(known, self.link_bytes_per_s)[-1], result.metrics()
-        add = partial(self.report.add, "steps", **cell)
+        add = partial(self.report.add, "steps", cell)
         add("step", "s", result.timed)
         add("link a step", "B", [row.h2d_bytes])
         add("best step", "s", [row.best_s])
