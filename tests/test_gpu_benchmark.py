@@ -52,7 +52,7 @@ def test_every_part_is_measured(whole):
     for each in found["measurements"]:
         by_part.setdefault(each["part"], []).append(each)
     assert {*by_part} == {"link", "gather", "copies", "steps"}
-    assert [each["name"] for each in by_part["link"]] == ["rate that bounds a step", "h2d", "d2h", "both at once"]
+    assert [each["name"] for each in by_part["link"]] == ["rate that bounds a step", "h2d", "d2h", "h2d with d2h"]
     rows = {(each["at"]["codec"], each["at"]["head_dim"]): each["at"]["row_bytes"] for each in by_part["gather"]}
     assert {*rows} == {*rates.ROWS} and (min(rows.values()), max(rows.values())) == (64, 2048)
     assert rows["int4", 128] == 144
@@ -178,7 +178,7 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
 
 
 def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monkeypatch):
-    def refuse(num_bytes, home):
+    def refuse(*_):
         raise UserError("too large")
 
     prompts = []
@@ -188,7 +188,7 @@ def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monke
         prompts.append(prompt)
         return measure(attached, prompt, *arguments, **settings)
 
-    monkeypatch.setattr(steps, "require_memory", refuse)
+    monkeypatch.setattr(steps, "require_shared_prompt", refuse)
     monkeypatch.setattr(steps, "measure", seen)
     report = Report(tmp_path, torch.device("cpu"), 8, {})
     timing = steps.Steps(SMALL, report, lambda part, seconds, run: run(), 1e9)
@@ -243,7 +243,7 @@ def test_the_plan_for_a_gpu_is_that_of_the_figures():
 
 @gpu
 def test_on_a_gpu_all_of_it_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setitem(PLANS, "cuda", replace(CPU, pin_bytes=(2**20, 2**21)))
+    monkeypatch.setitem(PLANS, "cuda", replace(CPU, pin_bytes=2**20))
     code, found = run(tmp_path, platform="cuda")
     assert (code, found["source"], found["gaps"]) == (0, "measured", [])
     assert {row["source"] for row in read_rows(tmp_path, "latency")} == {"measured"}

@@ -40,7 +40,7 @@ class Plan:
     """first, then: shapes to be timed before and after the rates of gathers, copies and pinning.
 
     warmup_steps, timed_steps: of each cell, twice the latter being timed; of pageable memory, one and one. link_bytes,
-    gather_bytes, copy_bytes, pin_bytes: how much is moved at a time; no pin_bytes where nothing is pinned.
+    gather_bytes, copy_bytes, pin_bytes: how much at a time; None where nothing is page-locked.
     rate_s, prepare_s: seconds allowed for a part of rates, and for a model or a shape before its first cell.
     pin_bytes_per_s: of page-locking, as supposed before a cell has been timed.
     """
@@ -54,13 +54,12 @@ class Plan:
     link_bytes: int
     gather_bytes: int
     copy_bytes: int
-    pin_bytes: tuple[int, ...]
+    pin_bytes: int | None
     rate_s: float
     prepare_s: float
     pin_bytes_per_s: float = 2e9
 
 
-# Page-locking is timed before shapes whose caches are made of blocks of those sizes, which would be used again.
 CUDA = Plan(
     models={"opt-13b": Model("opt-13b", {}), "llama3-8b": Model("llama3-8b-1048k", {})},
     first=tuple(Shape("opt-13b", batch, 1920) for batch in (8, 4)),
@@ -75,7 +74,7 @@ CUDA = Plan(
     link_bytes=512 * MIB,
     gather_bytes=512 * MIB,
     copy_bytes=64 * MIB,
-    pin_bytes=(GIB, 2 * GIB, 4 * GIB),
+    pin_bytes=4 * GIB,
     rate_s=15,
     prepare_s=20,
 )
@@ -96,7 +95,7 @@ CPU = Plan(
     link_bytes=MIB // 4,
     gather_bytes=MIB,
     copy_bytes=MIB,
-    pin_bytes=(),
+    pin_bytes=None,
     rate_s=1,
     prepare_s=1,
 )

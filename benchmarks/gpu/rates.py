@@ -7,7 +7,7 @@ gathers and copies are those within RAM.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from harness.offload.fetch import indices
 from harness.offload.links.open import open_link
-from harness.offload.store import KVStore
+from harness.offload.pinned import PinnedSlab
+from harness.offload.store import KVStore, slot_bytes
 from methods.codec import Codec
 
 REPEATS = 5
@@ -41,37 +42,36 @@ class Rate(NamedTuple):
 
 
 def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) -> Iterator[Rate]:
-    """Of one copy of `num_bytes` each way, and of two at once, whose bytes count together.
+    """Of one copy of `num_bytes` each way, and of both at once, whose bytes count together.
 
     bytes_per_s: the emulated link's, None under CUDA. The emulated link is one for both directions; under CUDA each has
     a stream of its own.
     """
     slots = num_bytes // ROW_BYTES
     with ExitStack() as stack:
+        source, target = (stack.enter_context(_store(device, 1, slots)) for _ in range(2))
         there = stack.enter_context(open_link(device, bytes_per_s=bytes_per_s))
         back = stack.enter_context(open_link(device)) if device.type == "cuda" else there
-        source, target = (stack.enter_context(_store(device, 1, slots)) for _ in range(2))
         buffer, rows = source.new_buffer(slots), target.rows_in(target.new_buffer(slots), slots)
 
-        def move(*, h2d: bool = False, d2h: bool = False) -> None:
-            if h2d:
+        def move(ways: Sequence[str]) -> None:
+            if "h2d" in ways:
                 there.prefetch(source, slots, buffer)
-            if d2h:
+            if "d2h" in ways:
                 back.write_back(target, rows, 0)
             there.drain()
             back.drain()
 
-        ways: dict[str, dict[str, bool]] = {"h2d": {"h2d": True}, "d2h": {"d2h": True}}
-        for name, chosen in (ways | {"both at once": {"h2d": True, "d2h": True}}).items():
-            times = seconds(device, partial(move, **chosen))
-            yield Rate(name, [len(chosen) * slots * ROW_BYTES / each for each in times], {"bytes": slots * ROW_BYTES})
+        for ways in (("h2d",), ("d2h",), ("h2d", "d2h")):
+            times = seconds(device, partial(move, ways))
+            moved = len(ways) * slots * ROW_BYTES
+            yield Rate(" with ".join(ways), [moved / each for each in times], {"bytes": moved})
 
 
 def gather_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
     """Of the gather of a fifth of `num_bytes` of slots, in order within a head as a selection is, by size of row."""
     for codec, head_dim in ROWS:
-        slot_bytes = 2 * Codec(codec).row_bytes(head_dim)
-        heads = max(1, num_bytes // (CAPACITY * slot_bytes))
+        heads = max(1, num_bytes // (CAPACITY * slot_bytes(Codec(codec), head_dim)))
         with _store(device, heads, CAPACITY, head_dim, codec) as store:
             chosen = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
             mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, chosen, True)
@@ -90,14 +90,15 @@ def copy_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
                 yield Rate(name, samples, {"piece_bytes": piece, "pieces": heads})
 
 
-def pin_rates(device: torch.device, sizes: tuple[int, ...]) -> Iterator[Rate]:
-    """Of page-locking, one sample for each of `sizes`: memory that was pinned before may be used again."""
-    samples = []
-    for size in sizes:
-        began = time.perf_counter()
-        with _store(device, 1, size // ROW_BYTES):
-            samples.append(size / (time.perf_counter() - began))
-    yield Rate("page-locking", samples, {"bytes": list(sizes)})
+def pin_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
+    """Of page-locking `num_bytes` that no one touched before."""
+    times = []
+    for _ in range(REPEATS):
+        began = _idle(device)
+        slab = PinnedSlab(num_bytes)
+        times.append(_idle(device) - began)
+        slab.close()
+    yield Rate("page-locking", [num_bytes / each for each in times], {"bytes": num_bytes})
 
 
 def seconds(device: torch.device, run: Callable[[], object]) -> list[float]:
@@ -119,15 +120,19 @@ def _load_rates(device: torch.device, store: KVStore, request: int | Tensor, num
 def _store(
     device: torch.device, heads: int, capacity: int, head_dim: int = HEAD_DIM, codec: str = "fp16"
 ) -> Iterator[KVStore]:
-    """A store in host memory, freed in the end."""
+    """A store in host memory, page-locked under CUDA, freed in the end."""
+    num_bytes = heads * capacity * slot_bytes(Codec(codec), head_dim)
+    slab = PinnedSlab(num_bytes) if device.type == "cuda" else None
     store = KVStore(
         batch=1, num_kv_heads=heads, capacity=capacity, head_dim=head_dim, dtype=torch.float16, codec=Codec(codec),
-        placement="host", device=device,
+        placement="host", device=device, slab=slab,
     )  # fmt: skip
     try:
         yield store
     finally:
         store.free()
+        if slab is not None:
+            slab.close()
 
 
 def _idle(device: torch.device) -> float:

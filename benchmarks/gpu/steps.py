@@ -16,18 +16,17 @@ from benchmarks.live import measure, random_model, render, rows_of
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
-from harness.offload.memory import require_memory
+from harness.offload.memory import tensor_bytes
 from harness.resources import Kept
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import LABELS
 from harness.speed.cell import SharedPrompt, run_shared_prompt
 from harness.speed.result import LatencyResult
+from harness.speed.run import require_shared_prompt
 from methods.infinigen import InfiniGen
 
 CALIBRATION_TOKENS = 128
 """As a head has elements: random weights teach no more, and the SVD of each of 1,600 heads takes milliseconds."""
-ROOM = 1.25
-"""Free memory over the bytes of a cache, for a shared prompt to stay beside it."""
 
 Attempt = Callable[[str, float, Callable[[], None]], None]
 """Does something of that name and estimated seconds, unless the time left is less; reports what fails."""
@@ -53,7 +52,7 @@ class Steps:
         with attach(self._models.get(shape.model, partial(self._build, shape.model))) as attached:
             cache_bytes = shape.batch * (shape.prompt + self.plan.gen_len) * _token_bytes(attached)
             calibration = self._calibrations.get(shape.model, partial(self._calibrate, attached))
-            prompt = self._prompt(attached, shape, cache_bytes)
+            prompt = self._prompt(attached, shape)
 
             def time_label(label: str) -> None:
                 began = time.perf_counter()
@@ -78,11 +77,11 @@ class Steps:
         vocabulary = attached.model.config.vocab_size
         return torch.randint(vocabulary, (batch, length), generator=generator).to(self.device)
 
-    def _prompt(self, attached: Attached, shape: Shape, cache_bytes: int) -> SharedPrompt | Tensor:
+    def _prompt(self, attached: Attached, shape: Shape) -> SharedPrompt | Tensor:
         """Run for all labels, the second time timed; its ids, which each label runs, where it cannot stay in memory."""
         ids = self._ids(attached, shape.batch, shape.prompt)
         try:
-            require_memory(_shared_bytes(attached, shape) + int(ROOM * cache_bytes), self.device)
+            require_shared_prompt(attached, shape.batch, shape.prompt, self.plan.gen_len)
         except UserError:
             return ids
         run_shared_prompt(attached, ids)  # kernels of this shape are chosen and loaded
@@ -104,8 +103,8 @@ class Steps:
     ) -> LatencyResult:
         cell_shape, rate = self._cell_shape(shape, label), self.link_bytes_per_s
         result = measure(attached, prompt, label, cell_shape, bytes_per_s=rate, calibration=calibration)
-        beside = _shared_bytes(attached, shape) if isinstance(prompt, SharedPrompt) else 0
-        if self.device.type == "cuda":  # measured there, the shared prompt with it
+        if self.device.type == "cuda" and isinstance(prompt, SharedPrompt):  # measured there, with the prompt
+            beside = tensor_bytes(tuple(prompt.prompt.layers))
             result = replace(result, peak_device_bytes=result.peak_device_bytes - beside)
         return result
 
@@ -131,10 +130,3 @@ def _token_bytes(attached: Attached) -> int:
     """Of a token's K and V in all layers, in the compute dtype."""
     geometry = attached.geometry
     return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * attached.dtype.itemsize
-
-
-def _shared_bytes(attached: Attached, shape: Shape) -> int:
-    """Of the queries, keys and values of a shape's prompt."""
-    geometry = attached.geometry
-    queries_too = (geometry.num_heads + 2 * geometry.num_kv_heads) / (2 * geometry.num_kv_heads)
-    return int(shape.batch * shape.prompt * _token_bytes(attached) * queries_too)
