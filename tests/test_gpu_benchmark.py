@@ -14,6 +14,7 @@ from benchmarks.gpu import command, rates, steps
 from benchmarks.gpu.plan import CPU, CUDA, LONG, PLANS, SYSTEMS, Shape
 from benchmarks.gpu.report import Report
 from harness.errors import UserError
+from harness.offload import pinned
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import LABELS
 from harness.tables import columns
@@ -239,6 +240,16 @@ def test_the_plan_for_a_gpu_is_that_of_the_figures():
         limit = yaml.safe_load(file.read_text())["shape"]["max_position_embeddings"]
         assert shape.prompt + CUDA.gen_len <= limit
         LatencyConfig(shape.batch, shape.prompt, CUDA.gen_len, CUDA.warmup_steps, CUDA.timed_steps, 2)
+
+
+def test_page_locking_is_timed_anew_each_time(monkeypatch):
+    locked, unlocked = [], []
+    monkeypatch.setattr(pinned, "_lock", lambda address, num_bytes: locked.append(num_bytes))
+    monkeypatch.setattr(pinned, "_unlock", unlocked.append)
+    (rate,) = rates.pin_rates(torch.device("cpu"), 2**20)
+    assert (rate.name, rate.at) == ("page-locking", {"bytes": 2**20})
+    assert locked == [2**20] * rates.REPEATS and len(unlocked) == len(rate.samples) == rates.REPEATS
+    assert min(rate.samples) > 0
 
 
 @gpu

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 class Plan:
     """first, then: shapes to be timed before and after the rates of gathers, copies and pinning.
 
-    warmup_steps, timed_steps: of each cell, twice the latter being timed; of pageable memory, one and one. link_bytes,
+    warmup_steps, timed_steps: of a cell, which times the latter twice; of pageable memory, one each. link_bytes,
     gather_bytes, copy_bytes, pin_bytes: how much at a time; None where nothing is page-locked.
     rate_s, prepare_s: seconds allowed for a part of rates, and for a model or a shape before its first cell.
     pin_bytes_per_s: of page-locking, as supposed before a cell has been timed.
