@@ -520,7 +520,7 @@ def test_the_benchmark_needs_neither_hydra_nor_lm_eval_nor_pandas():
     program = (
         "import sys\n"
         "for name in ('hydra', 'omegaconf', 'lm_eval', 'pandas', 'datasets', 'matplotlib'): sys.modules[name] = None\n"
-        "import benchmarks.live"
+        "import benchmarks.live, benchmarks.gpu.command"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-500:]

@@ -121,7 +121,7 @@ def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached, prompts:
         return prompt_ids(config, loaded).to(attached.device)
 
     def run_densely() -> SharedPrompt:
-        _require_memory(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
+        require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
         return run_shared_prompt(attached, prompt_ids(config, loaded))
 
     key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
@@ -144,7 +144,7 @@ def random_ids(loaded: LoadedModel, batch: int, length: int, seed: int) -> Tenso
     return torch.randint(loaded.model.config.vocab_size, (batch, length), generator=generator)
 
 
-def _require_memory(attached: Attached, batch: int, prompt: int, gen: int) -> None:
+def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
     """Refuse a shape before its shared prompt is run: what the pass keeps and needs, and the cache, uncompressed. A
     session, which may run the prompt by itself, asks for its own (`harness.offload.memory`)."""
     geometry = attached.geometry
