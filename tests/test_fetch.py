@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from living import PROMPTS, STEPS, attached_with_link, force, live, open_live
 from torch import Tensor
 
-from harness.offload.fetch import Fetcher, indices, places
+from harness.offload.compact import indices, places
+from harness.offload.fetch import Fetcher
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link, Ticket, Transfer
 from harness.offload.request import Part, SlotRequest

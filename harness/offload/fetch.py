@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.offload.compact import indices, places
 from harness.offload.links.link import Link, Ticket
 from harness.offload.request import Part, SlotRequest, num_requested
 from harness.offload.store import KVStore
@@ -224,42 +225,9 @@ class Fetcher:
         pending.tickets.append(self.link.prefetch(pending.store, request, buffer))
 
 
-def indices(mask: Tensor, cap: int) -> Tensor:
-    """Slots where `mask` [batch, heads, slots] holds, in order: int64 [batch, heads, cap], -1 behind the last.
-
-    At most `cap` may hold in a head. No device sync.
-    """
-    order = torch.where(mask, mask.cumsum(-1) - 1, cap)
-    slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
-    found = order.new_full((*mask.shape[:-1], cap + 1), -1)
-    return found.scatter_(-1, order, slots)[..., :cap]
-
-
 def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
     """`bias` [batch, 1 or heads, group or 1, slots] at `slots` [batch, heads, n]: [batch, heads, group or 1, 1, n]."""
     if bias is None:
         return None
     index = slots.clamp(min=0).unsqueeze(2).expand(-1, -1, bias.shape[2], -1)
     return bias.expand(-1, slots.shape[1], -1, -1).gather(-1, index).unsqueeze(3)
-
-
-def places(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the selected slots go in a kept buffer, those that are there already staying.
-
-    mask: bool [batch, heads, slots]; resident: int64 [batch, heads, places], the slot in each place, -1 for none.
-    Returns the slots to fetch by place (-1 for none) and the new `resident`, which holds exactly the selection.
-    """
-    stays = (resident >= 0) & mask.gather(-1, resident.clamp(min=0))
-    room = resident.shape[-1]
-    missing, free = indices(mask & ~_held(mask, resident, stays), room), indices(~stays, room)
-    fetch = resident.new_full((*resident.shape[:-1], room + 1), -1)
-    fetch.scatter_(-1, torch.where(free >= 0, free, room), missing)
-    fetch = fetch[..., :room]
-    return fetch, torch.where(stays, resident, fetch)
-
-
-def _held(mask: Tensor, resident: Tensor, stays: Tensor) -> Tensor:
-    """Slots that stay in the buffer, bool shaped like `mask`."""
-    slots = mask.shape[-1]
-    padded = mask.new_zeros((*mask.shape[:-1], slots + 1))
-    return padded.scatter_(-1, torch.where(stays, resident, slots), True)[..., :slots]

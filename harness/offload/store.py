@@ -27,7 +27,7 @@ from harness.errors import UserError
 from harness.offload.gather import gather_rows, scatter_rows
 from harness.offload.memory import require_memory
 from harness.offload.request import Part, SlotRequest, num_requested
-from methods.codec import FLOAT_DTYPES, AnyCodec
+from methods.codec import AnyCodec
 
 Placement = Literal["device", "host"]
 
@@ -104,12 +104,6 @@ class KVStore:
         """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether rows are stored in the dtype that is computed in: `unpack` gives views of them."""
-        halves = (self.codec.keys.name, self.codec.values.name)
-        return all(FLOAT_DTYPES.get(name) == self.dtype for name in halves)
-
     def num_bytes(self, request: int | Tensor) -> int | Tensor:
         """Payload bytes of so many slots of every head, or of the slot indices that are not negative."""
         if isinstance(request, int):
@@ -141,8 +135,8 @@ class KVStore:
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
         rows = torch.cat([self.codec.keys.encode(keys), self.codec.values.encode(values)], dim=-1)
-        missing = self.slot_bytes - rows.shape[-1]
-        return pad(rows, (0, missing)) if missing else rows
+        room = self.slot_bytes - rows.shape[-1]
+        return pad(rows, (0, room)) if room else rows
 
     def unpack(self, rows: Tensor) -> KeyValue:
         """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
