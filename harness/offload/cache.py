@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.offload.fetch import Fetched, Fetcher
 from harness.offload.store import KeyValue, KVStore
 from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from methods.codec import FLOAT_DTYPES
 from methods.evicting import EvictingState
 
 
@@ -112,7 +113,9 @@ class LayerCache:
     def joins_own(self) -> bool:
         """Whether attention may find the own row behind those that are fetched: they are stored as they are computed
         with, and no method looks at their scores."""
-        return self.store.is_exact and (self.state is None or self.method.names_rows)
+        codec = self.store.codec
+        stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
+        return stored == {self.store.dtype} and (self.state is None or self.method.names_rows)
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         """Slots that may hold a token before the step that is so many ahead; its own token comes behind them."""

@@ -31,7 +31,7 @@ from harness.offload.memory import require_memory
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
-from methods.codec import FLOAT_DTYPES, AnyCodec
+from methods.codec import AnyCodec
 
 Placement = Literal["device", "host"]
 
@@ -105,12 +105,6 @@ class KVStore:
     def d2h_bytes(self) -> int:
         """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether rows are stored in the dtype that is computed in: `unpack` gives views of them."""
-        halves = (self.codec.keys.name, self.codec.values.name)
-        return all(FLOAT_DTYPES.get(name) == self.dtype for name in halves)
 
     def num_bytes(self, request: int | Chosen) -> int | Tensor:
         """Payload bytes of so many slots of every head, or of the slots that are chosen."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.offload.cache import LayerCache
-from harness.offload.fetch import Fetched, indices
+from harness.offload.compact import indices
+from harness.offload.fetch import Fetched
 from harness.offload.store import KeyValue
 from methods.base import Selection
 
