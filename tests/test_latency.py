@@ -437,13 +437,14 @@ def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, ca
     assert the_record()["status"] == "failed"
 
 
-def test_the_cache_of_all_layers_is_asked_for_at_once(tiny_gqa, ids, monkeypatch):
+def test_the_cache_of_all_layers_and_its_buffers_are_asked_for_at_once(tiny_gqa, ids, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "harness.offload.session.require_memory", lambda num_bytes, home: asked.append((num_bytes, home.type))
+        "harness.offload.session.require_session", lambda needed, device: asked.append((needed, device.type))
     )
     timed(tiny_gqa, ids, Cell(Full(), SHAPE, codec=Codec("int4")))
-    assert asked == [((PROMPT + 12) * 2 * (EXACT + INT4), "cpu")]
+    slots, buffers = (PROMPT + 12) * 2 * (EXACT + INT4), (PROMPT + 12) * 2 * (EXACT + INT4)
+    assert asked == [((slots, buffers), "cpu")], "two exempt layers' own buffers, and two in turn for the others"
 
 
 # Grids

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from harness.errors import UserError
 from harness.offload.links.emulated import EmulatedLink, default_bytes_per_s, measure_copy_rate
 from harness.offload.links.open import open_link
+from harness.offload.pinned import PinnedSlab, aligned
 from harness.offload.store import KVStore
 from methods.codec import Codec
 
@@ -323,7 +324,9 @@ def test_a_rate_under_cuda_is_refused():
 @pytest.mark.parametrize(("overlap", "pinned"), [(True, True), (False, True), (False, False)])
 def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
     device = torch.device("cuda")
-    store, reference = make_store(codec, device, pinned=pinned), make_store(codec)
+    reference = make_store(codec)
+    slab = PinnedSlab(aligned(reference.nbytes)) if pinned else None
+    store = make_store(codec, device, slab=slab)
     keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
     index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
     reference.write(reference.pack(keys, values), at=0)
@@ -347,3 +350,5 @@ def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
     rows = BATCH * HEADS * store.slot_bytes
     assert [transfer.num_bytes for transfer in transfers] == [rows * count for count in (CAPACITY, 1, 3, 7)]
     assert (store.h2d_bytes, store.d2h_bytes) == (rows * 10, rows * (CAPACITY + 1))
+    if slab is not None:
+        slab.close()

@@ -40,8 +40,13 @@ class PromptKeeper(Handler):
         self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.layers.append((query, key, value))
+        self.layers.append((_alone(query), _alone(key), _alone(value)))
         return prompt_attention(query, key, value, self.scale, self.padding)
+
+
+def _alone(states: Tensor) -> Tensor:
+    """`states`, copied where they are a part of a larger tensor, a fused projection, that would be kept with them."""
+    return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
 
 
 def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
