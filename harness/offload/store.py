@@ -17,6 +17,7 @@ the store belongs to the link, which keeps the order of its reads and writes.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,8 +25,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
+from harness.offload.copies import copy_heads, copy_part
 from harness.offload.gather import gather_rows, scatter_rows, warm
 from harness.offload.memory import require_memory
+from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from methods.codec import AnyCodec
@@ -43,10 +46,10 @@ class KeyValue(NamedTuple):
 class KVStore:
     """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts what crosses the link exactly.
 
-    dtype and device are the computation's. `pinned` applies to host placement under CUDA: page-locked memory,
-    which asynchronous transfers need (PyTorch rounds such allocations up to a power of two); pageable memory
-    makes every transfer wait. tuning: of the link to the device. Raises UserError where the slots do not fit into
-    memory, or for an unknown placement.
+    dtype and device are the computation's. slab: page-locked memory that the slots of host placement are taken from,
+    which asynchronous transfers and kernels need under CUDA; without one they lie in pageable memory, from which every
+    transfer waits. tuning: of the link to the device. Raises UserError where the slots do not fit into memory, or for
+    an unknown placement.
     """
 
     def __init__(
@@ -60,23 +63,23 @@ class KVStore:
         codec: AnyCodec,
         placement: Placement,
         device: torch.device,
-        pinned: bool = True,
+        slab: PinnedSlab | None = None,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         if placement not in ("device", "host"):
             raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
-        self.device, self.pinned = device, pinned and placement == "host" and device.type == "cuda"
+        self.device, self.pinned = device, slab is not None
         self.tuning = tuning
-        self.slots = self._allocate(batch, num_kv_heads, capacity)
+        self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
-        return -(-(self.key_bytes + self.codec.values.row_bytes(self.head_dim)) // 4) * 4
+        """Bytes of one token's K and V of one KV head."""
+        return slot_bytes(self.codec, self.head_dim)
 
     @property
     def key_bytes(self) -> int:
@@ -125,7 +128,8 @@ class KVStore:
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
         rows = torch.cat([self.codec.keys.encode(keys), self.codec.values.encode(values)], dim=-1)
-        return pad(rows, (0, self.slot_bytes - rows.shape[-1]))
+        room = self.slot_bytes - rows.shape[-1]
+        return pad(rows, (0, room)) if room else rows
 
     def unpack(self, rows: Tensor) -> KeyValue:
         """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
@@ -160,12 +164,8 @@ class KVStore:
         Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
         capacity.
         """
-        if isinstance(request, int):
-            _copy(self.slots[:, :, : self._checked(request)], rows)
-            moved: int | Tensor = rows.numel() // self.slot_bytes
-        elif isinstance(request, Part):
-            self._load_part(request, rows)
-            moved = len(rows)
+        if isinstance(request, int | Part):
+            moved: int | Tensor = self._copy_out(request, rows)
         else:
             request = chosen(request)
             self._load_chosen(request, rows)
@@ -183,29 +183,14 @@ class KVStore:
         gather_rows(self.slots, index.cpu(), staged)
         rows[index >= 0] = staged.to(self.device)[index >= 0]
 
-    def _load_part(self, part: Part, rows: Tensor) -> None:
-        """A copy a head."""
-        count = self._checked(part.num_slots)
-        for head in range(part.begin // count, -(-part.end // count)):
-            first, last = max(part.begin, head * count), min(part.end, (head + 1) * count)
-            slots = self.slots.flatten(0, 1)[head, first - head * count : last - head * count]
-            rows[first - part.begin : last - part.begin].copy_(slots, non_blocking=True)
-
     def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
 
         at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative
         ones writing nothing. Asynchronous and raising as `load`.
         """
-        num_rows = rows.shape[2]
         if isinstance(at, int):
-            column = slice(at, self._checked(at + num_rows))
-            if rows.is_cuda and self._reachable and num_rows * self.slot_bytes < self.tuning.min_copy_bytes:
-                index = torch.arange(at, at + num_rows, device=self.device)
-                scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
-            else:
-                _copy(rows, self.slots[:, :, column])
-            moved: int | Tensor = rows.numel() // self.slot_bytes
+            moved: int | Tensor = self._copy_in(rows, at)
         else:
             index, moved, _ = chosen(at)
             if rows.is_cuda and not self._reachable:
@@ -219,16 +204,42 @@ class KVStore:
         """Gives the slots back; the store holds none afterwards. Drain the link before."""
         self.slots = self.slots.new_empty(0, 0, 0, self.slot_bytes)
 
+    def _copy_out(self, request: int | Part, rows: Tensor) -> int:
+        """The first slots of every head, or a part of them; returns the number of rows."""
+        part = request if isinstance(request, Part) else self._first(request)
+        self._checked(part.num_slots)
+        copy_part(self.slots, rows.view(-1, self.slot_bytes), part)
+        return part.end - part.begin
+
+    def _copy_in(self, rows: Tensor, at: int) -> int:
+        """Rows of every head from column `at` on; returns their number. Few rows a head are short lines, as a step's
+        own row is: a kernel writes them where it can, and else the host, from one copy of them all."""
+        num_rows = rows.shape[2]
+        column = self.slots[:, :, at : self._checked(at + num_rows)]
+        if rows.device == column.device or num_rows * self.slot_bytes >= self.tuning.min_copy_bytes:
+            copy_heads(rows, column)
+        elif self._reachable:
+            index = torch.arange(at, at + num_rows, device=self.device)
+            scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
+        else:
+            column.copy_(rows.cpu())
+        return rows.shape[:3].numel()
+
+    def _first(self, count: int) -> Part:
+        """The first slots of every head."""
+        return Part(0, self.slots.shape[:2].numel() * count, count)
+
     @property
     def _reachable(self) -> bool:
         """Whether a kernel on the device can address the slots."""
         return self.placement == "device" or self.pinned
 
-    def _allocate(self, batch: int, num_kv_heads: int, capacity: int) -> Tensor:
+    def _allocate(self, shape: tuple[int, ...], slab: PinnedSlab | None) -> Tensor:
+        if slab is not None:
+            return slab.take(shape)
         home = self.device if self.placement == "device" else torch.device("cpu")
-        shape = (batch, num_kv_heads, capacity, self.slot_bytes)
-        require_memory(torch.Size(shape).numel(), home)
-        return torch.empty(shape, dtype=torch.uint8, device=home, pin_memory=self.pinned)
+        require_memory(math.prod(shape), home)
+        return torch.empty(shape, dtype=torch.uint8, device=home)
 
     def _checked(self, end: int) -> int:
         if not 0 <= end <= self.capacity:
@@ -236,15 +247,6 @@ class KVStore:
         return end
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    """`target.copy_(source)`, [batch, num_kv_heads, n, slot_bytes] on either side, asynchronous where it can
-    be.
-
-    Between host and device a strided copy would be staged by the host; each head's rows are contiguous, so
-    they go one by one as plain asynchronous copies.
-    """
-    if source.device == target.device:
-        target.copy_(source)
-        return
-    for from_head, to_head in zip(source.flatten(0, 1), target.flatten(0, 1), strict=True):
-        to_head.copy_(from_head, non_blocking=True)
+def slot_bytes(codec: AnyCodec, head_dim: int) -> int:
+    """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
+    return -(-(codec.keys.row_bytes(head_dim) + codec.values.row_bytes(head_dim)) // 4) * 4
