@@ -1,7 +1,6 @@
 """The Triton kernels without a GPU: their machine code, compiled for several of them, and their values, interpreted."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -18,11 +17,9 @@ COUNTS = ((384, 2048), (385, 2047), (1, 17))
 
 
 def kernels(name: str):
-    """A module of kernels, to be interpreted where there is no GPU."""
+    """A module of kernels; conftest has them interpreted where there is no GPU."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
-    if DEVICE.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     return importlib.import_module(f"harness.offload.kernels.{name}")
 
 
@@ -48,10 +45,10 @@ def launch_moves() -> None:
 def launch_lists() -> None:
     from harness.offload.kernels.compact import indices, places
 
-    for num_rows, num_slots in COUNTS:
-        mask = torch.empty(2, 1, num_slots, dtype=torch.bool).expand(-1, 3, -1)
+    masks = [torch.empty(2, 1, num_slots, dtype=torch.bool).expand(-1, 3, -1) for _, num_slots in COUNTS]
+    for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
         indices(mask, num_rows)
-    for num_rows, num_slots in COUNTS:
+    for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
         places(mask, torch.empty(2, 3, num_rows, dtype=torch.int64))
 
 
@@ -79,7 +76,8 @@ def test_rows_are_moved_at_full_width_by_one_binary_of_few_registers():
         width = next(width for width in (16, 8, 4) if slot_bytes % width == 0)
         listed = 8 * (width != 8)  # the index and the places are loaded in 8 bytes, too
         assert set(binary.accesses) == {f"load {width}", f"store {width}"} | ({"load 8"} if listed else set()), binary
-        assert binary.accesses[f"store {width}"] == Tuning().tile_bytes // width // 128 or width < 16, (kind, binary)
+        if width == 16:
+            assert binary.accesses["store 16"] == Tuning().tile_bytes // (16 * 128), f"{kind}: idle threads, {binary}"
 
 
 def test_lists_are_made_by_one_binary_of_few_registers():
@@ -107,7 +105,7 @@ def masks_and_residents(draw):
     return mask.expand(-1, heads, -1), resident
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(masks_and_residents(), st.sampled_from([4, 1024]))
 def test_lists_are_those_of_the_cpu(case, block):
     module = kernels("compact")
@@ -131,11 +129,12 @@ def test_lists_take_a_mask_of_any_strides():
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the address space of a file is the host's")
 def test_rows_beyond_two_to_the_31_words_are_found(tmp_path):
-    """Of a sparse file, which takes no memory: the last slots of either of two heads of 6 GiB."""
-    capacity, slot_bytes = 6 * 2**30 // 512, 512
-    size = 2 * capacity * slot_bytes
-    slots = torch.from_file(str(tmp_path / "slots"), shared=True, size=size, dtype=torch.uint8)
-    slots = slots.view(1, 2, capacity, slot_bytes)
+    """Of a sparse file, which takes no memory: the last slots of either of two heads of 6 GiB. A word's number that
+    wrapped at 32 bits would fall into the 8 GiB before."""
+    capacity, slot_bytes, before = 6 * 2**30 // 512, 512, 8 * 2**30
+    size = before + 2 * capacity * slot_bytes
+    file = torch.from_file(str(tmp_path / "slots"), shared=True, size=size, dtype=torch.uint8)
+    slots = file[before:].view(1, 2, capacity, slot_bytes)
     rows = torch.randint(256, (1, 2, 2, slot_bytes), dtype=torch.uint8)
     index = torch.tensor([[[capacity - 1, 0], [5, capacity - 1]]])
     module, back = kernels("gather"), torch.zeros_like(rows)

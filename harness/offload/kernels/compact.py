@@ -112,18 +112,8 @@ def places(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     missing, free, after = (torch.empty_like(resident, memory_format=torch.contiguous_format) for _ in range(3))
     if resident.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        _list_missing[(batch * heads,)](
-            mask,
-            resident.contiguous(),
-            torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device),
-            missing,
-            free,
-            after,
-            heads,
-            *mask.stride()[:2],
-            num_slots,
-            resident.shape[-1],
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-        )
+        wanted = torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device)
+        lists = (mask, resident.contiguous(), wanted, missing, free, after)
+        sizes = (heads, *mask.stride()[:2], num_slots, resident.shape[-1])
+        _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return missing, free, after
