@@ -1,7 +1,6 @@
 """Row gather and scatter by index, on the CPU and as the Triton kernel, against a loop."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from harness.offload.request import Chosen, chosen
 from harness.offload.tuning import Tuning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined; lets it run on CPU tensors
 
 cases = st.fixed_dictionaries(
     {

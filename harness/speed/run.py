@@ -83,7 +83,7 @@ def opened_link(config: RunConfig, device: torch.device, rate: LinkRate) -> Iter
         yield None
         return
     bytes_per_s = rate.bytes_per_s if device.type == "cpu" else None
-    with open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap) as link:
+    with open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap, tuning=rate.tuning) as link:
         yield link
 
 
