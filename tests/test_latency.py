@@ -190,7 +190,7 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
             "infinigen+reuse": Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=True),
         }.items()
     }
-    assert timed(tiny_gqa, ids, Cell(Full(), SHAPE)).metrics()["device_bytes"] == peak["offload"]
+    assert timed(tiny_gqa, ids, Cell(Full(), SHAPE)).metrics()["device_kv_bytes"] == peak["offload"]
     layer, selected = (PROMPT + 12) * EXACT, 5 * EXACT
     assert peak["ideal"] == 4 * layer
     assert peak["offload"] == 2 * layer, "two buffers that take turns"
@@ -443,8 +443,9 @@ def test_the_cache_of_all_layers_and_its_buffers_are_asked_for_at_once(tiny_gqa,
         "harness.offload.session.require_session", lambda needed, device: asked.append((needed, device.type))
     )
     timed(tiny_gqa, ids, Cell(Full(), SHAPE, codec=Codec("int4")))
-    slots, buffers = (PROMPT + 12) * 2 * (EXACT + INT4), (PROMPT + 12) * 2 * (EXACT + INT4)
-    assert asked == [((slots, buffers), "cpu")], "two exempt layers' own buffers, and two in turn for the others"
+    exact, coded = (PROMPT + 12) * EXACT, (PROMPT + 12) * INT4
+    slots = 2 * (-(-exact // 256) + -(-coded // 256)) * 256  # each layer's begin at multiples of 256
+    assert asked == [((slots, 2 * (exact + coded)), "cpu")], "a buffer of each exempt layer, two in turn for the others"
 
 
 # Grids

@@ -24,8 +24,9 @@ class LatencyResult:
     dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
     [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac, device_frac: over all
     steps.
-    device_bytes: what the cache and the method keep on the device, buffers included. peak_device_bytes: while decoding;
-    on the CPU the weights that are there, buffers of streamed ones included, and device_bytes.
+    device_kv_bytes: what the cache and the method keep on the device, buffers included. pinned_bytes: page-locked host
+    memory. peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included,
+    and device_kv_bytes.
     """
 
     shape: LatencyConfig
@@ -40,7 +41,8 @@ class LatencyResult:
     weights_on_device: float | None
     transferred_bytes: int
     link_busy_s: float
-    device_bytes: int
+    device_kv_bytes: int
+    pinned_bytes: int
     peak_device_bytes: int
     kv_frac: float
     device_frac: float
@@ -82,7 +84,7 @@ class LatencyResult:
             "weight_bytes": None if self.weight_bytes is None else round(self._of_all_steps(self.weight_bytes)),
             "weights_on_device": self.weights_on_device,
             "device_read_bytes": round(self._of_all_steps(self.device_read_bytes)),
-            "device_bytes": self.device_bytes,
+            "device_kv_bytes": self.device_kv_bytes,
             "exposed_transfer_s": self._of_all_steps(exposed_s),
             "link_bytes_per_s": self.link_bytes_per_s,
             "peak_device_bytes": self.peak_device_bytes,
@@ -93,7 +95,10 @@ class LatencyResult:
 
     def samples(self) -> dict[str, Any]:
         """Everything raw."""
-        sums = ("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes", "transferred_bytes", "link_busy_s")
+        sums = (
+            *("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes", "transferred_bytes", "pinned_bytes"),
+            "link_busy_s",
+        )
         return {name: getattr(self, name) for name in ("dense_s", "begin_s", "step_s", "segments", *sums)}
 
     def _of_all_steps(self, timed: float) -> float:
