@@ -53,13 +53,10 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DE
 
 def warm(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TUNING) -> None:
     """Under CUDA compile and load the kernels for rows as wide as those of `slots`, moving none."""
-    if device.type != "cuda":
-        return
-    nothing = torch.full((*slots.shape[:2], 1), -1, device=device)
-    rows = torch.empty((*slots.shape[:2], 1, slots.shape[3]), dtype=torch.uint8, device=device)
-    for places in (None, nothing):
-        gather_rows(slots, nothing, rows, places, tuning)
-    scatter_rows(slots, nothing, rows, tuning)
+    if device.type == "cuda":
+        from harness.offload.kernels import gather as kernels
+
+        kernels.warm(slots, device, tuning)
 
 
 def _gather_head(slots: Tensor, index: Tensor, rows: Tensor, places: Tensor | None) -> None:
