@@ -17,9 +17,9 @@ from cases import CASES, WIDE
 from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from living import PROMPT, PROMPTS, calibration, token_batch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.model.tiny import tiny_model
-from harness.offload import memory
 from harness.offload.links.cuda import CudaLink
 from harness.offload.session import LiveSession
 from harness.settings.systems import LABELS, System
@@ -34,9 +34,7 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> Iterator[Trace]:
-    """A fake GPU in a machine with enough memory."""
-    monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
+def gpu() -> Iterator[Trace]:
     with fake_gpu() as trace:
         yield trace
 
@@ -52,9 +50,12 @@ def opened(trace: Trace, model: Any, real: Tensor, method: Method, *, overlap: b
     """A session, and the token [batch] after its prompts, real bool [batch, prompt] on the CPU."""
     with trace.follow(model) as attached:
         geometry = attached.geometry
-        measured = {name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()}
+        measured = {
+            name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()
+        }
         link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
-        session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=measured, **options)
+        known = {name: trace.know(each) for name, each in measured.items()}
+        session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=known, **options)
         trace.restart()
         ids = torch.empty(real.shape, dtype=torch.int64, device=CUDA)
         yield session, session.prefill(ids, trace.know(real)).argmax(-1)
@@ -131,15 +132,15 @@ def test_the_trace_finds_what_it_is_for(gpu):
 
 
 def test_the_trace_looks_at_what_a_kernel_gets(gpu):
-    from harness.offload import triton_gather
+    from harness.offload import gather
 
     slots, rows = torch.empty(2, 2, 8, 64, dtype=torch.uint8, pin_memory=True), torch.empty(2, 2, 3, 64, device=CUDA)
     index = torch.empty(2, 2, 3, dtype=torch.int64, device=CUDA)
     rows = rows.to(torch.uint8)
     gpu.restart()
-    triton_gather.gather_rows(slots, index, rows)
+    gather.gather_rows(slots, index, rows)
     assert gpu.faults == []
-    triton_gather.gather_rows(torch.empty(slots.shape, dtype=torch.uint8), index, rows)
+    gather.gather_rows(torch.empty(slots.shape, dtype=torch.uint8), index, rows)
     assert "not on the device" in gpu.faults[-1][1]
 
 
