@@ -187,5 +187,6 @@ def largest(
         LEAST=least,
         MEAN_OF=0 if within is None else triton.next_power_of_2(sets),
         TILE=ELEMENTS,
+        num_warps=8,
     )
     return mask, taken
