@@ -115,13 +115,14 @@ def write(store: KVStore, at: int, values: Tensor) -> None:
 
 
 def fetched(fetcher: Fetcher, store: KVStore, mask: Tensor) -> list[float]:
-    """First elements of the present rows' values; keys and values must agree, and absent values be 0."""
+    """First elements of the present rows' values; keys and values must agree, and absent ones be numbers."""
     fetcher.request_selected(0, store, mask, 3)
     fetcher.wait(0)
-    keys, values, present, bias = fetcher.take(0)
+    rows, present, bias = fetcher.take(0)
+    keys, values = store.unpack(rows)
     assert bias is None
     assert torch.equal(keys[present], values[present])
-    assert not values[~present].any()
+    assert values.isfinite().all()
     return sorted(values[present][:, 0].tolist())
 
 
@@ -176,6 +177,9 @@ class LatestLink(Link):
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
         return self._submit(rows, lambda: store.write(rows, at))
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        return self._submit(target.fill_(0xFF), lambda: target.copy_(source))
 
     def _submit(self, rows: Tensor, move: Callable[[], object]) -> Ticket:
         self.queue.append(Deferred(self, rows, move))
@@ -251,7 +255,8 @@ def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
             got, moved = fetcher.take(layer), stores[layer].h2d_bytes
             assert got.present is None and moved == 2 * 3 * count * stores[layer].slot_bytes
             expected = stores[layer].fetch(count)
-            assert torch.equal(got.keys, expected.keys) and torch.equal(got.values, expected.values)
+            keys, values = stores[layer].unpack(got.rows)
+            assert torch.equal(keys, expected.keys) and torch.equal(values, expected.values)
         assert not fetcher.pending(layers)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from harness.errors import UserError
 from harness.offload.links.emulated import EmulatedLink, default_bytes_per_s, measure_copy_rate
 from harness.offload.links.open import open_link
+from harness.offload.pinned import PinnedSlab, aligned
 from harness.offload.store import KVStore
 from methods.codec import Codec
 
@@ -122,6 +123,21 @@ def test_a_transfer_takes_its_bytes_over_the_rate():
     assert sum(ticket.exposed_s for ticket in tickets) == pytest.approx(elapsed, abs=0.1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_plain_tensor_crosses_at_the_rate_of_the_link_and_in_its_turn(overlap):
+    store, _, _ = filled_store()
+    source, target = torch.randint(256, (ALL_BYTES,), dtype=torch.uint8), torch.zeros(ALL_BYTES, dtype=torch.uint8)
+    with EmulatedLink(ALL_BYTES / 0.02, overlap=overlap) as link:
+        link.take_transfers()
+        rows, copied = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)), link.copy(source, target)
+        rows.wait()
+        assert copied.wait() is target and torch.equal(source, target)
+        transfers = link.take_transfers()
+    assert [(each.direction, each.num_bytes) for each in transfers] == 2 * [("h2d", ALL_BYTES)]
+    assert transfers[1].start_s >= transfers[0].end_s and transfers[1].end_s - transfers[1].start_s >= 0.0199
+    assert store.h2d_bytes == ALL_BYTES, "of the rows alone"
+
+
 def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
     store, _, _ = filled_store()
     exposed = {}
@@ -168,6 +184,8 @@ def test_a_failing_copy_ends_in_its_error_everywhere(overlap):
             failing.wait()
         with pytest.raises(IndexError, match="slot index 64"):
             link.prefetch(store, 1, store.new_buffer(1)).wait()
+        with pytest.raises(IndexError, match="slot index 64"):
+            link.copy(torch.zeros(1), torch.zeros(1)).wait()
         with pytest.raises(IndexError, match="slot index 64"):
             link.write_back(store, store.rows_in(store.new_buffer(1), 1), at=0)
         with pytest.raises(IndexError, match="slot index 64"):
@@ -306,7 +324,9 @@ def test_a_rate_under_cuda_is_refused():
 @pytest.mark.parametrize(("overlap", "pinned"), [(True, True), (False, True), (False, False)])
 def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
     device = torch.device("cuda")
-    store, reference = make_store(codec, device, pinned=pinned), make_store(codec)
+    reference = make_store(codec)
+    slab = PinnedSlab(aligned(reference.nbytes)) if pinned else None
+    store = make_store(codec, device, slab=slab)
     keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
     index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
     reference.write(reference.pack(keys, values), at=0)
@@ -330,3 +350,5 @@ def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
     rows = BATCH * HEADS * store.slot_bytes
     assert [transfer.num_bytes for transfer in transfers] == [rows * count for count in (CAPACITY, 1, 3, 7)]
     assert (store.h2d_bytes, store.d2h_bytes) == (rows * 10, rows * (CAPACITY + 1))
+    if slab is not None:
+        slab.close()

@@ -1,7 +1,8 @@
 """Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
 
 Under host placement a request starts a transfer into one of two buffers that take turns, since at most two layers'
-rows are under way: the one computing and the next. Under device placement it is remembered and read in place.
+rows are under way: the one computing and the next. Under device placement whole layers are read in place. In the
+buffers there is room behind each head's rows for the step's own one, so that attention finds all in one piece.
 With `reuse` each layer keeps a buffer of its own, and only rows that are not in it yet cross the link.
 
 Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
@@ -18,32 +19,32 @@ from torch import Tensor
 
 from harness.offload.compact import indices, places
 from harness.offload.links.link import Link, Ticket
-from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_true
+from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested, num_true
 from harness.offload.store import KVStore
 
 
 class Fetched(NamedTuple):
     """Rows of a layer on the device.
 
-    keys, values: [batch, num_kv_heads, n, head_dim], valid until the layer's attention is done. present: bool
-    [batch, num_kv_heads, n], False for rows of no meaning (their values are 0); None where all are present.
+    rows: packed, uint8 [batch, num_kv_heads, n, slot_bytes], and the own one behind them where it was given; valid
+    until the layer's attention is done. present: bool [batch, num_kv_heads, n], False for rows of no meaning, which are
+    those of some other token, or zeros; None where all are present.
     bias: what the selection adds to these rows' scores, [batch, num_kv_heads, group or 1, 1, n]; None for nothing.
     """
 
-    keys: Tensor
-    values: Tensor
+    rows: Tensor
     present: Tensor | None
     bias: Tensor | None
 
 
 class _Pending(NamedTuple):
-    """What a layer was asked for. rows: where the transfers put it; None is read in place."""
+    """What a layer was asked for. places: where it comes to lie, one more a head than there are rows."""
 
     store: KVStore
     request: int | Chosen
     present: Tensor | None
     bias: Tensor | None
-    rows: Tensor | None
+    places: Tensor
     tickets: list[Ticket]
 
 
@@ -138,16 +139,22 @@ class Fetcher:
         for ticket in self._pending[layer].tickets:
             ticket.wait()
 
-    def take(self, layer: int) -> Fetched:
-        """The layer's rows, waiting for them if need be."""
+    def take(self, layer: int, own: Tensor | None = None) -> Fetched:
+        """The layer's rows, waiting for them if need be.
+
+        own: the step's own row, packed, [batch, num_kv_heads, 1, slot_bytes], to come behind them; where rows are read
+        in place, it has been written to the slot there.
+        """
         self.wait(layer)
-        store, request, present, bias, rows, _ = self._pending.pop(layer)
+        store, request, present, bias, places, _ = self._pending.pop(layer)
+        count = num_requested(request)
         if self.link is not None:
             self.h2d_bytes = self.h2d_bytes + store.num_bytes(request)
-        keys, values = store.fetch(request) if rows is None else store.unpack(rows)
-        if present is not None:
-            values = values.masked_fill_(~present.unsqueeze(-1), 0)  # what lay there before may be no number
-        return Fetched(keys, values, present, bias)
+        if own is None:
+            return Fetched(places[:, :, :count], present, bias)
+        if not self._in_place(request):
+            places[:, :, count:] = own
+        return Fetched(places, present, bias)
 
     def write_back(self, layer: int, store: KVStore, rows: Tensor, at: int | Tensor) -> None:
         """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
@@ -201,8 +208,22 @@ class Fetcher:
         present: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> None:
-        rows = None if buffer is None else store.rows_in(buffer, request)
-        self._pending[layer] = _Pending(store, request, present, bias, rows, [])
+        places = self._places(store, request, buffer)
+        self._pending[layer] = _Pending(store, request, present, bias, places, [])
+
+    def _places(self, store: KVStore, request: int | Chosen, buffer: Tensor | None) -> Tensor:
+        """Where the rows of a request come to lie: under device placement they are there at once."""
+        count = num_requested(request)
+        if self._in_place(request):
+            return store.slots[:, :, : count + 1]
+        if buffer is not None:
+            return store.places_in(buffer, count)
+        places = store.places_in(store.new_buffer(count), count)
+        store.load(request, places[:, :, :count])
+        return places
+
+    def _in_place(self, request: int | Chosen) -> bool:
+        return self.link is None and isinstance(request, int)
 
     def _prefetch(self, layer: int, request: SlotRequest, buffer: Tensor) -> None:
         assert self.link is not None

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.errors import UserError
 from harness.files import available_memory
@@ -67,17 +67,28 @@ def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reu
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:
     """At most what a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
 
-    A token has its hidden state and up to three more of the kind, and either what the FFN makes of it (an activation
-    for each of its matrices), or query, key, value and output, the query once more, and the packed row and a copy.
+    Of a token that is its hidden state and three more of the kind, its rotation, and either what the FFN makes of it,
+    or query, key, value and output, the query once more, and the packed row and a copy.
     """
     geometry, hidden = attached.geometry, attached.model.config.hidden_size
-    of_layer, of_attention = (
-        sum(weight.numel() for weight in module.parameters() if weight.dim() == 2) // hidden
-        for module in (attached.adapter.layers(attached.model)[0], attached.attentions[0])
-    )
+    of_attention = _weights(attached.attentions[0])
+    of_layer = _weights(attached.adapter.layers(attached.model)[0])
     packed = geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
-    elements = 4 * hidden + max(of_layer - of_attention, of_attention + packed)
-    return num_tokens * elements * attached.dtype.itemsize
+    made = sum(weight.numel() for weight in of_attention.values()) // hidden + packed
+    ffn = _ffn_elements([weight for name, weight in of_layer.items() if name not in of_attention], hidden)
+    return num_tokens * (4 * hidden + 4 * geometry.head_dim + max(made, ffn)) * attached.dtype.itemsize
+
+
+def _ffn_elements(weights: Sequence[Tensor], hidden: int) -> int:
+    """A token's activations in an FFN: one for each matrix, and another where two matrices are one, whose product
+    stays as long as its halves are used."""
+    fused = max(weight.shape[0] for weight in weights) - max(weight.shape[1] for weight in weights)
+    return sum(weight.numel() for weight in weights) // hidden + fused
+
+
+def _weights(module: nn.Module) -> dict[int, Tensor]:
+    """The matrices of a module, by identity."""
+    return {id(weight): weight for weight in module.parameters() if weight.dim() == 2}
 
 
 def require_session(needed: SessionBytes, device: torch.device) -> None:

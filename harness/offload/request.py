@@ -16,6 +16,10 @@ class Part(NamedTuple):
     end: int
     num_slots: int
 
+    def place(self, row: int) -> int:
+        """Where a row so counted lies in the buffer: behind each head's there is one place more."""
+        return row + row // self.num_slots
+
 
 class Chosen(NamedTuple):
     """Slots of each head's own, and how many they are, which is counted once for all who account for them.

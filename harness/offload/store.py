@@ -112,18 +112,25 @@ class KVStore:
         return rows * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""
+        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head, and for one
+        more of each, which no request fills."""
         batch, num_kv_heads = self.slots.shape[:2]
-        size = batch * num_kv_heads * num_rows * self.slot_bytes
+        size = batch * num_kv_heads * (num_rows + 1) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills at the start of a flat buffer; of a part, its
-        rows [n, slot_bytes] among them."""
-        if isinstance(request, Part):
-            return self.rows_in(buffer, request.num_slots).view(-1, self.slot_bytes)[request.begin : request.end]
-        shape = (*self.slots.shape[:2], num_requested(request), self.slot_bytes)
+    def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
+        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: those that a request of
+        num_rows fills, and behind each head's the place for the step's own row."""
+        shape = (*self.slots.shape[:2], num_rows + 1, self.slot_bytes)
         return buffer[: torch.Size(shape).numel()].view(shape)
+
+    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
+        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, contiguous in a head; of a
+        part, the places [any, slot_bytes] from its first row to its last."""
+        if isinstance(request, Part):
+            places = self.places_in(buffer, request.num_slots).view(-1, self.slot_bytes)
+            return places[request.place(request.begin) : request.place(request.end - 1) + 1]
+        return self.places_in(buffer, num_requested(request))[:, :, :-1]
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
@@ -206,10 +213,12 @@ class KVStore:
 
     def _copy_out(self, request: int | Part, rows: Tensor) -> int:
         """The first slots of every head, or a part of them; returns the number of rows."""
-        part = request if isinstance(request, Part) else self._first(request)
-        self._checked(part.num_slots)
-        copy_part(self.slots, rows.view(-1, self.slot_bytes), part)
-        return part.end - part.begin
+        if isinstance(request, Part):
+            self._checked(request.num_slots)
+            copy_part(self.slots, rows, request)
+            return request.end - request.begin
+        copy_heads(self.slots[:, :, : self._checked(request)], rows)
+        return rows.shape[:3].numel()
 
     def _copy_in(self, rows: Tensor, at: int) -> int:
         """Rows of every head from column `at` on; returns their number. Few rows a head are short lines, as a step's
@@ -224,10 +233,6 @@ class KVStore:
         else:
             column.copy_(rows.cpu())
         return rows.shape[:3].numel()
-
-    def _first(self, count: int) -> Part:
-        """The first slots of every head."""
-        return Part(0, self.slots.shape[:2].numel() * count, count)
 
     @property
     def _reachable(self) -> bool:

@@ -28,8 +28,8 @@ class Tuning:
 
     @property
     def tile_bytes(self) -> int:
-        """Under way in one program, a power of two."""
-        return 1 << (self.bytes_in_flight // self.num_programs).bit_length() - 1
+        """Under way in one program."""
+        return self.bytes_in_flight // self.num_programs
 
 
 DEFAULT_TUNING = Tuning()

@@ -34,15 +34,15 @@ def _relative(  # type: ignore[no-untyped-def]
     sets,
     rows,
     group,
-    tokens_of_batch,  # strides of `tokens`
-    tokens_of_set,
+    batch_stride,  # of `tokens`
+    set_stride,
     HEADS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals; `group` rounded up
     TILE: tl.constexpr,  # noqa: N803
 ):
     program = tl.program_id(0)
     row, of_all = program % rows, program // rows
     batch = of_all // sets
-    tokens += batch.to(tl.int64) * tokens_of_batch + of_all % sets * tokens_of_set
+    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
     position = tl.load(positions + batch * rows + row)
     head = tl.arange(0, HEADS)[:, None]
     of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots

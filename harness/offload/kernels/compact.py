@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # slots at a time
+BLOCK = 1024  # slots at a time, 4 a thread
+NUM_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "cap"])
@@ -98,7 +99,9 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     found = torch.empty((batch, heads, cap), dtype=torch.int64, device=mask.device)
     if found.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        _list_slots[(batch * heads,)](mask, found, heads, *mask.stride()[:2], num_slots, cap, BLOCK=BLOCK)
+        _list_slots[(batch * heads,)](
+            mask, found, heads, *mask.stride()[:2], num_slots, cap, BLOCK=BLOCK, num_warps=NUM_WARPS
+        )
     return found
 
 
@@ -109,17 +112,8 @@ def places(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     missing, free, after = (torch.empty_like(resident, memory_format=torch.contiguous_format) for _ in range(3))
     if resident.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        _list_missing[(batch * heads,)](
-            mask,
-            resident.contiguous(),
-            torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device),
-            missing,
-            free,
-            after,
-            heads,
-            *mask.stride()[:2],
-            num_slots,
-            resident.shape[-1],
-            BLOCK=BLOCK,
-        )
+        wanted = torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device)
+        lists = (mask, resident.contiguous(), wanted, missing, free, after)
+        sizes = (heads, *mask.stride()[:2], num_slots, resident.shape[-1])
+        _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return missing, free, after

@@ -29,7 +29,8 @@ ACCESSES_OF_A_THREAD = 4  # under way at once; more cost registers
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "rows_per_head", "capacity"], do_not_specialize_on_alignment=["index", "places"]
+    do_not_specialize=["num_rows", "rows_per_head", "places_per_head", "capacity"],
+    do_not_specialize_on_alignment=["index", "places"],
 )
 def _move_rows(  # type: ignore[no-untyped-def]
     slots,
@@ -38,6 +39,7 @@ def _move_rows(  # type: ignore[no-untyped-def]
     places,  # None: rows are in the order of the index
     num_rows,  # of all batch elements and heads
     rows_per_head,
+    places_per_head,  # in `rows`
     capacity,
     WORDS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
     AT_ONCE: tl.constexpr,  # noqa: N803 - words of an access, a divisor of WORDS
@@ -51,12 +53,12 @@ def _move_rows(  # type: ignore[no-untyped-def]
     for first in range(tl.program_id(0) * TILE_ROWS, num_rows, tl.num_programs(0) * TILE_ROWS):
         number = (first + tile_row).to(tl.int64)
         slot = tl.load(index + number, mask=(tile_row < TILE_ROWS) & (number < num_rows), other=-1)
-        head = (first + tile_row) // rows_per_head
-        row = number
+        head = ((first + tile_row) // rows_per_head).to(tl.int64)
+        place = number - head * rows_per_head
         if places is not None:
-            row = head.to(tl.int64) * rows_per_head + tl.load(places + number, mask=slot >= 0, other=0)
-        in_slots = slots + (((head.to(tl.int64) * capacity + slot) * WORDS)[:, None] + word)
-        in_rows = rows + ((row * WORDS)[:, None] + word)
+            place = tl.load(places + number, mask=slot >= 0, other=0)
+        in_slots = slots + (((head * capacity + slot) * WORDS)[:, None] + word)
+        in_rows = rows + (((head * places_per_head + place) * WORDS)[:, None] + word)
         mask = (slot >= 0)[:, None]
         if TO_SLOTS:
             tl.store(in_slots, tl.load(in_rows, mask=mask), mask=mask)
@@ -77,7 +79,7 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning) -> 
 def _launch(
     slots: Tensor, index: Tensor, rows: Tensor, places: Tensor | None, tuning: Tuning, *, to_slots: bool
 ) -> None:
-    assert slots.is_contiguous() and rows.is_contiguous() and (places is None or places.is_contiguous())
+    assert slots.is_contiguous() and rows[0, 0].is_contiguous() and (places is None or places.is_contiguous())
     if index.numel() == 0:
         return
     words = slots.shape[-1] // WORD_BYTES
@@ -92,6 +94,7 @@ def _launch(
         places,
         index.numel(),
         index.shape[-1],
+        rows.stride(1) // slots.shape[-1],
         slots.shape[-2],
         WORDS=words,
         AT_ONCE=at_once,

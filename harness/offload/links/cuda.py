@@ -72,6 +72,15 @@ class CudaLink(Link):
             ticket.wait()
         return ticket
 
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        def move() -> int:
+            return target.copy_(source, non_blocking=True).nbytes
+
+        ticket = _CudaTicket(target, partial(self._transfer, "h2d", move, (target,)))
+        if self.overlap:
+            ticket.submit()
+        return ticket
+
     def drain(self) -> None:
         self.stream.synchronize()
 

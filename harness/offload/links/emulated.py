@@ -88,6 +88,12 @@ class EmulatedLink(Link):
             ticket.wait()
         return ticket
 
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        ticket = _EmulatedTicket(self, target, "h2d", lambda: target.copy_(source).nbytes)
+        if self.overlap:
+            ticket.submit()
+        return ticket
+
     def drain(self) -> None:
         if (job := self._last) is not None:
             self.complete(job)

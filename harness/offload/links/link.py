@@ -43,7 +43,8 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes], which what runs next on the current stream may use.
+        """The rows [batch, num_kv_heads, n, slot_bytes], or the target of a copy, which what runs next on the current
+        stream may use.
 
         Those of a prefetch stay valid until its buffer is used again. Raises the error of a failed transfer.
         """
@@ -55,7 +56,7 @@ class Ticket(ABC):
 
 
 class Link(ABC):
-    """Moves rows between stores under host placement and the device, in the order of the calls.
+    """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
 
     tuning: what the stores on its host side are to be made with.
     """
@@ -75,6 +76,14 @@ class Link(ABC):
         """Starts writing `rows` (from `store.pack`, not to be changed any more) into slots `at` of the store.
 
         Reads submitted later see them, so the ticket needs no waiting. Raises as `prefetch`.
+        """
+
+    @abstractmethod
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        """Starts copying `source`, contiguous and in host memory, to `target` on the device, alike.
+
+        The target may still be read by work already queued on the current stream; the ticket gives it. Raises as
+        `prefetch`.
         """
 
     @abstractmethod

@@ -1,0 +1,165 @@
+"""What a session says it needs, against what it makes: slots and buffers to the byte, a prompt's pass from above."""
+
+import weakref
+from contextlib import closing
+from itertools import product
+
+import pytest
+import torch
+from cases import CASES
+from conftest import HALF_ROTARY
+from living import PROMPT, PROMPTS, attached_with_link, force, open_live, tiny, token_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.tiny import tiny_model
+from harness.offload import memory
+from harness.offload.memory import LayerSlots, SessionBytes, prompt_bytes, require_session, session_bytes
+from harness.offload.passes import run_prompt
+from harness.offload.pinned import aligned
+from harness.speed import run
+
+GIB = 2**30
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+HOST = [
+    (name, reuse)
+    for (name, case), reuse in product(CASES.items(), (False, True))
+    if case.method.selects != "scores" and (case.method.names_rows or not reuse)
+]
+
+
+@pytest.mark.parametrize(("name", "reuse"), HOST)
+def test_a_session_on_the_host_needs_its_slots_there_and_its_buffers_on_the_device(name, reuse):
+    prompts = PROMPTS["padded"]
+    with attached_with_link() as (attached, link):
+        options = {"placement": "host", "link": link, "reuse": reuse}
+        with closing(open_live(attached, CASES[name], **options)) as session:
+            force(session, prompts)
+            activations = prompt_bytes(attached, len(prompts) * PROMPT)
+            slots = sum(aligned(store.nbytes) for store in session.stores)
+            assert session.bytes_needed == (slots, session.fetcher.device_bytes + activations)
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen", "oracle"])
+def test_a_session_on_the_device_needs_its_slots_there(name):
+    with attached_with_link() as (attached, _), closing(open_live(attached, CASES[name])) as session:
+        force(session, PROMPTS["even"])
+        slots = sum(aligned(store.nbytes) for store in session.stores)
+        assert session.bytes_needed == (0, slots + prompt_bytes(attached, PROMPT))
+
+
+def test_bytes_by_hand():
+    """OPT-13B, fp16, batch 20, 1,920 + 128 tokens, a fifth of them selected, in GiB."""
+    layers = [LayerSlots(20 * 40, 2048, 2 * 128 * 2)] * 40
+    layer, selected = 800 * 2048 * 512, 800 * 409 * 512
+    plan = {"ahead": 2, "selected": 409, "activations": 3}
+    assert session_bytes(layers, "host", reuse=False, **plan) == (40 * layer, 2 * layer + 2 * selected + 3)
+    assert session_bytes(layers, "host", reuse=True, **plan) == (40 * layer, 2 * layer + 40 * selected + 3)
+    assert session_bytes(layers, "device", reuse=False, **plan) == (0, 40 * layer + 3)
+    whole = {"ahead": 0, "selected": 2048, "activations": 0}
+    assert session_bytes(layers, "host", reuse=False, **whole) == (40 * layer, 2 * layer)
+    assert f"{40 * layer / GIB:.2f}" == "31.25"
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the tensors that there are, made since it began; the most there were at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage._cdata)
+        return out
+
+    def _freed(self, key):
+        self.now -= self.sizes.pop(key)
+
+
+WIDE = {"hidden_size": 256, "num_attention_heads": 16}
+MODELS = {
+    "opt": ("opt", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
+    "llama": ("llama", {"intermediate_size": 704, "num_key_value_heads": 16}),
+    "gqa": ("llama", {"intermediate_size": 896, "num_key_value_heads": 4}),
+    "small ffn": ("qwen2", {"intermediate_size": 256, "num_key_value_heads": 16}),
+    "phi3": ("phi3", {"intermediate_size": 704, "num_key_value_heads": 16, "rope_parameters": HALF_ROTARY}),
+    "gpt_neox": ("gpt_neox", {"intermediate_size": 1024}),
+}
+
+
+@pytest.mark.parametrize("codec", ["full", "int4"])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_prompts_pass_stays_within_what_is_asked_for(family, codec):
+    model_type, shape = MODELS[family]
+    ids, real = token_batch((256, 256), 0)
+    with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
+        with Peak() as peak, closing(open_live(attached, CASES[codec], 4)) as session:
+            session.prefill(ids, real)
+        asked = session.bytes_needed.device
+    assert 0.7 * asked < peak.peak <= asked
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_shared_prompt_stays_within_what_is_asked_for(family, monkeypatch):
+    """Beside a cache of 260 tokens, which is asked for with it."""
+    model_type, shape = MODELS[family]
+    asked = []
+    monkeypatch.setattr(run, "require_memory", lambda num_bytes, *_: asked.append(num_bytes))
+    ids, real = token_batch((256, 256), 0)
+    with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
+        geometry = attached.geometry
+        run._require_memory(attached, 2, 256, 4)
+        cache = geometry.num_layers * 2 * 260 * 2 * geometry.num_kv_heads * geometry.head_dim * 4
+        with Peak() as peak:
+            run_prompt(attached, ids, real)
+    assert 0.7 * (asked[0] - cache) < peak.peak <= asked[0] - cache
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "infinigen"])
+def test_a_step_takes_less_than_a_prompt_so_it_needs_no_term_of_its_own(name):
+    ids, real = token_batch((256, 256), 2)
+    model = tiny_model("llama", intermediate_size=704, num_key_value_heads=4, **WIDE)
+    with attach(model) as attached, closing(open_live(attached, CASES[name], 4)) as session:
+        session.prefill(ids[:, :256], real[:, :256])
+        with Peak() as peak:
+            session.decode_step(ids[:, 256])
+        assert peak.peak < prompt_bytes(attached, 512)
+
+
+def given(monkeypatch, cpu, cuda):
+    monkeypatch.setattr(memory, "_available_bytes", lambda home: {"cpu": cpu, "cuda": cuda}[home.type])
+
+
+def test_each_memory_of_a_gpu_is_asked_by_itself(monkeypatch):
+    given(monkeypatch, 4 * GIB, 2 * GIB)
+    require_session(SessionBytes(4 * GIB, 2 * GIB), CUDA)
+    with pytest.raises(UserError, match=r"live decoding needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"):
+        require_session(SessionBytes(5 * GIB, 2 * GIB), CUDA)
+    with pytest.raises(UserError, match=r"needs 3\.0 GiB of cuda memory and 2\.0 .* lower batch_size, prompt_len or"):
+        require_session(SessionBytes(4 * GIB, 3 * GIB), CUDA)
+
+
+def test_a_cpu_has_one_memory_for_both(monkeypatch):
+    given(monkeypatch, 4 * GIB, None)
+    require_session(SessionBytes(3 * GIB, GIB), CPU)
+    with pytest.raises(UserError, match=r"live decoding needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"):
+        require_session(SessionBytes(3 * GIB, 2 * GIB), CPU)
+
+
+def test_a_session_that_does_not_fit_makes_nothing(monkeypatch):
+    given(monkeypatch, 1000, None)
+    with attach(tiny("gqa")) as attached:
+        session = open_live(attached, CASES["full"])
+        ids, real = token_batch(PROMPTS["even"])
+        with pytest.raises(UserError, match="live decoding needs"):
+            session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        assert session.caches == [] and session.fetcher.device_bytes == 0
