@@ -54,8 +54,8 @@ def compile_launches(launches: Callable[[], object], archs: tuple[int, ...] = AR
     """
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+        path = os.pathsep.join([str(root), str(root / "tests")])
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "PYTHONPATH": path}
         names = [launches.__module__, launches.__qualname__, *map(str, archs)]
         ran = subprocess.run(
             [sys.executable, __file__, *names], env=environment, cwd=root, capture_output=True, text=True
