@@ -13,7 +13,7 @@ def require_memory(num_bytes: int, home: torch.device) -> None:
 
     Raises UserError with the bytes needed and available and the settings to lower.
     """
-    available = _available_bytes(home)
+    available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
             f"the KV cache needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
@@ -22,8 +22,8 @@ def require_memory(num_bytes: int, home: torch.device) -> None:
         )
 
 
-def _available_bytes(home: torch.device) -> int:
-    """What a new allocation may use, droppable caches included."""
+def available_bytes(home: torch.device) -> int:
+    """What a new allocation in the memory of device `home` may use, droppable caches included."""
     if home.type != "cuda":
         return available_memory()
     unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)

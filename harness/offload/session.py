@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
+from harness.offload import managed
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
@@ -28,10 +29,10 @@ from harness.offload.memory import require_memory
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
-from harness.offload.store import KVStore, Placement
+from harness.offload.store import KVStore
 from harness.offload.timeline import Timeline
 from harness.offload.values import ValuesCache
-from harness.settings.speed import check_combination
+from harness.settings.speed import Placement, check_combination
 from methods.base import Calibration, Method, State
 from methods.checks import require
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
@@ -139,8 +140,9 @@ class LiveSession:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what the cache and the method keep on the device: stores there, resident rows, buffers for fetched
-        rows, and every tensor of the method's state, a calibration included."""
+        """Bytes of what the cache and the method keep on the device: stores there (none under managed placement, whose
+        pages come and go), resident rows, buffers for fetched rows, and every tensor of the method's state, a
+        calibration included."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
         resident = sum(cache.device_bytes for cache in self.caches)
@@ -189,7 +191,10 @@ class LiveSession:
         halves = [(self._codec(layer).keys, self._codec(layer).values) for layer in range(len(slots))]
         row_bytes = [sum(half.row_bytes(geometry.head_dim) for half in pair) for pair in halves]
         needed = [rows * count * size for count, size in zip(slots, row_bytes, strict=True)]
-        require_memory(sum(needed), self.attached.device if self.placement == "device" else torch.device("cpu"))
+        if self.placement == "managed":
+            managed.require_memory(sum(needed), self.attached.device)
+        else:
+            require_memory(sum(needed), self.attached.device if self.placement == "device" else torch.device("cpu"))
 
     def _cache(self, layer: int, state: State | None, num_slots: int) -> LayerCache:
         geometry, exempt = self.attached.geometry, layer < self.method.num_exempt_layers

@@ -17,20 +17,19 @@ computation; while it does, the store belongs to the link, which keeps the order
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
+from harness.offload import managed
 from harness.offload.gather import gather_rows, scatter_rows
 from harness.offload.memory import require_memory
 from harness.offload.request import Part, SlotRequest, num_requested
+from harness.settings.speed import Placement
 from methods.codec import AnyCodec
-
-Placement = Literal["device", "host"]
-
 
 # Copies queued one by one, a head each, pay only above some 28 KiB a piece; one kernel does smaller writes.
 _MIN_COPY_BYTES = 28 * 1024
@@ -48,8 +47,8 @@ class KVStore:
 
     dtype and device are the computation's. `pinned` applies to host placement under CUDA: page-locked memory,
     which asynchronous transfers need (PyTorch rounds such allocations up to a power of two); pageable memory
-    makes every transfer wait. Raises UserError where the slots do not fit into memory, or for an unknown
-    placement.
+    makes every transfer wait. Under managed placement the driver pages what a kernel touches: all is as on the
+    device. Raises UserError where the slots do not fit into memory, or for an unknown placement.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class KVStore:
         device: torch.device,
         pinned: bool = True,
     ) -> None:
-        if placement not in ("device", "host"):
-            raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
+        if placement not in get_args(Placement):
+            raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
         self.device, self.pinned = device, pinned and placement == "host" and device.type == "cuda"
@@ -96,12 +95,12 @@ class KVStore:
 
     @property
     def h2d_bytes(self) -> int:
-        """Payload bytes loaded over the link so far, 0 under device placement. Drain the link before."""
+        """Payload bytes loaded over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_loaded) * self.slot_bytes
 
     @property
     def d2h_bytes(self) -> int:
-        """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
+        """Payload bytes written over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
     def num_bytes(self, request: int | Tensor) -> int | Tensor:
@@ -144,7 +143,7 @@ class KVStore:
         `new_buffer`, and are valid until it is used again; a row of negative index keeps what the buffer
         held. None takes a new one, so such a row is all zero bytes. Raises as `load`.
         """
-        if isinstance(request, int) and self.placement == "device":
+        if isinstance(request, int) and self.placement != "host":
             return self.unpack(self.slots[:, :, : self._checked(request)])
         rows = self.rows_in(self.new_buffer(num_requested(request)) if buffer is None else buffer, request)
         self.load(request, rows)
@@ -213,11 +212,13 @@ class KVStore:
     @property
     def _reachable(self) -> bool:
         """Whether a kernel on the device can address the slots."""
-        return self.placement == "device" or self.pinned
+        return self.placement != "host" or self.pinned
 
     def _allocate(self, batch: int, num_kv_heads: int, capacity: int) -> Tensor:
-        home = self.device if self.placement == "device" else torch.device("cpu")
         shape = (batch, num_kv_heads, capacity, self.slot_bytes)
+        if self.placement == "managed":
+            return managed.empty(shape, self.device)
+        home = self.device if self.placement == "device" else torch.device("cpu")
         require_memory(torch.Size(shape).numel(), home)
         return torch.empty(shape, dtype=torch.uint8, device=home, pin_memory=self.pinned)
 

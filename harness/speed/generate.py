@@ -16,6 +16,7 @@ from harness.data.text import token_ids
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.offload.managed import smaller_card
 from harness.offload.session import LiveSession, generate
 from harness.settings.run import RunConfig
 from harness.setup import prepare
@@ -43,7 +44,8 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     with attach(loaded.model) as attached, compute_threads(attached.device):
         rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
         setup = prepare(config, loaded, attached, lambda: [Row(n, len(ids), total) for n in range(len(ids), total - 1)])
-        with opened_link(config, attached.device, rate) as link:
+        card = smaller_card(attached.device, config.platform.device_gib)
+        with card, opened_link(config, attached.device, rate) as link:
             session = LiveSession(
                 attached,
                 setup.method,
