@@ -110,13 +110,13 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     _take_transfers(session)  # the prompt's have ended, and from here on they are recorded
-    began = time.perf_counter()
+    until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
     # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
     h2d_bytes, d2h_bytes = session.fetcher.h2d_bytes, session.fetcher.d2h_bytes
     read_bytes = session.reads.num_bytes
-    step_s = _step_seconds(session, logits, shape, until=began + (shape.time_limit_s or math.inf))
+    step_s = _step_seconds(session, logits, shape, until)
     segments = session.timeline.take()
     transfers = _take_transfers(session)
     counted = cell.placement != "managed"

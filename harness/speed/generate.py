@@ -99,8 +99,10 @@ def _summary(session: LiveSession, source: str) -> str:
     rows = sum(store.h2d_bytes // store.slot_bytes for store in session.stores)
     steps = max(1, session.steps)
     read = f"read {session.reads.kv_frac:.1%} of the cache" if session.steps else "read nothing"
-    return (
+    moved = (
         f"fetched {rows} rows ({rows / steps:.0f} a step, of one token and KV head each): "
-        f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host, "
-        f"{session.device_bytes / MIB:.2f} MiB kept on the device; {read}; source: {source}"
+        f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host"
     )
+    if session.placement == "managed":
+        moved = "the driver moved pages, which are not counted"
+    return f"{moved}, {session.device_bytes / MIB:.2f} MiB kept on the device; {read}; source: {source}"
