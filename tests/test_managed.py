@@ -251,7 +251,8 @@ def test_a_session_asks_for_all_layers_at_once_and_counts_no_page(anywhere, monk
         session = open_live(attached, CASES["full"], placement="managed", link=link)
         session.prefill(ids[:, :8], real[:, :8])
         session.decode_step(ids[:, 8])
-        assert asked == [sum(map(len, anywhere.blocks.values()))] == [sum(store.nbytes for store in session.stores)]
+        allocated = sum(map(len, anywhere.blocks.values()))
+        assert asked == [allocated] == [sum(store.nbytes for store in session.stores)]
         assert session.fetcher.link is None and session.h2d_bytes == session.d2h_bytes == session.device_bytes == 0
         session.close()
 

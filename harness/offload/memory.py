@@ -1,25 +1,116 @@
-"""Whether a cache fits, asked before it is made."""
+"""What live decoding needs of the host's and the device's memory, and whether it fits: asked before any of it is made.
+
+Counted: the slots of all layers; under host placement the buffers for fetched rows; and what a layer of the prompt's
+dense pass holds at its peak, which is more than a decode step does. Not counted: the weights, which lie there already,
+and what a method keeps or needs beside the rows (partial keys, a prompt's scores), which its state alone knows.
+`LiveSession.device_bytes` has it once the prompt has run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
 import torch
+from torch import Tensor
 
 from harness.errors import UserError
 from harness.files import available_memory
+from harness.model.attach import Attached
+from harness.offload.pinned import aligned
 
 
-def require_memory(num_bytes: int, home: torch.device) -> None:
-    """Refuses a cache that does not fit into the memory of device `home`.
+class LayerSlots(NamedTuple):
+    """The slots of a layer's store: so many of each head of the batch."""
+
+    heads: int
+    capacity: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the slots."""
+        return self.bytes_of(self.capacity)
+
+    def bytes_of(self, rows: int) -> int:
+        """Of so many rows of each head."""
+        return self.heads * rows * self.slot_bytes
+
+
+class SessionBytes(NamedTuple):
+    """What a session needs, beside the weights. managed: of memory that lies in either (`harness.offload.managed`)."""
+
+    host: int
+    device: int
+    managed: int = 0
+
+
+def session_bytes(
+    layers: Sequence[LayerSlots], placement: str, *, ahead: int, selected: int, reuse: bool, activations: int
+) -> SessionBytes:
+    """ahead, selected, reuse: of the `Fetcher`. activations: `prompt_bytes`, 0 where no prompt is run."""
+    cache = sum(aligned(layer.num_bytes) for layer in layers)
+    if placement == "host":
+        return SessionBytes(cache, buffer_bytes(layers, ahead=ahead, selected=selected, reuse=reuse) + activations)
+    if placement == "managed":
+        return SessionBytes(0, activations, cache)
+    return SessionBytes(0, cache + activations)
+
+
+def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reuse: bool) -> int:
+    """Of the buffers that a `Fetcher` of these layers has: one of each of the first `ahead` layers, two that the others
+    take turns in, and under reuse one for `selected` rows of each of those."""
+    others = layers[ahead:]
+    largest = max(others, key=lambda layer: layer.num_bytes)
+    in_turn = largest.bytes_of(min(selected, largest.capacity) if ahead else largest.capacity)
+    kept = sum(layer.bytes_of(selected) for layer in others) if reuse else 0
+    return sum(layer.num_bytes for layer in layers[:ahead]) + 2 * in_turn + kept
+
+
+def prompt_bytes(attached: Attached, num_tokens: int) -> int:
+    """At most what a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
+
+    A token has its hidden state and up to three more of the kind, and either what the FFN makes of it (an activation
+    for each of its matrices), or query, key, value and output, the query once more, and the packed row and a copy.
+    """
+    geometry, hidden = attached.geometry, attached.model.config.hidden_size
+    of_layer, of_attention = (
+        sum(weight.numel() for weight in module.parameters() if weight.dim() == 2) // hidden
+        for module in (attached.adapter.layers(attached.model)[0], attached.attentions[0])
+    )
+    packed = geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
+    elements = 4 * hidden + max(of_layer - of_attention, of_attention + packed)
+    return num_tokens * elements * attached.dtype.itemsize
+
+
+def require_session(needed: SessionBytes, device: torch.device) -> None:
+    """Refuse a session whose host and device memory, one and the same on a CPU, is too small; raises UserError."""
+    if device.type == "cpu":
+        require_memory(sum(needed), device, "live decoding")
+    else:
+        require_memory(needed.host, torch.device("cpu"), "live decoding")
+        require_memory(needed.device, device, "live decoding")
+
+
+def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache") -> None:
+    """Refuses what does not fit into the memory of device `home`.
 
     Raises UserError with the bytes needed and available and the settings to lower.
     """
     available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
-            f"the KV cache needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
+            f"{what} needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
             f"{available / 2**30:.1f} GiB are available; lower batch_size, prompt_len or gen_len, "
             "or choose a codec of fewer bits"
         )
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor, or of all in a mapping or tuple of them; 0 for anything else."""
+    if isinstance(value, Mapping | tuple):
+        return sum(map(tensor_bytes, value.values() if isinstance(value, Mapping) else value))
+    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def available_bytes(home: torch.device) -> int:

@@ -14,10 +14,8 @@ The selection functions are those of replay, called with one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
@@ -25,12 +23,14 @@ from harness.offload import managed
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
-from harness.offload.memory import require_memory
+from harness.offload.memory import LayerSlots, SessionBytes, prompt_bytes, require_session, session_bytes, tensor_bytes
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
+from harness.offload.pinned import PinnedSlab
 from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
-from harness.offload.store import KVStore
+from harness.offload.store import KVStore, slot_bytes
 from harness.offload.timeline import Timeline
+from harness.offload.tuning import DEFAULT_TUNING
 from harness.offload.values import ValuesCache
 from harness.settings.speed import Placement, check_combination
 from methods.base import Calibration, Method, State
@@ -78,10 +78,13 @@ class LiveSession:
             self.codec = without_keys(self.codec)
         self.placement: Placement = placement
         self.calibration = calibration
-        self.pinned = pinned
+        self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
         self.fetcher = Fetcher(link if placement == "host" else None, reuse)
+        self.tuning = link.tuning if link is not None else DEFAULT_TUNING
         self.caches: list[LayerCache] = []
+        self.slab: PinnedSlab | None = None
+        self.bytes_needed = SessionBytes(0, 0)
 
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
         """Run the prompts densely and write their rows to the cache.
@@ -89,14 +92,14 @@ class LiveSession:
         ids: int [batch, prompt]; real: bool alike, False for the padding on the left, so that prompts end in one
         column. Returns logits [batch, vocab] for the first new token.
         """
-        self._open(real)
+        self._open(real, prompt_bytes(self.attached, ids.numel()))
         handler = PromptPass(self.caches, self.attached.geometry.scale, real)
         hidden = self.attached.forward(ids, positions_of(real), handler)
         return self.attached.logits(hidden[:, -1])
 
     def start(self, prompt: PrefilledPrompt) -> Tensor:
         """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
-        self._open(prompt.real)
+        self._open(prompt.real, activations=0)
         for cache, (query, key, value) in zip(self.caches, prompt.layers, strict=True):
             cache.keep_prompt(query, key, value)
         return self.attached.logits(prompt.hidden)
@@ -146,7 +149,12 @@ class LiveSession:
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
         resident = sum(cache.device_bytes for cache in self.caches)
-        return stores + resident + self.fetcher.device_bytes + _tensor_bytes(vars(state) if state else None)
+        return stores + resident + self.fetcher.device_bytes + tensor_bytes(vars(state) if state else None)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that are page-locked for this session."""
+        return self.slab.nbytes if self.slab else 0
 
     def close(self) -> None:
         """Free the cache. The link stays open. Raises the error of a transfer that failed."""
@@ -155,8 +163,11 @@ class LiveSession:
         finally:
             for store in self.stores:
                 store.free()
+            if self.slab is not None:
+                self.slab.close()
 
-    def _open(self, real: Tensor) -> None:
+    def _open(self, real: Tensor, activations: int) -> None:
+        """Make all that decoding needs, after asking whether it fits. activations: bytes that the prompt takes."""
         if self.caches:
             raise RuntimeError("a session prefills once")
         self.attached.require_window(real.shape[1] + self.max_new_tokens)
@@ -165,15 +176,27 @@ class LiveSession:
         if not self.method.reads_all:
             state = self.method.new_state(self.attached.geometry, self.batch.lengths, self.calibration)
         layers = range(self.attached.geometry.num_layers)
-        slots = [self._num_slots(layer, state) for layer in layers]
-        self._require_memory(len(real), slots)
-        self.caches = [self._cache(layer, state, slots[layer]) for layer in layers]
+        slots = [self._slots(layer, state) for layer in layers]
         exempt = self.method.num_exempt_layers
-        self.reads = StepReads(self.attached, exempt, self.codec, self.stores[-1].slot_bytes)
         rows = {row for steps in range(self.max_new_tokens + 1) for row in self.batch.rows(steps)}
         selected = max(self.method.max_tokens_read(row, layer) for row in rows for layer in layers[exempt:])
-        reads_less = not self.method.reads_all or self.codec.bits < 16
-        self.fetcher.open(self.stores, selected, exempt if reads_less else 0)
+        ahead = exempt if not self.method.reads_all or self.codec.bits < 16 else 0
+        self.bytes_needed = session_bytes(
+            slots, self.placement, ahead=ahead, selected=selected, reuse=self.fetcher.reuse, activations=activations
+        )
+        if self.placement == "managed":
+            managed.require_memory(self.bytes_needed.managed, self.attached.device)
+        require_session(self.bytes_needed, self.attached.device)
+        if self.pinned and self.bytes_needed.host:
+            self.slab = PinnedSlab(self.bytes_needed.host)
+        self.caches = [self._cache(layer, state, slots[layer].capacity) for layer in layers]
+        self.reads = StepReads(self.attached, exempt, self.codec, self.stores[-1].slot_bytes)
+        self.fetcher.open(self.stores, selected, ahead)
+
+    def _slots(self, layer: int, state: State | None) -> LayerSlots:
+        geometry = self.attached.geometry
+        size = slot_bytes(self._codec(layer), geometry.head_dim)
+        return LayerSlots(len(self.batch.prompts) * geometry.num_kv_heads, self._num_slots(layer, state), size)
 
     def _num_slots(self, layer: int, state: State | None) -> int:
         if isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers:
@@ -184,17 +207,6 @@ class LiveSession:
     def _codec(self, layer: int) -> AnyCodec:
         """Exempt layers are stored as they are, in replay and here."""
         return self.exact if layer < self.method.num_exempt_layers else self.codec
-
-    def _require_memory(self, batch: int, slots: list[int]) -> None:
-        geometry = self.attached.geometry
-        rows = batch * geometry.num_kv_heads
-        halves = [(self._codec(layer).keys, self._codec(layer).values) for layer in range(len(slots))]
-        row_bytes = [sum(half.row_bytes(geometry.head_dim) for half in pair) for pair in halves]
-        needed = [rows * count * size for count, size in zip(slots, row_bytes, strict=True)]
-        if self.placement == "managed":
-            managed.require_memory(sum(needed), self.attached.device)
-        else:
-            require_memory(sum(needed), self.attached.device if self.placement == "device" else torch.device("cpu"))
 
     def _cache(self, layer: int, state: State | None, num_slots: int) -> LayerCache:
         geometry, exempt = self.attached.geometry, layer < self.method.num_exempt_layers
@@ -207,7 +219,8 @@ class LiveSession:
             codec=self._codec(layer),
             placement=self.placement,
             device=self.attached.device,
-            pinned=self.pinned,
+            slab=self.slab,
+            tuning=self.tuning,
         )
         kind = ValuesCache if self.method.holds_keys and not exempt else LayerCache
         kind = ResidualCache if store.codec.residual else kind
@@ -225,10 +238,3 @@ def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None)
         if step + 1 == session.max_new_tokens:
             return
         logits = session.decode_step(logits.argmax(-1) if forced is None else forced[:, step])
-
-
-def _tensor_bytes(value: Any) -> int:
-    """Bytes of a tensor, or of all in a mapping or tuple of them."""
-    if isinstance(value, Mapping | tuple):
-        return sum(map(_tensor_bytes, value.values() if isinstance(value, Mapping) else value))
-    return value.nbytes if isinstance(value, Tensor) else 0

@@ -10,13 +10,14 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     store.write(store.pack(k, v), at=0)
     k, v = store.fetch(index)
 
-A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slot indices
-[batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the
-computation; while it does, the store belongs to the link, which keeps the order of its reads and writes.
+A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slots one by one
+(`Chosen`, or their indices alone). `load` and `write` are what a `Link` runs beside the computation; while it does,
+the store belongs to the link, which keeps the order of its reads and writes.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, get_args
 
 import torch
@@ -25,14 +26,14 @@ from torch.nn.functional import pad
 
 from harness.errors import UserError
 from harness.offload import managed
-from harness.offload.gather import gather_rows, scatter_rows
+from harness.offload.copies import copy_heads, copy_part
+from harness.offload.gather import gather_rows, scatter_rows, warm
 from harness.offload.memory import require_memory
-from harness.offload.request import Part, SlotRequest, num_requested
+from harness.offload.pinned import PinnedSlab
+from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from harness.settings.speed import Placement
 from methods.codec import AnyCodec
-
-# Copies queued one by one, a head each, pay only above some 28 KiB a piece; one kernel does smaller writes.
-_MIN_COPY_BYTES = 28 * 1024
 
 
 class KeyValue(NamedTuple):
@@ -45,10 +46,10 @@ class KeyValue(NamedTuple):
 class KVStore:
     """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts what crosses the link exactly.
 
-    dtype and device are the computation's. `pinned` applies to host placement under CUDA: page-locked memory,
-    which asynchronous transfers need (PyTorch rounds such allocations up to a power of two); pageable memory
-    makes every transfer wait. Under managed placement the driver pages what a kernel touches: all is as on the
-    device. Raises UserError where the slots do not fit into memory, or for an unknown placement.
+    dtype and device are the computation's. slab: page-locked memory that the slots of host placement are taken from,
+    which asynchronous transfers and kernels need under CUDA; without one they lie in pageable memory, from which every
+    transfer waits. Under managed placement the driver pages what a kernel touches; all is as on the device. tuning: of
+    the link to the device. Raises UserError where the slots do not fit into memory, or for an unknown placement.
     """
 
     def __init__(
@@ -62,21 +63,23 @@ class KVStore:
         codec: AnyCodec,
         placement: Placement,
         device: torch.device,
-        pinned: bool = True,
+        slab: PinnedSlab | None = None,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         if placement not in get_args(Placement):
             raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
-        self.device, self.pinned = device, pinned and placement == "host" and device.type == "cuda"
-        self.slots = self._allocate(batch, num_kv_heads, capacity)
+        self.device, self.pinned = device, slab is not None
+        self.tuning = tuning
+        self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
-        return -(-(self.key_bytes + self.codec.values.row_bytes(self.head_dim)) // 4) * 4
+        """Bytes of one token's K and V of one KV head."""
+        return slot_bytes(self.codec, self.head_dim)
 
     @property
     def key_bytes(self) -> int:
@@ -103,12 +106,10 @@ class KVStore:
         """Payload bytes written over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
-    def num_bytes(self, request: int | Tensor) -> int | Tensor:
-        """Payload bytes of so many slots of every head, or of the slot indices that are not negative."""
-        if isinstance(request, int):
-            return request * self.slots.shape[:2].numel() * self.slot_bytes
-        moved = (request >= 0).sum()
-        return (int(moved) if moved.is_cpu else moved) * self.slot_bytes
+    def num_bytes(self, request: int | Chosen) -> int | Tensor:
+        """Payload bytes of so many slots of every head, or of the slots that are chosen."""
+        rows = request * self.slots.shape[:2].numel() if isinstance(request, int) else request.num_rows
+        return rows * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""
@@ -127,7 +128,8 @@ class KVStore:
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
         rows = torch.cat([self.codec.keys.encode(keys), self.codec.values.encode(values)], dim=-1)
-        return pad(rows, (0, self.slot_bytes - rows.shape[-1]))
+        room = self.slot_bytes - rows.shape[-1]
+        return pad(rows, (0, room)) if room else rows
 
     def unpack(self, rows: Tensor) -> KeyValue:
         """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
@@ -136,7 +138,7 @@ class KVStore:
         shape = (self.head_dim, self.dtype)
         return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
 
-    def fetch(self, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
+    def fetch(self, request: int | Chosen | Tensor, buffer: Tensor | None = None) -> KeyValue:
         """K and V of the requested rows, at once and on the current stream.
 
         The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
@@ -149,6 +151,11 @@ class KVStore:
         self.load(request, rows)
         return self.unpack(rows)
 
+    def warm(self) -> None:
+        """Compile what moves rows of this width, lest a step waits for it."""
+        if self._reachable:
+            warm(self.slots, self.device, self.tuning)
+
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
@@ -157,50 +164,38 @@ class KVStore:
         Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
         capacity.
         """
-        if isinstance(request, int):
-            _copy(self.slots[:, :, : self._checked(request)], rows)
-            moved: int | Tensor = rows.numel() // self.slot_bytes
-        elif isinstance(request, Part):
-            self._load_part(request, rows)
-            moved = len(rows)
-        elif rows.is_cuda and not self._reachable:
-            staged = torch.zeros(rows.shape, dtype=torch.uint8)
-            moved = gather_rows(self.slots, request.cpu(), staged)
-            kept = request >= 0
-            rows[kept] = staged.to(self.device)[kept]
+        if isinstance(request, int | Part):
+            moved: int | Tensor = self._copy_out(request, rows)
         else:
-            moved = gather_rows(self.slots, request, rows)
+            request = chosen(request)
+            self._load_chosen(request, rows)
+            moved = request.num_rows
         if self.placement == "host":
             self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
 
-    def _load_part(self, part: Part, rows: Tensor) -> None:
-        """A copy a head."""
-        count = self._checked(part.num_slots)
-        for head in range(part.begin // count, -(-part.end // count)):
-            first, last = max(part.begin, head * count), min(part.end, (head + 1) * count)
-            slots = self.slots.flatten(0, 1)[head, first - head * count : last - head * count]
-            rows[first - part.begin : last - part.begin].copy_(slots, non_blocking=True)
+    def _load_chosen(self, request: Chosen, rows: Tensor) -> None:
+        if not rows.is_cuda or self._reachable:
+            gather_rows(self.slots, request.slots, rows, request.places, self.tuning)
+            return
+        index = request.by_place()
+        staged = torch.zeros(rows.shape, dtype=torch.uint8)
+        gather_rows(self.slots, index.cpu(), staged)
+        rows[index >= 0] = staged.to(self.device)[index >= 0]
 
-    def write(self, rows: Tensor, at: int | Tensor) -> int | Tensor:
+    def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
 
         at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative
         ones writing nothing. Asynchronous and raising as `load`.
         """
-        num_rows = rows.shape[2]
         if isinstance(at, int):
-            column = slice(at, self._checked(at + num_rows))
-            if rows.is_cuda and self._reachable and num_rows * self.slot_bytes < _MIN_COPY_BYTES:
-                index = torch.arange(at, at + num_rows, device=self.device)
-                scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows)
-            else:
-                _copy(rows, self.slots[:, :, column])
-            moved: int | Tensor = rows.numel() // self.slot_bytes
-        elif rows.is_cuda and not self._reachable:
-            moved = scatter_rows(self.slots, at.cpu(), rows.cpu())
+            moved: int | Tensor = self._copy_in(rows, at)
         else:
-            moved = scatter_rows(self.slots, at, rows)
+            index, moved, _ = chosen(at)
+            if rows.is_cuda and not self._reachable:
+                index, rows = index.cpu(), rows.cpu()
+            scatter_rows(self.slots, index, rows, self.tuning)
         if self.placement == "host":
             self._rows_written = self._rows_written + moved
         return moved * self.slot_bytes
@@ -209,18 +204,44 @@ class KVStore:
         """Gives the slots back; the store holds none afterwards. Drain the link before."""
         self.slots = self.slots.new_empty(0, 0, 0, self.slot_bytes)
 
+    def _copy_out(self, request: int | Part, rows: Tensor) -> int:
+        """The first slots of every head, or a part of them; returns the number of rows."""
+        part = request if isinstance(request, Part) else self._first(request)
+        self._checked(part.num_slots)
+        copy_part(self.slots, rows.view(-1, self.slot_bytes), part)
+        return part.end - part.begin
+
+    def _copy_in(self, rows: Tensor, at: int) -> int:
+        """Rows of every head from column `at` on; returns their number. Few rows a head are short lines, as a step's
+        own row is: a kernel writes them where it can, and else the host, from one copy of them all."""
+        num_rows = rows.shape[2]
+        column = self.slots[:, :, at : self._checked(at + num_rows)]
+        if rows.device == column.device or num_rows * self.slot_bytes >= self.tuning.min_copy_bytes:
+            copy_heads(rows, column)
+        elif self._reachable:
+            index = torch.arange(at, at + num_rows, device=self.device)
+            scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
+        else:
+            column.copy_(rows.cpu())
+        return rows.shape[:3].numel()
+
+    def _first(self, count: int) -> Part:
+        """The first slots of every head."""
+        return Part(0, self.slots.shape[:2].numel() * count, count)
+
     @property
     def _reachable(self) -> bool:
         """Whether a kernel on the device can address the slots."""
         return self.placement != "host" or self.pinned
 
-    def _allocate(self, batch: int, num_kv_heads: int, capacity: int) -> Tensor:
-        shape = (batch, num_kv_heads, capacity, self.slot_bytes)
+    def _allocate(self, shape: tuple[int, ...], slab: PinnedSlab | None) -> Tensor:
+        if slab is not None:
+            return slab.take(shape)
         if self.placement == "managed":
             return managed.empty(shape, self.device)
         home = self.device if self.placement == "device" else torch.device("cpu")
-        require_memory(torch.Size(shape).numel(), home)
-        return torch.empty(shape, dtype=torch.uint8, device=home, pin_memory=self.pinned)
+        require_memory(math.prod(shape), home)
+        return torch.empty(shape, dtype=torch.uint8, device=home)
 
     def _checked(self, end: int) -> int:
         if not 0 <= end <= self.capacity:
@@ -228,15 +249,6 @@ class KVStore:
         return end
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
-    """`target.copy_(source)`, [batch, num_kv_heads, n, slot_bytes] on either side, asynchronous where it can
-    be.
-
-    Between host and device a strided copy would be staged by the host; each head's rows are contiguous, so
-    they go one by one as plain asynchronous copies.
-    """
-    if source.device == target.device:
-        target.copy_(source)
-        return
-    for from_head, to_head in zip(source.flatten(0, 1), target.flatten(0, 1), strict=True):
-        to_head.copy_(from_head, non_blocking=True)
+def slot_bytes(codec: AnyCodec, head_dim: int) -> int:
+    """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
+    return -(-(codec.keys.row_bytes(head_dim) + codec.values.row_bytes(head_dim)) // 4) * 4

@@ -24,7 +24,7 @@ from harness.model.load import LoadedModel
 from harness.offload.links.link import Link
 from harness.offload.links.open import open_link
 from harness.offload.managed import smaller_card
-from harness.offload.memory import require_memory
+from harness.offload.memory import prompt_bytes, require_memory
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
@@ -145,8 +145,11 @@ def random_ids(loaded: LoadedModel, batch: int, length: int, seed: int) -> Tenso
 
 
 def _require_memory(attached: Attached, batch: int, prompt: int, gen: int) -> None:
-    """Refuse a shape before its prefill: the shared prompt's queries, keys and values, and the cache, uncompressed."""
+    """Refuse a shape before its shared prompt is run: what the pass keeps and needs, and the cache, uncompressed. A
+    session, which may run the prompt by itself, asks for its own (`harness.offload.memory`)."""
     geometry = attached.geometry
     row = geometry.num_layers * geometry.head_dim * attached.dtype.itemsize * batch
     shared = row * prompt * (geometry.num_heads + 2 * geometry.num_kv_heads)
-    require_memory(shared + row * (prompt + gen) * 2 * geometry.num_kv_heads, attached.device)
+    cache = row * (prompt + gen) * 2 * geometry.num_kv_heads
+    needed = shared + prompt_bytes(attached, batch * prompt) + cache
+    require_memory(needed, attached.device, "the shared prompt with a cache")

@@ -19,8 +19,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from harness.offload.request import SlotRequest
+from harness.offload.request import Chosen, SlotRequest
 from harness.offload.store import KVStore
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 
 Direction = Literal["h2d", "d2h"]
 
@@ -54,7 +55,12 @@ class Ticket(ABC):
 
 
 class Link(ABC):
-    """Moves rows between stores under host placement and the device, in the order of the calls."""
+    """Moves rows between stores under host placement and the device, in the order of the calls.
+
+    tuning: what the stores on its host side are to be made with.
+    """
+
+    tuning: Tuning = DEFAULT_TUNING
 
     @abstractmethod
     def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
@@ -65,7 +71,7 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
         """Starts writing `rows` (from `store.pack`, not to be changed any more) into slots `at` of the store.
 
         Reads submitted later see them, so the ticket needs no waiting. Raises as `prefetch`.
