@@ -206,7 +206,7 @@ class KVStore:
 
     def _copy_out(self, request: int | Part, rows: Tensor) -> int:
         """The first slots of every head, or a part of them; returns the number of rows."""
-        part = request if isinstance(request, Part) else self._first(request)
+        part = request if isinstance(request, Part) else Part(0, self.slots.shape[:2].numel() * request, request)
         self._checked(part.num_slots)
         copy_part(self.slots, rows.view(-1, self.slot_bytes), part)
         return part.end - part.begin
@@ -224,10 +224,6 @@ class KVStore:
         else:
             column.copy_(rows.cpu())
         return rows.shape[:3].numel()
-
-    def _first(self, count: int) -> Part:
-        """The first slots of every head."""
-        return Part(0, self.slots.shape[:2].numel() * count, count)
 
     @property
     def _reachable(self) -> bool:
