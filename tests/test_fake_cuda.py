@@ -17,9 +17,9 @@ from cases import CASES, WIDE
 from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
 from living import PROMPT, PROMPTS, calibration, token_batch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.model.tiny import tiny_model
+from harness.offload import managed, memory
 from harness.offload.links.cuda import CudaLink
 from harness.offload.session import LiveSession
 from harness.settings.systems import LABELS, System
@@ -34,7 +34,11 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 
 
 @pytest.fixture
-def gpu() -> Iterator[Trace]:
+def gpu(monkeypatch) -> Iterator[Trace]:
+    """A fake GPU in a machine with enough memory, managed or not."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
+    monkeypatch.setattr(managed, "require_memory", lambda num_bytes, device: None)
+    monkeypatch.setattr(managed, "empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device))
     with fake_gpu() as trace:
         yield trace
 
@@ -90,6 +94,7 @@ def fake_tiny(family: str) -> Any:
     [
         *((*placed, "llama") for placed in PLACED),
         *(("infinigen", "host", False, family) for family in ("qwen3", "opt")),
+        *((name, "managed", False, "llama") for name in ("full", "int4", "h2o")),
     ],
 )
 def test_nothing_waits_for_the_device_or_lies_on_the_cpu(padded, gpu, name, placement, reuse, family):
@@ -149,6 +154,8 @@ def test_the_trace_looks_at_what_a_kernel_gets(gpu):
 BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
 BUDGETS = {
     "ideal": (34, 37),
+    "uvm": (34, 37),
+    "uvm+h2o": (34, 120),
     "offload": (30, 32),
     "offload-pageable": (190, 192),
     "offload+int4": (30, 92),

@@ -18,22 +18,22 @@ the store belongs to the link, which keeps the order of its reads and writes.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
+from harness.offload import managed
 from harness.offload.copies import copy_heads, copy_part
 from harness.offload.gather import gather_rows, scatter_rows, warm
 from harness.offload.memory import require_memory
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
+from harness.settings.speed import Placement
 from methods.codec import AnyCodec
-
-Placement = Literal["device", "host"]
 
 
 class KeyValue(NamedTuple):
@@ -48,8 +48,8 @@ class KVStore:
 
     dtype and device are the computation's. slab: page-locked memory that the slots of host placement are taken from,
     which asynchronous transfers and kernels need under CUDA; without one they lie in pageable memory, from which every
-    transfer waits. tuning: of the link to the device. Raises UserError where the slots do not fit into memory, or for
-    an unknown placement.
+    transfer waits. Under managed placement the driver pages what a kernel touches; all is as on the device. tuning: of
+    the link to the device. Raises UserError where the slots do not fit into memory, or for an unknown placement.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class KVStore:
         slab: PinnedSlab | None = None,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        if placement not in ("device", "host"):
-            raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
+        if placement not in get_args(Placement):
+            raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
         self.device, self.pinned = device, slab is not None
@@ -98,12 +98,12 @@ class KVStore:
 
     @property
     def h2d_bytes(self) -> int:
-        """Payload bytes loaded over the link so far, 0 under device placement. Drain the link before."""
+        """Payload bytes loaded over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_loaded) * self.slot_bytes
 
     @property
     def d2h_bytes(self) -> int:
-        """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
+        """Payload bytes written over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
     def num_bytes(self, request: int | Chosen) -> int | Tensor:
@@ -152,7 +152,7 @@ class KVStore:
         `new_buffer`, and are valid until it is used again; a row of negative index keeps what the buffer
         held. None takes a new one, so such a row is all zero bytes. Raises as `load`.
         """
-        if isinstance(request, int) and self.placement == "device":
+        if isinstance(request, int) and self.placement != "host":
             return self.unpack(self.slots[:, :, : self._checked(request)])
         rows = self.rows_in(self.new_buffer(num_requested(request)) if buffer is None else buffer, request)
         self.load(request, rows)
@@ -237,11 +237,13 @@ class KVStore:
     @property
     def _reachable(self) -> bool:
         """Whether a kernel on the device can address the slots."""
-        return self.placement == "device" or self.pinned
+        return self.placement != "host" or self.pinned
 
     def _allocate(self, shape: tuple[int, ...], slab: PinnedSlab | None) -> Tensor:
         if slab is not None:
             return slab.take(shape)
+        if self.placement == "managed":
+            return managed.empty(shape, self.device)
         home = self.device if self.placement == "device" else torch.device("cpu")
         require_memory(math.prod(shape), home)
         return torch.empty(shape, dtype=torch.uint8, device=home)
