@@ -52,7 +52,9 @@ def opened(trace: Trace, model: Any, real: Tensor, method: Method, *, overlap: b
     """A session, and the token [batch] after its prompts, real bool [batch, prompt] on the CPU."""
     with trace.follow(model) as attached:
         geometry = attached.geometry
-        measured = {name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()}
+        measured = {
+            name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()
+        }
         link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
         session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=measured, **options)
         trace.restart()
