@@ -112,10 +112,8 @@ class KVStore:
         return rows * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head, and for one
-        more of each, which no request fills."""
-        batch, num_kv_heads = self.slots.shape[:2]
-        size = batch * num_kv_heads * (num_rows + 1) * self.slot_bytes
+        """A flat zeroed buffer on the device for `places_in` up to num_rows."""
+        size = self.slots.shape[:2].numel() * (num_rows + 1) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
