@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from methods.checks import require
+from methods.products import product
 
 EMPTY = torch.iinfo(torch.int32).max
 """Position of a slot without a token, and of padding: later than every query, hence never visible."""
@@ -332,18 +333,21 @@ class Method:
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Scaled scores of grouped queries in fp32.
+    """Scaled scores of grouped queries in fp32, rounded nowhere else.
 
     query: [batch, heads, rows, head_dim]; key: [batch, num_kv_heads, slots, head_dim];
     returns [batch, num_kv_heads, group, rows, slots].
     """
     batch, num_kv_heads, slots, head_dim = key.shape
     heads, rows = query.shape[1:3]
-    stacked = (query * scale).reshape(batch, num_kv_heads, -1, head_dim)
-    # A thin product takes half the time on a CPU with the keys first, where slots hold K and V side by side.
-    keys_first = rows == 1
-    scores = (key @ stacked.mT).mT if keys_first else stacked @ key.mT
-    return scores.reshape(batch, num_kv_heads, heads // num_kv_heads, rows, slots).float()
+    stacked = query.reshape(batch, num_kv_heads, -1, head_dim)
+    if stacked.dtype != torch.float32 or key.dtype != torch.float32:
+        scores = product(stacked, key.mT, scale)
+    elif rows == 1:  # a thin product takes half the time on a CPU with the keys first, where K and V lie side by side
+        scores = (key @ (stacked * scale).mT).mT
+    else:
+        scores = (stacked * scale) @ key.mT
+    return scores.reshape(batch, num_kv_heads, heads // num_kv_heads, rows, slots)
 
 
 def share_above(count: int, whole: int) -> float:

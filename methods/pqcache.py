@@ -80,7 +80,7 @@ class PQCacheState(RetrievingState):
     def scores(self, layer: int, rows: Rows) -> Tensor:
         """The query's product with each sub-vector's centroid."""
         geometry, slots = self.geometry, rows.slot_positions.shape[-1]
-        stacked = rows.query.unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3) * geometry.scale
+        stacked = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3) * geometry.scale
         tables = self._cut(stacked) @ self.centroids[layer].mT  # [batch, kv, sub_vectors, group * rows, 2^bits]
         codes = self.codes[layer][:, :, :slots].long().unsqueeze(2)
         shape = (*tables.shape[:2], tables.shape[3], slots)

@@ -17,6 +17,7 @@ from torch import Tensor
 from methods.base import Geometry, Lengths, PromptRows, Rows, State
 from methods.checks import require, require_fraction
 from methods.codec import INTEGER_BITS, Codec
+from methods.products import product
 from methods.retrieving import Retrieving, RetrievingState
 
 
@@ -75,7 +76,7 @@ class PartialKeysState(State):
         raise NotImplementedError
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        """What scores it, of `query` [batch, num_kv_heads, group, rows, head_dim]: [..., columns], scaled."""
+        """What scores it, of `query` [batch, num_kv_heads, group, rows, head_dim]: fp32 [..., columns], scaled."""
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
@@ -98,8 +99,8 @@ class PartialKeysState(State):
         query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
         keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
         if self.codec is not None:
-            keys = self.codec.decode(keys, self.columns, query.dtype)
-        return (query.flatten(2, 3) @ keys.mT).unflatten(2, query.shape[2:4]).float()
+            keys = self.codec.decode(keys, self.columns, rows.query.dtype)
+        return product(query.flatten(2, 3).to(keys.dtype), keys.mT).unflatten(2, query.shape[2:4])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """What the scores of `positions` [batch, rows] tokens read, in tokens of 2 * head_dim elements."""
@@ -132,8 +133,8 @@ class ProjectedState(PartialKeysState):
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         """Its product."""
-        product = query.flatten(2, 3) @ (self.projection[layer][:, 0] * self.geometry.scale)
-        return product.unflatten(2, query.shape[2:4])
+        projection = self.projection[layer][:, 0]
+        return product(query.flatten(2, 3), projection, self.geometry.scale).unflatten(2, query.shape[2:4])
 
 
 class FixedProjectionState(ProjectedState, RetrievingState):

@@ -23,7 +23,17 @@ FLOOR = 5
 
 
 class PromptEvictingState(EvictingState):
-    """The prompt tokens of the largest worth stay in each KV head, the later one of two that are equal."""
+    """The prompt tokens of the largest worth stay in each KV head, the later one of two that are equal.
+
+    shares: int [selecting layers, batch], how many that compete stay; asked for once, as the prompts' lengths are on
+        the device.
+    """
+
+    def __init__(self, method: PromptEvicting, geometry: Geometry, lengths: Lengths) -> None:
+        super().__init__(method, geometry, lengths)
+        selecting = geometry.num_layers - method.num_exempt_layers
+        shares = [method.shares(prompt, selecting) for prompt in lengths.prompt.tolist()]
+        self.shares = lengths.prompt.new_tensor(shares).T
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; what stands in the padding plays no part."""
@@ -50,10 +60,7 @@ class PromptEvictingState(EvictingState):
 
     def _won(self, layer: int, worth: Tensor) -> Tensor:
         """How many of the tokens that compete stay in each KV head, int [batch, num_kv_heads or 1]."""
-        selecting = self.geometry.num_layers - self.method.num_exempt_layers
-        prompts = self.lengths.prompt.tolist()
-        shares = [self.method.shares(prompt, selecting)[layer - self.method.num_exempt_layers] for prompt in prompts]
-        share = self.lengths.prompt.new_tensor(shares)[:, None]
+        share = self.shares[layer - self.method.num_exempt_layers, :, None]
         return adaptive(worth, share) if self.method.heads == "adaptive" else share
 
 

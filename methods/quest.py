@@ -61,9 +61,9 @@ class QuestState(RetrievingState):
         """The bound of each page: where q_j > 0 the highest key, else the lowest."""
         lowest, highest = (bound[layer][:, :, :-1].mT for bound in (self.lowest, self.highest))
         batch, num_kv_heads, head_dim, pages = lowest.shape
-        query = (rows.query * self.geometry.scale).reshape(batch, num_kv_heads, -1, head_dim)
-        bound = query.clamp(min=0) @ highest + query.clamp(max=0) @ lowest
-        return bound.view(batch, num_kv_heads, self.geometry.group, -1, pages).float()
+        query = (rows.query.float() * self.geometry.scale).reshape(batch, num_kv_heads, -1, head_dim)
+        bound = query.clamp(min=0) @ highest.float() + query.clamp(max=0) @ lowest.float()
+        return bound.view(batch, num_kv_heads, self.geometry.group, -1, pages)
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """Two vectors a full page: as much as a token."""

@@ -66,6 +66,7 @@ class SparQState(PartialKeysState, RetrievingState):
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
         """The largest channels of each row, by the sum over the group; the scale makes up for the others."""
+        query = query.float()
         magnitude = query.abs()
         best = magnitude.sum(2, keepdim=True).topk(self.method.num_columns(query.shape[-1])).indices
         kept = torch.zeros_like(query[:, :, :1]).scatter_(-1, best, 1.0)

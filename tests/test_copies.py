@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.offload import copies
-from harness.offload.copies import MIN_COPY_BYTES, copy_heads, copy_part, cuda_runtime, rectangles
+from harness.offload.copies import copy_heads, copy_part, cuda_runtime, rectangles
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Part
 from harness.offload.store import KVStore
+from harness.offload.tuning import DEFAULT_TUNING
 from methods.codec import Codec
 
 BATCH, KV_HEADS, CAPACITY, SLOT_BYTES = 2, 2, 7, 8
@@ -72,20 +73,27 @@ PARTS = [
 ]
 
 
+def num_places(part: Part) -> int:
+    """From a part's first row to its last, the place behind each whole head's rows included."""
+    return part.place(part.end - 1) + 1 - part.place(part.begin) if part.begin < part.end else 0
+
+
 def test_every_part_is_what_a_loop_over_its_rows_copies(runtime):
     slots = random_bytes(BATCH, KV_HEADS, CAPACITY, SLOT_BYTES)
     for part in PARTS:
         runtime.calls.clear()
-        rows = torch.zeros(part.end - part.begin, SLOT_BYTES, dtype=torch.uint8)
-        copy_part(slots, rows, part)
+        rows = random_bytes(num_places(part), SLOT_BYTES)
+        expected = rows.clone()
         for row in range(part.begin, part.end):
             head, slot = divmod(row, part.num_slots)
-            assert torch.equal(rows[row - part.begin], slots.flatten(0, 1)[head, slot]), (part, row)
+            expected[part.place(row) - part.place(part.begin)] = slots.flatten(0, 1)[head, slot]
+        copy_part(slots, rows, part)
+        assert torch.equal(rows, expected), part
         assert len(runtime.calls) <= 3, part
         if part.begin == 0 and part.end == HEADS * part.num_slots:
             (call,) = runtime.calls
             width = part.num_slots * SLOT_BYTES
-            assert call[:4] == (width, CAPACITY * SLOT_BYTES, width, HEADS)
+            assert call[:4] == (width + SLOT_BYTES, CAPACITY * SLOT_BYTES, width, HEADS)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_every_part_is_what_a_loop_over_its_rows_copies(runtime):
     ],
 )
 def test_a_part_is_the_rest_of_a_head_whole_heads_and_a_begin(part, shapes):
-    slots, rows = random_bytes(BATCH, KV_HEADS, CAPACITY, SLOT_BYTES), random_bytes(part.end - part.begin, SLOT_BYTES)
+    slots, rows = random_bytes(BATCH, KV_HEADS, CAPACITY, SLOT_BYTES), random_bytes(num_places(part), SLOT_BYTES)
     assert [tuple(source.shape) for source, _ in rectangles(slots, rows, part)] == shapes
     assert [tuple(target.shape) for _, target in rectangles(slots, rows, part)] == shapes
 
@@ -172,7 +180,7 @@ def pageable_store():
 
 
 def test_a_pageable_stores_own_row_crosses_once_and_the_host_deals_it_out():
-    assert MIN_COPY_BYTES > CAPACITY * 16
+    assert DEFAULT_TUNING.min_copy_bytes > CAPACITY * 16
     with FakeTensorMode(), Copies() as seen:
         store = pageable_store()
         store.write(torch.empty(BATCH, KV_HEADS, 1, 16, dtype=torch.uint8, device="cuda"), at=3)
@@ -194,11 +202,12 @@ def test_parts_and_columns_cross_as_they_are(pinned, bindings, request):
     slab = PinnedSlab(slots.numel()) if pinned else None
     home = slots.clone() if slab is None else slab.take(slots.shape).copy_(slots)
     for part in PARTS[::7]:
-        rows = torch.zeros(part.end - part.begin, SLOT_BYTES, dtype=torch.uint8, device="cuda")
+        rows = torch.zeros(num_places(part), SLOT_BYTES, dtype=torch.uint8, device="cuda")
         copy_part(home, rows, part)
         for row in range(part.begin, part.end):
             head, slot = divmod(row, part.num_slots)
-            assert torch.equal(rows[row - part.begin].cpu(), slots.flatten(0, 1)[head, slot]), (part, row)
+            place = part.place(row) - part.place(part.begin)
+            assert torch.equal(rows[place].cpu(), slots.flatten(0, 1)[head, slot]), (part, row)
     rows = random_bytes(BATCH, KV_HEADS, 3, SLOT_BYTES)
     copy_heads(rows.cuda(), home[:, :, 2:5])
     torch.cuda.synchronize()

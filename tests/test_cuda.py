@@ -77,6 +77,9 @@ class NoLink(Link):
     def write_back(self, store, rows, at) -> Ticket:
         return Arrived(rows)
 
+    def copy(self, source, target) -> Ticket:
+        return Arrived(target)
+
     def drain(self) -> None: ...
 
     def take_transfers(self) -> list[Transfer]:

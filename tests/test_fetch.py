@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from living import PROMPTS, STEPS, attached_with_link, force, live, open_live
 from torch import Tensor
 
-from harness.offload.fetch import Fetcher, indices, places
+from harness.offload.compact import indices, places
+from harness.offload.fetch import Fetcher
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link, Ticket, Transfer
-from harness.offload.request import Part, SlotRequest
+from harness.offload.request import Chosen, Part, SlotRequest
 from harness.offload.store import KVStore
 from methods.codec import Codec
 
@@ -57,7 +58,10 @@ def test_places_keep_what_is_there_and_fetches_the_rest_into_free_places(mask, d
         resident.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
     resident = torch.tensor(resident).view(*mask.shape[:2], room)
     before = resident.clone()
-    fetch, after = places(mask, resident)
+    request, after = places(mask, resident)
+    fetch = request.by_place()
+    assert request.num_rows == (fetch >= 0).sum()
+    assert (request.slots >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
     assert torch.equal(resident, before), "what is resident was changed in place"
     for head, old, fetched, new in zip(*(x.flatten(0, 1) for x in (mask, before, fetch, after)), strict=True):
         wanted, old, fetched, new = set(selected(head)), old.tolist(), fetched.tolist(), new.tolist()
@@ -111,13 +115,14 @@ def write(store: KVStore, at: int, values: Tensor) -> None:
 
 
 def fetched(fetcher: Fetcher, store: KVStore, mask: Tensor) -> list[float]:
-    """First elements of the present rows' values; keys and values must agree, and absent values be 0."""
+    """First elements of the present rows' values; keys and values must agree, and absent ones be numbers."""
     fetcher.request_selected(0, store, mask, 3)
     fetcher.wait(0)
-    keys, values, present, bias = fetcher.take(0)
+    rows, present, bias = fetcher.take(0)
+    keys, values = store.unpack(rows)
     assert bias is None
     assert torch.equal(keys[present], values[present])
-    assert not values[~present].any()
+    assert values.isfinite().all()
     return sorted(values[present][:, 0].tolist())
 
 
@@ -167,11 +172,14 @@ class LatestLink(Link):
 
     def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
-        rows[request >= 0 if isinstance(request, Tensor) else slice(None)] = 0xFF
+        rows[request.by_place() >= 0 if isinstance(request, Chosen) else slice(None)] = 0xFF
         return self._submit(rows, lambda: store.load(request, rows))
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
         return self._submit(rows, lambda: store.write(rows, at))
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        return self._submit(target.fill_(0xFF), lambda: target.copy_(source))
 
     def _submit(self, rows: Tensor, move: Callable[[], object]) -> Ticket:
         self.queue.append(Deferred(self, rows, move))
@@ -247,7 +255,8 @@ def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
             got, moved = fetcher.take(layer), stores[layer].h2d_bytes
             assert got.present is None and moved == 2 * 3 * count * stores[layer].slot_bytes
             expected = stores[layer].fetch(count)
-            assert torch.equal(got.keys, expected.keys) and torch.equal(got.values, expected.values)
+            keys, values = stores[layer].unpack(got.rows)
+            assert torch.equal(keys, expected.keys) and torch.equal(values, expected.values)
         assert not fetcher.pending(layers)
 
 

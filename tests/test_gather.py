@@ -1,7 +1,6 @@
-"""Row gather and scatter by index, on the CPU and as the Triton kernel, against `torch.gather`."""
+"""Row gather and scatter by index, on the CPU and as the Triton kernel, against a loop."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -9,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.offload import gather
+from harness.offload.request import Chosen, chosen
+from harness.offload.tuning import Tuning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined; lets it run on CPU tensors
 
 cases = st.fixed_dictionaries(
     {
@@ -27,12 +26,12 @@ cases = st.fixed_dictionaries(
 )
 
 
-def triton_gather():
+def kernels():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (pip install --no-deps triton): its kernel is not covered here")
-    from harness.offload import triton_gather
+    from harness.offload.kernels import gather as kernels
 
-    return triton_gather
+    return kernels
 
 
 def make(case, *, ragged):
@@ -54,9 +53,12 @@ def make(case, *, ragged):
     return slots, index, rows(num_rows)
 
 
-def expected_gather(slots, index, rows):
-    wide = index[..., None].expand(*index.shape, slots.shape[-1])
-    return torch.where(wide >= 0, torch.gather(slots, 2, wide.clamp(min=0)), rows)
+def expected_gather(slots, index, rows, places=None):
+    out = rows.clone()
+    for batch, head, row in (index >= 0).nonzero().tolist():
+        place = row if places is None else places[batch, head, row]
+        out[batch, head, place] = slots[batch, head, index[batch, head, row]]
+    return out
 
 
 def expected_scatter(slots, index, rows):
@@ -66,38 +68,50 @@ def expected_scatter(slots, index, rows):
     return out
 
 
+tunings = st.builds(Tuning, num_programs=st.sampled_from([1, 2, 64]), bytes_in_flight=st.sampled_from([64, 512, 2**18]))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 @settings(max_examples=40, deadline=None)
-@given(case=cases, ragged=st.booleans())
-def test_gather_and_scatter_against_torch(backend, case, ragged):
-    module, device = (gather, torch.device("cpu")) if backend == "cpu" else (triton_gather(), DEVICE)
+@given(case=cases, ragged=st.booleans(), placed=st.booleans(), spare=st.integers(0, 2), tuning=tunings)
+def test_gather_and_scatter_against_a_loop(backend, case, ragged, placed, spare, tuning):
+    module, device = (gather, torch.device("cpu")) if backend == "cpu" else (kernels(), DEVICE)
     slots, index, rows = make(case, ragged=ragged)
-    gathered = rows.clone().to(device)
-    module.gather_rows(slots, index.to(device), gathered)
-    torch.testing.assert_close(gathered.cpu(), expected_gather(slots, index, rows), rtol=0, atol=0)
+    places = torch.rand(index.shape).argsort(-1) if placed else None
+    there = torch.nn.functional.pad(rows, (0, 0, 0, spare), value=7).to(device)
+    gathered = there[:, :, : rows.shape[2]]
+    module.gather_rows(slots, index.to(device), gathered, None if places is None else places.to(device), tuning)
+    assert (there[:, :, rows.shape[2] :] == 7).all(), "what lies behind a head's rows has changed"
+    torch.testing.assert_close(gathered.cpu(), expected_gather(slots, index, rows, places), rtol=0, atol=0)
 
     after = expected_scatter(slots, index, rows)
-    module.scatter_rows(slots, index.to(device), rows.to(device))
+    module.scatter_rows(slots, index.to(device), rows.to(device), tuning)
     if device.type == "cuda":
         torch.cuda.synchronize()
     torch.testing.assert_close(slots, after, rtol=0, atol=0)
 
 
-def test_triton_kernel_covers_more_tiles_than_programs(monkeypatch):
-    module = triton_gather()
-    monkeypatch.setattr(module, "NUM_PROGRAMS_OVER_LINK", 2)
-    case = {"batch": 2, "num_kv_heads": 3, "capacity": 30, "num_rows": 17, "head_dim": 8}
-    slots, index, rows = make({**case, "dtype": torch.float32, "seed": 0}, ragged=True)
+@pytest.mark.parametrize("slot_bytes", [20, 72, 144])
+def test_the_kernel_covers_more_tiles_than_programs(slot_bytes):
+    slots = torch.randint(256, (2, 3, 30, slot_bytes), dtype=torch.uint8)
+    slots = slots.pin_memory() if DEVICE.type == "cuda" else slots
+    index = torch.rand(2, 3, 30).argsort(-1)[..., :17]
+    rows = torch.zeros(2, 3, 17, slot_bytes, dtype=torch.uint8)
     gathered = rows.clone().to(DEVICE)
-    module.gather_rows(slots, index.to(DEVICE), gathered)
-    torch.testing.assert_close(gathered.cpu(), expected_gather(slots, index, rows), rtol=0, atol=0)
+    kernels().gather_rows(slots, index.to(DEVICE), gathered, None, Tuning(num_programs=2, bytes_in_flight=1024))
+    assert torch.equal(gathered.cpu(), expected_gather(slots, index, rows))
 
 
 def test_rows_moved_are_counted():
-    slots, rows = torch.zeros(1, 2, 5, 8, dtype=torch.uint8), torch.zeros(1, 2, 3, 8, dtype=torch.uint8)
     index = torch.tensor([[[4, 0, -1], [2, -1, -1]]])
-    assert gather.gather_rows(slots, index, rows) == 3
-    assert gather.scatter_rows(slots, index, rows) == 3
+    assert chosen(index).num_rows == 3
+    assert chosen(index.masked_fill(index >= 0, -1)).num_rows == 0
+
+
+def test_the_slot_of_each_place():
+    index, places = torch.tensor([[[4, 0, -1], [2, -1, -1]]]), torch.tensor([[[2, 0, 9], [1, 1, 1]]])
+    assert torch.equal(Chosen(index, 3, places).by_place(), torch.tensor([[[0, -1, 4], [-1, 2, -1]]]))
+    assert torch.equal(Chosen(index, 3).by_place(), index)
 
 
 def test_an_index_beyond_the_capacity_does_not_read_the_next_head():

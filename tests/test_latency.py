@@ -26,6 +26,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.links.open import open_link
 from harness.offload.timeline import SEGMENTS, Timeline
+from harness.records.record import settings_id
 from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import LABELS
@@ -202,6 +203,23 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     assert peak["infinigen+reuse"] == peak["infinigen"] + 2 * selected
 
 
+def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
+    whole = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE), shared=False)
+    some = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7), shared=False)
+    square = 64 * 64 * 4
+    away = [5 * square // 2, 5 * square // 2, 3 * square, 5 * square // 2]  # 30 % of a layer's 9 matrices and norms
+    layers = 4 * (9 * square + 2 * 64 * 4)
+    assert some.weight_bytes == 8 * sum(away) and some.weights_on_device == 1 - sum(away) / layers
+    assert (whole.weight_bytes, whole.weights_on_device) == (None, None)
+    assert some.metrics()["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
+    found = [(each.h2d_bytes, each.d2h_bytes, each.device_kv_bytes) for each in (some, whole)]
+    assert found[0] == found[1]
+    assert some.transferred_bytes == whole.transferred_bytes + 10 * sum(away), "of all steps"
+    assert some.peak_device_bytes == whole.peak_device_bytes - sum(away) + 2 * max(away)
+    with pytest.raises(ValueError, match="weights_on_device=0.7: a shared prompt ran with all weights there"):
+        timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7))
+
+
 # Settings
 
 
@@ -244,6 +262,11 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
         (["placement=device", "reuse=true"], "reuse=true: only fetched selections"),
         (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
         (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
+        (["placement=device", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no"),
+        (["label=ideal", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no link"),
+        (["platform.weights_on_device=0"], "platform.weights_on_device=0.0: must be above 0 and at most 1"),
+        (["platform.weights_on_device=1.1"], "platform.weights_on_device=1.1: must be above 0 and at most 1"),
+        (["platform.weights_on_device=most"], "platform.weights_on_device=most: must be a number"),
         (["platform.link_gbps=0"], "platform.link_gbps=0.0: must be above 0"),
         (["platform=cuda", "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
         (["platform=cuda", "model.device=cpu"], "model.device=cpu: contradicts platform=cuda"),
@@ -259,6 +282,13 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 def test_refuses(overrides, message):
     with pytest.raises(UserError, match=message):
         load(["experiment=latency", *overrides])
+
+
+def test_a_share_of_the_weights_is_another_run_of_the_same_system():
+    share = "platform.weights_on_device=0.7"
+    whole, some = (load(["experiment=latency", "label=offload", *settings]) for settings in ([], [share]))
+    assert settings_id(whole, {}) != settings_id(some, {})
+    assert load(["experiment=latency", "method=full", share]).label == whole.label == some.label
 
 
 def test_timed_steps_null_times_all_there_are():
@@ -329,7 +359,7 @@ def test_every_label_makes_a_complete_row(tiny_runs, capsys):
     rows = {row["label"]: row for row in read_rows()}
     assert set(rows) == set(LABELS)
     for label, row in rows.items():
-        absent = {name for name, value in row.items() if value == ""} - {"settings"}
+        absent = {name for name, value in row.items() if value == ""} - {"settings", *columns.names(columns.WEIGHTS)}
         may_be = {"link_bytes_per_s"} if label == "ideal" else set()
         assert absent == may_be | ({"prediction_s"} if "infinigen" not in label else set()), label
         assert tuple(row) == columns.names(columns.LATENCY)
@@ -493,7 +523,7 @@ def test_the_benchmark_needs_neither_hydra_nor_lm_eval_nor_pandas():
     program = (
         "import sys\n"
         "for name in ('hydra', 'omegaconf', 'lm_eval', 'pandas', 'datasets', 'matplotlib'): sys.modules[name] = None\n"
-        "import benchmarks.live"
+        "import benchmarks.live, benchmarks.gpu.command"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-500:]

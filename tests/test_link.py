@@ -123,6 +123,21 @@ def test_a_transfer_takes_its_bytes_over_the_rate():
     assert sum(ticket.exposed_s for ticket in tickets) == pytest.approx(elapsed, abs=0.1)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_plain_tensor_crosses_at_the_rate_of_the_link_and_in_its_turn(overlap):
+    store, _, _ = filled_store()
+    source, target = torch.randint(256, (ALL_BYTES,), dtype=torch.uint8), torch.zeros(ALL_BYTES, dtype=torch.uint8)
+    with EmulatedLink(ALL_BYTES / 0.02, overlap=overlap) as link:
+        link.take_transfers()
+        rows, copied = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)), link.copy(source, target)
+        rows.wait()
+        assert copied.wait() is target and torch.equal(source, target)
+        transfers = link.take_transfers()
+    assert [(each.direction, each.num_bytes) for each in transfers] == 2 * [("h2d", ALL_BYTES)]
+    assert transfers[1].start_s >= transfers[0].end_s and transfers[1].end_s - transfers[1].start_s >= 0.0199
+    assert store.h2d_bytes == ALL_BYTES, "of the rows alone"
+
+
 def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
     store, _, _ = filled_store()
     exposed = {}
@@ -169,6 +184,8 @@ def test_a_failing_copy_ends_in_its_error_everywhere(overlap):
             failing.wait()
         with pytest.raises(IndexError, match="slot index 64"):
             link.prefetch(store, 1, store.new_buffer(1)).wait()
+        with pytest.raises(IndexError, match="slot index 64"):
+            link.copy(torch.zeros(1), torch.zeros(1)).wait()
         with pytest.raises(IndexError, match="slot index 64"):
             link.write_back(store, store.rows_in(store.new_buffer(1), 1), at=0)
         with pytest.raises(IndexError, match="slot index 64"):

@@ -692,6 +692,16 @@ def test_published_points_only_where_the_setup_matches(
         assert not any(map(hollow_points, draw(name, tmp_path).axes)), change
 
 
+@pytest.mark.parametrize(("share", "expected"), [(0.7004, {1.18, 1.28, 1.34}), (1.0, set()), (None, set())])
+def test_fig16b_published_points_stand_beside_timed_runs_with_the_papers_share_of_weights(
+    share: float | None, expected: set[float], tmp_path: Path
+) -> None:
+    shape = PAPER_SHAPE | {"batch_size": 4}
+    largest = [row | {"weights_on_device": share} for row in time_rows(**shape | {"model": "opt-30b"})]
+    write_latency(tmp_path, "fig16b", [*time_rows(**shape), *largest])
+    assert {y for _, y in hollow_points(draw("fig16b", tmp_path).axes[0])} == expected
+
+
 def test_a_published_point_stands_on_its_bar(tmp_path: Path) -> None:
     write_latency(tmp_path, "fig15", (r for b in (4, 20) for r in time_rows(batch_size=b, **PAPER_SHAPE)))
     (axes,) = draw("fig15", tmp_path).axes

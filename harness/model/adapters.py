@@ -55,6 +55,10 @@ class Adapter:
             query = attention.q_norm(query)
         return query.transpose(1, 2)
 
+    def query_weight(self, attention: Any) -> Tensor:
+        """The matrix behind `query`: read while the layer before computes."""
+        return attention.q_proj.weight
+
     def head_dim(self, attention: Any) -> int:
         """Elements of a head."""
         return attention.head_dim
@@ -94,8 +98,12 @@ class Phi3Adapter(Adapter):
 
     def projected(self, attention: Any, hidden: Tensor) -> Tensor:
         """The rows of the projection that make queries."""
-        weight = attention.qkv_proj.weight[: attention.config.num_attention_heads * attention.head_dim]
+        weight = self.query_weight(attention)[: attention.config.num_attention_heads * attention.head_dim]
         return linear(hidden, weight).view(*hidden.shape[:-1], -1, attention.head_dim).transpose(1, 2)
+
+    def query_weight(self, attention: Any) -> Tensor:
+        """Shared with keys and values."""
+        return attention.qkv_proj.weight
 
 
 class GPTNeoXAdapter(Adapter):
@@ -117,6 +125,10 @@ class GPTNeoXAdapter(Adapter):
         if fused.bias is not None:
             query = query + fused.bias.view(-1, 3, 1, size)[:, 0]
         return query.unflatten(1, hidden.shape[:2]).transpose(0, 1)
+
+    def query_weight(self, attention: Any) -> Tensor:
+        """Shared with keys and values."""
+        return attention.query_key_value.weight
 
 
 ADAPTERS: dict[str, Adapter] = {

@@ -18,18 +18,25 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, vis
     visible: bool [batch, 1, rows, slots]; None is causal over equal rows and slots. Returns [batch, rows, heads,
     head_dim].
     """
+    if query.shape[2] == 1 and visible is not None:
+        return heads_last(row_attention(query, key, value, scale, visible))
     group = query.shape[1] // key.shape[1]
-    if query.shape[2] == 1 and visible is not None:  # the heads of a group as its rows: no key is copied
-        stacked = query.view(len(query), -1, group, query.shape[3])
-        return F.scaled_dot_product_attention(stacked, key, value, attn_mask=visible, scale=scale).flatten(1, 2)[
-            :, None
-        ]
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale
     )
     return output.transpose(1, 2)
+
+
+def row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """torch's fused attention of one row: the heads of a group are its rows, so that no key is copied.
+
+    query: [batch, heads, 1, head_dim]; mask: bool, True where visible, or added to the scores, [batch, 1 or
+    num_kv_heads, 1 or group, slots]; None hides nothing. Returns [batch, num_kv_heads, group, 1, head_dim].
+    """
+    stacked = query.reshape(*key.shape[:2], -1, query.shape[3])
+    return F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale).unsqueeze(3)
 
 
 def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, unused: Sequence[int]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.offload.fetch import Fetched, Fetcher
 from harness.offload.store import KeyValue, KVStore
 from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from methods.codec import FLOAT_DTYPES
 from methods.evicting import EvictingState
 
 
@@ -108,6 +109,14 @@ class LayerCache:
         """Whether rows are chosen by the layer's own query, before any is fetched."""
         return self.state is not None and self.method.selects == "query"
 
+    @property
+    def joins_own(self) -> bool:
+        """Whether attention may find the own row behind those that are fetched: they are stored as they are computed
+        with, and no method looks at their scores."""
+        codec = self.store.codec
+        stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
+        return stored == {self.store.dtype} and (self.state is None or self.method.names_rows)
+
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         """Slots that may hold a token before the step that is so many ahead; its own token comes behind them."""
         steps = self.batch.steps + steps_ahead
@@ -145,27 +154,30 @@ class LayerCache:
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
         """Write the own row to its slot; in a layer that evicts, to the one its victim left."""
-        at: int | Tensor = self.slots_in_use()
-        if isinstance(self.state, EvictingState):
-            at = self.state.place_own(self.layer, self.slots_in_use())
-        self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), at)
+        self._write_own(self.store.pack(key, value))
 
     def take(self) -> Fetched:
         """What was asked for, waiting for it if need be."""
         return self.fetcher.take(self.layer)
 
-    def resident(self) -> list[KeyValue]:
-        """Cached rows that the device holds beside those that are fetched."""
-        return []
+    def take_with_own(self, key: Tensor, value: Tensor) -> Fetched:
+        """The same and the own row behind it, which is also written to its slot; of a cache that `joins_own`."""
+        own = self.store.pack(key, value)
+        self._write_own(own)
+        return self.fetcher.take(self.layer, own)
 
-    def hidden(self, fetched: Fetched) -> Tensor | None:
-        """Fetched rows, and behind them resident ones, without a token that the step may see: bool [batch, 1 or kv, 1,
-        n]; None where all have one."""
+    def parts(self, fetched: Fetched) -> list[KeyValue]:
+        """The cached rows: what was fetched, and behind it what the device holds beside."""
+        return [self.store.unpack(fetched.rows)]
+
+    def visible(self, fetched: Fetched) -> Tensor | None:
+        """Which cached rows, in the order of `parts`, have a token that the step may see: bool [batch, 1 or kv, 1, n];
+        None where all have."""
         if fetched.present is not None:
-            return ~fetched.present[:, :, None]
+            return fetched.present[:, :, None]
         if not self.batch.padded and not self.evicts:
             return None
-        return self.slots()[:, :, None, :-1] >= self.batch.positions[:, None, None, None]
+        return self.slots()[:, :, None, :-1] < self.batch.positions[:, None, None, None]
 
     @property
     def device_bytes(self) -> int:
@@ -202,6 +214,12 @@ class LayerCache:
         cap = max(self.method.max_tokens_read(row, self.layer) for row in self.batch.rows(self.batch.steps))
         bias = None if selection.bias is None else selection.bias[:, :, :, 0]
         return self.fetcher.request_selected(self.layer, self.store, selection.mask[:, :, 0], cap, bias)
+
+    def _write_own(self, row: Tensor) -> None:
+        at: int | Tensor = self.slots_in_use()
+        if isinstance(self.state, EvictingState):
+            at = self.state.place_own(self.layer, self.slots_in_use())
+        self.fetcher.write_back(self.layer, self.store, row, at)
 
     def _even(self, steps_ahead: int) -> bool:
         """Whether all sequences' KV heads hold as many tokens as any may."""

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from harness.offload.request import Part
 
-MIN_COPY_BYTES = 28 * 1024
-"""A line shorter than this is left to one kernel that moves all of them."""
-
 
 def copy_heads(source: Tensor, target: Tensor) -> None:
     """`target.copy_(source)`, [batch, num_kv_heads, n, slot_bytes], the rows of a head side by side on either side.
@@ -38,10 +35,14 @@ def copy_part(slots: Tensor, rows: Tensor, part: Part) -> None:
 
 def rectangles(slots: Tensor, rows: Tensor, part: Part) -> list[tuple[Tensor, Tensor]]:
     """The slots of a part and the rows that they fill, as pairs of views [heads, bytes of a head]: the rest of a first
-    head, whole heads, and the begin of a last one, as far as the part has them."""
-    count, heads = part.num_slots, slots.flatten(0, 1)
+    head, whole heads, and the begin of a last one, as far as the part has them.
+
+    rows: [places from the part's first row to its last, slot_bytes], contiguous.
+    """
     if part.begin == part.end:
         return []
+    count, heads = part.num_slots, slots.flatten(0, 1)
+    to_next_head = part.place(count) * rows.shape[-1]
     whole = min(-(-part.begin // count) * count, part.end)
     last = max(part.end // count * count, whole)
     found = []
@@ -50,7 +51,8 @@ def rectangles(slots: Tensor, rows: Tensor, part: Part) -> list[tuple[Tensor, Te
             (head, slot), width = divmod(begin, count), min(end - begin, count)
             height = (end - begin) // width
             lines = heads[head : head + height, slot : slot + width].flatten(1)
-            found.append((lines, rows[begin - part.begin : end - part.begin].view(height, -1)))
+            first = rows[part.place(begin) - part.place(part.begin) :]
+            found.append((lines, first.as_strided((height, lines.shape[1]), (to_next_head, 1))))
     return found
 
 

@@ -1,7 +1,8 @@
 """Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
 
 Under host placement a request starts a transfer into one of two buffers that take turns, since at most two layers'
-rows are under way: the one computing and the next. Under device placement it is remembered and read in place.
+rows are under way: the one computing and the next. Under device placement whole layers are read in place. In the
+buffers there is room behind each head's rows for the step's own one, so that attention finds all in one piece.
 With `reuse` each layer keeps a buffer of its own, and only rows that are not in it yet cross the link.
 
 Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
@@ -16,33 +17,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.offload.compact import indices, places
 from harness.offload.links.link import Link, Ticket
-from harness.offload.request import Part, SlotRequest
+from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested, num_true
 from harness.offload.store import KVStore
 
 
 class Fetched(NamedTuple):
     """Rows of a layer on the device.
 
-    keys, values: [batch, num_kv_heads, n, head_dim], valid until the layer's attention is done. present: bool
-    [batch, num_kv_heads, n], False for rows of no meaning (their values are 0); None where all are present.
+    rows: packed, uint8 [batch, num_kv_heads, n, slot_bytes], and the own one behind them where it was given; valid
+    until the layer's attention is done. present: bool [batch, num_kv_heads, n], False for rows of no meaning, which are
+    those of some other token, or zeros; None where all are present.
     bias: what the selection adds to these rows' scores, [batch, num_kv_heads, group or 1, 1, n]; None for nothing.
     """
 
-    keys: Tensor
-    values: Tensor
+    rows: Tensor
     present: Tensor | None
     bias: Tensor | None
 
 
 class _Pending(NamedTuple):
-    """What a layer was asked for. rows: where the transfers put it; None is read in place."""
+    """What a layer was asked for. places: where it comes to lie, one more a head than there are rows."""
 
     store: KVStore
-    request: int | Tensor
+    request: int | Chosen
     present: Tensor | None
     bias: Tensor | None
-    rows: Tensor | None
+    places: Tensor
     tickets: list[Ticket]
 
 
@@ -66,9 +68,11 @@ class Fetcher:
 
     def open(self, stores: list[KVStore], selected: int, ahead: int = 0) -> None:
         """Make the buffers: one for each of the first `ahead` layers, two in turn for any other layer's slots, and
-        with reuse one for `selected` rows of each layer.
+        with reuse one for `selected` rows of each layer. What moves rows is compiled, where it must be.
         """
         self.selected = selected
+        for store in {store.slot_bytes: store for store in stores}.values():
+            store.warm()
         if self.link is not None:
             self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]
             largest = max(stores[ahead:], key=lambda store: store.nbytes)
@@ -91,7 +95,8 @@ class Fetcher:
     def request_held(self, layer: int, store: KVStore, held: Tensor) -> None:
         """Ask for the slots where `held`, bool [batch, num_kv_heads, slots], each into the place of its slot."""
         slots = torch.arange(held.shape[-1], device=held.device)
-        self._submit(layer, store, torch.where(held, slots, -1), self._turn(), present=held)
+        request = Chosen(torch.where(held, slots, -1), num_true(held))
+        self._submit(layer, store, request, self._turn(), present=held)
 
     def request_ahead(self, stores: list[KVStore], count: int, part: int, parts: int) -> None:
         """Ask for one of `parts` equal parts of the first `count` slots of the layers that come ahead."""
@@ -117,14 +122,16 @@ class Fetcher:
         mask = mask.expand(-1, store.slots.shape[1], -1)
         if not self.reuse:
             index = indices(mask, cap)
-            self._submit(layer, store, index, self._turn(), present=index >= 0, bias=_at(bias, index))
+            present = index >= 0
+            request = Chosen(index, num_true(present))
+            self._submit(layer, store, request, self._turn(), present=present, bias=_at(bias, index))
             return index
         if layer not in self._resident:
             self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
             self._kept[layer] = store.new_buffer(self.selected)
-        index, resident = places(mask, self._resident[layer])
+        request, resident = places(mask, self._resident[layer])
         self._resident[layer] = resident
-        self._submit(layer, store, index, self._kept[layer], present=resident >= 0, bias=_at(bias, resident))
+        self._submit(layer, store, request, self._kept[layer], present=resident >= 0, bias=_at(bias, resident))
         return resident
 
     def wait(self, layer: int) -> None:
@@ -132,16 +139,22 @@ class Fetcher:
         for ticket in self._pending[layer].tickets:
             ticket.wait()
 
-    def take(self, layer: int) -> Fetched:
-        """The layer's rows, waiting for them if need be."""
+    def take(self, layer: int, own: Tensor | None = None) -> Fetched:
+        """The layer's rows, waiting for them if need be.
+
+        own: the step's own row, packed, [batch, num_kv_heads, 1, slot_bytes], to come behind them; where rows are read
+        in place, it has been written to the slot there.
+        """
         self.wait(layer)
-        store, request, present, bias, rows, _ = self._pending.pop(layer)
+        store, request, present, bias, places, _ = self._pending.pop(layer)
+        count = num_requested(request)
         if self.link is not None:
             self.h2d_bytes = self.h2d_bytes + store.num_bytes(request)
-        keys, values = store.fetch(request) if rows is None else store.unpack(rows)
-        if present is not None:
-            values = values.masked_fill_(~present.unsqueeze(-1), 0)  # what lay there before may be no number
-        return Fetched(keys, values, present, bias)
+        if own is None:
+            return Fetched(places[:, :, :count], present, bias)
+        if not self._in_place(request):
+            places[:, :, count:] = own
+        return Fetched(places, present, bias)
 
     def write_back(self, layer: int, store: KVStore, rows: Tensor, at: int | Tensor) -> None:
         """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
@@ -150,8 +163,9 @@ class Fetcher:
         if self.link is None:
             store.write(rows, at)
         else:
-            self.d2h_bytes = self.d2h_bytes + store.num_bytes(at if isinstance(at, Tensor) else rows.shape[2])
-            self.link.write_back(store, rows, at)
+            target = at if isinstance(at, int) else chosen(at)
+            self.d2h_bytes = self.d2h_bytes + store.num_bytes(rows.shape[2] if isinstance(target, int) else target)
+            self.link.write_back(store, rows, target)
 
     @property
     def device_bytes(self) -> int:
@@ -178,7 +192,7 @@ class Fetcher:
         return self._buffers[0]
 
     def _submit(
-        self, layer: int, store: KVStore, request: int | Tensor, buffer: Tensor | None, **of_rows: Tensor | None
+        self, layer: int, store: KVStore, request: int | Chosen, buffer: Tensor | None, **of_rows: Tensor | None
     ) -> None:
         """Start a request that comes in one piece. of_rows: `present` and `bias` of `_Pending`."""
         self._expect(layer, store, request, buffer, **of_rows)
@@ -189,29 +203,32 @@ class Fetcher:
         self,
         layer: int,
         store: KVStore,
-        request: int | Tensor,
+        request: int | Chosen,
         buffer: Tensor | None,
         present: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> None:
-        rows = None if buffer is None else store.rows_in(buffer, request)
-        self._pending[layer] = _Pending(store, request, present, bias, rows, [])
+        places = self._places(store, request, buffer)
+        self._pending[layer] = _Pending(store, request, present, bias, places, [])
+
+    def _places(self, store: KVStore, request: int | Chosen, buffer: Tensor | None) -> Tensor:
+        """Where the rows of a request come to lie: under device placement they are there at once."""
+        count = num_requested(request)
+        if self._in_place(request):
+            return store.slots[:, :, : count + 1]
+        if buffer is not None:
+            return store.places_in(buffer, count)
+        places = store.places_in(store.new_buffer(count), count)
+        store.load(request, places[:, :, :count])
+        return places
+
+    def _in_place(self, request: int | Chosen) -> bool:
+        return self.link is None and isinstance(request, int)
 
     def _prefetch(self, layer: int, request: SlotRequest, buffer: Tensor) -> None:
         assert self.link is not None
         pending = self._pending[layer]
         pending.tickets.append(self.link.prefetch(pending.store, request, buffer))
-
-
-def indices(mask: Tensor, cap: int) -> Tensor:
-    """Slots where `mask` [batch, heads, slots] holds, in order: int64 [batch, heads, cap], -1 behind the last.
-
-    At most `cap` may hold in a head. No device sync.
-    """
-    order = torch.where(mask, mask.cumsum(-1) - 1, cap)
-    slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
-    found = order.new_full((*mask.shape[:-1], cap + 1), -1)
-    return found.scatter_(-1, order, slots)[..., :cap]
 
 
 def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
@@ -220,25 +237,3 @@ def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
         return None
     index = slots.clamp(min=0).unsqueeze(2).expand(-1, -1, bias.shape[2], -1)
     return bias.expand(-1, slots.shape[1], -1, -1).gather(-1, index).unsqueeze(3)
-
-
-def places(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the selected slots go in a kept buffer, those that are there already staying.
-
-    mask: bool [batch, heads, slots]; resident: int64 [batch, heads, places], the slot in each place, -1 for none.
-    Returns the slots to fetch by place (-1 for none) and the new `resident`, which holds exactly the selection.
-    """
-    stays = (resident >= 0) & mask.gather(-1, resident.clamp(min=0))
-    room = resident.shape[-1]
-    missing, free = indices(mask & ~_held(mask, resident, stays), room), indices(~stays, room)
-    fetch = resident.new_full((*resident.shape[:-1], room + 1), -1)
-    fetch.scatter_(-1, torch.where(free >= 0, free, room), missing)
-    fetch = fetch[..., :room]
-    return fetch, torch.where(stays, resident, fetch)
-
-
-def _held(mask: Tensor, resident: Tensor, stays: Tensor) -> Tensor:
-    """Slots that stay in the buffer, bool shaped like `mask`."""
-    slots = mask.shape[-1]
-    padded = mask.new_zeros((*mask.shape[:-1], slots + 1))
-    return padded.scatter_(-1, torch.where(stays, resident, slots), True)[..., :slots]

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from harness.model.attach import Attached, Handler
 from harness.model.attention import heads_last, padding, prompt_attention, with_rest
+from harness.offload.attend import attend, attend_by_scores
 from harness.offload.cache import LayerCache, positions_of
 from harness.offload.fetch import Fetcher
 from harness.offload.store import KeyValue
 from harness.offload.timeline import Timeline
-from methods.base import Rest, Selection, attention_scores
+from methods.base import Rest, Selection
 
 
 @dataclass
@@ -113,23 +114,29 @@ class StepPass(Handler):
         self.timeline.switch("transfer")
         self.fetcher.wait(layer)
         self.timeline.switch("attention")
+        attend = self._attend if cache.joins_own else self._attend_by_scores
+        output = attend(cache, query, KeyValue(key, value))
+        if cache.state is None and not cache.exempt:
+            self._note_all(cache)
+        return heads_last(with_rest(output, self.rest.pop(layer, None)))
+
+    def _attend(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+        fetched = cache.take_with_own(*own)
+        (rows,) = cache.parts(fetched)
+        return attend(query, rows, cache.visible(fetched), fetched.bias, self.scale)
+
+    def _attend_by_scores(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
         fetched = cache.take()
-        parts = [KeyValue(fetched.keys, fetched.values), *cache.resident()]
-        of_keys = (*(part.keys for part in parts), key)
-        scores = torch.cat([attention_scores(query, each, self.scale) for each in of_keys], -1)
-        hidden = cache.hidden(fetched)  # [batch, kv, group, 1, n]
-        if hidden is not None:
-            scores[..., :-1].masked_fill_(hidden.unsqueeze(2), float("-inf"))
-        if fetched.bias is not None:
-            scores[..., : fetched.keys.shape[2]] += fetched.bias
-        self._select_kept(cache, query, scores)
-        probs = scores.softmax(-1).to(value.dtype)
-        *of_parts, of_own = probs[..., 0, :].split([each.shape[2] for each in of_keys], -1)
-        output = of_own * value  # [batch, kv, group, head_dim]
-        for weights, part in zip(of_parts, parts, strict=True):
-            output = output + weights @ part.values
-        cache.keep_own(key, value)
-        return heads_last(with_rest(output.unsqueeze(3), self.rest.pop(layer, None)))
+
+        def edit(scores: Tensor) -> None:
+            if fetched.bias is not None:
+                scores[..., : fetched.rows.shape[2]] += fetched.bias
+            if cache.state is not None and cache.known_ahead:
+                self._select_kept(cache, query, scores)
+
+        output = attend_by_scores(query, cache.parts(fetched), own, cache.visible(fetched), self.scale, edit)
+        cache.keep_own(*own)
+        return output
 
     def request_early(self, layer: int) -> None:
         """Ask for a layer's rows where they are known before its query is."""
@@ -162,18 +169,17 @@ class StepPass(Handler):
 
     def _select_kept(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
-        if cache.state is None:
-            if not cache.exempt:
-                stored = cache.store.codec.stored(cache.batch.positions)
-                self.read += stored
-                self.index_read += cache.batch.positions - stored
-        elif cache.known_ahead:
-            selection = cache.select(query, lambda: scores)
-            self._note(cache.layer, selection)
-            if selection.bias is not None:
-                scores[..., :-1] += selection.bias[..., :-1]
-            if selection.mask is not None:
-                scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
+        selection = cache.select(query, lambda: scores)
+        self._note(cache.layer, selection)
+        if selection.bias is not None:
+            scores[..., :-1] += selection.bias[..., :-1]
+        if selection.mask is not None:
+            scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
+
+    def _note_all(self, cache: LayerCache) -> None:
+        stored = cache.store.codec.stored(cache.batch.positions)
+        self.read += stored
+        self.index_read += cache.batch.positions - stored
 
     def _note(self, layer: int, selection: Selection) -> None:
         if selection.rest is not None:

@@ -47,14 +47,18 @@ class ResidualCache(LayerCache):
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         return slots_stored(self.codec, self.batch, self.batch.steps + steps_ahead)
 
-    def resident(self) -> list[KeyValue]:
-        return [KeyValue(self.keys[:, :, : self.places], self.values[:, :, : self.places])]
+    @property
+    def joins_own(self) -> bool:
+        return False  # the ring lies between
 
-    def hidden(self, fetched: Fetched) -> Tensor:
+    def parts(self, fetched: Fetched) -> list[KeyValue]:
+        return [*super().parts(fetched), KeyValue(self.keys[:, :, : self.places], self.values[:, :, : self.places])]
+
+    def visible(self, fetched: Fetched) -> Tensor:
         cached = self.batch.positions[:, None]
         stored = self.codec.stored(cached)
         slots = torch.arange(self.slots_in_use(), device=cached.device)
-        return torch.cat([slots >= stored, self._tokens(cached) < stored], -1)[:, None, None]
+        return torch.cat([slots < stored, self._tokens(cached) >= stored], -1)[:, None, None]
 
     def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         key, value = self._by_token(key), self._by_token(value)

@@ -29,6 +29,7 @@ from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
 from harness.offload.store import KVStore, Placement, slot_bytes
 from harness.offload.timeline import Timeline
+from harness.offload.tuning import DEFAULT_TUNING
 from harness.offload.values import ValuesCache
 from harness.settings.speed import check_combination
 from methods.base import Calibration, Method, State
@@ -79,6 +80,7 @@ class LiveSession:
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
         self.fetcher = Fetcher(link if placement == "host" else None, reuse)
+        self.tuning = link.tuning if link is not None else DEFAULT_TUNING
         self.caches: list[LayerCache] = []
         self.slab: PinnedSlab | None = None
         self.bytes_needed = SessionBytes(0, 0)
@@ -214,6 +216,7 @@ class LiveSession:
             placement=self.placement,
             device=self.attached.device,
             slab=self.slab,
+            tuning=self.tuning,
         )
         kind = ValuesCache if self.method.holds_keys and not exempt else LayerCache
         kind = ResidualCache if store.codec.residual else kind

@@ -10,9 +10,9 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     store.write(store.pack(k, v), at=0)
     k, v = store.fetch(index)
 
-A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slot indices
-[batch, num_kv_heads, n] of which negative ones read nothing. `load` and `write` are what a `Link` runs beside the
-computation; while it does, the store belongs to the link, which keeps the order of its reads and writes.
+A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slots one by one
+(`Chosen`, or their indices alone). `load` and `write` are what a `Link` runs beside the computation; while it does,
+the store belongs to the link, which keeps the order of its reads and writes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
-from harness.offload.copies import MIN_COPY_BYTES, copy_heads, copy_part
-from harness.offload.gather import gather_rows, scatter_rows
+from harness.offload.copies import copy_heads, copy_part
+from harness.offload.gather import gather_rows, scatter_rows, warm
 from harness.offload.memory import require_memory
 from harness.offload.pinned import PinnedSlab
-from harness.offload.request import Part, SlotRequest, num_requested
+from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from methods.codec import AnyCodec
 
 Placement = Literal["device", "host"]
@@ -47,7 +48,8 @@ class KVStore:
 
     dtype and device are the computation's. slab: page-locked memory that the slots of host placement are taken from,
     which asynchronous transfers and kernels need under CUDA; without one they lie in pageable memory, from which every
-    transfer waits. Raises UserError where the slots do not fit into memory, or for an unknown placement.
+    transfer waits. tuning: of the link to the device. Raises UserError where the slots do not fit into memory, or for
+    an unknown placement.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class KVStore:
         placement: Placement,
         device: torch.device,
         slab: PinnedSlab | None = None,
+        tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         if placement not in ("device", "host"):
             raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
         self.device, self.pinned = device, slab is not None
+        self.tuning = tuning
         self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
@@ -102,26 +106,31 @@ class KVStore:
         """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
-    def num_bytes(self, request: int | Tensor) -> int | Tensor:
-        """Payload bytes of so many slots of every head, or of the slot indices that are not negative."""
-        if isinstance(request, int):
-            return request * self.slots.shape[:2].numel() * self.slot_bytes
-        moved = (request >= 0).sum()
-        return (int(moved) if moved.is_cpu else moved) * self.slot_bytes
+    def num_bytes(self, request: int | Chosen) -> int | Tensor:
+        """Payload bytes of so many slots of every head, or of the slots that are chosen."""
+        rows = request * self.slots.shape[:2].numel() if isinstance(request, int) else request.num_rows
+        return rows * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head."""
+        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head, and for one
+        more of each, which no request fills."""
         batch, num_kv_heads = self.slots.shape[:2]
-        size = batch * num_kv_heads * num_rows * self.slot_bytes
+        size = batch * num_kv_heads * (num_rows + 1) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills at the start of a flat buffer; of a part, its
-        rows [n, slot_bytes] among them."""
-        if isinstance(request, Part):
-            return self.rows_in(buffer, request.num_slots).view(-1, self.slot_bytes)[request.begin : request.end]
-        shape = (*self.slots.shape[:2], num_requested(request), self.slot_bytes)
+    def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
+        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: those that a request of
+        num_rows fills, and behind each head's the place for the step's own row."""
+        shape = (*self.slots.shape[:2], num_rows + 1, self.slot_bytes)
         return buffer[: torch.Size(shape).numel()].view(shape)
+
+    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
+        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, contiguous in a head; of a
+        part, the places [any, slot_bytes] from its first row to its last."""
+        if isinstance(request, Part):
+            places = self.places_in(buffer, request.num_slots).view(-1, self.slot_bytes)
+            return places[request.place(request.begin) : request.place(request.end - 1) + 1]
+        return self.places_in(buffer, num_requested(request))[:, :, :-1]
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
@@ -136,7 +145,7 @@ class KVStore:
         shape = (self.head_dim, self.dtype)
         return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
 
-    def fetch(self, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
+    def fetch(self, request: int | Chosen | Tensor, buffer: Tensor | None = None) -> KeyValue:
         """K and V of the requested rows, at once and on the current stream.
 
         The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
@@ -149,6 +158,11 @@ class KVStore:
         self.load(request, rows)
         return self.unpack(rows)
 
+    def warm(self) -> None:
+        """Compile what moves rows of this width, lest a step waits for it."""
+        if self._reachable:
+            warm(self.slots, self.device, self.tuning)
+
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
@@ -157,20 +171,26 @@ class KVStore:
         Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
         capacity.
         """
-        if not isinstance(request, Tensor):
+        if isinstance(request, int | Part):
             moved: int | Tensor = self._copy_out(request, rows)
-        elif rows.is_cuda and not self._reachable:
-            staged = torch.zeros(rows.shape, dtype=torch.uint8)
-            moved = gather_rows(self.slots, request.cpu(), staged)
-            kept = request >= 0
-            rows[kept] = staged.to(self.device)[kept]
         else:
-            moved = gather_rows(self.slots, request, rows)
+            request = chosen(request)
+            self._load_chosen(request, rows)
+            moved = request.num_rows
         if self.placement == "host":
             self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
 
-    def write(self, rows: Tensor, at: int | Tensor) -> int | Tensor:
+    def _load_chosen(self, request: Chosen, rows: Tensor) -> None:
+        if not rows.is_cuda or self._reachable:
+            gather_rows(self.slots, request.slots, rows, request.places, self.tuning)
+            return
+        index = request.by_place()
+        staged = torch.zeros(rows.shape, dtype=torch.uint8)
+        gather_rows(self.slots, index.cpu(), staged)
+        rows[index >= 0] = staged.to(self.device)[index >= 0]
+
+    def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
 
         at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative
@@ -178,10 +198,11 @@ class KVStore:
         """
         if isinstance(at, int):
             moved: int | Tensor = self._copy_in(rows, at)
-        elif rows.is_cuda and not self._reachable:
-            moved = scatter_rows(self.slots, at.cpu(), rows.cpu())
         else:
-            moved = scatter_rows(self.slots, at, rows)
+            index, moved, _ = chosen(at)
+            if rows.is_cuda and not self._reachable:
+                index, rows = index.cpu(), rows.cpu()
+            scatter_rows(self.slots, index, rows, self.tuning)
         if self.placement == "host":
             self._rows_written = self._rows_written + moved
         return moved * self.slot_bytes
@@ -192,28 +213,26 @@ class KVStore:
 
     def _copy_out(self, request: int | Part, rows: Tensor) -> int:
         """The first slots of every head, or a part of them; returns the number of rows."""
-        part = request if isinstance(request, Part) else self._first(request)
-        self._checked(part.num_slots)
-        copy_part(self.slots, rows.view(-1, self.slot_bytes), part)
-        return part.end - part.begin
+        if isinstance(request, Part):
+            self._checked(request.num_slots)
+            copy_part(self.slots, rows, request)
+            return request.end - request.begin
+        copy_heads(self.slots[:, :, : self._checked(request)], rows)
+        return rows.shape[:3].numel()
 
     def _copy_in(self, rows: Tensor, at: int) -> int:
         """Rows of every head from column `at` on; returns their number. Few rows a head are short lines, as a step's
         own row is: a kernel writes them where it can, and else the host, from one copy of them all."""
         num_rows = rows.shape[2]
         column = self.slots[:, :, at : self._checked(at + num_rows)]
-        if rows.device == column.device or num_rows * self.slot_bytes >= MIN_COPY_BYTES:
+        if rows.device == column.device or num_rows * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)
         elif self._reachable:
             index = torch.arange(at, at + num_rows, device=self.device)
-            scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows)
+            scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
         else:
             column.copy_(rows.cpu())
         return rows.shape[:3].numel()
-
-    def _first(self, count: int) -> Part:
-        """The first slots of every head."""
-        return Part(0, self.slots.shape[:2].numel() * count, count)
 
     @property
     def _reachable(self) -> bool:

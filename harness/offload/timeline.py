@@ -7,13 +7,15 @@ so the segments of a step sum to the step. On CUDA the marks are events on the c
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 SEGMENTS = ("attention", "ffn", "prediction", "transfer", "other")
-"""transfer: the compute waited for rows from the link. ffn: from a layer's attention to the next one's, norms and
-residuals included. other: embedding, output head, and the step's bookkeeping."""
+"""transfer: the compute waited for rows or weights from the link. ffn: from a layer's attention to the next one's,
+norms and residuals included. other: embedding, output head, and the step's bookkeeping."""
 
 
 class Timeline:
@@ -32,6 +34,14 @@ class Timeline:
         """Time from here on belongs to `segment`; outside a step nothing is marked."""
         if self._steps:
             self._steps[-1].append((segment, self._now()))
+
+    @contextmanager
+    def within(self, segment: str) -> Iterator[None]:
+        """Time inside the `with` block belongs to `segment`, afterwards to what it belonged to before."""
+        before = self._steps[-1][-1][0] if self._steps else segment
+        self.switch(segment)
+        yield
+        self.switch(before)
 
     def take(self) -> list[dict[str, float]]:
         """Seconds by segment of each step since the last call, the last step ending now. On CUDA it synchronises."""

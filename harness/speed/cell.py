@@ -8,6 +8,7 @@ step_s: one decode step: choosing the token, the forward pass, and whatever of t
   the link. The first `warmup_steps` are not timed.
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number, exact where
   all but the warm-up are timed.
+weight_bytes: of streamed weights, of the timed steps alike; h2d_bytes are those of rows alone.
 segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
 
     with attach(model) as attached, open_link(attached.device) as link:
@@ -29,6 +30,7 @@ from harness.offload.passes import PrefilledPrompt, run_prompt
 from harness.offload.session import LiveSession
 from harness.offload.store import Placement
 from harness.offload.timeline import Timeline
+from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.speed import LatencyConfig
 from harness.speed.result import LatencyResult
 from methods.base import Calibration, Method
@@ -37,7 +39,10 @@ from methods.codec import AnyCodec
 
 @dataclass(frozen=True)
 class Cell:
-    """What is timed. The fields are those of `LiveSession`; `shape` says how long and how often."""
+    """What is timed. The fields are those of `LiveSession`; `shape` says how long and how often.
+
+    weights_on_device: as `on_device` of `streamed_weights`.
+    """
 
     method: Method
     shape: LatencyConfig
@@ -45,6 +50,7 @@ class Cell:
     codec: AnyCodec | None = None
     reuse: bool = False
     pinned: bool = True
+    weights_on_device: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,10 +80,14 @@ def time_cell(
 ) -> LatencyResult:
     """Time a cell from its prompt on.
 
-    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. link: needed under host
-    placement; its other transfers must have been taken.
+    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up; ids where weights are
+    streamed, through its own prefill too. link: needed under host placement; its other transfers must have been taken.
     Raises UserError where the cache does not fit into memory, ValueError for combinations without meaning.
     """
+
+    if isinstance(prompt, SharedPrompt) and cell.weights_on_device < 1:
+        raise ValueError(f"weights_on_device={cell.weights_on_device}: a shared prompt ran with all weights there")
+    timeline = Timeline(attached.device)
 
     def open_session() -> LiveSession:
         return LiveSession(
@@ -90,17 +100,21 @@ def time_cell(
             calibration=calibration,
             reuse=cell.reuse,
             pinned=cell.pinned,
-            timeline=Timeline(attached.device),
+            timeline=timeline,
         )
 
-    if isinstance(prompt, Tensor):
-        with closing(open_session()) as warm_up:
-            _begin(warm_up, prompt)
-    with closing(open_session()) as session:
-        return _time(session, prompt, cell)
+    streamed = streamed_weights(attached, link, cell.weights_on_device, timeline=timeline, pinned=cell.pinned)
+    with streamed as weights:
+        if isinstance(prompt, Tensor):
+            with closing(open_session()) as warm_up:
+                _begin(warm_up, prompt)
+        with closing(open_session()) as session:
+            return _time(session, weights, prompt, cell)
 
 
-def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> LatencyResult:
+def _time(
+    session: LiveSession, weights: StreamedWeights | None, prompt: SharedPrompt | Tensor, cell: Cell
+) -> LatencyResult:
     device, shape = session.attached.device, cell.shape
     began = _now(device)
     logits = _begin(session, prompt)
@@ -112,7 +126,7 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         logits = session.decode_step(logits.argmax(-1))
     # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
     h2d_bytes, d2h_bytes = session.fetcher.h2d_bytes, session.fetcher.d2h_bytes
-    read_bytes = session.reads.num_bytes
+    read_bytes, weight_bytes = session.reads.num_bytes, weights.num_bytes if weights else 0
     step_s: list[list[float]] = []
     for _ in range(shape.repeats):
         times = [_now(device)]
@@ -132,11 +146,13 @@ def _time(session: LiveSession, prompt: SharedPrompt | Tensor, cell: Cell) -> La
         h2d_bytes=int(session.fetcher.h2d_bytes - h2d_bytes),
         d2h_bytes=int(session.fetcher.d2h_bytes - d2h_bytes),
         device_read_bytes=round(float(session.reads.num_bytes - read_bytes)),
+        weight_bytes=weights.num_bytes - weight_bytes if weights else None,
+        weights_on_device=weights.on_device if weights else None,
         transferred_bytes=sum(transfer.num_bytes for transfer in transfers),
         link_busy_s=_busy(transfers),
         device_kv_bytes=session.device_bytes,
         pinned_bytes=session.pinned_bytes,
-        peak_device_bytes=_peak_device_bytes(session),
+        peak_device_bytes=_peak_device_bytes(session, weights),
         kv_frac=session.reads.kv_frac,
         device_frac=session.reads.device_frac,
         num_layers=session.attached.geometry.num_layers,
@@ -164,11 +180,12 @@ def _busy(transfers: list[Transfer]) -> float:
     return busy
 
 
-def _peak_device_bytes(session: LiveSession) -> int:
+def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) -> int:
     device = session.attached.device
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return sum(weight.nbytes for weight in session.attached.model.parameters()) + session.device_bytes
+    away = weights.host_bytes - weights.device_bytes if weights else 0
+    return sum(weight.nbytes for weight in session.attached.model.parameters()) - away + session.device_bytes
 
 
 def _now(device: torch.device) -> float:

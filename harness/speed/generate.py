@@ -17,6 +17,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.session import LiveSession, generate
+from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.run import RunConfig
 from harness.setup import prepare
 from harness.speed.link_rate import link_rate
@@ -43,7 +44,11 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
     with attach(loaded.model) as attached, compute_threads(attached.device):
         rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
         setup = prepare(config, loaded, attached, lambda: [Row(n, len(ids), total) for n in range(len(ids), total - 1)])
-        with opened_link(config, attached.device, rate) as link:
+        platform = config.platform
+        with (
+            opened_link(config, attached.device, rate) as link,
+            streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned) as weights,
+        ):
             session = LiveSession(
                 attached,
                 setup.method,
@@ -53,12 +58,12 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 link=link,
                 calibration=setup.calibration,
                 reuse=config.reuse,
-                pinned=config.platform.pinned,
+                pinned=platform.pinned,
             )
             with closing(session):
                 _stream(session, ids, loaded.tokenizer, write)
                 session.fetcher.drain()
-                write(f"\n{_summary(session, SOURCES[config.platform.name])}\n")
+                write(f"\n{_summary(session, weights, SOURCES[platform.name])}\n")
 
 
 def _stream(session: LiveSession, ids: Sequence[int], tokenizer: Any, write: Callable[[str], Any]) -> None:
@@ -92,13 +97,14 @@ def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(tokens)).rstrip("\ufffd")
 
 
-def _summary(session: LiveSession, source: str) -> str:
-    """Rows and bytes that crossed the link, the share of the cache that was read, and what lies on the device."""
+def _summary(session: LiveSession, weights: StreamedWeights | None, source: str) -> str:
+    """What crossed the link, the share of the cache that was read, and what lies on the device."""
     rows = sum(store.h2d_bytes // store.slot_bytes for store in session.stores)
     steps = max(1, session.steps)
     read = f"read {session.reads.kv_frac:.1%} of the cache" if session.steps else "read nothing"
+    streamed = f"{weights.num_bytes / MIB:.2f} MiB of weights streamed; " if weights else ""
     return (
         f"fetched {rows} rows ({rows / steps:.0f} a step, of one token and KV head each): "
         f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host, "
-        f"{session.device_bytes / MIB:.2f} MiB kept on the device; {read}; source: {source}"
+        f"{session.device_bytes / MIB:.2f} MiB kept on the device; {streamed}{read}; source: {source}"
     )

@@ -1,28 +1,32 @@
 """The rate of the link, measured once per results folder and kept in `<results_dir>/link.json`, by device.
 
 On the CPU: the copy rate of RAM, from which the emulated link's rate follows. Under CUDA: the rate of a plain copy
-from pinned memory, the ceiling of what the real link achieves.
+from pinned memory, the ceiling of what the real link achieves, and beside it how rows cross it fastest.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from harness.files import write_atomic
 from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from harness.records.environment import processor
 
 
 @dataclass(frozen=True)
 class LinkRate:
-    """bytes_per_s: of the link, both directions alike. copy_bytes_per_s: measured; None where the rate was given."""
+    """bytes_per_s: of the link, both directions alike. copy_bytes_per_s: measured; None where the rate was given.
+    tuning: measured under CUDA."""
 
     bytes_per_s: float
     copy_bytes_per_s: float | None
+    tuning: Tuning = DEFAULT_TUNING
 
 
 def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | None) -> LinkRate:
@@ -33,21 +37,48 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
     if link_gbps is not None:
         return LinkRate(link_gbps * 1e9, None)
     path = Path(results_dir) / "link.json"
-    try:
-        known = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        known = {}  # not there yet, or damaged: measured anew
-    cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if cuda else f"cpu, {processor()}"
-    if not isinstance(known.get(name), float):
-        known[name] = _measure(device)
-        write_atomic(path, json.dumps(known, indent=1) + "\n")
-    return LinkRate(known[name] if cuda else default_bytes_per_s(known[name]), known[name])
+    known = _read(path)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        rate, tuning = _rate(known.get(name)), _tuning(known.get(f"{name}, tuning"))
+        if rate is None or tuning is None:
+            rate, tuning = _measure(device)
+            _write(path, known | {name: rate, f"{name}, tuning": asdict(tuning)})
+        return LinkRate(rate, rate, tuning)
+    name = f"cpu, {processor()}"
+    rate = _rate(known.get(name))
+    if rate is None:
+        rate = measure_copy_rate()
+        _write(path, known | {name: rate})
+    return LinkRate(default_bytes_per_s(rate), rate)
 
 
-def _measure(device: torch.device) -> float:
-    if device.type == "cpu":
-        return measure_copy_rate()
+def _measure(device: torch.device) -> tuple[float, Tuning]:
     from harness.offload.links.cuda import measure_pinned_copy_rate
+    from harness.offload.links.measure import measure_tuning
 
-    return measure_pinned_copy_rate(device)
+    return measure_pinned_copy_rate(device), measure_tuning(device)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What is known; nothing where the file is not there yet, or damaged, and all is measured anew."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _write(path: Path, known: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(known, indent=1) + "\n")
+
+
+def _rate(stored: Any) -> float | None:
+    return stored if isinstance(stored, float) else None
+
+
+def _tuning(stored: Any) -> Tuning | None:
+    """None where it is not whole."""
+    names = {field.name for field in fields(Tuning)}
+    if not isinstance(stored, dict) or set(stored) != names:
+        return None
+    return Tuning(**stored) if all(type(value) is int and value > 0 for value in stored.values()) else None

@@ -17,13 +17,16 @@ class LatencyResult:
     """Raw times and counts of a cell; h2d_bytes, d2h_bytes and device_read_bytes are what the timed steps used, wrote
     and read in device memory (`harness.offload.reads`).
 
+    weight_bytes: of streamed weights, in the timed steps; weights_on_device: the share of the decoder layers' bytes
+    that stays there. None where all do.
     transferred_bytes, link_busy_s: of all steps, warm-up included: how much crossed, and how long the link was busy.
 
     dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
     [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac, device_frac: over all
     steps.
     device_kv_bytes: what the cache and the method keep on the device, buffers included. pinned_bytes: page-locked host
-    memory. peak_device_bytes: while decoding; on the CPU the weights and device_kv_bytes.
+    memory for the cache. peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed
+    ones included, and device_kv_bytes.
     """
 
     shape: LatencyConfig
@@ -34,6 +37,8 @@ class LatencyResult:
     h2d_bytes: int
     d2h_bytes: int
     device_read_bytes: int
+    weight_bytes: int | None
+    weights_on_device: float | None
     transferred_bytes: int
     link_busy_s: float
     device_kv_bytes: int
@@ -76,6 +81,8 @@ class LatencyResult:
             "step_p95_s": p95,
             "h2d_bytes": round(self._of_all_steps(self.h2d_bytes)),
             "d2h_bytes": round(self._of_all_steps(self.d2h_bytes)),
+            "weight_bytes": None if self.weight_bytes is None else round(self._of_all_steps(self.weight_bytes)),
+            "weights_on_device": self.weights_on_device,
             "device_read_bytes": round(self._of_all_steps(self.device_read_bytes)),
             "device_kv_bytes": self.device_kv_bytes,
             "exposed_transfer_s": self._of_all_steps(exposed_s),
@@ -88,8 +95,9 @@ class LatencyResult:
 
     def samples(self) -> dict[str, Any]:
         """Everything raw."""
-        sums = ("h2d_bytes", "d2h_bytes", "device_read_bytes", "transferred_bytes", "pinned_bytes", "link_busy_s")
-        return {name: getattr(self, name) for name in ("dense_s", "begin_s", "step_s", "segments", *sums)}
+        sums = ("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes", "transferred_bytes")
+        names = ("dense_s", "begin_s", "step_s", "segments", *sums, "pinned_bytes", "link_busy_s")
+        return {name: getattr(self, name) for name in names}
 
     def _of_all_steps(self, timed: float) -> float:
         return timed / len(self.timed) * (self.shape.gen_len - 1)

@@ -1,7 +1,8 @@
 """`experiment=latency`: one timed cell as a run. What the numbers contain is said in `harness.speed.cell`.
 
 On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process, its state shared by
-the cells that follow; one core is left to the link. Under CUDA every cell prefills for itself.
+the cells that follow; one core is left to the link. Under CUDA every cell prefills for itself, and so does one that
+streams weights.
 
     python run.py experiment=latency label=infinigen batch_size=8
 """
@@ -54,7 +55,8 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
         rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
         setup = _setup(config, loaded, attached)
-        cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, config.platform.pinned)
+        pinned, on_device = config.platform.pinned, config.platform.weights_on_device
+        cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, pinned, on_device)
         with opened_link(config, attached.device, rate) as link:
             prompt = _prompt(config, loaded, attached, Kept() if prompts is None else prompts)
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
@@ -81,7 +83,7 @@ def opened_link(config: RunConfig, device: torch.device, rate: LinkRate) -> Iter
         yield None
         return
     bytes_per_s = rate.bytes_per_s if device.type == "cpu" else None
-    with open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap) as link:
+    with open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap, tuning=rate.tuning) as link:
         yield link
 
 
@@ -115,11 +117,11 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
 
 def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached, prompts: Prompts) -> SharedPrompt | Tensor:
     shape = config.latency
-    if attached.device.type == "cuda":
+    if attached.device.type == "cuda" or config.platform.weights_on_device < 1:
         return prompt_ids(config, loaded).to(attached.device)
 
     def run_densely() -> SharedPrompt:
-        _require_memory(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
+        require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
         return run_shared_prompt(attached, prompt_ids(config, loaded))
 
     key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
@@ -142,7 +144,7 @@ def random_ids(loaded: LoadedModel, batch: int, length: int, seed: int) -> Tenso
     return torch.randint(loaded.model.config.vocab_size, (batch, length), generator=generator)
 
 
-def _require_memory(attached: Attached, batch: int, prompt: int, gen: int) -> None:
+def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
     """Refuse a shape before its shared prompt is run: what the pass keeps and needs, and the cache, uncompressed. A
     session, which may run the prompt by itself, asks for its own (`harness.offload.memory`)."""
     geometry = attached.geometry

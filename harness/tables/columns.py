@@ -1,7 +1,7 @@
 """The columns of the tables, each told once: its name, how people read it, the factor to that unit, and the digits.
 
-Whatever makes, shows or draws a table reads it here. The numbers that the paper gives are a table as well. Imports
-neither torch nor pandas.
+Whatever makes, shows or draws a table reads it here. The numbers that the paper gives are a table as well. One page
+however long, so that all columns are seen together. Imports neither torch nor pandas.
 """
 
 import csv
@@ -99,6 +99,11 @@ SEGMENTS = (
     Column("other_s", "other (ms)", 1e3, 3),
 )
 """Seconds of one block in one decode step (Fig 18); transfer is the wait that no compute hides."""
+WEIGHTS = (
+    Column("weights_on_device", "weights on the device (%)", 100, 1),
+    Column("weight_bytes", "weights to device (GiB)", 1 / GIB, 3),
+)
+"""Where weights are streamed: the share of the decoder layers' that stays there, and bytes over the link."""
 LATENCY = (
     EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
     BATCH_SIZE, PROMPT_LEN,
@@ -111,6 +116,7 @@ LATENCY = (
     Column("step_p95_s", "step p95 (ms)", 1e3, 2),
     Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
     Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
+    *WEIGHTS,
     DEVICE_READ_BYTES, DEVICE_KV_BYTES,
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     LINK_BYTES_PER_S,
@@ -163,6 +169,7 @@ TABLES: Mapping[str, Sequence[Column]] = {
 """The shapes of table; a record says in `table` which is its own."""
 OPTIONAL = (
     *(column.name for column in (SETTINGS, *COMPARED, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_KV_BYTES)),
+    *(column.name for column in WEIGHTS),
     *(f"{task.name}_{DETECTABLE.name}" for task in BOARD_TASKS),
 )
 """Columns that a table made by an older version lacks."""

@@ -4,7 +4,7 @@ Figure 14 shows the largest batch of 15, and 18 the longest sequence of 16a, as 
 several figures and is timed once. Each model and machine has a sweep of its own.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +56,9 @@ def by_length(rows: TableRows) -> TableRows:
 def by_model(rows: TableRows) -> TableRows:
     """Figure 16b: the shapes that were timed with the most models; none of a single model, which is no comparison."""
     swept = _widest_sweep(rows, "model")
-    return swept if len({row["model"] for row in swept}) > 1 else []
+    pairs = {(_setup(row, "model"), row["model"]) for row in swept}
+    several = Counter(setup for setup, _ in pairs)
+    return [row for row in swept if several[_setup(row, "model")] > 1]
 
 
 CHOSEN: Mapping[str, Callable[[TableRows], TableRows]] = {

@@ -54,9 +54,9 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     shapes = {record["table"] for record, _ in pairs}
     shape = next((shape for shape in ("analysis", "latency") if shape in shapes), "accuracy")
     rows = _rows_of_shape(pairs, shape)  # two shapes share no table
-    _write(path, shape, rows)
+    write_table(path, shape, rows)
     if experiment == speed.TIMED_CELLS:
-        _write_figures(path.parent, rows)
+        write_figures(path.parent, rows)
     if experiment in (leaderboard.SCORES, leaderboard.TIMES):
         _write_boards(Path(results_dir))
     return path
@@ -83,18 +83,19 @@ def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
     return text.getvalue()
 
 
-def _write(path: Path, shape: str, rows: Sequence[TableRow]) -> None:
+def write_table(path: Path, shape: str, rows: Sequence[TableRow]) -> None:
+    """Write rows of a shape (`TABLES`) to the CSV at `path`, and for people beside it. Raises UserError as `update`."""
     write_atomic(path, render_csv(TABLES[shape], rows))
     write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
 
-def _write_figures(folder: Path, rows: Sequence[TableRow]) -> None:
+def write_figures(folder: Path, rows: Sequence[TableRow]) -> None:
     """The table of each figure of speed; one that has no rows any more is removed."""
     for figure, choose in speed.CHOSEN.items():
         path = folder / f"{figure}.csv"
         chosen = [{**row, "experiment": figure} for row in choose(rows)]
         if chosen:
-            _write(path, "latency", chosen)
+            write_table(path, "latency", chosen)
         else:
             path.unlink(missing_ok=True)
             path.with_suffix(".md").unlink(missing_ok=True)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from harness.offload.links.link import Direction, Link, Ticket, Transfer
-from harness.offload.request import SlotRequest
+from harness.offload.request import Chosen, SlotRequest, tensors_of
 from harness.offload.store import KVStore
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 
 
 def measure_pinned_copy_rate(device: torch.device, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
@@ -48,27 +49,36 @@ class CudaLink(Link):
     they run on the current stream itself.
     """
 
-    def __init__(self, device: torch.device, *, overlap: bool = True) -> None:
-        self.device, self.overlap = device, overlap
+    def __init__(self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
+        self.device, self.overlap, self.tuning = device, overlap, tuning
         self.stream = torch.cuda.Stream(device)
         self._records: list[_Record] | None = None
         self._origin = _event(self.stream)
 
     def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
-        used = (buffer, request) if isinstance(request, Tensor) else (buffer,)
+        used = (buffer, *tensors_of(request))
         ticket = _CudaTicket(rows, partial(self._transfer, "h2d", partial(store.load, request, rows), used))
         if self.overlap:
             ticket.submit()
         return ticket
 
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
-        used = (rows,) if isinstance(at, int) else (rows, at)
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
+        used = (rows, *tensors_of(at))
         ticket = _CudaTicket(rows, partial(self._transfer, "d2h", partial(store.write, rows, at), used))
         if self.overlap:
             ticket.submit()
         else:
             ticket.wait()
+        return ticket
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        def move() -> int:
+            return target.copy_(source, non_blocking=True).nbytes
+
+        ticket = _CudaTicket(target, partial(self._transfer, "h2d", move, (target,)))
+        if self.overlap:
+            ticket.submit()
         return ticket
 
     def drain(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.offload.links.link import Direction, Link, Ticket, Transfer
-from harness.offload.request import SlotRequest
+from harness.offload.request import Chosen, SlotRequest
 from harness.offload.store import KVStore
 
 # Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s
@@ -81,11 +81,17 @@ class EmulatedLink(Link):
             ticket.submit()
         return ticket
 
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
         ticket = _EmulatedTicket(self, rows, "d2h", partial(store.write, rows, at))
         ticket.submit()
         if not self.overlap:
             ticket.wait()
+        return ticket
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        ticket = _EmulatedTicket(self, target, "h2d", lambda: target.copy_(source).nbytes)
+        if self.overlap:
+            ticket.submit()
         return ticket
 
     def drain(self) -> None:

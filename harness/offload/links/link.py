@@ -19,8 +19,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from harness.offload.request import SlotRequest
+from harness.offload.request import Chosen, SlotRequest
 from harness.offload.store import KVStore
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 
 Direction = Literal["h2d", "d2h"]
 
@@ -42,7 +43,8 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes], which what runs next on the current stream may use.
+        """The rows [batch, num_kv_heads, n, slot_bytes], or the target of a copy, which what runs next on the current
+        stream may use.
 
         Those of a prefetch stay valid until its buffer is used again. Raises the error of a failed transfer.
         """
@@ -54,7 +56,12 @@ class Ticket(ABC):
 
 
 class Link(ABC):
-    """Moves rows between stores under host placement and the device, in the order of the calls."""
+    """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
+
+    tuning: what the stores on its host side are to be made with.
+    """
+
+    tuning: Tuning = DEFAULT_TUNING
 
     @abstractmethod
     def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
@@ -65,10 +72,18 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
         """Starts writing `rows` (from `store.pack`, not to be changed any more) into slots `at` of the store.
 
         Reads submitted later see them, so the ticket needs no waiting. Raises as `prefetch`.
+        """
+
+    @abstractmethod
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        """Starts copying `source`, contiguous and in host memory, to `target` on the device, alike.
+
+        The target may still be read by work already queued on the current stream; the ticket gives it. Raises as
+        `prefetch`.
         """
 
     @abstractmethod

@@ -1,0 +1,1 @@
+"""Triton kernels. Imported only where they are launched: under CUDA, and in tests."""

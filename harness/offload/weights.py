@@ -1,0 +1,194 @@
+"""Weights partly in host memory: a share of every decoder layer's crosses the link in each pass, a layer ahead.
+
+Streamed are whole matrices. Biases and norms stay on the device, and so does the matrix that makes queries, which a
+rehearsal reads while the layer before computes; embedding and output head are no decoder layer's. A layer's matrices
+lie side by side in host memory and cross in one piece, into one of two buffers that take turns: the layer that
+computes has one, the next layer's come into the other, as the first layer's do while the last one computes.
+
+    with streamed_weights(attached, link, 0.7) as weights:
+        session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from harness.errors import UserError
+from harness.files import available_memory
+from harness.model.attach import Attached
+from harness.offload.links.link import Link, Ticket
+from harness.offload.pinned import PinnedSlab, aligned
+from harness.offload.timeline import Timeline
+
+
+@contextmanager
+def streamed_weights(
+    attached: Attached, link: Link | None, on_device: float, *, timeline: Timeline | None = None, pinned: bool = True
+) -> Iterator[StreamedWeights | None]:
+    """Keep the share `on_device` of the decoder layers' weights on the device, the rest in host memory, inside the
+    `with` block; None where all stay. Afterwards the model is whole again.
+
+    timeline: its steps wait for weights as `transfer`. pinned: as of `LiveSession`. Raises UserError for a share that
+    is too small for the model, or weights that do not fit into host memory; on leaving, the error of a transfer that
+    failed.
+    """
+    if on_device == 1:
+        yield None
+        return
+    if link is None:
+        raise ValueError(f"on_device={on_device}: needs a link")
+    weights = StreamedWeights(attached, link, on_device, timeline or Timeline(attached.device), pinned)
+    try:
+        weights.open()
+        yield weights
+    finally:
+        weights.close()
+
+
+class _Layer(NamedTuple):
+    """What of a decoder layer is streamed. host: its bytes, flat uint8; views: each parameter's in either buffer."""
+
+    parameters: Sequence[nn.Parameter]
+    host: Tensor
+    views: tuple[list[Tensor], list[Tensor]]
+
+
+class _Ahead(NamedTuple):
+    """Weights under way: of which layer, and into which of the buffers."""
+
+    layer: int
+    turn: int
+    ticket: Ticket
+
+
+class StreamedWeights:
+    """The streamed weights of a model.
+
+    on_device: the share of the decoder layers' bytes that stays there: what was asked for, or more by less than one
+    matrix. num_bytes: that crossed for the layers computed so far, exact whatever is under way. host_bytes: of all
+    streamed weights. device_bytes: of the buffers.
+    """
+
+    def __init__(self, attached: Attached, link: Link, on_device: float, timeline: Timeline, pinned: bool) -> None:
+        self.attached, self.link, self.timeline = attached, link, timeline
+        self.pinned = pinned and attached.device.type == "cuda"
+        self.num_bytes = 0
+        self._modules: list[nn.Module] = attached.adapter.layers(attached.model)
+        self._chosen = self._choose(on_device)
+        self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
+        self.host_bytes = sum(self._sizes)
+        self.on_device = 1 - self.host_bytes / sum(_num_bytes(module.parameters()) for module in self._modules)
+        self._buffers: list[Tensor] = []
+        self._slab: PinnedSlab | None = None
+        self._layers: list[_Layer] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def device_bytes(self) -> int:
+        """See the class."""
+        return 2 * max(self._sizes)
+
+    def open(self) -> None:
+        """Move the weights to host memory, and ask for the first layer's."""
+        if self.attached.device.type == "cuda" and self.host_bytes > (available := available_memory()):
+            raise UserError(
+                f"platform.weights_on_device={self.on_device:.2f}: the rest needs {self.host_bytes / 2**30:.1f} GiB of "
+                f"host memory and {available / 2**30:.1f} GiB are available"
+            )
+        size, device = max(self._sizes), self.attached.device
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        if self.pinned and self.host_bytes:
+            self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
+        for chosen in self._chosen:
+            self._layers.append(self._moved(chosen))
+        for index, module in enumerate(self._modules):
+            self._hooks.append(module.register_forward_pre_hook(partial(self._layer_begins, index)))
+        self._ahead = self._request(0, turn=0)
+
+    def close(self) -> None:
+        """Make the model whole again. Raises the error of a transfer that failed."""
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            self.link.drain()
+        finally:
+            while self._layers:
+                layer = self._layers.pop()
+                for parameter, held in zip(layer.parameters, _split(layer.host, layer.parameters), strict=True):
+                    parameter.data = held.to(self.attached.device, copy=True)
+            self._buffers.clear()
+            if self._slab:
+                self._slab.close()
+
+    def _choose(self, on_device: float) -> list[list[nn.Parameter]]:
+        """The matrices of each layer that are streamed, larger ones first. What whole matrices leave open is made up
+        for in the layers that follow."""
+        layers = [self._streamable(module) for module in self._modules]
+        sizes = [_num_bytes(module.parameters()) for module in self._modules]
+        least = max(1 - _num_bytes(some) / size for some, size in zip(layers, sizes, strict=True))
+        if on_device < least:
+            raise UserError(
+                f"platform.weights_on_device={on_device:g}: must be at least {math.ceil(100 * least) / 100:.2f} for "
+                f"this {self.attached.geometry.family} model, whose query projections, norms and biases stay there"
+            )
+        owed = 0.5  # half a byte, against rounding
+        chosen: list[list[nn.Parameter]] = []
+        for some, size in zip(layers, sizes, strict=True):
+            owed += (1 - on_device) * size
+            chosen.append([])
+            for parameter in some:
+                if parameter.nbytes <= owed:
+                    chosen[-1].append(parameter)
+                    owed -= parameter.nbytes
+        return chosen
+
+    def _streamable(self, module: nn.Module) -> list[nn.Parameter]:
+        adapter = self.attached.adapter
+        early = adapter.query_weight(adapter.attention(module))
+        matrices = [each for each in module.parameters() if each.ndim > 1 and each is not early]
+        return sorted(matrices, key=lambda each: -each.nbytes)
+
+    def _moved(self, parameters: Sequence[nn.Parameter]) -> _Layer:
+        """Copy parameters to host memory; from here on they are views of a buffer."""
+        size = [_num_bytes(parameters)]
+        host = self._slab.take(size) if self._slab else torch.empty(size, dtype=torch.uint8)
+        first, second = (_split(buffer, parameters) for buffer in self._buffers)
+        for parameter, held, view in zip(parameters, _split(host, parameters), first, strict=True):
+            held.copy_(parameter.data)
+            parameter.data = view
+        return _Layer(parameters, host, (first, second))
+
+    def _layer_begins(self, index: int, *_: object) -> None:
+        """Ask for the next layer's weights, then wait for this one's. The other buffer was the layer before's, whose
+        work is queued by now: the link starts after it."""
+        ahead = self._ahead
+        if ahead.layer != index:  # the pass before ended early
+            ahead = self._request(index, 1 - ahead.turn)
+        self._ahead = self._request((index + 1) % len(self._layers), 1 - ahead.turn)
+        with self.timeline.within("transfer"):
+            ahead.ticket.wait()
+        layer = self._layers[index]
+        for parameter, view in zip(layer.parameters, layer.views[ahead.turn], strict=True):
+            parameter.data = view
+        self.num_bytes += layer.host.nbytes
+
+    def _request(self, index: int, turn: int) -> _Ahead:
+        host = self._layers[index].host
+        return _Ahead(index, turn, self.link.copy(host, self._buffers[turn][: len(host)]))
+
+
+def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def _split(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Views of a flat uint8 tensor, one after another, of the parameters' types and shapes."""
+    pieces = flat[: _num_bytes(parameters)].split([parameter.nbytes for parameter in parameters])
+    return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]

@@ -1,0 +1,143 @@
+"""Triton kernels compiled ahead of time, for GPUs that need not be there, and what their machine code is like.
+
+    def launches():                       # at the top of a test module
+        gather_rows(slots, index, rows)   # on CPU tensors
+
+    for binary in compile_launches(launches):
+        assert binary.registers <= 64
+
+The function runs in a process of its own, since Triton decides once in a process whether it interprets. There every
+launch is compiled instead, as it would be specialised and assembled on a GPU of that architecture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+ARCHITECTURES = (80, 89, 90)
+"""Compute capabilities times ten: A100, L4 and RTX 40, H100 and H200."""
+
+
+@dataclass(frozen=True)
+class Binary:
+    """The machine code of one launch.
+
+    registers: of a thread. spill_bytes: of a thread, stack included. accesses: instructions that access global memory,
+    by direction and bytes of a thread: {"load 16": 2, "store 16": 2}. offset_bits: widths of the integers that are
+    added to pointers. digest: of the code; launches of a kernel that differ in it were compiled apart.
+    """
+
+    kernel: str
+    arch: int
+    registers: int
+    spill_bytes: int
+    accesses: dict[str, int]
+    offset_bits: list[int]
+    digest: str
+
+
+def compile_launches(launches: Callable[[], object], archs: tuple[int, ...] = ARCHITECTURES) -> list[Binary]:
+    """The binaries of all launches in `launches`, a function of a module: in order, for one architecture after another.
+
+    Raises AssertionError with what the process said where a launch does not compile.
+    """
+    root = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+        names = [launches.__module__, launches.__qualname__, *map(str, archs)]
+        ran = subprocess.run(
+            [sys.executable, __file__, *names], env=environment, cwd=root, capture_output=True, text=True
+        )
+    assert ran.returncode == 0, ran.stderr
+    return [Binary(**json.loads(line)) for line in ran.stdout.splitlines()]
+
+
+# In the process of its own
+
+
+class _Driver:
+    """Of a GPU that is not there."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _print_binaries(module: str, function: str, archs: list[int]) -> None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    run, read = JITFunction.run, cache(_binary)
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        print(json.dumps(asdict(read(compiled, driver.active.arch))))
+
+    JITFunction.run = compile_only
+    launches = getattr(importlib.import_module(module), function)
+    for arch in archs:
+        driver.set_active(_Driver(arch))
+        launches()
+
+
+def _binary(compiled, arch: int) -> Binary:
+    code = compiled.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        usage, assembly = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
+    used = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    accesses = Counter(
+        f"{'load' if name == 'LDG' else 'store'} {_access_bytes(suffixes)}"
+        for name, suffixes in re.findall(r"\b(LDG|STG)((?:\.\w+)+)", assembly)
+    )
+    offsets = re.findall(r"tt\.addptr [^:]+: [^,]+, (?:tensor<[\dx]+)?i(\d+)", compiled.asm["ttir"])
+    return Binary(
+        kernel=compiled.metadata.name,
+        arch=arch,
+        registers=used["REG"],
+        spill_bytes=used["STACK"] + used["LOCAL"],
+        accesses=dict(accesses),
+        offset_bits=sorted({int(bits) for bits in offsets}),
+        digest=hashlib.sha256(code).hexdigest(),
+    )
+
+
+def _access_bytes(suffixes: str) -> int:
+    """Of `.E.128.CONSTANT` and the like."""
+    sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    return next((sizes[suffix] for suffix in suffixes.split(".") if suffix in sizes), 4)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    _print_binaries(sys.argv[1], sys.argv[2], [int(arch) for arch in sys.argv[3:]])

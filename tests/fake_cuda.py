@@ -1,0 +1,364 @@
+"""A CUDA device that is not there: tensors without values, streams that keep time, kernels that are only counted.
+
+What our code would do on a GPU is seen without one. Tensors are torch's fake ones of device `cuda`: shapes, dtypes and
+devices are right, nothing is stored or computed. Streams and events are vector clocks: they know what comes after what.
+Triton kernels are not compiled; their arguments are looked at. Every operation passes a `Trace`, which counts what
+would be launched and names, by file and line of ours, what would make the host wait.
+
+    with fake_gpu() as trace, trace.follow(fake_model("opt-13b", num_hidden_layers=4)) as attached:
+        ...
+        assert trace.faults == []
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from harness.model.adapters import adapter_for
+from harness.model.attach import Attached, attach
+from harness.model.shape import CONF_DIR, read_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))
+CUDA = torch.device("cuda:0")
+LIBC10 = Path(torch.__file__).parent / "lib" / "libc10.so"
+
+
+def place() -> str:
+    """Where our code is: file and line of the innermost frame of ours, and of its caller."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None and len(frames) < 2:
+        if frame.f_code.co_filename.startswith(OURS):
+            frames.append(f"{frame.f_code.co_filename.removeprefix(f'{ROOT}/')}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(frames)
+
+
+# Streams
+
+
+class Stream:
+    """A vector clock: of each stream, by number, how many operations are over before the next one here begins.
+
+    host: what the host has waited for, which is over before whatever it queues from then on. waits: where it waited.
+    """
+
+    numbers = count()
+    host: Counter[int] = Counter()
+    waits: list[str] = []
+
+    def __init__(self, device: Any = None) -> None:
+        self.number = next(Stream.numbers)
+        self.clock: Counter[int] = Counter()
+
+    def tick(self) -> int:
+        """Queue an operation; its number here."""
+        self.clock |= Stream.host
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.clock |= other.clock
+
+    def wait_event(self, event: Event) -> None:
+        self.clock |= event.clock
+
+    def synchronize(self) -> None:
+        Stream.host |= self.clock
+        Stream.waits.append(place())
+
+
+class Event:
+    """The clock of a stream when it was recorded. timed: how many were made that take the time, which costs."""
+
+    timed = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.clock: Counter[int] = Counter()
+        Event.timed += enable_timing
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = Counter((stream or Streams.current()).clock)
+
+    def synchronize(self) -> None:
+        Stream.host |= self.clock
+        Stream.waits.append(place())
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+class Streams:
+    """torch.cuda's streams while the stand-ins are in place. recorded: storages that another stream's use keeps."""
+
+    stack: list[Stream] = []
+    recorded: set[int] = set()
+
+    @staticmethod
+    def current(device: Any = None) -> Stream:
+        return Streams.stack[-1]
+
+    @staticmethod
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        Streams.stack.append(stream)
+        try:
+            yield
+        finally:
+            Streams.stack.pop()
+
+    @staticmethod
+    def record(tensor: Tensor, stream: Stream) -> None:
+        Streams.recorded.add(tensor.untyped_storage()._cdata)
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        for stream in Streams.stack:
+            stream.synchronize()
+
+
+@contextmanager
+def fake_streams() -> Iterator[pytest.MonkeyPatch]:
+    """Stand-ins for torch.cuda's streams and events; everything runs on the first one until told otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("Stream", "Event"):
+            patch.setattr(torch.cuda, name, globals()[name])
+        patch.setattr(torch.cuda, "stream", Streams.on)
+        patch.setattr(torch.cuda, "current_stream", Streams.current)
+        patch.setattr(torch.cuda, "synchronize", Streams.synchronize)
+        patch.setattr(torch.Tensor, "record_stream", Streams.record)
+        Streams.stack, Streams.recorded = [Stream()], set()
+        Stream.host, Stream.waits, Event.timed = Counter(), [], 0
+        yield patch
+
+
+# The device
+
+
+@contextmanager
+def device_guard() -> Iterator[None]:
+    """In a build of torch without CUDA, switches to a CUDA device and back like one to `meta`: nothing is done.
+
+    Fake tensors of device `cuda` need no more to pass through torch's bindings.
+    """
+    cuda, meta = 1, 14  # c10::DeviceType
+    registry = (ctypes.c_void_p * (meta + 1)).in_dll(
+        ctypes.CDLL(str(LIBC10)), "_ZN3c104impl26device_guard_impl_registryE"
+    )
+    before = registry[cuda]
+    registry[cuda] = before or registry[meta]
+    try:
+        yield
+    finally:
+        registry[cuda] = before
+
+
+KERNELS = {torch.ops.aten.scaled_dot_product_attention.default}
+"""Made of other operations on the CPU, one kernel on a GPU."""
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg"}
+
+
+class Trace(TorchDispatchMode):
+    """What the operations under it would do on a GPU.
+
+    layer: whose attention began last, None before the first.
+    launches: kernels on the compute stream by (layer, name), views and allocations apart; an operation of torch counts
+        as one. link: calls on any other stream, alike.
+    faults: (layer, what and where): the host waits for a value of the device or works on the CPU, a copy between the
+        two is not asynchronous, a kernel gets what it cannot work on.
+    """
+
+    current: Trace
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: int | None = None
+        self.launches: Counter[tuple[int | None, str]] = Counter()
+        self.link: Counter[tuple[int | None, str]] = Counter()
+        self.faults: list[tuple[int | None, str]] = []
+        self.pinned: set[int] = set()
+        self._known = WeakTensorKeyDictionary()
+
+    def __enter__(self) -> Trace:
+        Trace.current = self
+        return super().__enter__()
+
+    def restart(self) -> None:
+        """Forget what was counted and found."""
+        self.layer = None
+        for found in (self.launches, self.link, self.faults):
+            found.clear()
+
+    @contextmanager
+    def follow(self, model: Any) -> Iterator[Attached]:
+        """`attach(model)`; the trace knows which layer is computing, from the input of its attention on."""
+        adapter = adapter_for(model)
+        modules = [adapter.attention(layer) for layer in adapter.layers(model)]
+        hooks = [module.register_forward_pre_hook(partial(self._enter, at)) for at, module in enumerate(modules)]
+        try:
+            with attach(model) as attached:
+                yield attached
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, layer: int, *_: Any) -> None:
+        self.layer = layer
+
+    def of_layer(self, layer: int) -> Counter[str]:
+        """Launches from where a layer's attention begins to where the next one's does."""
+        return Counter({name: number for (where, name), number in self.launches.items() if where == layer})
+
+    def know(self, value: Tensor) -> Tensor:
+        """A tensor of the device that the host may ask for its values, and for those of whatever follows from such
+        tensors alone: the lengths of prompts, and arithmetic on them."""
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=CUDA)
+        self._known[tensor] = value
+        return tensor
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        pinned = kwargs.pop("pin_memory", False)
+        if operation.namespace == "aten" and operation not in KERNELS and operation._can_decompose():
+            with self:
+                out = operation.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        try:
+            out = operation(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._value(operation, args)
+        if pinned:
+            self.pinned.add(_storage(out))
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self._look(operation, args, kwargs, inputs, [each for each in tree_leaves(out) if isinstance(each, Tensor)])
+        self._conclude(operation, args, kwargs, inputs, out)
+        return out
+
+    def _look(self, operation: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        name = operation._schema.name.removeprefix("aten::")
+        if operation.namespace != "aten" or "empty" in name or name == "is_pinned":
+            return
+        if not operation._schema.is_mutable and {*map(_storage, outputs)} <= {*map(_storage, inputs)}:
+            return  # a view
+        used = [each for each in (*inputs, *outputs) if each.dim() or each.is_cuda]  # numbers go as arguments
+        devices = {each.device.type for each in used}
+        if devices == {"cpu", "cuda"} and name == "copy_":
+            self._copied(*args[:2], asynchronous=kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+        elif "cpu" in devices:
+            self.fault(f"{name} on {' and '.join(sorted(devices))}")
+        elif name.startswith("index") and any(each.dtype in (torch.bool, torch.uint8) for each in tree_leaves(args[1])):
+            self.fault(f"{name} by a mask waits for its number")
+        self.count(name)
+
+    def fault(self, what: str) -> None:
+        """Take note of it, and of where it is."""
+        self.faults.append((self.layer, f"{what}, at {place()}"))
+
+    def count(self, name: str) -> None:
+        """Something is launched on the current stream."""
+        launched = self.launches if Streams.current() is Streams.stack[0] else self.link
+        launched[self.layer, name] += 1
+
+    def _copied(self, target: Tensor, source: Tensor, asynchronous: bool) -> None:
+        host = source if target.is_cuda else target
+        if not asynchronous or _storage(host) not in self.pinned:
+            self.fault(f"copy_ of {'pageable' if asynchronous else 'any'} memory waits")
+        elif not (target.is_contiguous() and source.is_contiguous()):
+            self.fault("copy_ between host and device is strided: the host stages it")
+
+    def _value(self, operation: Any, args: Any) -> Any:
+        """Answer the host, where it may ask."""
+        self.fault(f"{operation} waits for the device")
+        if not isinstance(args[0], Tensor) or args[0] not in self._known:
+            raise AssertionError(self.faults[-1][1])
+        with _disable_current_modes():
+            return self._known[args[0]].item()
+
+    def _conclude(self, operation: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any) -> None:
+        """What is known of `out`."""
+        if not inputs or operation._schema.is_mutable or not all(each in self._known for each in inputs):
+            return
+        kwargs.pop("device", None)
+        with _disable_current_modes():
+            args, kwargs = tree_map_only(Tensor, self._known.__getitem__, (args, kwargs))
+            values = tree_leaves(operation(*args, **kwargs))
+        for tensor, value in zip(tree_leaves(out), values, strict=True):
+            if isinstance(tensor, Tensor):
+                self._known[tensor] = value
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        """Instead of a Triton kernel's `run`: its arguments fit, its tensors can be addressed, its grid can be."""
+        name = kernel.fn.__name__
+        options = {key: kwargs.pop(key) for key in LAUNCH_OPTIONS & kwargs.keys()}
+        arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
+        for key, value in arguments.items():
+            if isinstance(value, Tensor) and not (value.is_cuda or _storage(value) in self.pinned):
+                self.fault(f"{name}: {key} is not on the device")
+        if not any("stride" in key for key in arguments):
+            loose = [key for key, value in arguments.items() if isinstance(value, Tensor) and not value.is_contiguous()]
+            for key in loose:
+                self.fault(f"{name}: {key} has strides that the kernel does not know")
+        size = grid(arguments | options) if callable(grid) else grid
+        if math.prod(size) < 1 or any(each > 65535 for each in size[1:]):
+            self.fault(f"{name}: {size} is no grid")
+        if not warmup:
+            self.count(name)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@cache
+def fake_mode() -> FakeTensorMode:
+    """One for all: tensors of different modes do not mix."""
+    return FakeTensorMode()
+
+
+@contextmanager
+def fake_gpu() -> Iterator[Trace]:
+    """Tensors are fake inside; those made with `device=CUDA` are on a GPU."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    with device_guard(), fake_streams() as patch, fake_mode(), Trace() as trace:
+        for kind in (JITFunction, InterpretedFunction):
+            patch.setattr(kind, "run", lambda kernel, *args, **kwargs: Trace.current.launch(kernel, *args, **kwargs))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**40, 2**40))
+        for name in ("memory_reserved", "memory_allocated"):
+            patch.setattr(torch.cuda, name, lambda device=None: 0)
+        yield trace
+
+
+@cache
+def fake_model(name: str, **overrides: Any) -> Any:
+    """A model of a shape under conf/model, fp16; call it inside `fake_gpu`."""
+    shape = dict(read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"]) | overrides
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    with CUDA:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,195 @@
+"""What CUDA asks of prefill and decode, seen on tensors without values: no GPU is needed.
+
+No step waits for a value of the device, nothing lies on the CPU that should be on the device, and a layer launches few
+kernels: at small batches a step's time goes to launching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, WIDE
+from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
+from living import PROMPT, PROMPTS, calibration, token_batch
+from torch import Tensor
+
+from harness.model.tiny import tiny_model
+from harness.offload import memory
+from harness.offload.links.cuda import CudaLink
+from harness.offload.session import LiveSession
+from harness.settings.systems import LABELS, System
+from methods.base import Method
+from methods.codec import Codec
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[Trace]:
+    """A fake GPU in a machine with enough memory."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
+    with fake_gpu() as trace:
+        yield trace
+
+
+@pytest.fixture
+def padded() -> Tensor:
+    """Real columns of prompts of unequal length; made before the tensors are fake."""
+    return token_batch(PROMPTS["padded"])[1][:, :PROMPT]
+
+
+@contextmanager
+def opened(trace: Trace, model: Any, real: Tensor, method: Method, *, overlap: bool = True, **options: Any) -> Iterator:
+    """A session, and the token [batch] after its prompts, real bool [batch, prompt] on the CPU."""
+    with trace.follow(model) as attached:
+        geometry = attached.geometry
+        measured = {
+            name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()
+        }
+        link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
+        session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=measured, **options)
+        trace.restart()
+        ids = torch.empty(real.shape, dtype=torch.int64, device=CUDA)
+        yield session, session.prefill(ids, trace.know(real)).argmax(-1)
+        session.close()
+
+
+# Nothing waits
+
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
+    "opt": {"word_embed_proj_dim": 64},
+}
+SCANNED = (*WIDE, "int4", "snapkv-both", "infinigen-fixed", "infinigen-final", "pool-fifo", "pool-fills")
+PLACED = [
+    (name, placement, reuse)
+    for name in SCANNED
+    for placement, reuse in (("device", False), ("host", False), ("host", True))
+    if (placement == "device" or CASES[name].method.selects != "scores")
+    and (CASES[name].method.names_rows or not reuse)
+]
+
+
+@cache
+def fake_tiny(family: str) -> Any:
+    with CUDA:
+        return tiny_model(family, **FAMILIES[family], num_hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "reuse", "family"),
+    [
+        *((*placed, "llama") for placed in PLACED),
+        *(("infinigen", "host", False, family) for family in ("qwen3", "opt")),
+    ],
+)
+def test_nothing_waits_for_the_device_or_lies_on_the_cpu(padded, gpu, name, placement, reuse, family):
+    case = CASES[name]
+    options = {"codec": case.codec, "placement": placement, "reuse": reuse}
+    with opened(gpu, fake_tiny(family), padded, case.method, **options) as (session, token):
+        # Before its first layer a prefill asks for the prompts' lengths, and moves what a method counts on the CPU.
+        assert [fault for fault in gpu.faults if fault[0] is not None] == []
+        gpu.restart()
+        for _ in range(2):
+            token = session.decode_step(token).argmax(-1)
+        assert gpu.faults == [] and Stream.waits == []
+
+
+def test_the_trace_finds_what_it_is_for(gpu):
+    scores, host = torch.empty(3, device=CUDA), torch.empty(3)
+    for waits in (scores.max().item, lambda: bool((scores > 0).any()), lambda: scores[scores > 0], scores.nonzero):
+        with pytest.raises(AssertionError, match="waits"):
+            waits()
+    with pytest.raises(RuntimeError, match="same device"):
+        scores + host
+    pinned = torch.empty(2, 3, pin_memory=True)
+    gpu.restart()
+    for faulty, message in (
+        (lambda: scores.__setitem__(scores > 0, scores.sum()), "by a mask"),
+        (lambda: torch.tensor([1.0, 2.0], device=CUDA), "cpu and cuda"),
+        (lambda: host + 1, "on cpu"),
+        (lambda: scores.cpu(), "cpu and cuda"),
+        (lambda: scores.copy_(pinned[0]), "waits"),
+        (lambda: scores.copy_(host, non_blocking=True), "pageable"),
+        (lambda: pinned[:, 0].copy_(scores[:2], non_blocking=True), "strided"),
+    ):
+        faulty()
+        assert gpu.faults and message in gpu.faults[-1][1]
+        gpu.restart()
+    scores.copy_(pinned[0], non_blocking=True)
+    assert gpu.faults == [] and gpu.of_layer(None) == {"copy_": 1}
+    torch.cuda.current_stream().synchronize()
+    assert len(Stream.waits) == 1
+
+
+def test_the_trace_looks_at_what_a_kernel_gets(gpu):
+    from harness.offload import triton_gather
+
+    slots, rows = torch.empty(2, 2, 8, 64, dtype=torch.uint8, pin_memory=True), torch.empty(2, 2, 3, 64, device=CUDA)
+    index = torch.empty(2, 2, 3, dtype=torch.int64, device=CUDA)
+    rows = rows.to(torch.uint8)
+    gpu.restart()
+    triton_gather.gather_rows(slots, index, rows)
+    assert gpu.faults == []
+    triton_gather.gather_rows(torch.empty(slots.shape, dtype=torch.uint8), index, rows)
+    assert "not on the device" in gpu.faults[-1][1]
+
+
+# Launches
+
+BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
+BUDGETS = {
+    "ideal": (34, 37),
+    "offload": (30, 32),
+    "offload-pageable": (190, 192),
+    "offload+int4": (30, 92),
+    "offload+h2o": (30, 120),
+    "infinigen": (30, 103),
+    "infinigen+reuse": (30, 130),
+    "infinigen+int4": (30, 163),
+    "infinigen (device)": (34, 109),
+    "pool": (31, 191),
+}
+"""Launches in a layer that reads the full cache and in one of the others, the next layer's rehearsal included; at the
+shape of OPT-13B. A whole layer of a step costs them all, whatever the batch: at 5 us each, 40 of them in each of 40
+layers are 8 ms."""
+METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen}
+
+
+def system_of(label: str) -> tuple[Method, System]:
+    if label == "pool":
+        return InfiniGen(pool_frac=0.8), LABELS["infinigen"]
+    if label == "infinigen (device)":
+        return InfiniGen(), System("infinigen", "device")
+    return METHODS[LABELS[label].method](), LABELS[label]
+
+
+@pytest.fixture
+def even() -> Tensor:
+    return torch.ones(BATCH, PROMPT_LEN, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("label", sorted({*BUDGETS, *LABELS}))
+def test_a_layer_launches_few_kernels(even, gpu, label):
+    method, system = system_of(label)
+    model = fake_model("opt-13b", num_hidden_layers=LAYERS)
+    options = {name: getattr(system, name) for name in ("placement", "overlap", "reuse", "pinned")}
+    codec = Codec(system.codec) if system.codec else None
+    with opened(gpu, model, even, method, codec=codec, **options) as (session, token):
+        token = session.decode_step(token).argmax(-1)
+        gpu.restart()
+        session.decode_step(token)
+        whole, selecting = gpu.of_layer(0), gpu.of_layer(method.num_exempt_layers)
+        print(f"{label:20}{whole.total():4}{selecting.total():5}{gpu.link.total():6}")
+        budget = BUDGETS[label]
+        assert whole.total() <= budget[0] and selecting.total() <= budget[1], (whole, selecting)

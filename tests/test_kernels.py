@@ -1,0 +1,144 @@
+"""The Triton kernels without a GPU: their machine code, compiled for several of them, and their values, interpreted."""
+
+import importlib.util
+
+import pytest
+import torch
+from aot import ARCHITECTURES, Binary, compile_launches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.offload import compact
+from harness.offload.tuning import Tuning
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COUNTS = ((384, 2048), (385, 2047), (1, 17))
+"""Rows of a head and its capacity, which change from step to step."""
+
+
+def kernels(name: str):
+    """A module of kernels; conftest has them interpreted where there is no GPU."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    return importlib.import_module(f"harness.offload.kernels.{name}")
+
+
+# Machine code
+
+MOVES = (("gather", 144), ("by place", 144), ("scatter", 512), ("by place", 136), ("by place", 68))
+"""slot_bytes: int4 and fp16 rows of head_dim 128, int8 of 64, and a width that only 4 divides."""
+
+
+def launch_moves() -> None:
+    from harness.offload.kernels.gather import gather_rows, scatter_rows
+
+    for kind, slot_bytes in MOVES:
+        for num_rows, capacity in COUNTS:
+            slots, rows = (torch.empty(1, 2, n, slot_bytes, dtype=torch.uint8) for n in (capacity, num_rows))
+            index = torch.empty(2 * num_rows + 1, dtype=torch.int64)[1:].view(1, 2, num_rows)  # 8 bytes aligned
+            if kind == "scatter":
+                scatter_rows(slots, index, rows, Tuning())
+            else:
+                gather_rows(slots, index, rows, index if kind == "by place" else None, Tuning())
+
+
+def launch_lists() -> None:
+    from harness.offload.kernels.compact import indices, places
+
+    masks = [torch.empty(2, 1, num_slots, dtype=torch.bool).expand(-1, 3, -1) for _, num_slots in COUNTS]
+    for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
+        indices(mask, num_rows)
+    for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
+        places(mask, torch.empty(2, 3, num_rows, dtype=torch.int64))
+
+
+def by_launch(binaries: list[Binary]) -> list[Binary]:
+    """One binary of each architecture and launch, which every pair of `COUNTS` must share."""
+    assert len(binaries) % len(COUNTS) == 0
+    starts = range(0, len(binaries), len(COUNTS))
+    for start in starts:
+        digests = {binary.digest for binary in binaries[start : start + len(COUNTS)]}
+        assert len(digests) == 1, f"{binaries[start].kernel}: compiled anew for other counts"
+    return [binaries[start] for start in starts]
+
+
+def check_registers(binary: Binary) -> None:
+    assert binary.registers <= 64 and binary.spill_bytes == 0, binary
+
+
+def test_rows_are_moved_at_full_width_by_one_binary_of_few_registers():
+    kernels("gather")
+    binaries = by_launch(compile_launches(launch_moves))
+    assert len(binaries) == len(ARCHITECTURES) * len(MOVES)
+    for binary, (kind, slot_bytes) in zip(binaries, MOVES * len(ARCHITECTURES), strict=True):
+        check_registers(binary)
+        assert binary.offset_bits == [64], binary
+        width = next(width for width in (16, 8, 4) if slot_bytes % width == 0)
+        listed = 8 * (width != 8)  # the index and the places are loaded in 8 bytes, too
+        assert set(binary.accesses) == {f"load {width}", f"store {width}"} | ({"load 8"} if listed else set()), binary
+        if width == 16:
+            assert binary.accesses["store 16"] == Tuning().tile_bytes // (16 * 128), f"{kind}: idle threads, {binary}"
+
+
+def test_lists_are_made_by_one_binary_of_few_registers():
+    kernels("compact")
+    binaries = by_launch(compile_launches(launch_lists, (80, 90)))
+    assert [binary.kernel for binary in binaries] == ["_list_slots", "_list_missing"] * 2
+    for binary in binaries:
+        check_registers(binary)
+
+
+# Values
+
+
+@st.composite
+def masks_and_residents(draw):
+    """A mask [batch, 1 or heads, slots], at most `room` of each head, and what is in its kept buffer."""
+    batch, heads, slots, room = (draw(st.integers(low, high)) for low, high in ((1, 2), (1, 3), (1, 40), (1, 20)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shared = draw(st.booleans())
+    ranks = torch.rand(batch, 1 if shared else heads, slots, generator=generator).argsort(-1).argsort(-1)
+    mask = ranks < torch.randint(0, room + 1, (*ranks.shape[:2], 1), generator=generator)
+    there = torch.rand(batch, heads, slots, generator=generator).argsort(-1)
+    there = torch.nn.functional.pad(there, (0, room), value=-1)[..., :room]
+    resident = there.masked_fill(torch.rand(there.shape, generator=generator) < 0.3, -1)
+    return mask.expand(-1, heads, -1), resident
+
+
+@settings(max_examples=20)
+@given(masks_and_residents(), st.sampled_from([4, 1024]))
+def test_lists_are_those_of_the_cpu(case, block):
+    module = kernels("compact")
+    mask, resident = case
+    room = resident.shape[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BLOCK", block)
+        assert torch.equal(module.indices(mask.to(DEVICE), room).cpu(), compact.indices(mask, room))
+        missing, free, after = module.places(mask.to(DEVICE), resident.to(DEVICE))
+    expected, expected_after = compact.places(mask, resident)
+    assert torch.equal(missing.cpu(), expected.slots) and torch.equal(after.cpu(), expected_after)
+    fetched = missing >= 0
+    assert torch.equal(free[fetched].cpu(), expected.places[fetched.cpu()])
+
+
+def test_lists_take_a_mask_of_any_strides():
+    module = kernels("compact")
+    mask = (torch.rand(3, 40, 2) < 0.3).transpose(1, 2)
+    assert torch.equal(module.indices(mask.to(DEVICE), 40).cpu(), compact.indices(mask, 40))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the address space of a file is the host's")
+def test_rows_beyond_two_to_the_31_words_are_found(tmp_path):
+    """Of a sparse file, which takes no memory: the last slots of either of two heads of 6 GiB. A word's number that
+    wrapped at 32 bits would fall into the 8 GiB before."""
+    capacity, slot_bytes, before = 6 * 2**30 // 512, 512, 8 * 2**30
+    size = before + 2 * capacity * slot_bytes
+    file = torch.from_file(str(tmp_path / "slots"), shared=True, size=size, dtype=torch.uint8)
+    slots = file[before:].view(1, 2, capacity, slot_bytes)
+    rows = torch.randint(256, (1, 2, 2, slot_bytes), dtype=torch.uint8)
+    index = torch.tensor([[[capacity - 1, 0], [5, capacity - 1]]])
+    module, back = kernels("gather"), torch.zeros_like(rows)
+    module.scatter_rows(slots, index, rows, Tuning())
+    module.gather_rows(slots, index, back, None, Tuning())
+    assert torch.equal(back, rows)
+    assert torch.equal(slots[0, 1, capacity - 1], rows[0, 1, 1])

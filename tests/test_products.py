@@ -1,0 +1,79 @@
+"""Scores of half precision queries and keys: what their own values say, not what a product's rounding makes of it."""
+
+import pytest
+import torch
+
+from methods.base import Geometry, Lengths, PromptRows, Rows, attention_scores
+from methods.infinigen import InfiniGen
+from methods.products import product
+from methods.quest import Quest
+from methods.sparq import SparQ
+
+BATCH, KV_HEADS, GROUP, TOKENS, HEAD_DIM = 2, 3, 2, 400, 80
+SCALE = HEAD_DIM**-0.5  # no power of two: to scale a half precision query rounds it
+GEOMETRY = Geometry(1, KV_HEADS * GROUP, KV_HEADS, HEAD_DIM, SCALE, "llama")
+HALF = [torch.float16, torch.bfloat16]
+
+
+def queries_and_keys(dtype, rows):
+    """Keys with a mean, as they have: scores of some tens."""
+    generator = torch.Generator().manual_seed(3)
+    query = 3 * torch.randn(BATCH, KV_HEADS * GROUP, rows, HEAD_DIM, generator=generator)
+    keys = torch.randn(BATCH, KV_HEADS, TOKENS, HEAD_DIM, generator=generator)
+    return query.to(dtype), (keys + 2 * torch.randn(HEAD_DIM, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", HALF)
+def test_scores_of_half_precision_are_as_exact_as_fp32(dtype, rows):
+    query, keys = queries_and_keys(dtype, rows)
+    grouped = query.double().view(BATCH, KV_HEADS, GROUP, rows, HEAD_DIM)
+    exact = grouped @ keys.double().mT.unsqueeze(2) * SCALE
+    scores = attention_scores(query, keys, SCALE)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_fp32_factors_give_the_plain_product():
+    query, keys = queries_and_keys(torch.float32, 3)
+    assert torch.equal(product(query[:, ::GROUP], keys.mT), query[:, ::GROUP] @ keys.mT)
+    assert torch.equal(product(query[:, ::GROUP], keys.mT, SCALE), query[:, ::GROUP] @ (keys.mT * SCALE))
+
+
+def method_scores(method, query, keys):
+    """[batch, num_kv_heads, group, 1, slots or full pages] of the last row over a prompt."""
+    state = method.new_state(GEOMETRY, Lengths(*torch.full((2, BATCH), TOKENS)))
+    real = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    state.prompt(0, query, keys, keys, PromptRows(real, TOKENS))
+    rows = Rows(
+        query=query[:, :, -1:],
+        positions=torch.full((BATCH, 1), TOKENS),
+        real=real[:, :1],
+        slot_positions=torch.arange(TOKENS).expand(BATCH, 1, -1),
+        own_slots=torch.zeros(BATCH, 1, 1, dtype=torch.int64),
+        true_scores=lambda: None,
+    )
+    return state.scores(0, rows)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("method", "roundings"),
+    [(Quest(page_size=4), 0), (InfiniGen(skew=False), 1), (SparQ(), 1)],  # of a query's few numbers, to the keys' dtype
+)
+def test_methods_score_half_precision_as_they_score_the_same_numbers_in_fp32(method, roundings, dtype):
+    query, keys = queries_and_keys(dtype, TOKENS)
+    exact = method_scores(method, query.float(), keys.float())
+    scores = method_scores(method, query, keys)
+    assert scores.dtype == torch.float32
+    tolerance = 1e-5 + roundings * torch.finfo(dtype).eps / 4 * exact.abs().mean()
+    assert (scores - exact).abs().mean() <= tolerance
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_gpu_adds_up_in_fp32(dtype):
+    query, keys = queries_and_keys(dtype, 3)
+    strided = torch.cat([keys, keys], -1).cuda()[:, :, :-5, :HEAD_DIM]  # keys and values side by side, read in place
+    got = attention_scores(query.cuda(), strided, SCALE)
+    torch.testing.assert_close(got.cpu(), attention_scores(query, keys[:, :, :-5], SCALE), rtol=1e-5, atol=1e-4)

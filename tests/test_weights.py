@@ -1,0 +1,292 @@
+"""Weights partly in host memory: same logits, bytes and their time, what stays where, a model made whole."""
+
+import time
+from copy import deepcopy
+
+import pytest
+import torch
+from cases import CASES, Case
+from living import PROMPT, PROMPTS, STEPS, force, live, open_live, tiny, token_batch
+from test_fetch import LatestLink
+from test_pinned import Cudart
+
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.tiny import tiny_model
+from harness.offload.links.emulated import EmulatedLink
+from harness.offload.links.open import open_link
+from harness.offload.timeline import Timeline
+from harness.offload.weights import StreamedWeights, streamed_weights
+from methods.full import Full
+
+FAST = 1e12  # bytes/s: costs nothing
+PADDED = PROMPTS["padded"]
+MATRIX = 64 * 64 * 4
+"""Bytes of a square matrix of the tiny models."""
+
+
+@pytest.fixture(scope="module")
+def attached():
+    """The grouped-query model."""
+    with attach(tiny("gqa")) as attached:
+        yield attached
+
+
+@pytest.fixture
+def link():
+    with EmulatedLink(FAST) as link:
+        yield link
+
+
+@pytest.fixture(autouse=True)
+def every_model_is_whole_again():
+    """Whatever happens: the parameters have their values and memory of their own, and no hook is left."""
+    models = {family: tiny(family) for family in ("llama", "gqa", "opt", "phi3", "gpt_neox")}
+    before = {family: deepcopy(model.state_dict()) for family, model in models.items()}
+    yield
+    for family, model in models.items():
+        for name, each in model.state_dict().items():
+            assert torch.equal(each, before[family][name]), (family, name)
+            assert each.untyped_storage().nbytes() == each.nbytes, (family, name)
+        assert not any(layer._forward_pre_hooks for layer in model.get_decoder().layers)
+
+
+# The same model
+
+
+@pytest.mark.parametrize("family", ["llama", "gqa", "opt", "phi3", "gpt_neox"])
+@pytest.mark.parametrize("name", ["full", "int4", "h2o", "quest", "infinigen"])
+def test_logits_are_those_of_the_whole_model(family, name, link):
+    with attach(tiny(family)) as attached:
+        expected = live(attached, CASES[name], PADDED, placement="host", link=link).logits
+        for share in (0.9, 0.7, 0.5):
+            with streamed_weights(attached, link, share) as weights:
+                got = live(attached, CASES[name], PADDED, placement="host", link=link).logits
+            assert weights.num_bytes == (1 + STEPS) * weights.host_bytes > 0
+            assert torch.equal(got, expected), share
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_other_families_alike(family, link, request):
+    with attach(request.getfixturevalue(f"tiny_{family}")) as attached:
+        expected = live(attached, CASES["infinigen"], PADDED).logits
+        with streamed_weights(attached, link, 0.4):
+            assert torch.equal(live(attached, CASES["infinigen"], PADDED).logits, expected)
+
+
+@pytest.mark.parametrize("num_layers", [2, 3])
+def test_buffers_take_turns_whatever_the_number_of_layers(num_layers, link):
+    case = Case(Full(num_exempt_layers=0))
+    with attach(tiny_model("opt", word_embed_proj_dim=64, num_hidden_layers=num_layers)) as attached:
+        expected = live(attached, case, PADDED).logits
+        with streamed_weights(attached, link, 0.3):
+            assert torch.equal(live(attached, case, PADDED).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["full", "infinigen", "quest"])
+def test_weights_are_neither_read_too_early_nor_overwritten_too_early(attached, name):
+    expected = live(attached, CASES[name], PADDED).logits
+    link = LatestLink()
+    with streamed_weights(attached, link, 0.5):
+        late = live(attached, CASES[name], PADDED, placement="host", link=link).logits
+    assert torch.equal(late, expected)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_nothing_changes_without_overlap(attached, reuse):
+    case = CASES["infinigen"]
+    with EmulatedLink(FAST, overlap=False) as link:
+        expected = live(attached, case, PADDED, placement="host", link=link, reuse=reuse).logits
+        with streamed_weights(attached, link, 0.5, pinned=False):
+            got = live(attached, case, PADDED, placement="host", link=link, reuse=reuse).logits
+    assert torch.equal(got, expected)
+
+
+# What stays, and what crosses
+
+
+@pytest.mark.parametrize("family", ["llama", "gqa", "opt", "phi3", "gpt_neox"])
+@pytest.mark.parametrize("share", [0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.42])
+def test_the_share_is_met_within_a_matrix(family, share, link):
+    with attach(tiny(family)) as attached:
+        layers = attached.adapter.layers(attached.model)
+        whole = sum(each.nbytes for layer in layers for each in layer.parameters())
+        with streamed_weights(attached, link, share) as weights:
+            assert share - 1e-9 <= weights.on_device < share + 2 * MATRIX / whole
+            assert weights.host_bytes == round((1 - weights.on_device) * whole)
+
+
+def test_what_whole_matrices_leave_open_is_made_up_for_later(attached, link):
+    """2.7 of a layer's 9 square matrices are to go: the FFN's are two each, key and value one half."""
+    gate, key, output = "mlp.gate_proj.weight", "self_attn.k_proj.weight", "self_attn.o_proj.weight"
+    names = {id(each): name.split(".", 3)[-1] for name, each in attached.model.named_parameters()}
+    with streamed_weights(attached, link, 0.7) as weights:
+        chosen = [[names[id(each)] for each in layer.parameters] for layer in weights._layers]
+        assert chosen == [[gate, key], [gate, key], [gate, output], [gate, key]]
+        assert weights.host_bytes == 10.5 * MATRIX and weights.device_bytes == 2 * 3 * MATRIX
+
+
+def test_all_on_the_device_needs_no_link(attached):
+    with streamed_weights(attached, None, 1.0) as weights:
+        assert weights is None
+    with pytest.raises(ValueError, match="on_device=0.5: needs a link"), streamed_weights(attached, None, 0.5):
+        pass
+
+
+@pytest.mark.parametrize(("family", "least"), [("llama", 0.11), ("opt", 0.15), ("phi3", 0.23), ("gpt_neox", 0.39)])
+def test_what_a_rehearsal_reads_must_stay(family, least, link):
+    with attach(tiny(family)) as attached:
+        message = rf"platform.weights_on_device=0.05: must be at least {least:.2f} for this {family} model"
+        with pytest.raises(UserError, match=message), streamed_weights(attached, link, 0.05):
+            pass
+        with streamed_weights(attached, link, least) as weights:
+            assert weights.on_device == pytest.approx(least, abs=0.03)
+
+
+def test_every_step_streams_all_of_it_and_rows_are_counted_apart(attached, link):
+    ids, real = token_batch(PADDED)
+    rows = live(attached, CASES["infinigen"], PADDED, placement="host", link=link)
+    with streamed_weights(attached, link, 0.5) as weights:
+        session = open_live(attached, CASES["infinigen"], placement="host", link=link)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        assert weights.num_bytes == weights.host_bytes, "a prefill is a pass like any other"
+        link.take_transfers()
+        fetched = session.h2d_bytes
+        for step in range(STEPS):
+            session.decode_step(ids[:, PROMPT + step])
+            assert weights.num_bytes == (2 + step) * weights.host_bytes
+        moved = sum(each.num_bytes for each in link.take_transfers() if each.direction == "h2d")
+        assert moved == session.h2d_bytes - fetched + STEPS * weights.host_bytes
+        assert session.reads.kv_frac == rows.kv_frac
+        session.close()
+
+
+def test_rows_over_the_link_are_those_without_streaming(attached, link):
+    counted = []
+    for share in (1.0, 0.5):
+        with streamed_weights(attached, link, share):
+            session = open_live(attached, CASES["full"], placement="host", link=link)
+            force(session, PADDED)
+            counted.append((session.h2d_bytes, session.d2h_bytes, session.device_bytes))
+            session.close()
+    assert counted[0] == counted[1]
+
+
+def test_pinned_weights_are_one_slab_as_large_as_they_are(attached, link, monkeypatch):
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    expected = live(attached, CASES["full"], PADDED).logits
+    weights = StreamedWeights(attached, link, 0.5, Timeline(attached.device), pinned=True)
+    assert not weights.pinned, "there is nothing to lock on a CPU"
+    weights.pinned = True
+    weights.open()
+    assert list(runtime.locked.values()) == [weights.host_bytes]
+    assert torch.equal(live(attached, CASES["full"], PADDED).logits, expected)
+    weights.close()
+    assert not runtime.locked
+
+
+# Time
+
+
+def test_a_step_takes_the_time_of_its_weights_and_rows(attached):
+    ids, real = token_batch(PADDED)
+    with EmulatedLink(FAST) as fast, streamed_weights(attached, fast, 0.5) as weights:
+        rate = weights.host_bytes / 0.04  # a pass' weights take 40 ms
+    timeline = Timeline(attached.device)
+    with EmulatedLink(rate) as link, streamed_weights(attached, link, 0.5, timeline=timeline) as weights:
+        session = open_live(attached, CASES["full"], placement="host", link=link, timeline=timeline)
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        session.decode_step(ids[:, PROMPT])
+        link.drain()
+        fetched, began = session.fetcher.h2d_bytes, time.perf_counter()
+        for step in range(1, 4):
+            timeline.begin_step()
+            session.decode_step(ids[:, PROMPT + step])
+        elapsed, segments = time.perf_counter() - began, timeline.take()
+        first = weights._layers[0].host.nbytes + session.stores[0].num_bytes(PROMPT + 4)  # there before, or for later
+        moved = session.fetcher.h2d_bytes - fetched + 3 * weights.host_bytes - first
+        assert elapsed >= moved / rate > 0.1
+        waited = sum(step["transfer"] for step in segments)
+        assert 0.5 * elapsed < waited <= elapsed, "the wait for weights is a wait for the link"
+        session.close()
+
+
+def test_a_segment_within_another_gives_the_time_back():
+    timeline = Timeline(torch.device("cpu"))
+    with timeline.within("transfer"):
+        pass  # outside a step nothing is marked
+    timeline.begin_step()
+    timeline.switch("ffn")
+    with timeline.within("transfer"):
+        time.sleep(0.02)
+    time.sleep(0.01)
+    (step,) = timeline.take()
+    assert step["transfer"] >= 0.02 and step["ffn"] >= 0.01 and step["other"] < 0.01
+
+
+# Made whole again, whatever happens: the fixture looks
+
+
+def test_an_error_inside_leaves_the_model_whole(attached, link):
+    with pytest.raises(KeyboardInterrupt), streamed_weights(attached, link, 0.5):
+        raise KeyboardInterrupt
+
+
+def test_an_error_in_a_pass_leaves_the_model_whole_and_the_next_pass_right(attached, link):
+    case, layer = CASES["full"], attached.adapter.layers(attached.model)[2]
+    expected = live(attached, case, PADDED).logits
+
+    def fail(*_):
+        raise RuntimeError("in layer 2")
+
+    with streamed_weights(attached, link, 0.5):
+        hook = layer.mlp.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="in layer 2"):
+            live(attached, case, PADDED)
+        hook.remove()
+        assert torch.equal(live(attached, case, PADDED).logits, expected)
+
+
+def test_a_transfer_that_fails_leaves_the_model_whole(attached):
+    with (
+        EmulatedLink(FAST) as link,
+        pytest.raises(MemoryError, match="gone"),
+        streamed_weights(attached, link, 0.5),
+    ):
+        link.submit("h2d", lambda: (_ for _ in ()).throw(MemoryError("gone")))
+        live(attached, CASES["full"], PADDED)
+
+
+def test_weights_that_cannot_be_moved_leave_the_model_whole(attached, link, monkeypatch):
+    empty, made = torch.empty, []
+
+    def fail(*shape, **options):
+        made.append(shape)
+        if len(made) > 4:  # two buffers, two layers
+            raise RuntimeError("no memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(RuntimeError, match="no memory"), streamed_weights(attached, link, 0.5):
+        pass
+
+
+# On a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("overlap", "pinned"), [(True, True), (False, True), (False, False)])
+def test_a_gpu_computes_the_same_and_holds_less(overlap, pinned):
+    shape = {"hidden_size": 1024, "intermediate_size": 4096}  # 58 MiB a layer: allocations are rounded up
+    model = tiny_model("llama", num_key_value_heads=2, **shape).cuda()
+    with attach(model) as attached, open_link(attached.device, overlap=overlap) as link:
+        expected = live(attached, CASES["full"], PADDED, placement="host", link=link).logits
+        before = torch.cuda.memory_allocated()
+        with streamed_weights(attached, link, 0.5, pinned=pinned) as weights:
+            away = weights.host_bytes - weights.device_bytes
+            assert torch.cuda.memory_allocated() <= before - 0.95 * away < before
+            got = live(attached, CASES["full"], PADDED, placement="host", link=link).logits
+        assert torch.equal(got, expected)
+        assert torch.equal(live(attached, CASES["full"], PADDED, placement="host", link=link).logits, expected)
