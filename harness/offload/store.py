@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from harness.errors import UserError
 from harness.offload import managed
 from harness.offload.copies import copy_heads, copy_part
-from harness.offload.gather import gather_rows, scatter_rows, warm
+from harness.offload.gather import gather_rows, gather_staged, scatter_rows
 from harness.offload.memory import require_memory
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
@@ -156,11 +156,6 @@ class KVStore:
         self.load(request, rows)
         return self.unpack(rows)
 
-    def warm(self) -> None:
-        """Compile what moves rows of this width, lest a step waits for it."""
-        if self._reachable:
-            warm(self.slots, self.device, self.tuning)
-
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
@@ -180,13 +175,10 @@ class KVStore:
         return moved * self.slot_bytes
 
     def _load_chosen(self, request: Chosen, rows: Tensor) -> None:
-        if not rows.is_cuda or self._reachable:
+        if not rows.is_cuda or self.reachable:
             gather_rows(self.slots, request.slots, rows, request.places, self.tuning)
-            return
-        index = request.by_place()
-        staged = torch.zeros(rows.shape, dtype=torch.uint8)
-        gather_rows(self.slots, index.cpu(), staged)
-        rows[index >= 0] = staged.to(self.device)[index >= 0]
+        else:
+            gather_staged(self.slots, request.by_place(), rows)
 
     def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
@@ -198,7 +190,7 @@ class KVStore:
             moved: int | Tensor = self._copy_in(rows, at)
         else:
             index, moved, _ = chosen(at)
-            if rows.is_cuda and not self._reachable:
+            if rows.is_cuda and not self.reachable:
                 index, rows = index.cpu(), rows.cpu()
             scatter_rows(self.slots, index, rows, self.tuning)
         if self.placement == "host":
@@ -225,7 +217,7 @@ class KVStore:
         column = self.slots[:, :, at : self._checked(at + num_rows)]
         if rows.device == column.device or num_rows * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)
-        elif self._reachable:
+        elif self.reachable:
             index = torch.arange(at, at + num_rows, device=self.device)
             scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
         else:
@@ -233,7 +225,7 @@ class KVStore:
         return rows.shape[:3].numel()
 
     @property
-    def _reachable(self) -> bool:
+    def reachable(self) -> bool:
         """Whether a kernel on the device can address the slots."""
         return self.placement != "host" or self.pinned
 
