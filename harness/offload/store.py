@@ -8,7 +8,8 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, dtype=torch.float32,
                     codec=Codec("int4"), placement="host", device=torch.device("cpu"))
     store.write(store.pack(k, v), at=0)
-    k, v = store.fetch(index)
+    store.load(index, rows := store.rows_in(store.new_buffer(index.shape[-1]), index))
+    k, v = store.unpack(rows)
 
 A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slots one by one
 (`Chosen`, or their indices alone). `load` and `write` are what a `Link` runs beside the computation; while it does,
@@ -142,19 +143,6 @@ class KVStore:
         keys, values = rows[..., : self.key_bytes], rows[..., self.key_bytes : end]
         shape = (self.head_dim, self.dtype)
         return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
-
-    def fetch(self, request: int | Chosen | Tensor, buffer: Tensor | None = None) -> KeyValue:
-        """K and V of the requested rows, at once and on the current stream.
-
-        The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
-        `new_buffer`, and are valid until it is used again; a row of negative index keeps what the buffer
-        held. None takes a new one, so such a row is all zero bytes. Raises as `load`.
-        """
-        if isinstance(request, int) and self.placement != "host":
-            return self.unpack(self.slots[:, :, : self._checked(request)])
-        rows = self.rows_in(self.new_buffer(num_requested(request)) if buffer is None else buffer, request)
-        self.load(request, rows)
-        return self.unpack(rows)
 
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
