@@ -41,7 +41,7 @@ from harness.model.calibration import Calibration, calibrate
 from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
 from harness.offload.links.open import open_link
 from harness.settings.speed import LatencyConfig
-from harness.settings.systems import LABELS, System
+from harness.settings.systems import COUNTED, LABELS, System
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.result import LatencyResult
 from methods.base import Method
@@ -202,13 +202,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fixed-fetch", type=int, help="tokens that infinigen fetches a head")
     parser.add_argument("--link-gbps", type=float, help="of the emulated link; else this machine's copy rate / 62")
     parser.add_argument("--threads", type=int, help="compute threads; else all cores but one, which is the link's")
-    parser.add_argument("--labels", type=lambda text: text.split(","), default=list(LABELS), metavar="A,B")
+    parser.add_argument("--labels", type=lambda text: text.split(","), default=list(COUNTED), metavar="A,B")
     parser.add_argument("--returned", action="store_true", help="freed memory goes back to the system, as by default")
     parser.add_argument("--only", choices=("transformers", "labels"), help="(a) or (b) alone")
     options = parser.parse_args(argv)
-    unknown = sorted({*options.labels} - {*LABELS})
+    unknown = sorted({*options.labels} - {*COUNTED})
     if unknown:
-        parser.error(f"--labels {','.join(unknown)}: allowed: {', '.join(LABELS)}")
+        parser.error(f"--labels {','.join(unknown)}: allowed: {', '.join(COUNTED)}")
     if not (MODELS / f"{options.model}.yaml").is_file():
         parser.error(f"--model {options.model}: allowed: {', '.join(sorted(path.stem for path in MODELS.iterdir()))}")
     if options.platform == "cuda" and not torch.cuda.is_available():

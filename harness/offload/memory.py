@@ -41,10 +41,11 @@ class LayerSlots(NamedTuple):
 
 
 class SessionBytes(NamedTuple):
-    """What a session needs, beside the weights."""
+    """What a session needs, beside the weights. managed: of memory that lies in either (`harness.offload.managed`)."""
 
     host: int
     device: int
+    managed: int = 0
 
 
 def session_bytes(
@@ -54,6 +55,8 @@ def session_bytes(
     cache = sum(aligned(layer.num_bytes) for layer in layers)
     if placement == "host":
         return SessionBytes(cache, buffer_bytes(layers, ahead=ahead, selected=selected, reuse=reuse) + activations)
+    if placement == "managed":
+        return SessionBytes(0, activations, cache)
     return SessionBytes(0, cache + activations)
 
 
@@ -108,7 +111,7 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
 
     Raises UserError with the bytes needed and available and the settings to lower.
     """
-    available = _available_bytes(home)
+    available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
             f"{what} needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
@@ -124,8 +127,8 @@ def tensor_bytes(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-def _available_bytes(home: torch.device) -> int:
-    """What a new allocation may use, droppable caches included."""
+def available_bytes(home: torch.device) -> int:
+    """What a new allocation in the memory of device `home` may use, droppable caches included."""
     if home.type != "cuda":
         return available_memory()
     unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
