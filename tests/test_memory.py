@@ -121,7 +121,7 @@ def test_a_shared_prompt_stays_within_what_is_asked_for(family, monkeypatch):
     ids, real = token_batch((256, 256), 0)
     with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
         geometry = attached.geometry
-        run._require_memory(attached, 2, 256, 4)
+        run.require_shared_prompt(attached, 2, 256, 4)
         cache = geometry.num_layers * 2 * 260 * 2 * geometry.num_kv_heads * geometry.head_dim * 4
         with Peak() as peak:
             run_prompt(attached, ids, real)

@@ -1,19 +1,17 @@
 """Where cached K and V live: preallocated slots on the device or in host memory.
 
-A slot holds one token's K and V of one KV head side by side, packed by a codec, so fetching a token is one
-contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices
-of each head's own where a method evicts and slots are used again. Rows cross between host and device packed;
-they are encoded and decoded on the device. On a CPU-only machine both memories are RAM.
+A slot holds one token's K and V of one KV head side by side, packed by a codec, so fetching a token is one contiguous
+read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices of each head's own
+where a method evicts and slots are used again. Rows cross between host and device packed; they are encoded and decoded
+on the device. On a CPU-only machine both memories are RAM.
 
-    store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, dtype=torch.float32,
-                    codec=Codec("int4"), placement="host", device=torch.device("cpu"))
+    store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, codec=Codec("int4"), placement="host", ...)
     store.write(store.pack(k, v), at=0)
     store.load(index, rows := store.rows_in(store.new_buffer(index.shape[-1]), index))
     k, v = store.unpack(rows)
 
-A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slots one by one
-(`Chosen`, or their indices alone). `load` and `write` are what a `Link` runs beside the computation; while it does,
-the store belongs to the link, which keeps the order of its reads and writes.
+What is read, a `SlotRequest` says. `load` and `write` are what a `Link` runs beside the computation; while it does, the
+store belongs to the link, which keeps the order of its reads and writes.
 """
 
 from __future__ import annotations
@@ -71,8 +69,7 @@ class KVStore:
             raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
-        self.device, self.pinned = device, slab is not None
-        self.tuning = tuning
+        self.device, self.pinned, self.tuning = device, slab is not None, tuning
         self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
@@ -121,7 +118,7 @@ class KVStore:
         """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: those that a request of
         num_rows fills, and behind each head's the place for the step's own row."""
         shape = (*self.slots.shape[:2], num_rows + 1, self.slot_bytes)
-        return buffer[: torch.Size(shape).numel()].view(shape)
+        return buffer[: math.prod(shape)].view(shape)
 
     def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
         """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, contiguous in a head; of a
@@ -147,10 +144,9 @@ class KVStore:
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
-        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and
-        pinned memory, the count of an index being a 0-d device tensor; from pageable memory the call waits.
-        Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
-        capacity.
+        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and pinned
+        memory, the count of an index being a 0-d device tensor; from pageable memory the call waits. Raises ValueError
+        for more slots than there are, IndexError (CPU only) for an index beyond the capacity.
         """
         if isinstance(request, int | Part):
             moved: int | Tensor = self._copy_out(request, rows)
@@ -199,14 +195,13 @@ class KVStore:
         return rows.shape[:3].numel()
 
     def _copy_in(self, rows: Tensor, at: int) -> int:
-        """Rows of every head from column `at` on; returns their number. Few rows a head are short lines, as a step's
-        own row is: a kernel writes them where it can, and else the host, from one copy of them all."""
-        num_rows = rows.shape[2]
-        column = self.slots[:, :, at : self._checked(at + num_rows)]
-        if rows.device == column.device or num_rows * self.slot_bytes >= self.tuning.min_copy_bytes:
+        """Rows of every head from column `at` on; returns their number. Few rows a head, as a step's own, are short
+        lines: a kernel writes them where it can, else the host, from one copy of them all."""
+        column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
+        if rows.device == column.device or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)
         elif self.reachable:
-            index = torch.arange(at, at + num_rows, device=self.device)
+            index = torch.arange(at, at + rows.shape[2], device=self.device)
             scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
         else:
             column.copy_(rows.cpu())
