@@ -18,6 +18,12 @@ from harness.errors import UserError
 from harness.files import available_memory
 from harness.model.attach import Attached
 from harness.offload.pinned import aligned
+from methods.codec import AnyCodec
+
+
+def slot_bytes(codec: AnyCodec, head_dim: int) -> int:
+    """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
+    return -(-(codec.keys.row_bytes(head_dim) + codec.values.row_bytes(head_dim)) // 4) * 4
 
 
 class LayerSlots(NamedTuple):
@@ -30,11 +36,11 @@ class LayerSlots(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of the slots."""
-        return self.bytes_of(self.capacity)
+        return self.heads * self.capacity * self.slot_bytes
 
-    def bytes_of(self, rows: int) -> int:
-        """Of so many rows of each head."""
-        return self.heads * rows * self.slot_bytes
+    def buffer_bytes(self, rows: int) -> int:
+        """Of a buffer for so many rows of each head, and a step's own."""
+        return self.heads * (rows + 1) * self.slot_bytes
 
 
 class SessionBytes(NamedTuple):
@@ -59,9 +65,9 @@ def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reu
     take turns in, and under reuse one for `selected` rows of each of those."""
     others = layers[ahead:]
     largest = max(others, key=lambda layer: layer.num_bytes)
-    in_turn = largest.bytes_of(min(selected, largest.capacity) if ahead else largest.capacity)
-    kept = sum(layer.bytes_of(selected) for layer in others) if reuse else 0
-    return sum(layer.num_bytes for layer in layers[:ahead]) + 2 * in_turn + kept
+    in_turn = largest.buffer_bytes(min(selected, largest.capacity) if ahead else largest.capacity)
+    kept = sum(layer.buffer_bytes(selected) for layer in others) if reuse else 0
+    return sum(layer.buffer_bytes(layer.capacity) for layer in layers[:ahead]) + 2 * in_turn + kept
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:

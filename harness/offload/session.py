@@ -22,12 +22,20 @@ from harness.model.attach import Attached
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
-from harness.offload.memory import LayerSlots, SessionBytes, prompt_bytes, require_session, session_bytes, tensor_bytes
+from harness.offload.memory import (
+    LayerSlots,
+    SessionBytes,
+    prompt_bytes,
+    require_session,
+    session_bytes,
+    slot_bytes,
+    tensor_bytes,
+)
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.pinned import PinnedSlab
 from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
-from harness.offload.store import KVStore, Placement, slot_bytes
+from harness.offload.store import KVStore, Placement
 from harness.offload.timeline import Timeline
 from harness.offload.tuning import DEFAULT_TUNING
 from harness.offload.values import ValuesCache

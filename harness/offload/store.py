@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from harness.errors import UserError
 from harness.offload.copies import copy_heads, copy_part
 from harness.offload.gather import gather_rows, scatter_rows, warm
-from harness.offload.memory import require_memory
+from harness.offload.memory import require_memory, slot_bytes
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
@@ -70,8 +70,7 @@ class KVStore:
             raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
-        self.device, self.pinned = device, slab is not None
-        self.tuning = tuning
+        self.device, self.pinned, self.tuning = device, slab is not None, tuning
         self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
@@ -114,8 +113,7 @@ class KVStore:
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head, and for one
         more of each, which no request fills."""
-        batch, num_kv_heads = self.slots.shape[:2]
-        size = batch * num_kv_heads * (num_rows + 1) * self.slot_bytes
+        size = self.slots.shape[:2].numel() * (num_rows + 1) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
@@ -250,8 +248,3 @@ class KVStore:
         if not 0 <= end <= self.capacity:
             raise ValueError(f"column {end} is beyond the capacity of {self.capacity} slots")
         return end
-
-
-def slot_bytes(codec: AnyCodec, head_dim: int) -> int:
-    """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
-    return -(-(codec.keys.row_bytes(head_dim) + codec.values.row_bytes(head_dim)) // 4) * 4
