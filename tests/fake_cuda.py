@@ -40,6 +40,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness.model.adapters import adapter_for
 from harness.model.attach import Attached, attach
 from harness.model.shape import CONF_DIR, read_yaml
+from harness.offload import copies, memory, session
+from harness.offload.pinned import PinnedSlab
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))
@@ -191,8 +193,6 @@ class Trace(TorchDispatchMode):
         two is not asynchronous, a kernel gets what it cannot work on.
     """
 
-    current: Trace
-
     def __init__(self) -> None:
         super().__init__()
         self.layer: int | None = None
@@ -201,10 +201,6 @@ class Trace(TorchDispatchMode):
         self.faults: list[tuple[int | None, str]] = []
         self.pinned: set[int] = set()
         self._known = WeakTensorKeyDictionary()
-
-    def __enter__(self) -> Trace:
-        Trace.current = self
-        return super().__enter__()
 
     def restart(self) -> None:
         """Forget what was counted and found."""
@@ -270,7 +266,9 @@ class Trace(TorchDispatchMode):
             self._copied(*args[:2], asynchronous=kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         elif "cpu" in devices:
             self.fault(f"{name} on {' and '.join(sorted(devices))}")
-        elif name.startswith("index") and any(each.dtype in (torch.bool, torch.uint8) for each in tree_leaves(args[1])):
+        elif name in ("index", "index_put", "index_put_") and any(
+            each is not None and each.dtype == torch.bool for each in args[1]
+        ):
             self.fault(f"{name} by a mask waits for its number")
         self.count(name)
 
@@ -284,11 +282,22 @@ class Trace(TorchDispatchMode):
         launched[self.layer, name] += 1
 
     def _copied(self, target: Tensor, source: Tensor, asynchronous: bool) -> None:
-        host = source if target.is_cuda else target
-        if not asynchronous or _storage(host) not in self.pinned:
+        if not (asynchronous and self._reachable(source) and self._reachable(target)):
             self.fault(f"copy_ of {'pageable' if asynchronous else 'any'} memory waits")
         elif not (target.is_contiguous() and source.is_contiguous()):
             self.fault("copy_ between host and device is strided: the host stages it")
+
+    def rectangle(self, _: Any, source: Tensor, target: Tensor) -> None:
+        """Instead of `cudaMemcpy2DAsync` of [lines, bytes of a line]."""
+        if not (self._reachable(source) and self._reachable(target)):
+            self.fault("cudaMemcpy2DAsync of pageable memory waits")
+        if source.shape != target.shape or {source.stride(1), target.stride(1)} != {1}:
+            self.fault("cudaMemcpy2DAsync of what is no rectangle")
+        self.count("cudaMemcpy2DAsync")
+
+    def _reachable(self, tensor: Tensor) -> bool:
+        """Whether the device can address it: its own memory and page-locked one."""
+        return tensor.is_cuda or _storage(tensor) in self.pinned
 
     def _value(self, operation: Any, args: Any) -> Any:
         """Answer the host, where it may ask."""
@@ -316,7 +325,7 @@ class Trace(TorchDispatchMode):
         options = {key: kwargs.pop(key) for key in LAUNCH_OPTIONS & kwargs.keys()}
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
         for key, value in arguments.items():
-            if isinstance(value, Tensor) and not (value.is_cuda or _storage(value) in self.pinned):
+            if isinstance(value, Tensor) and not self._reachable(value):
                 self.fault(f"{name}: {key} is not on the device")
         if not any("stride" in key for key in arguments):
             loose = [key for key, value in arguments.items() if isinstance(value, Tensor) and not value.is_contiguous()]
@@ -333,6 +342,17 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class FakeSlab(PinnedSlab):
+    """Page-locked memory of the trace's."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.nbytes, self._used = num_bytes, 0
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def close(self) -> None:
+        self.nbytes = 0
+
+
 @cache
 def fake_mode() -> FakeTensorMode:
     """One for all: tensors of different modes do not mix."""
@@ -347,7 +367,11 @@ def fake_gpu() -> Iterator[Trace]:
 
     with device_guard(), fake_streams() as patch, fake_mode(), Trace() as trace:
         for kind in (JITFunction, InterpretedFunction):
-            patch.setattr(kind, "run", lambda kernel, *args, **kwargs: Trace.current.launch(kernel, *args, **kwargs))
+            patch.setattr(kind, "run", lambda kernel, *args, **kwargs: trace.launch(kernel, *args, **kwargs))
+        patch.setattr(copies, "cuda_runtime", lambda: torch.cuda)
+        patch.setattr(copies, "_memcpy_2d", trace.rectangle)
+        patch.setattr(session, "PinnedSlab", FakeSlab)
+        patch.setattr(memory, "available_memory", lambda: 2**50)
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**40, 2**40))
         for name in ("memory_reserved", "memory_allocated"):
             patch.setattr(torch.cuda, name, lambda device=None: 0)

@@ -19,7 +19,7 @@ from living import PROMPT, PROMPTS, calibration, token_batch
 from torch import Tensor
 
 from harness.model.tiny import tiny_model
-from harness.offload import memory
+from harness.offload import managed, memory
 from harness.offload.links.cuda import CudaLink
 from harness.offload.session import LiveSession
 from harness.settings.systems import LABELS, System
@@ -35,8 +35,10 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Trace]:
-    """A fake GPU in a machine with enough memory."""
+    """A fake GPU in a machine with enough memory, managed or not."""
     monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
+    monkeypatch.setattr(managed, "require_memory", lambda num_bytes, device: None)
+    monkeypatch.setattr(managed, "empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device))
     with fake_gpu() as trace:
         yield trace
 
@@ -56,7 +58,8 @@ def opened(trace: Trace, model: Any, real: Tensor, method: Method, *, overlap: b
             name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()
         }
         link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
-        session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=measured, **options)
+        known = {name: trace.know(each) for name, each in measured.items()}
+        session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=known, **options)
         trace.restart()
         ids = torch.empty(real.shape, dtype=torch.int64, device=CUDA)
         yield session, session.prefill(ids, trace.know(real)).argmax(-1)
@@ -91,6 +94,7 @@ def fake_tiny(family: str) -> Any:
     [
         *((*placed, "llama") for placed in PLACED),
         *(("infinigen", "host", False, family) for family in ("qwen3", "opt")),
+        *((name, "managed", False, "llama") for name in ("full", "int4", "h2o")),
     ],
 )
 def test_nothing_waits_for_the_device_or_lies_on_the_cpu(padded, gpu, name, placement, reuse, family):
@@ -133,15 +137,15 @@ def test_the_trace_finds_what_it_is_for(gpu):
 
 
 def test_the_trace_looks_at_what_a_kernel_gets(gpu):
-    from harness.offload import triton_gather
+    from harness.offload import gather
 
     slots, rows = torch.empty(2, 2, 8, 64, dtype=torch.uint8, pin_memory=True), torch.empty(2, 2, 3, 64, device=CUDA)
     index = torch.empty(2, 2, 3, dtype=torch.int64, device=CUDA)
     rows = rows.to(torch.uint8)
     gpu.restart()
-    triton_gather.gather_rows(slots, index, rows)
+    gather.gather_rows(slots, index, rows)
     assert gpu.faults == []
-    triton_gather.gather_rows(torch.empty(slots.shape, dtype=torch.uint8), index, rows)
+    gather.gather_rows(torch.empty(slots.shape, dtype=torch.uint8), index, rows)
     assert "not on the device" in gpu.faults[-1][1]
 
 
@@ -150,6 +154,8 @@ def test_the_trace_looks_at_what_a_kernel_gets(gpu):
 BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
 BUDGETS = {
     "ideal": (34, 37),
+    "uvm": (34, 37),
+    "uvm+h2o": (34, 120),
     "offload": (30, 32),
     "offload-pageable": (190, 192),
     "offload+int4": (30, 92),

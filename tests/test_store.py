@@ -164,8 +164,8 @@ def test_slots_beyond_the_capacity_are_refused():
 
 
 def test_bad_settings_are_refused(monkeypatch):
-    with pytest.raises(UserError, match="placement='disk' is unknown; allowed: device, host"):
+    with pytest.raises(UserError, match="placement='disk' is unknown; allowed: device, host, managed"):
         make_store(placement="disk")
-    monkeypatch.setattr("harness.offload.memory._available_bytes", lambda home: 2**30)
+    monkeypatch.setattr("harness.offload.memory.available_bytes", lambda home: 2**30)
     with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
         make_store("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from harness.offload.fetch import indices
 from harness.offload.links.open import open_link
-from harness.offload.memory import slot_bytes
 from harness.offload.pinned import PinnedSlab
-from harness.offload.store import KVStore
+from harness.offload.store import KVStore, slot_bytes
 from methods.codec import Codec
 
 REPEATS = 5

@@ -18,12 +18,9 @@ from harness.errors import UserError
 from harness.files import available_memory
 from harness.model.attach import Attached
 from harness.offload.pinned import aligned
-from methods.codec import AnyCodec
 
-
-def slot_bytes(codec: AnyCodec, head_dim: int) -> int:
-    """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
-    return -(-(codec.keys.row_bytes(head_dim) + codec.values.row_bytes(head_dim)) // 4) * 4
+OWN = 1
+"""Behind the fetched rows of a head a buffer has room for the step's own one."""
 
 
 class LayerSlots(NamedTuple):
@@ -36,18 +33,19 @@ class LayerSlots(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of the slots."""
-        return self.heads * self.capacity * self.slot_bytes
+        return self.bytes_of(self.capacity)
 
-    def buffer_bytes(self, rows: int) -> int:
-        """Of a buffer for so many rows of each head, and a step's own."""
-        return self.heads * (rows + 1) * self.slot_bytes
+    def bytes_of(self, rows: int) -> int:
+        """Of so many rows of each head."""
+        return self.heads * rows * self.slot_bytes
 
 
 class SessionBytes(NamedTuple):
-    """What a session needs, beside the weights."""
+    """What a session needs, beside the weights. managed: of memory that lies in either (`harness.offload.managed`)."""
 
     host: int
     device: int
+    managed: int = 0
 
 
 def session_bytes(
@@ -57,6 +55,8 @@ def session_bytes(
     cache = sum(aligned(layer.num_bytes) for layer in layers)
     if placement == "host":
         return SessionBytes(cache, buffer_bytes(layers, ahead=ahead, selected=selected, reuse=reuse) + activations)
+    if placement == "managed":
+        return SessionBytes(0, activations, cache)
     return SessionBytes(0, cache + activations)
 
 
@@ -65,9 +65,9 @@ def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reu
     take turns in, and under reuse one for `selected` rows of each of those."""
     others = layers[ahead:]
     largest = max(others, key=lambda layer: layer.num_bytes)
-    in_turn = largest.buffer_bytes(min(selected, largest.capacity) if ahead else largest.capacity)
-    kept = sum(layer.buffer_bytes(selected) for layer in others) if reuse else 0
-    return sum(layer.buffer_bytes(layer.capacity) for layer in layers[:ahead]) + 2 * in_turn + kept
+    in_turn = largest.bytes_of((min(selected, largest.capacity) if ahead else largest.capacity) + OWN)
+    kept = sum(layer.bytes_of(selected + OWN) for layer in others) if reuse else 0
+    return sum(layer.bytes_of(layer.capacity + OWN) for layer in layers[:ahead]) + 2 * in_turn + kept
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:
@@ -111,7 +111,7 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
 
     Raises UserError with the bytes needed and available and the settings to lower.
     """
-    available = _available_bytes(home)
+    available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
             f"{what} needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
@@ -127,8 +127,8 @@ def tensor_bytes(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-def _available_bytes(home: torch.device) -> int:
-    """What a new allocation may use, droppable caches included."""
+def available_bytes(home: torch.device) -> int:
+    """What a new allocation in the memory of device `home` may use, droppable caches included."""
     if home.type != "cuda":
         return available_memory()
     unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
