@@ -1,8 +1,8 @@
 """What live decoding takes of a device's memory, at the shape of OPT-13B, batch 20, 1,920 + 128 tokens.
 
 Fake tensors have sizes and are freed as real ones are, so the peak of what is held at once is seen without a GPU. Not
-in it: what the allocator rounds up, or frees later because another stream still reads it. Four layers stand for forty: a
-further one adds its store, and under reuse its buffer, to what is computed and to what is found alike.
+in it: what the allocator rounds up, or frees later because another stream still reads it. Four layers stand for forty:
+a further one adds its store, and under reuse its buffer, to what is computed and to what is found alike.
 """
 
 from __future__ import annotations
