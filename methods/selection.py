@@ -42,7 +42,7 @@ class Cap(NamedTuple):
     whole: Tensor
     cached: Tensor
 
-    def count(self) -> Tensor:
+    def tokens(self) -> Tensor:
         """int [batch, rows]."""
         return torch.minimum(floor_frac(self.frac, self.whole).clamp(min=self.least), self.cached)
 

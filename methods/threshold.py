@@ -89,7 +89,7 @@ class ScoreSelecting(Selecting):
             within = None if self._counts_by_cap else within
             return Selection(*kernels.largest(relative, within, **cap._asdict()))
         scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
-        tokens, most = rows.slot_positions, cap.count()
+        tokens, most = rows.slot_positions, cap.tokens()
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, most))
         ordered = ascending(relative)
         count = self._count(ordered, most, geometry)

@@ -67,7 +67,7 @@ def _relative(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ordered(values):  # type: ignore[no-untyped-def]
+def _ordered(values):
     """fp32 as unsigned integers of the same order, 0 for what is hidden."""
     bits = tl.where(values == 0, 0.0, values).to(tl.uint32, bitcast=True)  # zeros of either sign are equal
     ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
