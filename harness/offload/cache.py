@@ -25,6 +25,7 @@ class Batch:
 
     real: bool [batch, prompt], left padded. tokens: int32 [batch, columns], the position of each column's token,
     `EMPTY` where there is none. positions: int [batch], cached tokens before this step. columns: as many of the batch.
+    row_positions, one_row, slots: what the layers' `Rows` share, since each tensor that is made is a launch.
     """
 
     def __init__(self, real: Tensor, max_new_tokens: int) -> None:
@@ -36,6 +37,9 @@ class Batch:
         self.max_new_tokens = max_new_tokens
         self.steps = 0
         self.positions = prompt
+        self.row_positions = prompt[:, None].int()
+        self.one_row = torch.ones_like(real[:, :1])
+        self.slots = torch.arange(real.shape[1] + max_new_tokens, device=real.device).expand(len(real), 1, -1)
         self.tokens = torch.full((len(real), real.shape[1] + max_new_tokens), EMPTY, device=real.device).int()
         self.tokens[:, : real.shape[1]] = PromptRows(real, real.shape[1]).positions.int()
 
@@ -55,8 +59,9 @@ class Batch:
 
     def advance(self) -> None:
         """The step under way is done: its tokens are cached."""
-        self.tokens[:, self.columns] = self.positions.int()
+        self.tokens[:, self.columns] = self.row_positions[:, 0]
         self.positions = self.positions + 1
+        self.row_positions = self.row_positions + 1
         self.steps += 1
 
 
@@ -187,14 +192,13 @@ class LayerCache:
     def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
         """What the step's single row reads, over `slots()`."""
         assert self.state is not None, "only a layer with a state selects"
-        slots, positions = self.slots(), self.batch.positions
-        own = torch.full((1, 1, 1), slots.shape[-1] - 1, dtype=torch.int64, device=slots.device)
+        slots, own = self.slots(), self.slots_in_use()
         rows = Rows(
             query=query,
-            positions=positions[:, None].int(),
-            real=torch.ones_like(positions, dtype=torch.bool)[:, None],
+            positions=self.batch.row_positions,
+            real=self.batch.one_row,
             slot_positions=slots,
-            own_slots=own.expand(len(slots), -1, -1),
+            own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores,
         )
         return self.state.select(self.layer, rows)

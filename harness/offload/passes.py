@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
@@ -72,8 +71,8 @@ class PromptPass(Handler):
 class StepPass(Handler):
     """One token: each layer asks for the next one's rows, waits for its own, attends, and writes its row back.
 
-    read, index_read: fp64 [batch], tokens read, and read on the device, of an index or of rows that stay there; summed
-    over the layers that are not exempt.
+    reads, index_reads: [batch] of each layer that is not exempt: tokens read, and read on the device, of an index or of
+    rows that stay there.
     """
 
     def __init__(
@@ -84,9 +83,8 @@ class StepPass(Handler):
         self.timeline = timeline
         self.scale = scale
         self.last = last
-        positions = caches[0].batch.positions
-        self.read = torch.zeros(len(positions), dtype=torch.float64, device=positions.device)
-        self.index_read = torch.zeros_like(self.read)
+        self.reads: list[Tensor] = []
+        self.index_reads: list[Tensor] = []
         self.rest: dict[int, Rest] = {}
 
     def layer_begins(self, layer: int) -> None:
@@ -179,16 +177,16 @@ class StepPass(Handler):
     def _note_all(self, cache: LayerCache) -> None:
         cached, codec = cache.batch.positions, cache.store.codec
         stored = codec.stored(cached)
-        self.read += stored
+        self.reads.append(stored)
         if codec.residual:
-            self.index_read += cached - stored
+            self.index_reads.append(cached - stored)
 
     def _note(self, layer: int, selection: Selection) -> None:
         if selection.rest is not None:
             self.rest[layer] = selection.rest
-        self.read += selection.num_read[:, 0]
+        self.reads.append(selection.num_read[:, 0])
         if selection.side is not None:
-            self.index_read += selection.side[:, 0]
+            self.index_reads.append(selection.side[:, 0])
 
 
 def _no_scores() -> Tensor:

@@ -28,9 +28,10 @@ class StepReads:
         self.rows = 0
         self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(3, dtype=torch.float64, device=attached.device)
 
-    def count(self, cached: Tensor, read: Tensor, index_read: Tensor) -> None:
-        """Add a step: int [batch] tokens cached before it; fp64 [batch] tokens read, and read of an index, summed over
-        the non-exempt layers (mean over KV heads)."""
+    def count(self, cached: Tensor, reads: list[Tensor], index_reads: list[Tensor]) -> None:
+        """Add a step: int [batch] tokens cached before it; of each non-exempt layer [batch] tokens read, and read of an
+        index, mean over KV heads."""
+        read, index_read = (_sum(cached, each) for each in (reads, index_reads))
         self.rows += len(cached)
         share = share_of_cache(cached, read, self.width, self.num_exempt, self.num_layers)
         index_share = share_of_cache(cached, index_read, 1.0, 0, self.num_layers)
@@ -49,3 +50,8 @@ class StepReads:
     def device_frac(self) -> float:
         """What was read in device memory / the full cache, alike."""
         return float(self.frac_sum + self.index_sum) / self.rows
+
+
+def _sum(cached: Tensor, layers: list[Tensor]) -> Tensor:
+    """Over the layers, one launch for all: fp64, shaped like `cached`, zeros of none."""
+    return torch.stack(layers).sum(0, dtype=torch.float64) if layers else torch.zeros_like(cached, dtype=torch.float64)

@@ -115,7 +115,7 @@ class LiveSession:
                 step.request_early(cache.layer)  # the first step: nothing computed before it
         hidden = self.attached.forward(ids[:, None], self.batch.positions[:, None], step)
         self.timeline.switch("other")
-        self.reads.count(self.batch.positions, step.read, step.index_read)
+        self.reads.count(self.batch.positions, step.reads, step.index_reads)
         self.batch.advance()
         return self.attached.logits(hidden[:, -1])
 
