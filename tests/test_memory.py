@@ -40,7 +40,7 @@ def test_a_session_on_the_host_needs_its_slots_there_and_its_buffers_on_the_devi
             force(session, prompts)
             activations = prompt_bytes(attached, len(prompts) * PROMPT)
             slots = sum(aligned(store.nbytes) for store in session.stores)
-            assert session.bytes_needed == (slots, session.fetcher.device_bytes + activations)
+            assert session.bytes_needed == SessionBytes(slots, session.fetcher.device_bytes + activations)
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen", "oracle"])
@@ -48,7 +48,7 @@ def test_a_session_on_the_device_needs_its_slots_there(name):
     with attached_with_link() as (attached, _), closing(open_live(attached, CASES[name])) as session:
         force(session, PROMPTS["even"])
         slots = sum(aligned(store.nbytes) for store in session.stores)
-        assert session.bytes_needed == (0, slots + prompt_bytes(attached, PROMPT))
+        assert session.bytes_needed == SessionBytes(0, slots + prompt_bytes(attached, PROMPT))
 
 
 def test_bytes_by_hand():
@@ -57,14 +57,13 @@ def test_bytes_by_hand():
     layer, selected, own = 800 * 2048 * 512, 800 * 409 * 512, 800 * 512  # own: a buffer's place for the step's row
     exempt, in_turn = 2 * (layer + own), 2 * (selected + own)
     plan = {"ahead": 2, "selected": 409, "activations": 3}
-    assert session_bytes(layers, "host", reuse=False, **plan) == (40 * layer, exempt + in_turn + 3)
-    assert session_bytes(layers, "host", reuse=True, **plan) == (
-        40 * layer,
-        exempt + in_turn + 38 * (selected + own) + 3,
+    assert session_bytes(layers, "host", reuse=False, **plan) == SessionBytes(40 * layer, exempt + in_turn + 3)
+    assert session_bytes(layers, "host", reuse=True, **plan) == SessionBytes(
+        40 * layer, exempt + in_turn + 38 * (selected + own) + 3
     )
-    assert session_bytes(layers, "device", reuse=False, **plan) == (0, 40 * layer + 3)
+    assert session_bytes(layers, "device", reuse=False, **plan) == SessionBytes(0, 40 * layer + 3)
     whole = {"ahead": 0, "selected": 2048, "activations": 0}
-    assert session_bytes(layers, "host", reuse=False, **whole) == (40 * layer, 2 * (layer + own))
+    assert session_bytes(layers, "host", reuse=False, **whole) == SessionBytes(40 * layer, 2 * (layer + own))
     assert f"{40 * layer / GIB:.2f}" == "31.25"
 
 
@@ -140,7 +139,7 @@ def test_a_step_takes_less_than_a_prompt_so_it_needs_no_term_of_its_own(name):
 
 
 def given(monkeypatch, cpu, cuda):
-    monkeypatch.setattr(memory, "_available_bytes", lambda home: {"cpu": cpu, "cuda": cuda}[home.type])
+    monkeypatch.setattr(memory, "available_bytes", lambda home: {"cpu": cpu, "cuda": cuda}[home.type])
 
 
 def test_each_memory_of_a_gpu_is_asked_by_itself(monkeypatch):
