@@ -124,9 +124,7 @@ class InfiniGenState(ProjectedState):
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Steps 3 and 4."""
-        scores = self.scores(layer, rows)
-        scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
-        selection = self.method.select(scores, rows, self.lengths.final, self.geometry)
+        selection = self.method.select(self.scores(layer, rows), rows, self.lengths.final, self.geometry)
         return selection._replace(side=self.index_read(layer, rows.positions))
 
 

@@ -35,5 +35,4 @@ class OracleState(State):
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Step 4 over the true scores of the cached tokens."""
-        scores = rows.true_scores().masked_fill(~rows.visible().unsqueeze(2), float("-inf"))
-        return self.method.select(scores, rows, self.lengths.final, self.geometry)
+        return self.method.select(rows.true_scores().clone(), rows, self.lengths.final, self.geometry)

@@ -11,7 +11,6 @@ again, which is no eviction to speak of. Its FIFO takes token t - capacity and s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -130,8 +129,7 @@ class PoolState(EvictingState):
         present = self.candidates(rows.positions)
         masks, counts = [], []
         for row in range(scores.shape[3]):
-            position = rows.positions[:, row, None, None]
-            candidates = scores[:, :, :, row : row + 1].masked_fill((held >= position)[:, :, None, None], -math.inf)
+            candidates = scores[:, :, :, row : row + 1]
             ordered = candidates.gather(-1, order[:, :, None, None].expand_as(candidates))
             one = replace(rows, positions=rows.positions[:, row : row + 1], slot_positions=held.gather(-1, order))
             cached = present[:, row : row + 1]

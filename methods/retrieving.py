@@ -15,7 +15,7 @@ from torch import Tensor
 
 from methods.base import Geometry, Lengths, PromptRows, Rest, Row, Rows, Selection, State
 from methods.checks import require, require_fraction
-from methods.selection import Selecting, ascending, largest
+from methods.selection import Selecting, largest
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RetrievingState(State):
         first, last = (first, first + size - 1) if self.paged else (rows.slot_positions, rows.slot_positions)
         visible = scores.masked_fill(~candidates.unsqueeze(2), float("-inf"))
         relative = self.method.reduced(visible, self.method.forced(first, last, positions, pages * size + unfinished))
-        chosen = largest(relative, ascending(relative), pages)
+        chosen = largest(relative, pages)
         mask, num_pages = self.method.joined(chosen, pages, self.geometry)
         tokens = self._tokens(mask, rows) if self.paged else mask
         side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +16,35 @@ from methods.checks import require, require_fraction, require_one_of
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 WHEN: dict[str, Selects] = {"layer": "query", "previous_layer": "rehearsed", "previous_step": "previous"}
+
+
+COMPILED = {"cuda"}
+"""Kinds of devices for which a choice is compiled (`methods.kernels`)."""
+
+
+def kernels_for(scores: Tensor) -> ModuleType | None:
+    """The same functions as kernels, where there are any for the device of `scores`."""
+    if scores.device.type not in COMPILED:
+        return None
+    from methods.kernels import selection
+
+    return selection
+
+
+class Cap(NamedTuple):
+    """The most that each row takes: floor(frac * whole), at least `least`, at most `cached`.
+
+    whole, cached: int [batch, rows].
+    """
+
+    frac: float
+    least: int
+    whole: Tensor
+    cached: Tensor
+
+    def tokens(self) -> Tensor:
+        """int [batch, rows]."""
+        return torch.minimum(floor_frac(self.frac, self.whole).clamp(min=self.least), self.cached)
 
 
 @dataclass(frozen=True)
@@ -83,14 +114,17 @@ class Selecting(Method):
     def reduced(self, scores: Tensor, forced: Tensor | None = None) -> Tensor:
         """Scores [batch, num_kv_heads, group, rows, n], -inf where nothing is to be read, overwritten, as one for each
         set that is chosen: [batch, sets, rows, n], inf where `forced`, which only what could be read may be."""
-        if self.covers == "layer":
-            scores = scores.flatten(1, 2).unsqueeze(1)
-        hidden = scores[:, :, 0] == -math.inf
+        scores = self.by_set(scores)
+        hidden = None if forced is None else scores[:, :, 0] == -math.inf
         worth = reduce_group(scores, self.group)
-        if forced is not None:
+        if forced is not None and hidden is not None:
             sets = worth.shape[1] // hidden.shape[1]  # of a union one for each query head
             worth.masked_fill_((forced & ~hidden).repeat_interleave(sets, 1), math.inf)
         return worth
+
+    def by_set(self, scores: Tensor) -> Tensor:
+        """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the third axis."""
+        return scores.flatten(1, 2).unsqueeze(1) if self.covers == "layer" else scores
 
     def joined(self, mask: Tensor, count: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """The sets that were chosen, bool [batch, sets, rows, n], `count` [batch, rows] in each, as one for each KV
@@ -133,12 +167,15 @@ def ascending(values: Tensor) -> Tensor:
     return values.sort(-1).values
 
 
-def largest(values: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
+def largest(values: Tensor, count: Tensor, ordered: Tensor | None = None) -> Tensor:
     """Mask of the `count` largest values; among equal ones those of the lowest slots. No device sync.
 
-    values: [batch, num_kv_heads, rows, slots]; ordered: the same, sorted ascending; count: int [batch, rows], which may
-    exceed the number of finite values, of which all are then taken.
+    values: [batch, num_kv_heads, rows, slots]; count: int [batch, rows], which may exceed the number of finite values,
+    of which all are then taken; ordered: the values sorted ascending, where they are at hand.
     """
+    if kernels := kernels_for(values):
+        return kernels.largest(values, **Cap(1.0, 0, count, count)._asdict())[0]
+    ordered = ascending(values) if ordered is None else ordered
     slots = values.shape[-1]
     rank = (slots - count).clamp(0, slots - 1)[:, None, :, None].expand(*values.shape[:-1], 1)
     least = ordered.gather(-1, rank).clamp(min=torch.finfo(values.dtype).min)

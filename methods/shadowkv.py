@@ -29,7 +29,7 @@ from methods.base import (
 )
 from methods.checks import require, require_fraction, require_one_of
 from methods.retrieving import Retrieving
-from methods.selection import ascending, largest
+from methods.selection import largest
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ShadowKVState(State):
         unlike = -cosine_similarity(chunked.float(), landmarks.float().unsqueeze(3), dim=-1).amin(-1)
         candidate = torch.arange(chunks, device=key.device) < (self.outliers + self.fetchable)[:, None]
         unlike = unlike.masked_fill(~candidate[:, None], -math.inf).unsqueeze(2)
-        outlier = largest(unlike, ascending(unlike), self.outliers[:, None])[:, :, 0]
+        outlier = largest(unlike, self.outliers[:, None])[:, :, 0]
         self.selectable[layer] = candidate[:, None] & ~outlier
 
     def _keep_low_rank(self, layer: int, key: Tensor, rows: PromptRows) -> None:
@@ -161,7 +161,7 @@ class ShadowKVState(State):
         first = torch.arange(scores.shape[-1], device=scores.device)[None, None] * method.page_size
         forced = method.forced(first, first + method.page_size - 1, rows.positions, count * method.page_size)
         relative = method.reduced(scores, forced)
-        chosen = largest(relative, ascending(relative), count)
+        chosen = largest(relative, count)
         chunks, num_chunks = method.joined(chosen, count, self.geometry)
         mask = self._in_chunks(chunks, rows.slot_positions.squeeze(1))
         num_read = num_chunks * method.page_size

@@ -9,9 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Row, Rows, Selection, floor_frac
+from methods.base import Geometry, Row, Rows, Selection
 from methods.checks import require, require_fraction, require_one_of
-from methods.selection import Selecting, ascending, largest
+from methods.selection import Cap, Selecting, ascending, kernels_for, largest
 
 ALPHA_OPT = 4.0
 ALPHA_OTHER = 5.0
@@ -79,22 +79,33 @@ class ScoreSelecting(Selecting):
     ) -> Selection:
         """Each KV head's best tokens.
 
-        scores: [batch, num_kv_heads, group, rows, slots], scaled, -inf where not visible; overwritten.
-        final: int [batch], T; cached: int [batch, rows], number of visible tokens, where it is not that of the rows.
+        scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that are not visible play
+        no part. final: int [batch], T; cached: int [batch, rows], number of visible tokens, where it is not that of the
+        rows.
         """
-        tokens, positions = rows.slot_positions, rows.positions
-        cap = self._caps(positions if cached is None else cached, final)
-        relative = self.reduced(scores, self.forced(tokens, tokens, positions, cap))
+        cap = self._cap_of_rows(rows.positions if cached is None else cached, final)
+        if self._by_scores_alone and (kernels := kernels_for(scores)):
+            relative, within = kernels.relative(self.by_set(scores), rows, self.threshold(geometry))
+            within = None if self._counts_by_cap else within
+            return Selection(*kernels.largest(relative, within, **cap._asdict()))
+        scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
+        tokens, most = rows.slot_positions, cap.tokens()
+        relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, most))
         ordered = ascending(relative)
-        count = self._count(ordered, cap, geometry)
-        return Selection(*self.joined(largest(relative, ordered, count), count, geometry))
+        count = self._count(ordered, most, geometry)
+        return Selection(*self.joined(largest(relative, count, ordered), count, geometry))
 
-    def _caps(self, cached: Tensor, final: Tensor) -> Tensor:
-        """The cap of each row, int [batch, rows]."""
+    @property
+    def _by_scores_alone(self) -> bool:
+        """Whether nothing but the distance from the best decides who is read."""
+        return self.group == "best" and not self.num_sinks and not self.recent_frac
+
+    def _cap_of_rows(self, cached: Tensor, final: Tensor) -> Cap:
+        """As `_cap`; cached: int [batch, rows]; final: int [batch]."""
         if self.fixed_fetch is not None:
-            return cached.clamp(max=self.fixed_fetch)
-        whole = cached if self.cap_of == "cached" else final[:, None]
-        return torch.minimum(floor_frac(self.max_fetch_frac, whole).clamp(min=1), cached)
+            return Cap(0.0, self.fixed_fetch, cached, cached)
+        whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
+        return Cap(self.max_fetch_frac, 1, whole, cached)
 
     def _count(self, ordered: Tensor, cap: Tensor, geometry: Geometry) -> Tensor:
         if self._counts_by_cap:

@@ -12,7 +12,6 @@ launch is compiled instead, as it would be specialised and assembled on a GPU of
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -36,7 +35,7 @@ class Binary:
 
     registers: of a thread. spill_bytes: of a thread, stack included. accesses: instructions that access global memory,
     by direction and bytes of a thread: {"load 16": 2, "store 16": 2}. offset_bits: widths of the integers that are
-    added to pointers. digest: of the code; launches of a kernel that differ in it were compiled apart.
+    added to pointers. digest: of what was compiled; launches of a kernel that differ in it were compiled apart.
     """
 
     kernel: str
@@ -55,8 +54,8 @@ def compile_launches(launches: Callable[[], object], archs: tuple[int, ...] = AR
     """
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+        path = os.pathsep.join([str(root), str(root / "tests")])
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "PYTHONPATH": path}
         names = [launches.__module__, launches.__qualname__, *map(str, archs)]
         ran = subprocess.run(
             [sys.executable, __file__, *names], env=environment, cwd=root, capture_output=True, text=True
@@ -104,9 +103,8 @@ def _print_binaries(module: str, function: str, archs: list[int]) -> None:
 
 
 def _binary(compiled, arch: int) -> Binary:
-    code = compiled.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage, assembly = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
     used = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
@@ -122,7 +120,7 @@ def _binary(compiled, arch: int) -> Binary:
         spill_bytes=used["STACK"] + used["LOCAL"],
         accesses=dict(accesses),
         offset_bits=sorted({int(bits) for bits in offsets}),
-        digest=hashlib.sha256(code).hexdigest(),
+        digest=compiled.hash,
     )
 
 

@@ -125,6 +125,17 @@ def test_a_pageable_cache_without_overlap_gives_the_same(attached):
 
 
 @gpu
+@pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen"])
+def test_a_managed_cache_gives_what_one_on_the_device_gives(attached, name):
+    """Padded prompts make rows of unequal number, so all ways to read a store are taken."""
+    device, session = decode(attached, CASES[name])
+    session.close()
+    managed, session = decode(attached, CASES[name], placement="managed")
+    session.close()
+    assert torch.equal(managed, device)
+
+
+@gpu
 def test_sequences_leave_the_gpus_memory_where_it_was(attached, link):
     def run(count: int) -> None:
         for number in range(count):

@@ -19,6 +19,7 @@ from living import PROMPTS, calibration, token_batch
 from torch import Tensor
 
 from harness.model.tiny import tiny_model
+from harness.offload import managed, memory
 from harness.offload.links.cuda import CudaLink
 from harness.offload.session import LiveSession
 from harness.settings.systems import LABELS, System
@@ -33,7 +34,11 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 
 
 @pytest.fixture
-def gpu() -> Iterator[Trace]:
+def gpu(monkeypatch) -> Iterator[Trace]:
+    """A fake GPU in a machine with enough memory, managed or not."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
+    monkeypatch.setattr(managed, "require_memory", lambda num_bytes, device: None)
+    monkeypatch.setattr(managed, "empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device))
     with fake_gpu() as trace:
         yield trace
 
@@ -92,6 +97,7 @@ def fake_tiny(family: str) -> Any:
     [
         *((*placed, "llama") for placed in PLACED),
         *(("infinigen", "host", False, family) for family in ("qwen3", "opt")),
+        *((name, "managed", False, "llama") for name in ("full", "int4", "h2o")),
     ],
 )
 def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, reuse, family):
@@ -151,6 +157,8 @@ def test_the_trace_looks_at_what_a_kernel_gets(gpu):
 BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
 BUDGETS = {
     "ideal": (18, 21),
+    "uvm": (18, 21),
+    "uvm+h2o": (19, 118),
     "offload": (18, 21),
     "offload-pageable": (21, 24),
     "offload+int4": (18, 89),

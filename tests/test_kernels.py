@@ -25,21 +25,29 @@ def kernels(name: str):
 
 # Machine code
 
-MOVES = (("gather", 144), ("by place", 144), ("scatter", 512), ("by place", 136), ("by place", 68))
-"""slot_bytes: int4 and fp16 rows of head_dim 128, int8 of 64, and a width that only 4 divides."""
+
+def launch_moves(slot_bytes: int) -> None:
+    """What a session launches when it opens, and then in its steps."""
+    from harness.offload.kernels.gather import gather_rows, scatter_rows, warm
+
+    def rows(count: int) -> torch.Tensor:
+        return torch.empty(1, 2, count, slot_bytes, dtype=torch.uint8)
+
+    warm(rows(7), torch.device("cpu"), Tuning())
+    for num_rows, capacity in COUNTS:
+        index = torch.empty(2 * num_rows + 1, dtype=torch.int64)[1:].view(1, 2, num_rows)  # aligned to 8 bytes only
+        gather_rows(rows(capacity), index, rows(num_rows), None, Tuning())
+        gather_rows(rows(capacity), index, rows(num_rows), index, Tuning())
+        scatter_rows(rows(capacity), index, rows(num_rows), Tuning())
 
 
-def launch_moves() -> None:
-    from harness.offload.kernels.gather import gather_rows, scatter_rows
+def launch_wide_moves() -> None:
+    launch_moves(144)  # int4 rows of head_dim 128
 
-    for kind, slot_bytes in MOVES:
-        for num_rows, capacity in COUNTS:
-            slots, rows = (torch.empty(1, 2, n, slot_bytes, dtype=torch.uint8) for n in (capacity, num_rows))
-            index = torch.empty(2 * num_rows + 1, dtype=torch.int64)[1:].view(1, 2, num_rows)  # 8 bytes aligned
-            if kind == "scatter":
-                scatter_rows(slots, index, rows, Tuning())
-            else:
-                gather_rows(slots, index, rows, index if kind == "by place" else None, Tuning())
+
+def launch_narrow_moves() -> None:
+    launch_moves(136)  # int8 rows of head_dim 64
+    launch_moves(68)
 
 
 def launch_lists() -> None:
@@ -66,18 +74,33 @@ def check_registers(binary: Binary) -> None:
     assert binary.registers <= 64 and binary.spill_bytes == 0, binary
 
 
-def test_rows_are_moved_at_full_width_by_one_binary_of_few_registers():
-    kernels("gather")
-    binaries = by_launch(compile_launches(launch_moves))
-    assert len(binaries) == len(ARCHITECTURES) * len(MOVES)
-    for binary, (kind, slot_bytes) in zip(binaries, MOVES * len(ARCHITECTURES), strict=True):
+def check_moves(binaries: list[Binary], width: int) -> None:
+    """Those of one architecture and row width: a gather, one by place and a scatter, first as they are warmed."""
+    warmed, later = binaries[:3], binaries[3:]
+    assert [binary.digest for binary in later] == [binary.digest for binary in warmed] * len(COUNTS), "compiled anew"
+    for binary in warmed:
         check_registers(binary)
         assert binary.offset_bits == [64], binary
-        width = next(width for width in (16, 8, 4) if slot_bytes % width == 0)
-        listed = 8 * (width != 8)  # the index and the places are loaded in 8 bytes, too
-        assert set(binary.accesses) == {f"load {width}", f"store {width}"} | ({"load 8"} if listed else set()), binary
-        if width == 16:
-            assert binary.accesses["store 16"] == Tuning().tile_bytes // (16 * 128), f"{kind}: idle threads, {binary}"
+        lists = {"load 8"}  # the index, and the places
+        assert set(binary.accesses) == {f"load {width}", f"store {width}"} | lists, binary
+
+
+def test_rows_are_moved_16_bytes_at_once_by_binaries_compiled_at_the_start():
+    kernels("gather")
+    binaries = compile_launches(launch_wide_moves)
+    each = len(binaries) // len(ARCHITECTURES)
+    for start in range(0, len(binaries), each):
+        check_moves(binaries[start : start + each], 16)
+    wanted = Tuning().tile_bytes // (16 * 128)  # of a thread, under way at once
+    assert {binary.accesses["load 16"] for binary in binaries} == {wanted}
+
+
+def test_rows_of_other_widths_are_moved_8_or_4_bytes_at_once():
+    kernels("gather")
+    binaries = compile_launches(launch_narrow_moves, (90,))
+    half = len(binaries) // 2
+    check_moves(binaries[:half], 8)
+    check_moves(binaries[half:], 4)
 
 
 def test_lists_are_made_by_one_binary_of_few_registers():

@@ -29,7 +29,7 @@ from harness.offload.timeline import SEGMENTS, Timeline
 from harness.records.record import settings_id
 from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
-from harness.settings.systems import LABELS
+from harness.settings.systems import COUNTED, LABELS
 from harness.speed import run as speed
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
 from harness.tables import columns
@@ -190,7 +190,7 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
             "infinigen+reuse": Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=True),
         }.items()
     }
-    assert timed(tiny_gqa, ids, Cell(Full(), SHAPE)).metrics()["device_bytes"] == peak["offload"]
+    assert timed(tiny_gqa, ids, Cell(Full(), SHAPE)).metrics()["device_kv_bytes"] == peak["offload"]
     layer, selected = (PROMPT + 12) * EXACT, 5 * EXACT
     assert peak["ideal"] == 4 * layer
     assert peak["offload"] == 2 * layer, "two buffers that take turns"
@@ -212,7 +212,8 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     assert some.weight_bytes == 8 * sum(away) and some.weights_on_device == 1 - sum(away) / layers
     assert (whole.weight_bytes, whole.weights_on_device) == (None, None)
     assert some.metrics()["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
-    assert (some.h2d_bytes, some.d2h_bytes, some.device_bytes) == (whole.h2d_bytes, whole.d2h_bytes, whole.device_bytes)
+    found = [(each.h2d_bytes, each.d2h_bytes, each.device_kv_bytes) for each in (some, whole)]
+    assert found[0] == found[1]
     assert some.transferred_bytes == whole.transferred_bytes + 10 * sum(away), "of all steps"
     assert some.peak_device_bytes == whole.peak_device_bytes - sum(away) + 2 * max(away)
     with pytest.raises(ValueError, match="weights_on_device=0.7: a shared prompt ran with all weights there"):
@@ -224,12 +225,13 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
 
 def test_labels_stand_for_their_settings():
     for label, system in LABELS.items():
-        config = load(["experiment=latency", f"label={label}"])
+        platform = "cpu" if label in COUNTED else "cuda"
+        config = load(["experiment=latency", f"platform={platform}", f"label={label}"])
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec, config.reuse) == (system.placement, system.codec, system.reuse)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
         given = [f"{name}={'null' if value is None else value}" for name, value in system.settings().items()]
-        assert load(["experiment=latency", *given]).label == label
+        assert load(["experiment=latency", f"platform={platform}", *given]).label == label
 
 
 @pytest.mark.parametrize(
@@ -354,9 +356,9 @@ def the_record():
 
 
 def test_every_label_makes_a_complete_row(tiny_runs, capsys):
-    assert main(["-m", *CELL, f"label={','.join(LABELS)}"]) == 0
+    assert main(["-m", *CELL, f"label={','.join(COUNTED)}"]) == 0
     rows = {row["label"]: row for row in read_rows()}
-    assert set(rows) == set(LABELS)
+    assert set(rows) == set(COUNTED)
     for label, row in rows.items():
         absent = {name for name, value in row.items() if value == ""} - {"settings", *columns.names(columns.WEIGHTS)}
         may_be = {"link_bytes_per_s"} if label == "ideal" else set()
@@ -443,8 +445,9 @@ def test_the_cache_of_all_layers_and_its_buffers_are_asked_for_at_once(tiny_gqa,
         "harness.offload.session.require_session", lambda needed, device: asked.append((needed, device.type))
     )
     timed(tiny_gqa, ids, Cell(Full(), SHAPE, codec=Codec("int4")))
-    slots, buffers = (PROMPT + 12) * 2 * (EXACT + INT4), (PROMPT + 12) * 2 * (EXACT + INT4)
-    assert asked == [((slots, buffers), "cpu")], "two exempt layers' own buffers, and two in turn for the others"
+    exact, coded = (PROMPT + 12) * EXACT, (PROMPT + 12) * INT4
+    slots = 2 * (-(-exact // 256) + -(-coded // 256)) * 256  # each layer's begin at multiples of 256
+    assert asked == [((slots, 2 * (exact + coded)), "cpu")], "a buffer of each exempt layer, two in turn for the others"
 
 
 # Grids
@@ -486,15 +489,20 @@ def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch):
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
 
 
-@pytest.mark.parametrize("name", ["speedup", "speedup-paper"])
-def test_speed_grids_time_every_label_at_every_shape(name):
+@pytest.mark.parametrize(
+    ("name", "platform", "labels"),
+    [("speedup", "cpu", COUNTED), ("speedup-paper", "cpu", COUNTED), ("speedup-paper", "cuda", LABELS)],
+)
+def test_speed_grids_time_every_label_at_every_shape(name, platform, labels):
     from harness.settings.compose import compose
 
-    chosen = [f"grid={name}", "grid.fixed_fetch=64"]
-    configs = read_plan(compose(chosen).grid, chosen).cells
+    chosen = [f"grid={name}", "grid.fixed_fetch=64", f"platform={platform}"]
+    plan = read_plan(compose(chosen).grid, chosen)
+    configs = plan.cells
     shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
-    assert len(configs) == len(shapes) * len(LABELS)
-    assert {config.label for config in configs} == set(LABELS)
+    assert len(configs) == len(shapes) * len(labels)
+    assert {config.label for config in configs} == set(labels)
+    assert len(plan.left_out) == (16 if (name, platform) == ("speedup-paper", "cpu") else 0), "managed memory is CUDA's"
     assert {config.method.fixed_fetch for config in configs if config.method_name == "infinigen"} == {64}
 
 
@@ -508,7 +516,7 @@ def test_the_benchmark_prints_both_parts(capsys):
     assert benchmark.main([*arguments, "--shape", json.dumps(shape), "--fixed-fetch", "5"]) == 0
     printed = capsys.readouterr().out
     assert "source: emulated" in printed and "times as fast (4 steps each, in turn)" in printed
-    assert all(f"\n{label} " in printed for label in LABELS)
+    assert all(f"\n{label} " in printed for label in COUNTED)
     assert "infinigen's decode is" in printed
     with pytest.raises(SystemExit):
         benchmark.main(["--labels", "fastest"])

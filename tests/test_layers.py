@@ -143,12 +143,13 @@ def test_there_is_no_import_circle():
 @pytest.mark.parametrize("module", modules_under("methods"))
 def test_methods_import_torch_and_one_another_only(module):
     allowed = {"torch", "numpy", "methods", *sys.stdlib_module_names}
+    allowed |= {"triton"} if module.startswith("methods.kernels.") else set()
     assert packages(imports(module)) <= allowed
 
 
 BASES = {
     "base", "checks", "codec", "bit_planes", "hadamard", "selection", "threshold", "evicting", "prompt_evicting",
-    "windowed", "retrieving", "projected", "balanced", "products",
+    "windowed", "retrieving", "projected", "balanced", "products", "kernels", "kernels.selection",
 }  # fmt: skip
 """What methods derive from and build on; any other file of methods/ is a method, or a folder-mate of one."""
 PARTS = {"methods.infinigen": {"methods.pool"}}

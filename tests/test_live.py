@@ -364,7 +364,7 @@ def test_a_session_prefills_once():
         (H2O(), {"placement": "host", "reuse": True}, "reuse=true.*method=infinigen and placement=host"),
         (Full(), {"placement": "host", "reuse": True}, "reuse=true"),
         (InfiniGen(pool_frac=0.5, eviction="artifact"), {}, "method.eviction=artifact.*replay"),
-        (Full(), {"placement": "gpu"}, "placement=gpu: must be device or host"),
+        (Full(), {"placement": "gpu"}, "placement=gpu: must be one of device, host, managed"),
     ],
 )
 def test_combinations_without_meaning_are_refused(method, options, message):

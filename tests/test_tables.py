@@ -56,7 +56,7 @@ LATENCY_METRICS = {
     "h2d_bytes": 2**31,
     "d2h_bytes": 2**20,
     "device_read_bytes": 2**29,
-    "device_bytes": 2**22,
+    "device_kv_bytes": 2**22,
     "exposed_transfer_s": 0.25,
     "link_bytes_per_s": None,
     "peak_device_bytes": 2**30,
@@ -126,7 +126,7 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     assert header == (
         "experiment,platform,source,model,method,label,settings,batch_size,prompt_len,gen_len,prefill_s,decode_s,"
         "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,device_read_bytes,"
-        "device_bytes,exposed_transfer_s,link_bytes_per_s,peak_device_bytes,kv_frac,device_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
+        "device_kv_bytes,exposed_transfer_s,link_bytes_per_s,peak_device_bytes,kv_frac,device_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 
 
@@ -335,6 +335,17 @@ def test_a_table_of_an_older_version_is_read_without_the_sizes_that_it_lacks(tmp
     (old,) = sheets_of([typed(row) for row in older])
     (new,) = sheets_of([typed(row) for row in rows(path)])
     assert [heading for heading in new.header if heading not in old.header] == ["device read (%)", "on device (%)"]
+
+
+def test_an_older_versions_bytes_on_the_device_stand_under_todays_name(tmp_path: Path) -> None:
+    metrics = dict(LATENCY_METRICS)
+    save(tmp_path, ["experiment=latency"], metrics | {"device_bytes": metrics.pop("device_kv_bytes")})
+    (row,) = rows(tables.update(tmp_path, "latency"))
+    assert row["device_kv_bytes"] == str(2**22)
+    older = {"device_bytes" if name == "device_kv_bytes" else name: cell for name, cell in row.items()}
+    assert shape_of(tuple(older)) == "latency"
+    for sheet in (*sheets_of([typed(older)]), *sheets_of([typed(row)])):
+        assert dict(zip(sheet.header, sheet.lines[0], strict=True))["KV on device (MiB)"] == "4.0"
 
 
 def test_a_share_that_only_an_older_version_recorded_is_no_metric(tmp_path: Path) -> None:

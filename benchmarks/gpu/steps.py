@@ -120,7 +120,7 @@ class Steps:
         add("step / best step", "1", [seconds / row.best_s for seconds in result.timed])
         add("prefill", "s", [metrics["prefill_s"]])
         add("transfer that nothing hides", "s", [step["transfer"] for step in result.segments])
-        add("on device beside the weights", "B", [metrics["device_bytes"]])
+        add("on device beside the weights", "B", [metrics["device_kv_bytes"]])
         if row.link_bytes_per_s is not None:
             add("link while busy", "B/s", [row.link_bytes_per_s])
         self.report.add_cell(shape.model, label, metrics)

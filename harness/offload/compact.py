@@ -46,6 +46,16 @@ def places(mask: Tensor, resident: Tensor) -> tuple[Chosen, Tensor]:
     return fetch, torch.where(stays, resident, fetch.by_place())
 
 
+def warm(device: torch.device, *, reuse: bool) -> None:
+    """Under CUDA compile and load the kernel for lists of slots, or with `reuse` of places."""
+    if device.type == "cuda":
+        nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=device)
+        if reuse:
+            places(nothing, torch.full((1, 1, 1), -1, device=device))
+        else:
+            indices(nothing, 1)
+
+
 def _held(mask: Tensor, resident: Tensor, stays: Tensor) -> Tensor:
     """Slots that stay in the buffer, bool shaped like `mask`."""
     slots = mask.shape[-1]

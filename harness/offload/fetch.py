@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.offload import compact, gather
 from harness.offload.compact import indices, places
 from harness.offload.links.link import Link, Ticket
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested, num_true
@@ -68,11 +69,13 @@ class Fetcher:
 
     def open(self, stores: list[KVStore], selected: int, ahead: int = 0) -> None:
         """Make the buffers: one for each of the first `ahead` layers, two in turn for any other layer's slots, and
-        with reuse one for `selected` rows of each layer. What moves rows is compiled, where it must be.
+        with reuse one for `selected` rows of each layer. The kernels of a step are compiled, where there are any.
         """
         self.selected = selected
         for store in {store.slot_bytes: store for store in stores}.values():
-            store.warm()
+            if store.reachable:
+                gather.warm(store.slots, store.device, store.tuning)
+        compact.warm(stores[0].device, reuse=self.reuse)
         if self.link is not None:
             self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]
             largest = max(stores[ahead:], key=lambda store: store.nbytes)

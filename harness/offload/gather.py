@@ -37,6 +37,13 @@ def gather_rows(
         _gather_head(words[0][head], index[head], words[1][head], None if places is None else places[head])
 
 
+def gather_staged(slots: Tensor, index: Tensor, rows: Tensor) -> None:
+    """`gather_rows` to a device that cannot address `slots`: by the host, which waits for the index."""
+    staged = torch.zeros(rows.shape, dtype=torch.uint8)
+    gather_rows(slots, index.cpu(), staged)
+    rows[index >= 0] = staged.to(rows.device)[index >= 0]
+
+
 def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING) -> None:
     """`slots[b, h, index[b, h, i]] = rows[b, h, i]`, nothing where the index is negative.
 
@@ -53,13 +60,10 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DE
 
 def warm(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TUNING) -> None:
     """Under CUDA compile and load the kernels for rows as wide as those of `slots`, moving none."""
-    if device.type != "cuda":
-        return
-    nothing = torch.full((*slots.shape[:2], 1), -1, device=device)
-    rows = torch.empty((*slots.shape[:2], 1, slots.shape[3]), dtype=torch.uint8, device=device)
-    for places in (None, nothing):
-        gather_rows(slots, nothing, rows, places, tuning)
-    scatter_rows(slots, nothing, rows, tuning)
+    if device.type == "cuda":
+        from harness.offload.kernels import gather as kernels
+
+        kernels.warm(slots, device, tuning)
 
 
 def _gather_head(slots: Tensor, index: Tensor, rows: Tensor, places: Tensor | None) -> None:

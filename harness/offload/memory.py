@@ -19,6 +19,9 @@ from harness.files import available_memory
 from harness.model.attach import Attached
 from harness.offload.pinned import aligned
 
+OWN = 1
+"""Behind the fetched rows of a head a buffer has room for the step's own one."""
+
 
 class LayerSlots(NamedTuple):
     """The slots of a layer's store: so many of each head of the batch."""
@@ -38,10 +41,11 @@ class LayerSlots(NamedTuple):
 
 
 class SessionBytes(NamedTuple):
-    """What a session needs, beside the weights."""
+    """What a session needs, beside the weights. managed: of memory that lies in either (`harness.offload.managed`)."""
 
     host: int
     device: int
+    managed: int = 0
 
 
 def session_bytes(
@@ -51,6 +55,8 @@ def session_bytes(
     cache = sum(aligned(layer.num_bytes) for layer in layers)
     if placement == "host":
         return SessionBytes(cache, buffer_bytes(layers, ahead=ahead, selected=selected, reuse=reuse) + activations)
+    if placement == "managed":
+        return SessionBytes(0, activations, cache)
     return SessionBytes(0, cache + activations)
 
 
@@ -59,9 +65,9 @@ def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reu
     take turns in, and under reuse one for `selected` rows of each of those."""
     others = layers[ahead:]
     largest = max(others, key=lambda layer: layer.num_bytes)
-    in_turn = largest.bytes_of(min(selected, largest.capacity) if ahead else largest.capacity)
-    kept = sum(layer.bytes_of(selected) for layer in others) if reuse else 0
-    return sum(layer.num_bytes for layer in layers[:ahead]) + 2 * in_turn + kept
+    in_turn = largest.bytes_of((min(selected, largest.capacity) if ahead else largest.capacity) + OWN)
+    kept = sum(layer.bytes_of(selected + OWN) for layer in others) if reuse else 0
+    return sum(layer.bytes_of(layer.capacity + OWN) for layer in layers[:ahead]) + 2 * in_turn + kept
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:
@@ -105,7 +111,7 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
 
     Raises UserError with the bytes needed and available and the settings to lower.
     """
-    available = _available_bytes(home)
+    available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
             f"{what} needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
@@ -121,8 +127,8 @@ def tensor_bytes(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-def _available_bytes(home: torch.device) -> int:
-    """What a new allocation may use, droppable caches included."""
+def available_bytes(home: torch.device) -> int:
+    """What a new allocation in the memory of device `home` may use, droppable caches included."""
     if home.type != "cuda":
         return available_memory()
     unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)

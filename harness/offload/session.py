@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from harness.model.attach import Attached
+from harness.offload import managed
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
@@ -27,11 +28,11 @@ from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.pinned import PinnedSlab
 from harness.offload.reads import StepReads
 from harness.offload.residual import ResidualCache, slots_stored
-from harness.offload.store import KVStore, Placement, slot_bytes
+from harness.offload.store import KVStore, slot_bytes
 from harness.offload.timeline import Timeline
 from harness.offload.tuning import DEFAULT_TUNING
 from harness.offload.values import ValuesCache
-from harness.settings.speed import check_combination
+from harness.settings.speed import Placement, check_combination
 from methods.base import Calibration, Method, State
 from methods.checks import require
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
@@ -142,8 +143,9 @@ class LiveSession:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what the cache and the method keep on the device: stores there, resident rows, buffers for fetched
-        rows, and every tensor of the method's state, a calibration included."""
+        """Bytes of what the cache and the method keep on the device: stores there (none under managed placement, whose
+        pages come and go), resident rows, buffers for fetched rows, and every tensor of the method's state, a
+        calibration included."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
         resident = sum(cache.device_bytes for cache in self.caches)
@@ -182,6 +184,8 @@ class LiveSession:
         self.bytes_needed = session_bytes(
             slots, self.placement, ahead=ahead, selected=selected, reuse=self.fetcher.reuse, activations=activations
         )
+        if self.placement == "managed":
+            managed.require_memory(self.bytes_needed.managed, self.attached.device)
         require_session(self.bytes_needed, self.attached.device)
         if self.pinned and self.bytes_needed.host:
             self.slab = PinnedSlab(self.bytes_needed.host)

@@ -8,7 +8,8 @@ they are encoded and decoded on the device. On a CPU-only machine both memories 
     store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, dtype=torch.float32,
                     codec=Codec("int4"), placement="host", device=torch.device("cpu"))
     store.write(store.pack(k, v), at=0)
-    k, v = store.fetch(index)
+    store.load(index, rows := store.rows_in(store.new_buffer(index.shape[-1]), index))
+    k, v = store.unpack(rows)
 
 A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slots one by one
 (`Chosen`, or their indices alone). `load` and `write` are what a `Link` runs beside the computation; while it does,
@@ -18,22 +19,22 @@ the store belongs to the link, which keeps the order of its reads and writes.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
+from harness.offload import managed
 from harness.offload.copies import copy_heads, copy_part
-from harness.offload.gather import gather_rows, scatter_rows, warm
+from harness.offload.gather import gather_rows, gather_staged, scatter_rows
 from harness.offload.memory import require_memory
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
+from harness.settings.speed import Placement
 from methods.codec import AnyCodec
-
-Placement = Literal["device", "host"]
 
 
 class KeyValue(NamedTuple):
@@ -48,8 +49,8 @@ class KVStore:
 
     dtype and device are the computation's. slab: page-locked memory that the slots of host placement are taken from,
     which asynchronous transfers and kernels need under CUDA; without one they lie in pageable memory, from which every
-    transfer waits. tuning: of the link to the device. Raises UserError where the slots do not fit into memory, or for
-    an unknown placement.
+    transfer waits. Under managed placement the driver pages what a kernel touches; all is as on the device. tuning: of
+    the link to the device. Raises UserError where the slots do not fit into memory, or for an unknown placement.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class KVStore:
         slab: PinnedSlab | None = None,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        if placement not in ("device", "host"):
-            raise UserError(f"placement={placement!r} is unknown; allowed: device, host")
+        if placement not in get_args(Placement):
+            raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
         self.device, self.pinned = device, slab is not None
@@ -98,12 +99,12 @@ class KVStore:
 
     @property
     def h2d_bytes(self) -> int:
-        """Payload bytes loaded over the link so far, 0 under device placement. Drain the link before."""
+        """Payload bytes loaded over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_loaded) * self.slot_bytes
 
     @property
     def d2h_bytes(self) -> int:
-        """Payload bytes written over the link so far, 0 under device placement. Drain the link before."""
+        """Payload bytes written over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
     def num_bytes(self, request: int | Chosen) -> int | Tensor:
@@ -112,10 +113,8 @@ class KVStore:
         return rows * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head, and for one
-        more of each, which no request fills."""
-        batch, num_kv_heads = self.slots.shape[:2]
-        size = batch * num_kv_heads * (num_rows + 1) * self.slot_bytes
+        """A flat zeroed buffer on the device for `places_in` up to num_rows."""
+        size = self.slots.shape[:2].numel() * (num_rows + 1) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
@@ -145,24 +144,6 @@ class KVStore:
         shape = (self.head_dim, self.dtype)
         return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
 
-    def fetch(self, request: int | Chosen | Tensor, buffer: Tensor | None = None) -> KeyValue:
-        """K and V of the requested rows, at once and on the current stream.
-
-        The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
-        `new_buffer`, and are valid until it is used again; a row of negative index keeps what the buffer
-        held. None takes a new one, so such a row is all zero bytes. Raises as `load`.
-        """
-        if isinstance(request, int) and self.placement == "device":
-            return self.unpack(self.slots[:, :, : self._checked(request)])
-        rows = self.rows_in(self.new_buffer(num_requested(request)) if buffer is None else buffer, request)
-        self.load(request, rows)
-        return self.unpack(rows)
-
-    def warm(self) -> None:
-        """Compile what moves rows of this width, lest a step waits for it."""
-        if self._reachable:
-            warm(self.slots, self.device, self.tuning)
-
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
@@ -182,13 +163,10 @@ class KVStore:
         return moved * self.slot_bytes
 
     def _load_chosen(self, request: Chosen, rows: Tensor) -> None:
-        if not rows.is_cuda or self._reachable:
+        if not rows.is_cuda or self.reachable:
             gather_rows(self.slots, request.slots, rows, request.places, self.tuning)
-            return
-        index = request.by_place()
-        staged = torch.zeros(rows.shape, dtype=torch.uint8)
-        gather_rows(self.slots, index.cpu(), staged)
-        rows[index >= 0] = staged.to(self.device)[index >= 0]
+        else:
+            gather_staged(self.slots, request.by_place(), rows)
 
     def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
@@ -200,7 +178,7 @@ class KVStore:
             moved: int | Tensor = self._copy_in(rows, at)
         else:
             index, moved, _ = chosen(at)
-            if rows.is_cuda and not self._reachable:
+            if rows.is_cuda and not self.reachable:
                 index, rows = index.cpu(), rows.cpu()
             scatter_rows(self.slots, index, rows, self.tuning)
         if self.placement == "host":
@@ -227,7 +205,7 @@ class KVStore:
         column = self.slots[:, :, at : self._checked(at + num_rows)]
         if rows.device == column.device or num_rows * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)
-        elif self._reachable:
+        elif self.reachable:
             index = torch.arange(at, at + num_rows, device=self.device)
             scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
         else:
@@ -235,13 +213,15 @@ class KVStore:
         return rows.shape[:3].numel()
 
     @property
-    def _reachable(self) -> bool:
+    def reachable(self) -> bool:
         """Whether a kernel on the device can address the slots."""
-        return self.placement == "device" or self.pinned
+        return self.placement != "host" or self.pinned
 
     def _allocate(self, shape: tuple[int, ...], slab: PinnedSlab | None) -> Tensor:
         if slab is not None:
             return slab.take(shape)
+        if self.placement == "managed":
+            return managed.empty(shape, self.device)
         home = self.device if self.placement == "device" else torch.device("cpu")
         require_memory(math.prod(shape), home)
         return torch.empty(shape, dtype=torch.uint8, device=home)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from harness.errors import UserError
 from harness.settings.analysis import AnalysisConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig, check_range
-from harness.settings.speed import LatencyConfig, PlatformConfig
+from harness.settings.speed import LatencyConfig, Placement, PlatformConfig
 from harness.settings.tasks import RULER_NUM_SAMPLES, RULER_TASKS, TaskConfig
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class RunConfig:
     seq_len: int = 1024
     prefill_len: int = 256
     num_windows: int = 4
-    placement: Literal["device", "host"] = "host"
+    placement: Placement = "host"
     reuse: bool = False
     latency: LatencyConfig = LatencyConfig()
     analysis: AnalysisConfig = AnalysisConfig()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from harness.errors import UserError
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from methods.base import Method
 
 Device = Literal["cpu", "cuda"]
+Placement = Literal["device", "host", "managed"]
+"""Where the cache lies: in the device's memory, in the host's, or in managed memory, which CUDA's driver pages."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class PlatformConfig:
     link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate. overlap: transfers run
     beside the computation. pinned: the host memory is page-locked (CUDA). weights_on_device: the share of the decoder
     layers' weights that stays on the device; the rest lies in host memory and crosses the link in each pass.
+    device_gib: under CUDA, what a smaller card would have for weights and all else, in GiB; None: all that there is.
     """
 
     name: Device
@@ -31,18 +34,22 @@ class PlatformConfig:
     overlap: bool = True
     pinned: bool = True
     weights_on_device: float = 1.0
+    device_gib: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.weights_on_device <= 1:
             raise UserError(f"platform.weights_on_device={self.weights_on_device}: must be above 0 and at most 1")
-        if self.link_gbps is None:
+        self._check("link_gbps", "cpu", "sets the emulated link")
+        self._check("device_gib", "cuda", "makes a smaller card")
+
+    def _check(self, setting: str, platform: Device, does: str) -> None:
+        value = getattr(self, setting)
+        if value is None:
             return
-        if self.name != "cpu":
-            raise UserError(
-                f"platform.link_gbps={self.link_gbps}: sets the emulated link of platform=cpu; leave it null"
-            )
-        if not self.link_gbps > 0:
-            raise UserError(f"platform.link_gbps={self.link_gbps}: must be above 0")
+        if self.name != platform:
+            raise UserError(f"platform.{setting}={value}: {does} of platform={platform}; leave it null")
+        if not value > 0:
+            raise UserError(f"platform.{setting}={value}: must be above 0")
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class LatencyConfig:
 
     A prompt of `prompt_len` tokens and `gen_len` new ones for each of `batch_size` sequences. Of the gen_len - 1
     decode steps, the first `warmup_steps` are not timed and then `repeats` blocks of `timed_steps` are; None times
-    as many as there are.
+    as many as there are. Once decoding has taken `time_limit_s` seconds, no further step is timed, but one at least is.
     """
 
     batch_size: int = 4
@@ -60,6 +67,7 @@ class LatencyConfig:
     warmup_steps: int = 2
     timed_steps: int | None = 8
     repeats: int = 2
+    time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         low = {"warmup_steps": 0, "gen_len": 2}
@@ -82,8 +90,8 @@ class LatencyConfig:
 
 def check_combination(method: Method, placement: str, reuse: bool) -> None:
     """Raise UserError for settings that make no sense together in live decoding."""
-    if placement not in ("device", "host"):
-        raise UserError(f"placement={placement}: must be device or host")
+    if placement not in get_args(Placement):
+        raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
     if method.replay_only:
         raise UserError(method.replay_only)
     if placement == "host" and method.selects == "scores":
@@ -95,11 +103,15 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
 def check_live(method: Method, placement: str, reuse: bool, platform: PlatformConfig) -> None:
     """Raise UserError for a combination of settings that cannot be decoded live."""
     check_combination(method, placement, reuse)
-    if placement == "device" and not platform.overlap:
-        raise UserError("platform.overlap=false: placement=device uses no link; use placement=host")
+    if placement == "managed" and platform.name != "cuda":
+        raise UserError(f"placement=managed: needs platform=cuda; allowed on {platform.name}: device, host")
+    if placement != "host" and not platform.overlap:
+        raise UserError(f"platform.overlap=false: placement={placement} uses no link; use placement=host")
     if placement != "host" and platform.weights_on_device < 1:
         share = f"platform.weights_on_device={platform.weights_on_device}"
         raise UserError(f"{share}: placement={placement} uses no link; use placement=host")
+    if placement != "managed" and platform.device_gib is not None:
+        raise UserError(f"platform.device_gib={platform.device_gib:g}: is for placement=managed; leave it null")
 
 
 def refuse_modelled(platform: Mapping[str, Any]) -> None:

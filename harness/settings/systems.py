@@ -1,7 +1,8 @@
 """The systems that speed runs compare: one word each, and the settings it stands for.
 
 All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only offload-pageable,
-named so, runs as the InfiniGen artifact ran its FlexGen baseline. Imports no torch.
+named so, runs as the InfiniGen artifact ran its FlexGen baseline; and uvm leaves the transfers to CUDA's driver.
+Imports no torch.
 
     python run.py experiment=latency label=offload+int4
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from harness.errors import UserError
 from harness.settings.run import RunConfig
+from harness.settings.speed import Placement
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class System:
     """A method where it runs. overlap, pinned: of the link's transfers, and of the host memory behind it."""
 
     method: str
-    placement: Literal["device", "host"] = "host"
+    placement: Placement = "host"
     codec: str | None = None
     reuse: bool = False
     overlap: bool = True
@@ -45,6 +47,8 @@ class System:
 
 LABELS = {
     "ideal": System("full", "device"),
+    "uvm": System("full", "managed"),
+    "uvm+h2o": System("h2o", "managed"),
     "offload": System("full"),
     "offload-pageable": System("full", overlap=False, pinned=False),
     "offload+int4": System("full", codec="int4"),
@@ -53,6 +57,8 @@ LABELS = {
     "infinigen+reuse": System("infinigen", reuse=True),
     "infinigen+int4": System("infinigen", codec="int4"),
 }
+COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
+"""Those whose transfers are ours, and counted, on any platform. Managed memory is CUDA's, whose driver moves pages."""
 
 
 def apply(settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:

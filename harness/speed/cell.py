@@ -7,9 +7,11 @@ step_s: one decode step: choosing the token, the forward pass, and whatever of t
   logits. Steps follow one another without a pause; under CUDA each ends with a wait for the compute stream, not for
   the link. The first `warmup_steps` are not timed.
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number, exact where
-  all but the warm-up are timed.
+  all but the warm-up are timed. With `time_limit_s`, decoding that has taken so long is timed no further.
 weight_bytes: of streamed weights, of the timed steps alike; h2d_bytes are those of rows alone.
 segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
+  Under managed placement what crosses is the driver's doing: a fault stalls the kernel that meets it, no byte is
+  counted, and peak_device_bytes, torch's, has none of the cache.
 
     with attach(model) as attached, open_link(attached.device) as link:
         result = time_cell(attached, run_shared_prompt(attached, ids), cell, link=link, calibration=calibration)
@@ -17,6 +19,7 @@ segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to 
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -28,10 +31,9 @@ from harness.model.attach import Attached
 from harness.offload.links.link import Link, Transfer
 from harness.offload.passes import PrefilledPrompt, run_prompt
 from harness.offload.session import LiveSession
-from harness.offload.store import Placement
 from harness.offload.timeline import Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
-from harness.settings.speed import LatencyConfig
+from harness.settings.speed import LatencyConfig, Placement
 from harness.speed.result import LatencyResult
 from methods.base import Calibration, Method
 from methods.codec import AnyCodec
@@ -122,41 +124,54 @@ def _time(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     _take_transfers(session)  # the prompt's have ended, and from here on they are recorded
+    until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
     # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
     h2d_bytes, d2h_bytes = session.fetcher.h2d_bytes, session.fetcher.d2h_bytes
     read_bytes, weight_bytes = session.reads.num_bytes, weights.num_bytes if weights else 0
-    step_s: list[list[float]] = []
-    for _ in range(shape.repeats):
-        times = [_now(device)]
-        for _ in range(shape.block_steps):
-            session.timeline.begin_step()
-            logits = session.decode_step(logits.argmax(-1))
-            times.append(_now(device))
-        step_s.append([after - before for before, after in zip(times, times[1:], strict=False)])
+    step_s = _step_seconds(session, logits, shape, until)
     segments = session.timeline.take()
     transfers = _take_transfers(session)
+    counted = cell.placement != "managed"
     return LatencyResult(
         shape=shape,
         dense_s=prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0,
         begin_s=begin_s,
         step_s=step_s,
         segments=segments,
-        h2d_bytes=int(session.fetcher.h2d_bytes - h2d_bytes),
-        d2h_bytes=int(session.fetcher.d2h_bytes - d2h_bytes),
+        h2d_bytes=int(session.fetcher.h2d_bytes - h2d_bytes) if counted else None,
+        d2h_bytes=int(session.fetcher.d2h_bytes - d2h_bytes) if counted else None,
         device_read_bytes=round(float(session.reads.num_bytes - read_bytes)),
         weight_bytes=weights.num_bytes - weight_bytes if weights else None,
         weights_on_device=weights.on_device if weights else None,
         transferred_bytes=sum(transfer.num_bytes for transfer in transfers),
         link_busy_s=_busy(transfers),
-        device_bytes=session.device_bytes,
+        device_kv_bytes=session.device_bytes,
+        pinned_bytes=session.pinned_bytes,
         peak_device_bytes=_peak_device_bytes(session, weights),
         kv_frac=session.reads.kv_frac,
         device_frac=session.reads.device_frac,
         num_layers=session.attached.geometry.num_layers,
         predicts=cell.method.names_rows,
     )
+
+
+def _step_seconds(session: LiveSession, logits: Tensor, shape: LatencyConfig, until: float) -> list[list[float]]:
+    """Seconds of each timed step, [repeats] of [timed steps]; fewer where it is `until` before, but one at least."""
+    step_s: list[list[float]] = []
+    before = _now(session.attached.device)
+    for step in range(shape.repeats * shape.block_steps):
+        if step and before > until:
+            break
+        if step % shape.block_steps == 0:
+            step_s.append([])
+        session.timeline.begin_step()
+        logits = session.decode_step(logits.argmax(-1))
+        after = _now(session.attached.device)
+        step_s[-1].append(after - before)
+        before = after
+    return step_s
 
 
 def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:

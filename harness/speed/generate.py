@@ -16,6 +16,7 @@ from harness.data.text import token_ids
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.offload.managed import smaller_card
 from harness.offload.session import LiveSession, generate
 from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.run import RunConfig
@@ -46,6 +47,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
         setup = prepare(config, loaded, attached, lambda: [Row(n, len(ids), total) for n in range(len(ids), total - 1)])
         platform = config.platform
         with (
+            smaller_card(attached.device, platform.device_gib),
             opened_link(config, attached.device, rate) as link,
             streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned) as weights,
         ):
@@ -102,9 +104,11 @@ def _summary(session: LiveSession, weights: StreamedWeights | None, source: str)
     rows = sum(store.h2d_bytes // store.slot_bytes for store in session.stores)
     steps = max(1, session.steps)
     read = f"read {session.reads.kv_frac:.1%} of the cache" if session.steps else "read nothing"
-    streamed = f"{weights.num_bytes / MIB:.2f} MiB of weights streamed; " if weights else ""
-    return (
+    moved = (
         f"fetched {rows} rows ({rows / steps:.0f} a step, of one token and KV head each): "
-        f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host, "
-        f"{session.device_bytes / MIB:.2f} MiB kept on the device; {streamed}{read}; source: {source}"
+        f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host"
     )
+    if session.placement == "managed":
+        moved = "the driver moved pages, which are not counted"
+    streamed = f"{weights.num_bytes / MIB:.2f} MiB of weights streamed; " if weights else ""
+    return f"{moved}, {session.device_bytes / MIB:.2f} MiB kept on the device; {streamed}{read}; source: {source}"

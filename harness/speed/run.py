@@ -24,6 +24,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.links.link import Link
 from harness.offload.links.open import open_link
+from harness.offload.managed import smaller_card
 from harness.offload.memory import prompt_bytes, require_memory
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
@@ -57,7 +58,8 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
         setup = _setup(config, loaded, attached)
         pinned, on_device = config.platform.pinned, config.platform.weights_on_device
         cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, pinned, on_device)
-        with opened_link(config, attached.device, rate) as link:
+        card = smaller_card(attached.device, config.platform.device_gib)
+        with card, opened_link(config, attached.device, rate) as link:
             prompt = _prompt(config, loaded, attached, Kept() if prompts is None else prompts)
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
     marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
@@ -78,8 +80,8 @@ def _late_frac(method: Method, result: LatencyResult) -> float:
 
 @contextmanager
 def opened_link(config: RunConfig, device: torch.device, rate: LinkRate) -> Iterator[Link | None]:
-    """The link of a run, closed in the end; None under device placement."""
-    if config.placement == "device":
+    """The link of a run under host placement, closed in the end; None under any other."""
+    if config.placement != "host":
         yield None
         return
     bytes_per_s = rate.bytes_per_s if device.type == "cpu" else None

@@ -75,7 +75,7 @@ KV_FRAC = Column("kv_frac", "KV read (%)", 100, 1)
 DEVICE_FRAC = Column("device_frac", "device read (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "on device (%)", 100, 1)
 DEVICE_READ_BYTES = Column("device_read_bytes", "device read (GiB)", 1 / GIB, 3)
-DEVICE_BYTES = Column("device_bytes", "on device (MiB)", 1 / MIB, 1)
+DEVICE_KV_BYTES = Column("device_kv_bytes", "KV on device (MiB)", 1 / MIB, 1)
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
 X_NAME = Column("x_name", phrase="")
 BATCH_SIZE = Column("batch_size", "batch", 1, 0, "batch {:.0f}")
@@ -117,7 +117,7 @@ LATENCY = (
     Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
     Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
     *WEIGHTS,
-    DEVICE_READ_BYTES, DEVICE_BYTES,
+    DEVICE_READ_BYTES, DEVICE_KV_BYTES,
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     LINK_BYTES_PER_S,
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
@@ -168,11 +168,13 @@ TABLES: Mapping[str, Sequence[Column]] = {
 }  # fmt: skip
 """The shapes of table; a record says in `table` which is its own."""
 OPTIONAL = (
-    *(column.name for column in (SETTINGS, *COMPARED, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_BYTES)),
+    *(column.name for column in (SETTINGS, *COMPARED, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_KV_BYTES)),
     *(column.name for column in WEIGHTS),
     *(f"{task.name}_{DETECTABLE.name}" for task in BOARD_TASKS),
 )
 """Columns that a table made by an older version lacks."""
+FORMER_NAMES = {"device_bytes": DEVICE_KV_BYTES.name}
+"""What an older version's records and tables call a column."""
 
 METRICS = {
     metric.name: metric
@@ -244,7 +246,13 @@ def shape_of(header: Sequence[str]) -> str | None:
 def typed(row: Mapping[str, str]) -> TableRow:
     """A line of a CSV as the row that it was made of: an empty cell of a number is None. Raises ValueError for a cell
     that should be a number and is none."""
-    return {name: text if column(name).digits is None else float(text) if text else None for name, text in row.items()}
+    named = todays_names(row).items()
+    return {name: text if column(name).digits is None else float(text) if text else None for name, text in named}
+
+
+def todays_names(row: Mapping[str, Any]) -> TableRow:
+    """A row of an older version by the names that columns have today."""
+    return {FORMER_NAMES.get(name, name): value for name, value in row.items()}
 
 
 def published_rows() -> list[dict[str, str]]:

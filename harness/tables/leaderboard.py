@@ -116,8 +116,8 @@ def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines
 
 
 def _step(scored: Record, timed: Record | None) -> TableRow:
-    """What was timed of the method, and at which share of the cache."""
-    if timed is None:
+    """What was timed of the method, and at which share of the cache; nothing where no transfer was counted."""
+    if timed is None or timed["metrics"]["h2d_bytes"] is None:
         return {}
     metrics, steps = timed["metrics"], timed["metrics"]["gen_len"] - 1
     same_size = scored["config"]["target_kv_frac"] == timed["config"]["target_kv_frac"]

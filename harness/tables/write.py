@@ -22,7 +22,7 @@ from harness.records.record import current, read_records
 from harness.records.samples import Difference
 from harness.settings.experiment import foreign_settings
 from harness.tables import leaderboard, speed
-from harness.tables.columns import BOARD, TABLES, Column, TableRow, names, rank
+from harness.tables.columns import BOARD, TABLES, Column, TableRow, names, rank, todays_names
 from harness.tables.depths import depth_rows
 from harness.tables.lines import Pairs, tell_apart
 from harness.tables.sheets import render_markdown, render_terminal
@@ -129,7 +129,7 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
 
 
 def _latency_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
-    yield common | dict(record["metrics"])
+    yield common | todays_names(record["metrics"])
 
 
 def _analysis_rows(record: Record, common: TableRow) -> Iterator[TableRow]:

@@ -1,8 +1,8 @@
 """The systems that the cost model predicts: those of a speed comparison, and what their publications add.
 
 `harness.settings.systems` says where the cache lies, which method reads it and in which format it crosses the link.
-Added here are how much of the transfer the published systems hide, and managed memory. FlexGen schedules attention and
-FFN as two stages and loads the cache of the next attention during the FFN. InfiniGen's artifact gathers on the host
+Added here is how much of the transfer the published systems hide. FlexGen schedules attention and FFN as two stages and
+loads the cache of the next attention during the FFN. InfiniGen's artifact gathers on the host
 behind a device sync (speedup/infinigen/infinigen/kv_selection_controller.py), so nothing hides. A page fault stalls as
 well. How many tokens are read is asked of the method, whose defaults are the paper's settings.
 """
@@ -28,19 +28,17 @@ and constants outside, capped like any selection."""
 
 @dataclass(frozen=True)
 class Scheme:
-    """A system as published. overlap: of the next transfer. managed: all memory is CUDA's managed memory."""
+    """A system as published: under managed placement all memory is CUDA's managed memory. overlap: of the next
+    transfer."""
 
     system: System
     overlap: Overlap
-    managed: bool = False
 
     @property
     def placement(self) -> Literal["device", "pinned", "pageable", "managed"]:
         """Where the cache lies."""
-        if self.managed:
-            return "managed"
-        if self.system.placement == "device":
-            return "device"
+        if self.system.placement != "host":
+            return self.system.placement
         return "pinned" if self.system.pinned else "pageable"
 
     @property
@@ -65,16 +63,12 @@ class Scheme:
 
 
 def _published(system: System) -> Scheme:
-    return Scheme(system, "ffn" if system.overlap and system.method != "infinigen" else "none")
+    hides = system.overlap and system.method != "infinigen" and system.placement != "managed"
+    return Scheme(system, "ffn" if hides else "none")
 
 
-SCHEMES = {
-    "uvm": Scheme(System("full"), "none", managed=True),
-    "uvm+h2o": Scheme(System("h2o"), "none", managed=True),
-} | {
-    label: _published(LABELS[label])
-    for label in ("offload", "offload-pageable", "offload+int4", "offload+h2o", "infinigen", "ideal")
-}
+PUBLISHED = ("uvm", "uvm+h2o", "offload", "offload-pageable", "offload+int4", "offload+h2o", "infinigen", "ideal")
+SCHEMES = {label: _published(LABELS[label]) for label in PUBLISHED}
 
 
 def tokens_read(scheme: Scheme, cached: int, final_len: int, counts: float | None = None) -> float:
