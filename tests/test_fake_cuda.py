@@ -158,7 +158,7 @@ BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
 BUDGETS = {
     "ideal": (18, 21),
     "uvm": (18, 21),
-    "uvm+h2o": (19, 118),
+    "uvm+h2o": (18, 118),
     "offload": (18, 21),
     "offload-pageable": (21, 24),
     "offload+int4": (18, 89),
