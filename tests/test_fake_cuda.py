@@ -160,11 +160,11 @@ BUDGETS = {
     "offload-pageable": (190, 192),
     "offload+int4": (30, 92),
     "offload+h2o": (30, 120),
-    "infinigen": (30, 103),
-    "infinigen+reuse": (30, 130),
-    "infinigen+int4": (30, 163),
-    "infinigen (device)": (34, 109),
-    "pool": (31, 191),
+    "infinigen": (22, 38),
+    "infinigen+reuse": (22, 39),
+    "infinigen+int4": (22, 108),
+    "infinigen (device)": (22, 40),
+    "pool": (23, 130),
 }
 """Launches in a layer that reads the full cache and in one of the others, the next layer's rehearsal included; at the
 shape of OPT-13B. A whole layer of a step costs them all, whatever the batch: at 5 us each, 40 of them in each of 40
