@@ -1,7 +1,11 @@
 """Live decoding on a bare machine: torch, transformers and numpy are enough, with triton under CUDA.
 
 (a) A decode step of ours, full cache on the device, against one of transformers with its `DynamicCache` (the forward
-    pass that `generate` makes for every token), from the same prompt, in turn; medians.
+    pass that `generate` makes for every token), from the same prompt, in five rounds or more of both in turn: the ratio
+    of medians in each round, their median and spread. `DynamicCache` makes every layer's cache anew in a step, which on
+    a CPU takes as long as the allocator needs to map fresh pages, seen between nothing and four steps. So that it is
+    not the allocator that is compared, freed memory stays mapped on either side (glibc's thresholds for returning it
+    are raised); `--returned` leaves the allocator as it is.
 (b) Every system of `harness.settings` at one shape: the step, what crosses the link in it, at what rate, and the step
     that can be had at best, max(ideal's step, its bytes / the link's rate), which says what of the transfer is hidden.
 
@@ -15,12 +19,14 @@ which with random weights is its cap; `--fixed-fetch` sets another number.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +53,8 @@ from methods.infinigen import InfiniGen
 MODELS = Path(__file__).resolve().parent.parent / "conf" / "model"
 CALIBRATION_TOKENS = 1024
 MIB, GIB = 2**20, 2**30
+ROUNDS = 5
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 class Row(NamedTuple):
@@ -85,24 +93,38 @@ def transformers_steps(model: Any, prompt: SharedPrompt, steps: int) -> list[flo
     return [after - before for before, after in zip(times, times[1:], strict=False)]
 
 
+def keep_freed_memory() -> bool:
+    """Have glibc keep what is freed mapped, and serve large requests from it; whether it does."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return False
+    largest = 2**31 - 1
+    return all(mallopt(threshold, largest) == 1 for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
+
+
 def compare(model: Any, prompt: SharedPrompt, shape: LatencyConfig) -> float:
-    """Print (a); returns transformers' median step over ours."""
-    ours: list[float] = []
-    theirs: list[float] = []
-    for _ in range(shape.repeats):
-        theirs += transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)[shape.warmup_steps :]
+    """Print (a); returns the median over the rounds of transformers' median step over ours."""
+    once = replace(shape, repeats=1)
+    ratios = []
+    print("full cache on the device against transformers with DynamicCache, medians of a round's steps:")
+    for number in range(max(ROUNDS, shape.repeats)):
+        theirs = transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)[shape.warmup_steps :]
         with attach(model) as attached:
-            once = LatencyConfig(
-                shape.batch_size, shape.prompt_len, shape.gen_len, shape.warmup_steps, shape.block_steps, repeats=1
-            )
-            ours += time_cell(attached, prompt, Cell(Full(), once, "device")).timed
-    ratio = statistics.median(theirs) / statistics.median(ours)
-    print(
-        f"full cache on the device: {1e3 * statistics.median(ours):.2f} ms a step; transformers with DynamicCache: "
-        f"{1e3 * statistics.median(theirs):.2f} ms; ours is {ratio:.2f} times as fast "
-        f"({len(ours)} steps each, in turn)"
-    )
-    return ratio
+            ours = time_cell(attached, prompt, Cell(Full(), once, "device")).timed
+        our_s, their_s = statistics.median(ours), statistics.median(theirs)
+        ratios.append(their_s / our_s)
+        print(
+            f"  round {number + 1}: {1e3 * our_s:7.2f} ms ({_spread(ours, 1e3)}) against {1e3 * their_s:7.2f} ms "
+            f"({_spread(theirs, 1e3)}): {ratios[-1]:.2f}"
+        )
+    median = statistics.median(ratios)
+    print(f"ours is {median:.2f} times as fast in the median round ({_spread(ratios, 1)})")
+    return median
+
+
+def _spread(values: Sequence[float], factor: float) -> str:
+    return f"{factor * min(values):.2f} to {factor * max(values):.2f}"
 
 
 def method_of(system: System, fixed_fetch: int | None) -> Method:
@@ -181,6 +203,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--link-gbps", type=float, help="of the emulated link; else this machine's copy rate / 62")
     parser.add_argument("--threads", type=int, help="compute threads; else all cores but one, which is the link's")
     parser.add_argument("--labels", type=lambda text: text.split(","), default=list(COUNTED), metavar="A,B")
+    parser.add_argument("--returned", action="store_true", help="freed memory goes back to the system, as by default")
     parser.add_argument("--only", choices=("transformers", "labels"), help="(a) or (b) alone")
     options = parser.parse_args(argv)
     unknown = sorted({*options.labels} - {*COUNTED})
@@ -201,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     device = torch.device(options.platform)
+    kept = not options.returned and keep_freed_memory()  # before anything large is allocated
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     torch.manual_seed(0)
     gen_len = options.warmup + options.repeats * options.steps + 1
@@ -211,6 +235,7 @@ def _run(options: argparse.Namespace) -> None:
     source = "measured" if device.type == "cuda" else "emulated"
     print(f"{options.model}, random weights, {options.batch} x {options.prompt} + {gen_len} tokens; source: {source}")
     print(f"{torch.get_num_threads()} compute threads; link at {rate / 1e9:.3f} GB/s")
+    print(f"memory that is freed {'stays mapped' if kept else 'goes back to the system as the C library decides'}")
     with attach(model) as attached:
         prompt = run_shared_prompt(attached, ids)
         calibration = calibrate(attached, InfiniGen(), ids[0, :CALIBRATION_TOKENS].tolist())

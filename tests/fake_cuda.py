@@ -8,6 +8,7 @@ would be launched and names, by file and line of ours, what would make the host 
     with fake_gpu() as trace, trace.follow(fake_model("opt-13b", num_hidden_layers=4)) as attached:
         ...
         assert trace.faults == []
+    # `with real_tensors()` inside is as if outside
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as real_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -304,7 +306,7 @@ class Trace(TorchDispatchMode):
         self.fault(f"{operation} waits for the device")
         if not isinstance(args[0], Tensor) or args[0] not in self._known:
             raise AssertionError(self.faults[-1][1])
-        with _disable_current_modes():
+        with real_tensors():
             return self._known[args[0]].item()
 
     def _conclude(self, operation: Any, args: Any, kwargs: Any, inputs: list[Tensor], out: Any) -> None:
@@ -312,7 +314,7 @@ class Trace(TorchDispatchMode):
         if not inputs or operation._schema.is_mutable or not all(each in self._known for each in inputs):
             return
         kwargs.pop("device", None)
-        with _disable_current_modes():
+        with real_tensors():
             args, kwargs = tree_map_only(Tensor, self._known.__getitem__, (args, kwargs))
             values = tree_leaves(operation(*args, **kwargs))
         for tensor, value in zip(tree_leaves(out), values, strict=True):
@@ -327,9 +329,9 @@ class Trace(TorchDispatchMode):
         for key, value in arguments.items():
             if isinstance(value, Tensor) and not self._reachable(value):
                 self.fault(f"{name}: {key} is not on the device")
-        if not any("stride" in key for key in arguments):
-            loose = [key for key, value in arguments.items() if isinstance(value, Tensor) and not value.is_contiguous()]
-            for key in loose:
+        told = any(word in key for key in arguments for word in ("stride", "per_head"))
+        for key, value in arguments.items():
+            if isinstance(value, Tensor) and not (value.is_contiguous() or (told and value.stride(-1) == 1)):
                 self.fault(f"{name}: {key} has strides that the kernel does not know")
         size = grid(arguments | options) if callable(grid) else grid
         if math.prod(size) < 1 or any(each > 65535 for each in size[1:]):

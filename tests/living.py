@@ -19,7 +19,9 @@ from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
 from harness.offload.links.emulated import EmulatedLink
 from harness.offload.links.link import Link
+from harness.offload.request import num_requested
 from harness.offload.session import LiveSession
+from harness.offload.store import KeyValue, KVStore
 from harness.setup import Setup
 
 PROMPT = 24
@@ -27,6 +29,17 @@ PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
 """Real prompt tokens of the sequences of a batch."""
 
 __all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "token_batch"]  # of the contract, for tests
+
+
+def loaded(store: KVStore, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
+    """The requested rows, at once; through `buffer`, where one of negative index keeps what it held, or a new one."""
+    if buffer is None:
+        buffer = store.new_buffer(num_requested(request))
+    rows = store.rows_in(buffer, request)
+    store.load(request, rows)
+    return store.unpack(rows)
+
+
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
 
 

@@ -1,7 +1,6 @@
-"""What CUDA asks of a decode step: no synchronisation, no tensor on the CPU, the contract.
+"""On a GPU: live decoding is replay, host placement is device placement bit for bit, no step synchronises.
 
-The first needs no GPU: tensors of the device `meta` have no values, so an operation that would wait for one
-(`item`, `bool`, `nonzero`, a boolean index) raises, and so does mixing them with tensors of the CPU.
+What CUDA asks of a step that can be seen without a GPU is in `test_fake_cuda`, `test_races` and `test_device_memory`.
 """
 
 from copy import deepcopy
@@ -9,150 +8,14 @@ from copy import deepcopy
 import pytest
 import torch
 from cases import CASES, Case
-from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, open_live, replay, tiny, token_batch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, replay, tiny, token_batch
 
 from harness.model.attach import attach
-from harness.model.tiny import tiny_model
-from harness.offload import store as store_module
-from harness.offload.links.link import Link, Ticket, Transfer
 from harness.offload.links.open import open_link
 from harness.offload.session import LiveSession
 from harness.replay.session import ReplaySession
 
-META = torch.device("meta")
 PROMPT_LENGTHS = PROMPTS["padded"]
-HERE = {
-    "llama": lambda: tiny_model("llama", num_key_value_heads=2),
-    "qwen3": lambda: tiny_model("qwen3", num_key_value_heads=2, head_dim=32),
-    "opt": lambda: tiny_model("opt", word_embed_proj_dim=64),
-}
-SCANNED = (
-    *(
-        "full",
-        "int4",
-        "h2o",
-        "streaming",
-        "snapkv",
-        "snapkv-both",
-        "keydiff",
-        "expected",
-        "tova",
-        "rkv",
-        "duo",
-        "quest",
-        "oracle",
-        "infinigen",
-        "infinigen-fixed",
-        "infinigen-final",
-    ),
-    *("pool-fifo", "pool-lru", "pool-fills"),
-)
-PLACED = [
-    (name, placement, reuse)
-    for name, case in ((name, CASES[name]) for name in SCANNED)
-    for placement, reuse in (("device", False), ("host", False), ("host", True))
-    if (placement == "device" or case.method.selects != "scores") and (case.method.names_rows or not reuse)
-]
-
-
-class Arrived(Ticket):
-    """A transfer that is over."""
-
-    def wait(self) -> torch.Tensor:
-        return self._rows
-
-    @property
-    def exposed_s(self) -> float:
-        return 0.0
-
-
-class NoLink(Link):
-    """Transfers nothing: what runs on the link's own stream is no part of the step."""
-
-    def prefetch(self, store, request, buffer) -> Ticket:
-        return Arrived(store.rows_in(buffer, request))
-
-    def write_back(self, store, rows, at) -> Ticket:
-        return Arrived(rows)
-
-    def copy(self, source, target) -> Ticket:
-        return Arrived(target)
-
-    def drain(self) -> None: ...
-
-    def take_transfers(self) -> list[Transfer]:
-        return []
-
-    def close(self) -> None: ...
-
-
-class NothingFromTheCPU(TorchDispatchMode):
-    """Raises where an operation takes or makes a tensor on the CPU: each would be a copy that waits."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        out = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                raise AssertionError(f"{operation} on a tensor of the CPU")
-        return out
-
-
-def to_meta(thing):
-    """Every tensor and device of an object's attributes, without values."""
-
-    def convert(leaf):
-        if isinstance(leaf, torch.Tensor):
-            return torch.empty_like(leaf, device=META)
-        if isinstance(leaf, torch.device):
-            return META
-        if type(leaf).__name__ == "Shared":
-            return type(leaf)(convert(leaf.value))
-        return leaf
-
-    for name, value in list(vars(thing).items()):
-        object.__setattr__(thing, name, tree_map(convert, value))
-
-
-@pytest.mark.parametrize(
-    ("name", "placement", "reuse", "family"),
-    [
-        *((*placed, "llama") for placed in PLACED),
-        *(("infinigen", "host", False, family) for family in ("qwen3", "opt")),
-    ],
-)
-def test_a_step_waits_for_no_value_and_touches_no_tensor_of_the_cpu(name, placement, reuse, family, monkeypatch):
-    model = HERE[family]()
-    monkeypatch.setattr(store_module, "gather_rows", lambda *_: torch.empty((), dtype=torch.int64, device=META))
-    monkeypatch.setattr(store_module, "scatter_rows", lambda *_: torch.empty((), dtype=torch.int64, device=META))
-    ids, real = token_batch(PROMPT_LENGTHS)
-    with attach(model) as attached:
-        session = open_live(attached, CASES[name], placement=placement, link=NoLink(), reuse=reuse)
-        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        session.decode_step(ids[:, PROMPT])
-        model.to(META)
-        attached.device = META
-        session.fetcher._pending.clear()
-        states = [state for state in {id(cache.state): cache.state for cache in session.caches}.values() if state]
-        for thing in (session, session.batch, session.fetcher, session.reads, *states, *session.stores):
-            to_meta(thing)
-        with NothingFromTheCPU():
-            token = torch.empty(len(ids), dtype=torch.int64, device=META)
-            for _ in range(2):
-                token = session.decode_step(token).argmax(-1)
-
-
-def test_the_scan_finds_what_it_is_for():
-    scores = torch.empty(3, device=META)
-    for waits in (scores.max().item, lambda: bool((scores > 0).any()), lambda: scores[scores > 0], scores.nonzero):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            waits()
-    with pytest.raises(AssertionError, match="of the CPU"), NothingFromTheCPU():
-        scores + torch.tensor(1.0)
-
-
-# On a GPU
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, WIDE
-from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
-from living import PROMPT, PROMPTS, calibration, token_batch
+from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model, real_tensors
+from living import PROMPTS, calibration, token_batch
 from torch import Tensor
 
 from harness.model.tiny import tiny_model
@@ -43,23 +43,26 @@ def gpu(monkeypatch) -> Iterator[Trace]:
         yield trace
 
 
-@pytest.fixture
-def padded() -> Tensor:
-    """Real columns of prompts of unequal length; made before the tensors are fake."""
-    return token_batch(PROMPTS["padded"])[1][:, :PROMPT]
-
-
 @contextmanager
-def opened(trace: Trace, model: Any, real: Tensor, method: Method, *, overlap: bool = True, **options: Any) -> Iterator:
-    """A session, and the token [batch] after its prompts, real bool [batch, prompt] on the CPU."""
+def opened(
+    trace: Trace,
+    model: Any,
+    prompts: tuple[int, ...],
+    method: Method,
+    *,
+    steps: int = 4,
+    overlap: bool = True,
+    **options: Any,
+) -> Iterator[tuple[LiveSession, Tensor]]:
+    """A session, and the token [batch] after prompts of these lengths."""
     with trace.follow(model) as attached:
         geometry = attached.geometry
-        measured = {
-            name: trace.know(each) for name, each in calibration(geometry.num_kv_heads, geometry.head_dim).items()
-        }
-        link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
+        with real_tensors():
+            _, real = token_batch(prompts, steps=0)
+            measured = calibration(geometry.num_kv_heads, geometry.head_dim)
         known = {name: trace.know(each) for name, each in measured.items()}
-        session = LiveSession(attached, method, max_new_tokens=4, link=link, calibration=known, **options)
+        link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
+        session = LiveSession(attached, method, max_new_tokens=steps, link=link, calibration=known, **options)
         trace.restart()
         ids = torch.empty(real.shape, dtype=torch.int64, device=CUDA)
         yield session, session.prefill(ids, trace.know(real)).argmax(-1)
@@ -97,10 +100,10 @@ def fake_tiny(family: str) -> Any:
         *((name, "managed", False, "llama") for name in ("full", "int4", "h2o")),
     ],
 )
-def test_nothing_waits_for_the_device_or_lies_on_the_cpu(padded, gpu, name, placement, reuse, family):
+def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, reuse, family):
     case = CASES[name]
     options = {"codec": case.codec, "placement": placement, "reuse": reuse}
-    with opened(gpu, fake_tiny(family), padded, case.method, **options) as (session, token):
+    with opened(gpu, fake_tiny(family), PROMPTS["padded"], case.method, **options) as (session, token):
         # Before its first layer a prefill asks for the prompts' lengths, and moves what a method counts on the CPU.
         assert [fault for fault in gpu.faults if fault[0] is not None] == []
         gpu.restart()
@@ -153,18 +156,18 @@ def test_the_trace_looks_at_what_a_kernel_gets(gpu):
 
 BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
 BUDGETS = {
-    "ideal": (34, 37),
-    "uvm": (34, 37),
-    "uvm+h2o": (34, 120),
-    "offload": (30, 32),
-    "offload-pageable": (190, 192),
-    "offload+int4": (30, 92),
-    "offload+h2o": (30, 120),
-    "infinigen": (22, 38),
-    "infinigen+reuse": (22, 39),
-    "infinigen+int4": (22, 108),
-    "infinigen (device)": (22, 40),
-    "pool": (23, 130),
+    "ideal": (18, 21),
+    "uvm": (18, 21),
+    "uvm+h2o": (19, 118),
+    "offload": (18, 21),
+    "offload-pageable": (21, 24),
+    "offload+int4": (18, 89),
+    "offload+h2o": (19, 118),
+    "infinigen": (19, 36),
+    "infinigen+reuse": (19, 37),
+    "infinigen+int4": (19, 105),
+    "infinigen (device)": (18, 38),
+    "pool": (20, 126),
 }
 """Launches in a layer that reads the full cache and in one of the others, the next layer's rehearsal included; at the
 shape of OPT-13B. A whole layer of a step costs them all, whatever the batch: at 5 us each, 40 of them in each of 40
@@ -180,18 +183,13 @@ def system_of(label: str) -> tuple[Method, System]:
     return METHODS[LABELS[label].method](), LABELS[label]
 
 
-@pytest.fixture
-def even() -> Tensor:
-    return torch.ones(BATCH, PROMPT_LEN, dtype=torch.bool)
-
-
 @pytest.mark.parametrize("label", sorted({*BUDGETS, *LABELS}))
-def test_a_layer_launches_few_kernels(even, gpu, label):
+def test_a_layer_launches_few_kernels(gpu, label):
     method, system = system_of(label)
     model = fake_model("opt-13b", num_hidden_layers=LAYERS)
     options = {name: getattr(system, name) for name in ("placement", "overlap", "reuse", "pinned")}
     codec = Codec(system.codec) if system.codec else None
-    with opened(gpu, model, even, method, codec=codec, **options) as (session, token):
+    with opened(gpu, model, (PROMPT_LEN,) * BATCH, method, codec=codec, **options) as (session, token):
         token = session.decode_step(token).argmax(-1)
         gpu.restart()
         session.decode_step(token)

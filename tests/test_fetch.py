@@ -7,7 +7,7 @@ import torch
 from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
-from living import PROMPTS, STEPS, attached_with_link, force, live, open_live
+from living import PROMPTS, STEPS, attached_with_link, force, live, loaded, open_live
 from torch import Tensor
 
 from harness.offload.compact import indices, places
@@ -254,7 +254,7 @@ def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
         for layer in range(layers):
             got, moved = fetcher.take(layer), stores[layer].h2d_bytes
             assert got.present is None and moved == 2 * 3 * count * stores[layer].slot_bytes
-            expected = stores[layer].fetch(count)
+            expected = loaded(stores[layer], count)
             keys, values = stores[layer].unpack(got.rows)
             assert torch.equal(keys, expected.keys) and torch.equal(values, expected.values)
         assert not fetcher.pending(layers)

@@ -212,7 +212,8 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     assert some.weight_bytes == 8 * sum(away) and some.weights_on_device == 1 - sum(away) / layers
     assert (whole.weight_bytes, whole.weights_on_device) == (None, None)
     assert some.metrics()["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
-    assert (some.h2d_bytes, some.d2h_bytes, some.device_bytes) == (whole.h2d_bytes, whole.d2h_bytes, whole.device_bytes)
+    found = [(each.h2d_bytes, each.d2h_bytes, each.device_kv_bytes) for each in (some, whole)]
+    assert found[0] == found[1]
     assert some.transferred_bytes == whole.transferred_bytes + 10 * sum(away), "of all steps"
     assert some.peak_device_bytes == whole.peak_device_bytes - sum(away) + 2 * max(away)
     with pytest.raises(ValueError, match="weights_on_device=0.7: a shared prompt ran with all weights there"):

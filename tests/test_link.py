@@ -344,11 +344,14 @@ def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         transfers = link.take_transfers()
-    for got_pair, want_pair in zip(got, [reference.fetch(index), reference.fetch(7)], strict=True):
+    wanted = [torch.zeros(BATCH, HEADS, count, reference.slot_bytes, dtype=torch.uint8) for count in (4, 7)]
+    for request, rows in zip((index, 7), wanted, strict=True):
+        reference.load(request, rows)
+    for got_pair, want_pair in zip(got, map(reference.unpack, wanted), strict=True):
         torch.testing.assert_close(got_pair.keys.cpu(), want_pair.keys)
         torch.testing.assert_close(got_pair.values.cpu(), want_pair.values)
-    rows = BATCH * HEADS * store.slot_bytes
-    assert [transfer.num_bytes for transfer in transfers] == [rows * count for count in (CAPACITY, 1, 3, 7)]
+    row_bytes = BATCH * HEADS * store.slot_bytes
+    assert [transfer.num_bytes for transfer in transfers] == [row_bytes * count for count in (CAPACITY, 1, 3, 7)]
     assert (store.h2d_bytes, store.d2h_bytes) == (rows * 10, rows * (CAPACITY + 1))
     if slab is not None:
         slab.close()

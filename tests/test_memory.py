@@ -54,13 +54,17 @@ def test_a_session_on_the_device_needs_its_slots_there(name):
 def test_bytes_by_hand():
     """OPT-13B, fp16, batch 20, 1,920 + 128 tokens, a fifth of them selected, in GiB."""
     layers = [LayerSlots(20 * 40, 2048, 2 * 128 * 2)] * 40
-    layer, selected = 800 * 2048 * 512, 800 * 409 * 512
+    layer, selected, own = 800 * 2048 * 512, 800 * 409 * 512, 800 * 512  # own: a buffer's place for the step's row
+    exempt, in_turn = 2 * (layer + own), 2 * (selected + own)
     plan = {"ahead": 2, "selected": 409, "activations": 3}
-    assert session_bytes(layers, "host", reuse=False, **plan) == (40 * layer, 2 * layer + 2 * selected + 3)
-    assert session_bytes(layers, "host", reuse=True, **plan) == (40 * layer, 2 * layer + 40 * selected + 3)
+    assert session_bytes(layers, "host", reuse=False, **plan) == (40 * layer, exempt + in_turn + 3)
+    assert session_bytes(layers, "host", reuse=True, **plan) == (
+        40 * layer,
+        exempt + in_turn + 38 * (selected + own) + 3,
+    )
     assert session_bytes(layers, "device", reuse=False, **plan) == (0, 40 * layer + 3)
     whole = {"ahead": 0, "selected": 2048, "activations": 0}
-    assert session_bytes(layers, "host", reuse=False, **whole) == (40 * layer, 2 * layer)
+    assert session_bytes(layers, "host", reuse=False, **whole) == (40 * layer, 2 * (layer + own))
     assert f"{40 * layer / GIB:.2f}" == "31.25"
 
 
@@ -117,7 +121,7 @@ def test_a_shared_prompt_stays_within_what_is_asked_for(family, monkeypatch):
     ids, real = token_batch((256, 256), 0)
     with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
         geometry = attached.geometry
-        run._require_memory(attached, 2, 256, 4)
+        run.require_shared_prompt(attached, 2, 256, 4)
         cache = geometry.num_layers * 2 * 260 * 2 * geometry.num_kv_heads * geometry.head_dim * 4
         with Peak() as peak:
             run_prompt(attached, ids, real)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from living import loaded
 
 from harness.errors import UserError
+from harness.offload.fetch import Fetcher
 from harness.offload.store import KVStore
 from methods.codec import CODEC_NAMES, Codec
 
@@ -49,13 +51,13 @@ class Reference:
             self.content[batch, head, slot] = (keys[batch, head, row], values[batch, head, row])
             self.written += 1
 
-    def check(self, fetched, index, *, untouched):
+    def check(self, loaded, index, *, untouched):
         for batch, head, row in torch.ones_like(index).nonzero().tolist():
             slot = int(index[batch, head, row])
             want_key, want_value = self.content[batch, head, slot] if slot >= 0 else (untouched, untouched)
             self.loaded += slot >= 0
-            assert torch.equal(fetched.keys[batch, head, row], want_key), (batch, head, slot)
-            assert torch.equal(fetched.values[batch, head, row], want_value), (batch, head, slot)
+            assert torch.equal(loaded.keys[batch, head, row], want_key), (batch, head, slot)
+            assert torch.equal(loaded.values[batch, head, row], want_value), (batch, head, slot)
 
 
 operations = st.lists(
@@ -90,12 +92,12 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
             reference.write(keys, values, index)
         elif operation == "read":
             every = torch.arange(min(filled, num_rows)).expand(BATCH, HEADS, -1)
-            reference.check(store.fetch(every.shape[-1], buffer), every, untouched=None)
+            reference.check(loaded(store, every.shape[-1], buffer), every, untouched=None)
         elif operation == "gather":
             index = distinct_slots(CAPACITY, generator, ragged=ragged)
             index = index.masked_fill(index >= filled, -1)[..., :num_rows]
             zero = Codec(codec).decode(torch.zeros(Codec(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32)
-            reference.check(store.fetch(index), index, untouched=zero)
+            reference.check(loaded(store, index), index, untouched=zero)
     crossed = placement == "host"
     assert store.h2d_bytes == reference.loaded * store.slot_bytes * crossed
     assert store.d2h_bytes == reference.written * store.slot_bytes * crossed
@@ -115,8 +117,8 @@ def test_bytes_by_hand(codec, head_dim, h2d, d2h):
     store = make_store(codec, head_dim=head_dim)
     store.write(store.pack(*key_value(10, generator, head_dim)), at=0)
     store.write(store.pack(*key_value(1, generator, head_dim)), at=torch.full((BATCH, HEADS, 1), 3))
-    store.fetch(5)
-    store.fetch(torch.tensor([0, 9, -1, 4]).expand(BATCH, HEADS, 4))
+    loaded(store, 5)
+    loaded(store, torch.tensor([0, 9, -1, 4]).expand(BATCH, HEADS, 4))
     assert (store.h2d_bytes, store.d2h_bytes) == (h2d, d2h)
 
 
@@ -134,15 +136,18 @@ def test_a_buffer_row_of_negative_index_keeps_what_it_holds():
     keys, values = key_value(4, torch.Generator().manual_seed(0))
     store.write(store.pack(keys, values), at=0)
     buffer = store.new_buffer(2)
-    store.fetch(torch.tensor([0, 1]).expand(BATCH, HEADS, 2), buffer)
-    kept = store.fetch(torch.tensor([-1, 3]).expand(BATCH, HEADS, 2), buffer)
+    loaded(store, torch.tensor([0, 1]).expand(BATCH, HEADS, 2), buffer)
+    kept = loaded(store, torch.tensor([-1, 3]).expand(BATCH, HEADS, 2), buffer)
     assert torch.equal(kept.keys, keys[:, :, [0, 3]]) and torch.equal(kept.values, values[:, :, [0, 3]])
 
 
 def test_the_first_slots_on_the_device_are_read_in_place():
     store = make_store(placement="device")
-    store.write(store.pack(*key_value(4, torch.Generator().manual_seed(0))), at=0)
-    assert store.fetch(4).keys.untyped_storage().data_ptr() == store.slots.untyped_storage().data_ptr()
+    fetcher = Fetcher(None, reuse=False)
+    fetcher.open([store], selected=4)
+    fetcher.request_all(0, store, 4)
+    keys = store.unpack(fetcher.take(0).rows).keys
+    assert keys.untyped_storage().data_ptr() == store.slots.untyped_storage().data_ptr()
 
 
 def test_free_gives_the_slots_back():
@@ -158,9 +163,9 @@ def test_slots_beyond_the_capacity_are_refused():
     with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):
         store.write(rows, at=CAPACITY - 1)
     with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):
-        store.fetch(CAPACITY + 1)
+        loaded(store, CAPACITY + 1)
     with pytest.raises(IndexError, match="slot index 12"):
-        store.fetch(torch.full((BATCH, HEADS, 1), CAPACITY))
+        loaded(store, torch.full((BATCH, HEADS, 1), CAPACITY))
 
 
 def test_bad_settings_are_refused(monkeypatch):

@@ -125,7 +125,7 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     header = tables.update(tmp_path, "tasks").read_text().splitlines()[0]
     assert header == (
         "experiment,platform,source,model,method,label,settings,batch_size,prompt_len,gen_len,prefill_s,decode_s,"
-        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,device_read_bytes,"
+        "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,weights_on_device,weight_bytes,device_read_bytes,"
         "device_kv_bytes,exposed_transfer_s,link_bytes_per_s,peak_device_bytes,kv_frac,device_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.offload import compact
+from harness.offload import compact, gather
 from harness.offload.compact import indices, places
 from harness.offload.links.link import Link, Ticket
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested, num_true
@@ -73,7 +73,8 @@ class Fetcher:
         """
         self.selected = selected
         for store in {store.slot_bytes: store for store in stores}.values():
-            store.warm()
+            if store.reachable:
+                gather.warm(store.slots, store.device, store.tuning)
         compact.warm(stores[0].device, reuse=self.reuse)
         if self.link is not None:
             self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]

@@ -37,6 +37,13 @@ def gather_rows(
         _gather_head(words[0][head], index[head], words[1][head], None if places is None else places[head])
 
 
+def gather_staged(slots: Tensor, index: Tensor, rows: Tensor) -> None:
+    """`gather_rows` to a device that cannot address `slots`: by the host, which waits for the index."""
+    staged = torch.zeros(rows.shape, dtype=torch.uint8)
+    gather_rows(slots, index.cpu(), staged)
+    rows[index >= 0] = staged.to(rows.device)[index >= 0]
+
+
 def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING) -> None:
     """`slots[b, h, index[b, h, i]] = rows[b, h, i]`, nothing where the index is negative.
 

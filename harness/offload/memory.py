@@ -19,6 +19,9 @@ from harness.files import available_memory
 from harness.model.attach import Attached
 from harness.offload.pinned import aligned
 
+OWN = 1
+"""Behind the fetched rows of a head a buffer has room for the step's own one."""
+
 
 class LayerSlots(NamedTuple):
     """The slots of a layer's store: so many of each head of the batch."""
@@ -62,9 +65,9 @@ def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reu
     take turns in, and under reuse one for `selected` rows of each of those."""
     others = layers[ahead:]
     largest = max(others, key=lambda layer: layer.num_bytes)
-    in_turn = largest.bytes_of(min(selected, largest.capacity) if ahead else largest.capacity)
-    kept = sum(layer.bytes_of(selected) for layer in others) if reuse else 0
-    return sum(layer.num_bytes for layer in layers[:ahead]) + 2 * in_turn + kept
+    in_turn = largest.bytes_of((min(selected, largest.capacity) if ahead else largest.capacity) + OWN)
+    kept = sum(layer.bytes_of(selected + OWN) for layer in others) if reuse else 0
+    return sum(layer.bytes_of(layer.capacity + OWN) for layer in layers[:ahead]) + 2 * in_turn + kept
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:

@@ -175,9 +175,11 @@ class StepPass(Handler):
             scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 
     def _note_all(self, cache: LayerCache) -> None:
-        stored = cache.store.codec.stored(cache.batch.positions)
+        cached, codec = cache.batch.positions, cache.store.codec
+        stored = codec.stored(cached)
         self.reads.append(stored)
-        self.index_reads.append(cache.batch.positions - stored)
+        if codec.residual:
+            self.index_reads.append(cached - stored)
 
     def _note(self, layer: int, selection: Selection) -> None:
         if selection.rest is not None:

@@ -1,18 +1,17 @@
 """Where cached K and V live: preallocated slots on the device or in host memory.
 
-A slot holds one token's K and V of one KV head side by side, packed by a codec, so fetching a token is one
-contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices
-of each head's own where a method evicts and slots are used again. Rows cross between host and device packed;
-they are encoded and decoded on the device. On a CPU-only machine both memories are RAM.
+A slot holds one token's K and V of one KV head side by side, packed by a codec, so fetching a token is one contiguous
+read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices of each head's own
+where a method evicts and slots are used again. Rows cross between host and device packed; they are encoded and decoded
+on the device. On a CPU-only machine both memories are RAM.
 
-    store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, dtype=torch.float32,
-                    codec=Codec("int4"), placement="host", device=torch.device("cpu"))
+    store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, codec=Codec("int4"), placement="host", ...)
     store.write(store.pack(k, v), at=0)
-    k, v = store.fetch(index)
+    store.load(index, rows := store.rows_in(store.new_buffer(index.shape[-1]), index))
+    k, v = store.unpack(rows)
 
-A read is described by a `SlotRequest`: the first n slots (int), a part of them (`Part`), or slots one by one
-(`Chosen`, or their indices alone). `load` and `write` are what a `Link` runs beside the computation; while it does,
-the store belongs to the link, which keeps the order of its reads and writes.
+What is read, a `SlotRequest` says. `load` and `write` are what a `Link` runs beside the computation; while it does, the
+store belongs to the link, which keeps the order of its reads and writes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.nn.functional import pad
 from harness.errors import UserError
 from harness.offload import managed
 from harness.offload.copies import copy_heads, copy_part
-from harness.offload.gather import gather_rows, scatter_rows, warm
+from harness.offload.gather import gather_rows, gather_staged, scatter_rows
 from harness.offload.memory import require_memory
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
@@ -70,8 +69,7 @@ class KVStore:
             raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
         self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
         self.placement: Placement = placement
-        self.device, self.pinned = device, slab is not None
-        self.tuning = tuning
+        self.device, self.pinned, self.tuning = device, slab is not None, tuning
         self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
@@ -112,17 +110,15 @@ class KVStore:
         return rows * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for up to num_rows rows of every batch element and KV head, and for one
-        more of each, which no request fills."""
-        batch, num_kv_heads = self.slots.shape[:2]
-        size = batch * num_kv_heads * (num_rows + 1) * self.slot_bytes
+        """A flat zeroed buffer on the device for `places_in` up to num_rows."""
+        size = self.slots.shape[:2].numel() * (num_rows + 1) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
         """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: those that a request of
         num_rows fills, and behind each head's the place for the step's own row."""
         shape = (*self.slots.shape[:2], num_rows + 1, self.slot_bytes)
-        return buffer[: torch.Size(shape).numel()].view(shape)
+        return buffer[: math.prod(shape)].view(shape)
 
     def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
         """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, contiguous in a head; of a
@@ -145,31 +141,12 @@ class KVStore:
         shape = (self.head_dim, self.dtype)
         return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
 
-    def fetch(self, request: int | Chosen | Tensor, buffer: Tensor | None = None) -> KeyValue:
-        """K and V of the requested rows, at once and on the current stream.
-
-        The first n slots of a store on the device are read in place. Else rows go through `buffer`, from
-        `new_buffer`, and are valid until it is used again; a row of negative index keeps what the buffer
-        held. None takes a new one, so such a row is all zero bytes. Raises as `load`.
-        """
-        if isinstance(request, int) and self.placement != "host":
-            return self.unpack(self.slots[:, :, : self._checked(request)])
-        rows = self.rows_in(self.new_buffer(num_requested(request)) if buffer is None else buffer, request)
-        self.load(request, rows)
-        return self.unpack(rows)
-
-    def warm(self) -> None:
-        """Compile what moves rows of this width, lest a step waits for it."""
-        if self._reachable:
-            warm(self.slots, self.device, self.tuning)
-
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
         """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
 
-        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and
-        pinned memory, the count of an index being a 0-d device tensor; from pageable memory the call waits.
-        Raises ValueError for more slots than there are, IndexError (CPU only) for an index beyond the
-        capacity.
+        A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and pinned
+        memory, the count of an index being a 0-d device tensor; from pageable memory the call waits. Raises ValueError
+        for more slots than there are, IndexError (CPU only) for an index beyond the capacity.
         """
         if isinstance(request, int | Part):
             moved: int | Tensor = self._copy_out(request, rows)
@@ -182,13 +159,10 @@ class KVStore:
         return moved * self.slot_bytes
 
     def _load_chosen(self, request: Chosen, rows: Tensor) -> None:
-        if not rows.is_cuda or self._reachable:
+        if not rows.is_cuda or self.reachable:
             gather_rows(self.slots, request.slots, rows, request.places, self.tuning)
-            return
-        index = request.by_place()
-        staged = torch.zeros(rows.shape, dtype=torch.uint8)
-        gather_rows(self.slots, index.cpu(), staged)
-        rows[index >= 0] = staged.to(self.device)[index >= 0]
+        else:
+            gather_staged(self.slots, request.by_place(), rows)
 
     def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
         """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
@@ -200,7 +174,7 @@ class KVStore:
             moved: int | Tensor = self._copy_in(rows, at)
         else:
             index, moved, _ = chosen(at)
-            if rows.is_cuda and not self._reachable:
+            if rows.is_cuda and not self.reachable:
                 index, rows = index.cpu(), rows.cpu()
             scatter_rows(self.slots, index, rows, self.tuning)
         if self.placement == "host":
@@ -221,21 +195,20 @@ class KVStore:
         return rows.shape[:3].numel()
 
     def _copy_in(self, rows: Tensor, at: int) -> int:
-        """Rows of every head from column `at` on; returns their number. Few rows a head are short lines, as a step's
-        own row is: a kernel writes them where it can, and else the host, from one copy of them all."""
-        num_rows = rows.shape[2]
-        column = self.slots[:, :, at : self._checked(at + num_rows)]
-        if rows.device == column.device or num_rows * self.slot_bytes >= self.tuning.min_copy_bytes:
+        """Rows of every head from column `at` on; returns their number. Few rows a head, as a step's own, are short
+        lines: a kernel writes them where it can, else the host, from one copy of them all."""
+        column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
+        if rows.device == column.device or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)
-        elif self._reachable:
-            index = torch.arange(at, at + num_rows, device=self.device)
+        elif self.reachable:
+            index = torch.arange(at, at + rows.shape[2], device=self.device)
             scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
         else:
             column.copy_(rows.cpu())
         return rows.shape[:3].numel()
 
     @property
-    def _reachable(self) -> bool:
+    def reachable(self) -> bool:
         """Whether a kernel on the device can address the slots."""
         return self.placement != "host" or self.pinned
 

@@ -25,8 +25,8 @@ class LatencyResult:
     [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac, device_frac: over all
     steps. h2d_bytes and d2h_bytes are None where the driver moves pages that nobody counts.
     device_kv_bytes: what the cache and the method keep on the device, buffers included. pinned_bytes: page-locked host
-    memory. peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included,
-    and device_kv_bytes.
+    memory for the cache. peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed
+    ones included, and device_kv_bytes.
     """
 
     shape: LatencyConfig
@@ -95,11 +95,9 @@ class LatencyResult:
 
     def samples(self) -> dict[str, Any]:
         """Everything raw."""
-        sums = (
-            *("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes", "transferred_bytes", "pinned_bytes"),
-            "link_busy_s",
-        )
-        return {name: getattr(self, name) for name in ("dense_s", "begin_s", "step_s", "segments", *sums)}
+        sums = ("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes", "transferred_bytes")
+        names = ("dense_s", "begin_s", "step_s", "segments", *sums, "pinned_bytes", "link_busy_s")
+        return {name: getattr(self, name) for name in names}
 
     def _of_all_steps(self, timed: float) -> float:
         return timed / len(self.timed) * (self.shape.gen_len - 1)

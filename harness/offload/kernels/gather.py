@@ -29,7 +29,7 @@ ACCESSES_OF_A_THREAD = 4  # under way at once; more cost registers
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "rows_per_head", "places_per_head", "capacity"],
+    do_not_specialize=["num_rows", "rows_per_head", "head_stride", "capacity"],
     do_not_specialize_on_alignment=["index", "places"],
 )
 def _move_rows(  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ def _move_rows(  # type: ignore[no-untyped-def]
     places,  # None: rows are in the order of the index
     num_rows,  # of all batch elements and heads
     rows_per_head,
-    places_per_head,  # in `rows`
+    head_stride,  # of `rows`, in rows
     capacity,
     WORDS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
     AT_ONCE: tl.constexpr,  # noqa: N803 - words of an access, a divisor of WORDS
@@ -58,7 +58,7 @@ def _move_rows(  # type: ignore[no-untyped-def]
         if places is not None:
             place = tl.load(places + number, mask=slot >= 0, other=0)
         in_slots = slots + (((head * capacity + slot) * WORDS)[:, None] + word)
-        in_rows = rows + (((head * places_per_head + place) * WORDS)[:, None] + word)
+        in_rows = rows + (((head * head_stride + place) * WORDS)[:, None] + word)
         mask = (slot >= 0)[:, None]
         if TO_SLOTS:
             tl.store(in_slots, tl.load(in_rows, mask=mask), mask=mask)
