@@ -5,22 +5,18 @@ registers, as `methods.codec` says to the last bit, and attends to it; each row 
 own, so nothing is reduced over rows before the last tile. The second kernel joins the parts with the step's own row,
 which is exact. Query heads of a group decode the same rows, from the cache, each for itself.
 
-The codes of a row are bytes [segments, segment], a segment being what lies in one group and one bit plane; its elements
-are [planes, segments, segment] in that order, each axis rounded up to a power of two. How many rows there are is not
-known at compile time, and the number of parts does not depend on it. With TRITON_INTERPRET=1 set before Triton is
-imported the kernels run on CPU tensors.
+How many rows there are is not known at compile time, and the number of parts does not depend on it. With
+TRITON_INTERPRET=1 set before Triton is imported the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
-
-from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.bit_planes import plane_width
+from harness.offload.kernels.codes import decoded, element_of_lane
 from methods.codec import Codec
 
 ELEMENTS = 4096
@@ -30,66 +26,6 @@ PROGRAMS = 1024
 MAX_SPLITS = 32
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Where a running maximum begins: finite, so that its differences are numbers."""
-
-_width = triton.constexpr_function(plane_width)
-
-
-@triton.constexpr_function
-def _segment(head_dim: int, bits: int, group_size: int) -> int:
-    """Elements that lie in one group and one bit plane."""
-    return gcd(plane_width(head_dim, bits), group_size)
-
-
-@triton.constexpr_function
-def _room(number: int) -> int:
-    """`number` rounded up to a power of two."""
-    return triton.next_power_of_2(number)
-
-
-@triton.jit
-def _element(  # type: ignore[no-untyped-def]
-    HEAD_DIM: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
-    BITS: tl.constexpr,  # noqa: N803
-    GROUP_SIZE: tl.constexpr,  # noqa: N803
-):
-    """Which element of a row each lane of it holds, [planes, segments, segment]; HEAD_DIM for none."""
-    width: tl.constexpr = _width(HEAD_DIM, BITS)
-    segment: tl.constexpr = _segment(HEAD_DIM, BITS, GROUP_SIZE)
-    plane = tl.arange(0, 8 // BITS)[:, None, None]
-    first = tl.arange(0, _room(width // segment))[None, :, None] * segment
-    at = tl.arange(0, _room(segment))[None, None, :]
-    element = plane * width + first + at
-    return tl.where((at < segment) & (first < width) & (element < HEAD_DIM), element, HEAD_DIM)
-
-
-@triton.jit
-def _decoded(  # type: ignore[no-untyped-def]
-    packed,
-    seen,
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    BITS: tl.constexpr,  # noqa: N803
-    GROUP_SIZE: tl.constexpr,  # noqa: N803
-    DTYPE: tl.constexpr,  # noqa: N803
-):
-    """Keys or values in fp32, rounded as the codec rounds them in DTYPE: [rows, lanes].
-
-    packed, seen: where each row's begin, and whether it is read.
-    """
-    width: tl.constexpr = _width(HEAD_DIM, BITS)
-    segment: tl.constexpr = _segment(HEAD_DIM, BITS, GROUP_SIZE)
-    meta_bytes: tl.constexpr = 4 * ((HEAD_DIM + GROUP_SIZE - 1) // GROUP_SIZE)
-    packed, seen = packed[:, None, None, None], seen[:, None, None, None]
-    plane = tl.arange(0, 8 // BITS)[None, :, None, None]
-    first = tl.arange(0, _room(width // segment))[None, None, :, None] * segment
-    at = tl.arange(0, _room(segment))[None, None, None, :]
-    codes = tl.load(packed + meta_bytes + first + at, mask=seen & (at < segment) & (first < width), other=0)
-    codes = ((codes.to(tl.int32) >> plane * BITS) & ((1 << BITS) - 1)).to(tl.float32)
-    group = (plane * width + first) // GROUP_SIZE * 2
-    meta, used = packed.to(tl.pointer_type(tl.float16)), seen & (first < width) & (plane * width + first < HEAD_DIM)
-    lo = tl.load(meta + group, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
-    step = tl.load(meta + group + 1, mask=used, other=0).to(tl.float32).to(DTYPE).to(tl.float32)
-    values = ((codes * step).to(DTYPE).to(tl.float32) + lo).to(DTYPE).to(tl.float32)
-    return values.reshape(values.shape[0], values.numel // values.shape[0])
 
 
 @triton.jit(
@@ -125,7 +61,7 @@ def _attend_to_parts(  # type: ignore[no-untyped-def]
     bias_batch_stride,
     bias_head_stride,
     bias_group_stride,
-    SLOT_BYTES: tl.constexpr,  # noqa: N803
+    SLOT_BYTES: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
     KEY_BYTES: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
     BITS: tl.constexpr,  # noqa: N803
@@ -137,7 +73,7 @@ def _attend_to_parts(  # type: ignore[no-untyped-def]
     split, head = program % SPLITS, program // SPLITS
     batch, of_batch = (head // heads).to(tl.int64), head % heads
     kv_head, member = of_batch // group, of_batch % group
-    element = _element(HEAD_DIM, BITS, GROUP_SIZE)
+    element = element_of_lane(HEAD_DIM, BITS, GROUP_SIZE)
     element = element.reshape(element.numel)
     at_query = query + batch * query_batch_stride + of_batch * query_head_stride + element
     asked = tl.load(at_query, mask=element < HEAD_DIM, other=0).to(tl.float32) * scale
@@ -158,13 +94,13 @@ def _attend_to_parts(  # type: ignore[no-untyped-def]
         if visible is not None:
             seen = seen & (tl.load(visible + row, mask=seen, other=0) != 0)
         at = packed + row.to(tl.int64) * SLOT_BYTES
-        keys = _decoded(at, seen, HEAD_DIM, BITS, GROUP_SIZE, query.dtype.element_ty)
+        keys = decoded(at, seen, HEAD_DIM, BITS, GROUP_SIZE, query.dtype.element_ty)
         scores = tl.sum(keys * asked[None, :], 1)
         if bias is not None:
             scores += tl.load(bias + row, mask=seen, other=0)
         higher = tl.maximum(best, tl.where(seen, scores, LOWEST))
         share, kept = tl.where(seen, tl.exp(scores - higher), 0.0), tl.exp(best - higher)
-        values = _decoded(at + KEY_BYTES, seen, HEAD_DIM, BITS, GROUP_SIZE, query.dtype.element_ty)
+        values = decoded(at + KEY_BYTES, seen, HEAD_DIM, BITS, GROUP_SIZE, query.dtype.element_ty)
         total = total * kept[:, None] + share[:, None] * values
         weight = weight * kept + share
         best = higher
@@ -274,4 +210,5 @@ def _strides(of_rows: Tensor | None, batch: int, num_kv_heads: int, group: int) 
     if of_rows is None:
         return 0, 0, 0
     assert of_rows.stride(-1) == 1
-    return of_rows.expand(batch, num_kv_heads, group, 1, -1).stride()[:3]
+    of_batch, of_head, of_member, *_ = of_rows.expand(batch, num_kv_heads, group, 1, -1).stride()
+    return of_batch, of_head, of_member

@@ -11,19 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from methods.bit_planes import plane_width
+from harness.offload.kernels.codes import width_of
 from methods.codec import Codec
 
 TO_WHOLE = tl.constexpr(1.5 * 2**23)
 """What is less than 2^22 has no fraction after this is added to it: it was rounded, halves to the even neighbour."""
-
-_width = triton.constexpr_function(plane_width)
-
-
-@triton.constexpr_function
-def _room(number: int) -> int:
-    """`number` rounded up to a power of two."""
-    return triton.next_power_of_2(number)
 
 
 @triton.jit
@@ -35,9 +27,9 @@ def _pack_half(  # type: ignore[no-untyped-def]
     GROUP_SIZE: tl.constexpr,  # noqa: N803
 ):
     groups: tl.constexpr = (HEAD_DIM + GROUP_SIZE - 1) // GROUP_SIZE
-    width: tl.constexpr = _width(HEAD_DIM, BITS)
-    group = tl.arange(0, _room(groups))
-    member = tl.arange(0, _room(GROUP_SIZE))
+    width: tl.constexpr = width_of(HEAD_DIM, BITS)
+    group = tl.arange(0, triton.next_power_of_2(groups))
+    member = tl.arange(0, triton.next_power_of_2(GROUP_SIZE))
     element = group[:, None] * GROUP_SIZE + member[None, :]
     held = (member[None, :] < GROUP_SIZE) & (element < HEAD_DIM)
     least = tl.min(tl.load(states + element, mask=held, other=float("inf")).to(tl.float32), 1)
@@ -46,16 +38,16 @@ def _pack_half(  # type: ignore[no-untyped-def]
     meta = packed.to(tl.pointer_type(tl.float16)) + group * 2
     tl.store(meta, lo, mask=group < groups)
     tl.store(meta + 1, step, mask=group < groups)
+    lo, divisor = lo.to(tl.float32), tl.where(step == 0, 1.0, step.to(tl.float32))  # code * 0 + lo is lo
 
-    at = tl.arange(0, _room(width))
-    codes = tl.zeros((_room(width),), tl.int32)
+    at = tl.arange(0, triton.next_power_of_2(width))
+    codes = tl.zeros((triton.next_power_of_2(width),), tl.int32)
     for plane in tl.static_range(8 // BITS):
         element = plane * width + at
         held = (at < width) & (element < HEAD_DIM)
         of_group = tl.where(held, element // GROUP_SIZE, 0)
-        own_lo, own_step = (tl.gather(each.to(tl.float32), of_group, 0) for each in (lo, step))
-        own_step = tl.where(own_step == 0, 1.0, own_step)
-        level = tl.div_rn(tl.load(states + element, mask=held, other=0).to(tl.float32) - own_lo, own_step)
+        above = tl.load(states + element, mask=held, other=0).to(tl.float32) - tl.gather(lo, of_group, 0)
+        level = tl.div_rn(above, tl.gather(divisor, of_group, 0))
         level = tl.minimum(tl.maximum(level, 0.0), 2.0**BITS - 1) + TO_WHOLE - TO_WHOLE
         codes |= tl.where(held, level, 0.0).to(tl.int32) << plane * BITS
     tl.store(packed + 4 * groups + at, codes.to(tl.uint8), mask=at < width)
