@@ -98,8 +98,9 @@ def _attend_to_parts(  # type: ignore[no-untyped-def]
         scores = tl.sum(keys * asked[None, :], 1)
         if bias is not None:
             scores += tl.load(bias + row, mask=seen, other=0)
-        higher = tl.maximum(best, tl.where(seen, scores, LOWEST))
-        share, kept = tl.where(seen, tl.exp(scores - higher), 0.0), tl.exp(best - higher)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, scores)
+        share, kept = tl.exp(scores - higher), tl.exp(best - higher)
         values = decoded(at + KEY_BYTES, seen, HEAD_DIM, BITS, GROUP_SIZE, query.dtype.element_ty)
         total = total * kept[:, None] + share[:, None] * values
         weight = weight * kept + share
