@@ -173,7 +173,8 @@ class Codec:
         grouped = self._grouped(rows)
         levels = 2**self.bits - 1
         minimum = grouped.amin(-1, keepdim=True)
-        step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(levels).half().float()
+        intervals = minimum.new_full((), levels)  # by a plain number CUDA does not divide: it multiplies by 1 / levels
+        step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(intervals).half().float()
         lo = minimum.half().float()
         divisor = step.masked_fill(step == 0, 1.0)  # code * 0 + lo is lo, whatever the code
         return _Quantized((grouped - lo).div_(divisor).round_().clamp_(0, levels), lo, step)
