@@ -10,13 +10,16 @@ import pytest
 import torch
 import yaml
 
+from benchmarks import live
 from benchmarks.gpu import command, rates, steps
 from benchmarks.gpu.plan import CPU, CUDA, LONG, PLANS, SYSTEMS, Shape
 from benchmarks.gpu.report import Report
 from harness.errors import UserError
 from harness.offload import pinned
+from harness.offload.tuning import Tuning
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
+from harness.speed.link_rate import LinkRate
 from harness.tables import columns
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -136,7 +139,7 @@ def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_line(tmp_path, cap
 def test_a_cell_is_skipped_by_what_its_label_took_before(tmp_path):
     report = Report(tmp_path, torch.device("cpu"), 8, {})
     asked = []
-    timing = steps.Steps(SMALL, report, lambda part, seconds, run: (asked.append(seconds), run()), 1e9)
+    timing = steps.Steps(SMALL, report, lambda part, seconds, run: (asked.append(seconds), run()), LinkRate(1e9, None))
     timing.time_shape(Shape("opt-tiny", 1, 24, ("ideal",)))
     took = timing._s_per_byte["ideal"]
     timing.time_shape(Shape("opt-tiny", 2, 24, ("ideal",)))
@@ -178,6 +181,28 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
     assert values["best step"] == values["link a step"] / rate, "the link alone bounds it"
 
 
+def test_rows_cross_as_this_device_does_it_fastest(tmp_path, monkeypatch):
+    """In gathers, copies and cells alike."""
+    tuned, used = Tuning(num_programs=32), []
+
+    def using(module, name):
+        make = getattr(module, name)
+
+        def made(*arguments, **settings):
+            used.append((name, settings["tuning"]))
+            return make(*arguments, **settings)
+
+        monkeypatch.setattr(module, name, made)
+
+    using(rates, "KVStore")
+    using(live, "open_link")
+    monkeypatch.setattr(command, "link_rate", lambda *_: LinkRate(1e9, None, tuned))
+    monkeypatch.setattr(rates, "link_rates", lambda *_: iter(()))
+    monkeypatch.setitem(PLANS, "cpu", SMALL)
+    assert run(tmp_path)[0] == 0
+    assert {*used} == {("KVStore", tuned), ("open_link", tuned)}
+
+
 def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monkeypatch):
     def refuse(*_):
         raise UserError("too large")
@@ -192,7 +217,7 @@ def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monke
     monkeypatch.setattr(steps, "require_shared_prompt", refuse)
     monkeypatch.setattr(steps, "measure", seen)
     report = Report(tmp_path, torch.device("cpu"), 8, {})
-    timing = steps.Steps(SMALL, report, lambda part, seconds, run: run(), 1e9)
+    timing = steps.Steps(SMALL, report, lambda part, seconds, run: run(), LinkRate(1e9, None))
     timing.time_shape(Shape("opt-tiny", 2, 24, ("ideal", "offload")))
     assert [tuple(prompt.shape) for prompt in prompts] == [(2, 24)] * 2
     assert len(report.rows) == 2

@@ -33,18 +33,18 @@ class Benchmark:
 
     def __init__(self, plan: Plan, report: Report, began_s: float) -> None:
         self.plan, self.report, self.began_s = plan, report, began_s
-        self.link_bytes_per_s = link_rate(report.out, report.device, None).bytes_per_s
-        self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link_bytes_per_s])
-        self.steps = Steps(plan, report, self.attempt, self.link_bytes_per_s)
+        self.link = link_rate(report.out, report.device, None)
+        self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link.bytes_per_s])
+        self.steps = Steps(plan, report, self.attempt, self.link)
 
     def run(self) -> int:
         """Try every part in turn; returns the exit code."""
         plan, device = self.plan, self.report.device
-        emulated = self.link_bytes_per_s if device.type == "cpu" else None
+        emulated = self.link.bytes_per_s if device.type == "cpu" else None
         self._rates("link", rates.link_rates(device, plan.link_bytes, emulated))
         self._shapes(plan.first)
-        self._rates("gather", rates.gather_rates(device, plan.gather_bytes))
-        self._rates("copies", rates.copy_rates(device, plan.copy_bytes))
+        self._rates("gather", rates.gather_rates(device, plan.gather_bytes, self.link.tuning))
+        self._rates("copies", rates.copy_rates(device, plan.copy_bytes, self.link.tuning))
         if plan.pin_bytes:
             self._rates("pin", rates.pin_rates(device, plan.pin_bytes))
         else:
@@ -76,7 +76,7 @@ class Benchmark:
             self._release()
 
     def _rates(self, part: str, found: Iterator[rates.Rate]) -> None:
-        bound = self.link_bytes_per_s if part == "link" or self.report.source == "measured" else None
+        bound = self.link.bytes_per_s if part == "link" or self.report.source == "measured" else None
 
         def run() -> None:
             for rate in found:
