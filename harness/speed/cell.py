@@ -86,7 +86,6 @@ def time_cell(
     streamed, through its own prefill too. link: needed under host placement; its other transfers must have been taken.
     Raises UserError where the cache does not fit into memory, ValueError for combinations without meaning.
     """
-
     if isinstance(prompt, SharedPrompt) and cell.weights_on_device < 1:
         raise ValueError(f"weights_on_device={cell.weights_on_device}: a shared prompt ran with all weights there")
     timeline = Timeline(attached.device)

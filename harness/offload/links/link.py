@@ -5,8 +5,8 @@
         rows = ticket.wait()                           # layer l + 1 may read them now
         link.write_back(store, store.pack(k, v), at=column)
 
-`cuda_link` is the real one, `emulated_link` stands in for it on the CPU. What crosses are the codec's packed
-rows.
+`CudaLink` is the real one, `EmulatedLink` stands in for it on the CPU. What crosses are the codec's packed rows,
+and weights.
 
 `overlap=False` makes a transfer run when it is waited for, and a write-back at once: with pageable stores,
 the baseline as the InfiniGen artifact ran it.
