@@ -40,6 +40,7 @@ from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
 from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
 from harness.offload.links.open import open_link
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS, System
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
@@ -143,14 +144,15 @@ def measure(
     bytes_per_s: float,
     calibration: Calibration,
     fixed_fetch: int | None = None,
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> LatencyResult:
-    """Time one label; `bytes_per_s` is the emulated link's rate."""
+    """Time one label; `bytes_per_s` is the emulated link's rate, `tuning` of the real one."""
     system = LABELS[label]
     codec = Codec(system.codec) if system.codec else None
     method = method_of(system, fixed_fetch)
     cell = Cell(method, shape, system.placement, codec, reuse=system.reuse, pinned=system.pinned)
     emulated = bytes_per_s if attached.device.type == "cpu" else None
-    with open_link(attached.device, bytes_per_s=emulated, overlap=system.overlap) as link:
+    with open_link(attached.device, bytes_per_s=emulated, overlap=system.overlap, tuning=tuning) as link:
         return time_cell(attached, prompt, cell, link=link, calibration=calibration)
 
 

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +17,10 @@ from benchmarks.gpu.plan import CPU, CUDA, LONG, PLANS, SYSTEMS, Shape
 from benchmarks.gpu.report import Report
 from harness.errors import UserError
 from harness.offload import pinned
+from harness.offload.tuning import Tuning
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import LABELS
+from harness.speed.link_rate import LinkRate
 from harness.tables import columns
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -176,6 +180,37 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
     values = {each["name"]: each["value"] for each in found["measurements"] if each["at"].get("label") == "offload"}
     (rate,) = (each["value"] for each in found["measurements"] if each["name"] == "rate that bounds a step")
     assert values["best step"] == values["link a step"] / rate, "the link alone bounds it"
+
+
+def test_what_a_failure_held_is_gone_before_memory_is_given_back(tmp_path, monkeypatch):
+    class Held:
+        pass
+
+    def fails():
+        held = Held()
+        frames.append(weakref.ref(held))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    frames: list[weakref.ref] = []
+    found = []
+    benchmark = command.Benchmark(SMALL, Report(tmp_path, torch.device("cpu"), 8, {}), time.perf_counter())
+    monkeypatch.setattr(benchmark, "_release", lambda: found.append(frames[0]()))
+    benchmark.attempt("part", 0, fails)
+    assert found == [None]
+
+
+def test_cells_are_timed_with_the_links_tuning(tmp_path, monkeypatch):
+    tuning, links, measure = Tuning(num_programs=7), [], steps.measure
+
+    def seen(*arguments, **settings):
+        links.append(settings["tuning"])
+        return measure(*arguments, **settings)
+
+    monkeypatch.setattr(steps, "measure", seen)
+    monkeypatch.setattr(command, "link_rate", lambda *_: LinkRate(1e9, 1e9, tuning))
+    benchmark = command.Benchmark(SMALL, Report(tmp_path, torch.device("cpu"), 8, {}), time.perf_counter())
+    benchmark.steps.time_shape(Shape("opt-tiny", 1, 24, ("ideal", "offload")))
+    assert links == [tuning] * 2
 
 
 def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
 from harness.offload.memory import tensor_bytes
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from harness.resources import Kept
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import LABELS
@@ -33,14 +34,16 @@ Attempt = Callable[[str, float, Callable[[], None]], None]
 
 
 class Steps:
-    """Times the cells of shapes. link_bytes_per_s: of the bound, and of the emulated link.
+    """Times the cells of shapes. link_bytes_per_s: of the bound, and of the emulated link. tuning: of the real one.
 
     The time that a label's cell takes grows with the bytes of the cache; at the first shape it is found out how.
     """
 
-    def __init__(self, plan: Plan, report: Report, attempt: Attempt, link_bytes_per_s: float) -> None:
+    def __init__(
+        self, plan: Plan, report: Report, attempt: Attempt, link_bytes_per_s: float, tuning: Tuning = DEFAULT_TUNING
+    ) -> None:
         self.plan, self.report, self.attempt = plan, report, attempt
-        self.link_bytes_per_s = link_bytes_per_s
+        self.link_bytes_per_s, self.tuning = link_bytes_per_s, tuning
         self.device = report.device
         self._models: Kept = Kept(limit=1)
         self._calibrations: Kept[Calibration] = Kept(limit=1)
@@ -102,7 +105,9 @@ class Steps:
         self, attached: Attached, prompt: SharedPrompt | Tensor, shape: Shape, label: str, calibration: Calibration
     ) -> LatencyResult:
         cell_shape, rate = self._cell_shape(shape, label), self.link_bytes_per_s
-        result = measure(attached, prompt, label, cell_shape, bytes_per_s=rate, calibration=calibration)
+        result = measure(
+            attached, prompt, label, cell_shape, bytes_per_s=rate, tuning=self.tuning, calibration=calibration
+        )
         if self.device.type == "cuda" and isinstance(prompt, SharedPrompt):  # measured there, with the prompt
             beside = tensor_bytes(tuple(prompt.prompt.layers))
             result = replace(result, peak_device_bytes=result.peak_device_bytes - beside)
