@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, WIDE
-from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model, real_tensors
+from fake_cuda import CUDA, LIBC10, Event, Stream, Trace, fake_gpu, fake_model, real_tensors
 from living import PROMPTS, calibration, token_batch
 from torch import Tensor
 
@@ -150,6 +150,17 @@ def test_the_trace_looks_at_what_a_kernel_gets(gpu):
     assert gpu.faults == []
     gather.gather_rows(torch.empty(slots.shape, dtype=torch.uint8), index, rows)
     assert "not on the device" in gpu.faults[-1][1]
+
+
+def test_no_event_keeps_the_time_where_nobody_measures(gpu):
+    method = InfiniGen()
+    with opened(gpu, fake_tiny("llama"), PROMPTS["padded"], method, placement="host") as (session, token):
+        before = Event.timed
+        token = session.decode_step(token).argmax(-1)
+        assert Event.timed == before
+        session.fetcher.link.take_transfers()  # from here on they are recorded
+        session.decode_step(token)
+        assert Event.timed > before
 
 
 # Launches

@@ -49,11 +49,6 @@ class Ticket(ABC):
         Those of a prefetch stay valid until its buffer is used again. Raises the error of a failed transfer.
         """
 
-    @property
-    @abstractmethod
-    def exposed_s(self) -> float:
-        """Seconds the computation stood still in `wait`, 0 before it. Under CUDA reading it synchronises."""
-
 
 class Link(ABC):
     """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
