@@ -19,7 +19,7 @@ from harness.errors import UserError
 from harness.offload import pinned
 from harness.offload.tuning import Tuning
 from harness.settings.speed import LatencyConfig
-from harness.settings.systems import LABELS
+from harness.settings.systems import COUNTED
 from harness.speed.link_rate import LinkRate
 from harness.tables import columns
 
@@ -119,7 +119,7 @@ def test_the_cells_are_latency_tables_and_figures(whole):
     assert tuple(rows[0]) == columns.names(columns.LATENCY)
     assert len(rows) == len(whole.found["latency"]) == len({row["run_id"] for row in rows}) == 3 * 8 + len(LONG)
     assert {(row["source"], row["platform"]) for row in rows} == {("emulated", "cpu")}
-    assert {row["label"] for row in rows} == {*LABELS}
+    assert {row["label"] for row in rows} == {*COUNTED}
     assert {row["prompt_len"] for row in read_rows(whole.out, "fig16a") if row["model"] == "opt-tiny"} == {"24", "48"}
     assert {row["batch_size"] for row in read_rows(whole.out, "fig14") if row["model"] == "opt-tiny"} == {"2"}
     assert not (whole.out / "tables" / "fig16b.csv").exists(), "no shape was timed with two models"
@@ -174,7 +174,7 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
         "opt-tiny 1 x 24 infinigen": "OutOfMemoryError: CUDA out of memory. Tried to allocate",
     }
     assert "opt-tiny 1 x 24 ideal: failed, the KV cache needs 1.0 GiB" in capsys.readouterr().out.splitlines()
-    assert {row["label"] for row in found["latency"]} == {*LABELS} - {"ideal", "infinigen"}
+    assert {row["label"] for row in found["latency"]} == {*COUNTED} - {"ideal", "infinigen"}
     measured = {(each["part"], each["name"]) for each in found["measurements"]}
     assert ("link", "h2d") in measured and ("copies", "gather") in measured, "what came before a failure stays"
     values = {each["name"]: each["value"] for each in found["measurements"] if each["at"].get("label") == "offload"}
@@ -266,7 +266,7 @@ def test_measured_is_what_a_gpu_measured(tmp_path):
 
 def test_the_plan_for_a_gpu_is_that_of_the_figures():
     shapes = (*CUDA.first, *CUDA.then)
-    assert {*SYSTEMS} == {*LABELS} and all(shape.labels[0] == "ideal" for shape in shapes)
+    assert {*SYSTEMS} == {*COUNTED} and all(shape.labels[0] == "ideal" for shape in shapes)
     paper = [shape for shape in shapes if shape.model == "opt-13b"]
     assert [shape.batch for shape in paper if shape.prompt == 1920] == [8, 4, 20, 16], "the most important first"
     assert {shape.prompt for shape in paper if shape.batch == 8} == {384, 896, 1408, 1920}
