@@ -34,18 +34,11 @@ class Benchmark:
 
     def __init__(self, plan: Plan, report: Report, began_s: float) -> None:
         self.plan, self.report, self.began_s = plan, report, began_s
-<<<<<<< HEAD
         self.link = link_rate(report.out, report.device, None)
         self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link.bytes_per_s])
-        self.steps = Steps(plan, report, self.attempt, self.link)
-=======
-        rate = link_rate(report.out, report.device, None)
-        self.link_bytes_per_s, self.tuning = rate.bytes_per_s, rate.tuning
-        self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link_bytes_per_s])
-        for name, value in asdict(self.tuning).items() if report.device.type == "cuda" else ():
+        for name, value in asdict(self.link.tuning).items() if report.device.type == "cuda" else ():
             self.report.add("link", {}, name, "1" if name == "num_programs" else "B", [value])
-        self.steps = Steps(plan, report, self.attempt, self.link_bytes_per_s, self.tuning)
->>>>>>> hREV2
+        self.steps = Steps(plan, report, self.attempt, self.link)
 
     def run(self) -> int:
         """Try every part in turn; returns the exit code."""
@@ -53,13 +46,8 @@ class Benchmark:
         emulated = self.link.bytes_per_s if device.type == "cpu" else None
         self._rates("link", rates.link_rates(device, plan.link_bytes, emulated))
         self._shapes(plan.first)
-<<<<<<< HEAD
         self._rates("gather", rates.gather_rates(device, plan.gather_bytes, self.link.tuning))
         self._rates("copies", rates.copy_rates(device, plan.copy_bytes, self.link.tuning))
-=======
-        self._rates("gather", rates.gather_rates(device, plan.gather_bytes, self.tuning))
-        self._rates("copies", rates.copy_rates(device, plan.copy_bytes, self.tuning))
->>>>>>> hREV2
         if plan.pin_bytes:
             self._rates("pin", rates.pin_rates(device, plan.pin_bytes))
         else:
