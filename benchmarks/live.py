@@ -40,7 +40,6 @@ from harness.errors import exit_code
 from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
 from harness.offload.links.open import open_link
-from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS, System
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
@@ -145,7 +144,6 @@ def measure(
     rate: LinkRate,
     calibration: Calibration,
     fixed_fetch: int | None = None,
-    tuning: Tuning = DEFAULT_TUNING,
 ) -> LatencyResult:
     """Time one label; rate: the emulated link's, or how rows cross the real one."""
     system = LABELS[label]

@@ -20,11 +20,7 @@ from harness.errors import UserError
 from harness.offload import pinned
 from harness.offload.tuning import Tuning
 from harness.settings.speed import LatencyConfig
-<<<<<<< HEAD
 from harness.settings.systems import COUNTED, LABELS
-=======
-from harness.settings.systems import COUNTED
->>>>>>> hREV2
 from harness.speed.link_rate import LinkRate
 from harness.tables import columns
 
@@ -187,7 +183,6 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
     assert values["best step"] == values["link a step"] / rate, "the link alone bounds it"
 
 
-<<<<<<< HEAD
 def test_rows_cross_as_this_device_does_it_fastest(tmp_path, monkeypatch):
     """In gathers, copies and cells alike."""
     tuned, used = Tuning(num_programs=32), []
@@ -208,7 +203,8 @@ def test_rows_cross_as_this_device_does_it_fastest(tmp_path, monkeypatch):
     monkeypatch.setitem(PLANS, "cpu", SMALL)
     assert run(tmp_path)[0] == 0
     assert {*used} == {("KVStore", tuned), ("open_link", tuned)}
-=======
+
+
 def test_what_a_failure_held_is_gone_before_memory_is_given_back(tmp_path, monkeypatch):
     class Held:
         pass
@@ -224,21 +220,6 @@ def test_what_a_failure_held_is_gone_before_memory_is_given_back(tmp_path, monke
     monkeypatch.setattr(benchmark, "_release", lambda: found.append(frames[0]()))
     benchmark.attempt("part", 0, fails)
     assert found == [None]
-
-
-def test_cells_are_timed_with_the_links_tuning(tmp_path, monkeypatch):
-    tuning, links, measure = Tuning(num_programs=7), [], steps.measure
-
-    def seen(*arguments, **settings):
-        links.append(settings["tuning"])
-        return measure(*arguments, **settings)
-
-    monkeypatch.setattr(steps, "measure", seen)
-    monkeypatch.setattr(command, "link_rate", lambda *_: LinkRate(1e9, 1e9, tuning))
-    benchmark = command.Benchmark(SMALL, Report(tmp_path, torch.device("cpu"), 8, {}), time.perf_counter())
-    benchmark.steps.time_shape(Shape("opt-tiny", 1, 24, ("ideal", "offload")))
-    assert links == [tuning] * 2
->>>>>>> hREV2
 
 
 def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monkeypatch):
@@ -294,12 +275,8 @@ def test_measured_is_what_a_gpu_measured(tmp_path):
 
 def test_the_plan_for_a_gpu_is_that_of_the_figures():
     shapes = (*CUDA.first, *CUDA.then)
-<<<<<<< HEAD
     assert {*SYSTEMS} == {*COUNTED} and not LABELS[SYSTEMS[-1]].pinned
     assert all(shape.labels[0] == "ideal" for shape in shapes)
-=======
-    assert {*SYSTEMS} == {*COUNTED} and all(shape.labels[0] == "ideal" for shape in shapes)
->>>>>>> hREV2
     paper = [shape for shape in shapes if shape.model == "opt-13b"]
     assert [shape.batch for shape in paper if shape.prompt == 1920] == [8, 4, 20, 16], "the most important first"
     assert {shape.prompt for shape in paper if shape.batch == 8} == {384, 896, 1408, 1920}

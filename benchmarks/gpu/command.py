@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from benchmarks.gpu.plan import PLANS, Plan, Shape
 from benchmarks.gpu.report import Gap, Kind, Measurement, Report, machine
 from benchmarks.gpu.steps import Steps
 from harness.errors import UserError, missing, reason
+from harness.model.load import require_kernels
 from harness.speed.link_rate import link_rate
 from harness.speed.run import compute_threads
 
@@ -34,18 +34,9 @@ class Benchmark:
 
     def __init__(self, plan: Plan, report: Report, began_s: float) -> None:
         self.plan, self.report, self.began_s = plan, report, began_s
-<<<<<<< HEAD
         self.link = link_rate(report.out, report.device, None)
         self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link.bytes_per_s])
         self.steps = Steps(plan, report, self.attempt, self.link)
-=======
-        rate = link_rate(report.out, report.device, None)
-        self.link_bytes_per_s, self.tuning = rate.bytes_per_s, rate.tuning
-        self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link_bytes_per_s])
-        for name, value in asdict(self.tuning).items() if report.device.type == "cuda" else ():
-            self.report.add("link", {}, name, "1" if name == "num_programs" else "B", [value])
-        self.steps = Steps(plan, report, self.attempt, self.link_bytes_per_s, self.tuning)
->>>>>>> hREV2
 
     def run(self) -> int:
         """Try every part in turn; returns the exit code."""
@@ -53,13 +44,8 @@ class Benchmark:
         emulated = self.link.bytes_per_s if device.type == "cpu" else None
         self._rates("link", rates.link_rates(device, plan.link_bytes, emulated))
         self._shapes(plan.first)
-<<<<<<< HEAD
         self._rates("gather", rates.gather_rates(device, plan.gather_bytes, self.link.tuning))
         self._rates("copies", rates.copy_rates(device, plan.copy_bytes, self.link.tuning))
-=======
-        self._rates("gather", rates.gather_rates(device, plan.gather_bytes, self.tuning))
-        self._rates("copies", rates.copy_rates(device, plan.copy_bytes, self.tuning))
->>>>>>> hREV2
         if plan.pin_bytes:
             self._rates("pin", rates.pin_rates(device, plan.pin_bytes))
         else:
@@ -171,6 +157,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--minutes {options.minutes:g}: must be a number above 0")
     if options.platform == "cuda" and not torch.cuda.is_available():
         raise UserError("--platform cuda: torch finds no CUDA device here; allowed: cpu (tiny shapes, emulated link)")
+    if options.platform == "cuda":
+        require_kernels()
 
 
 def _slug(device: torch.device) -> str:
