@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from benchmarks.gpu.plan import PLANS, Plan, Shape
 from benchmarks.gpu.report import Gap, Kind, Measurement, Report, machine
 from benchmarks.gpu.steps import Steps
 from harness.errors import UserError, missing, reason
+from harness.model.load import require_kernels
 from harness.speed.link_rate import link_rate
 from harness.speed.run import compute_threads
 
@@ -159,6 +159,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--minutes {options.minutes:g}: must be a number above 0")
     if options.platform == "cuda" and not torch.cuda.is_available():
         raise UserError("--platform cuda: torch finds no CUDA device here; allowed: cpu (tiny shapes, emulated link)")
+    if options.platform == "cuda":
+        require_kernels()
 
 
 def _slug(device: torch.device) -> str:
