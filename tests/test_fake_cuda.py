@@ -171,11 +171,11 @@ BUDGETS = {
     "uvm+h2o": (19, 114),
     "offload": (18, 18),
     "offload-pageable": (21, 21),
-    "offload+int4": (18, 86),
+    "offload+int4": (18, 18),
     "offload+h2o": (19, 114),
     "infinigen": (19, 36),
     "infinigen+reuse": (19, 37),
-    "infinigen+int4": (19, 105),
+    "infinigen+int4": (19, 35),
     "infinigen (device)": (18, 38),
     "pool": (20, 126),
 }

@@ -1,7 +1,8 @@
 """The attention of a decode step: one row of queries over the cached rows and its own token's.
 
-`attend` is one fused call over rows that lie in one piece, the own one last. `attend_by_scores` makes the scores, for
-methods that look at them and for rows that are decoded or lie in several places; the own row is a part of its own.
+`attend` is one fused call over rows that lie in one piece, the own one last. `attend_to_codes` decodes rows as it goes.
+`attend_by_scores` makes the scores, for methods that look at them, for rows that lie in several places and for those of
+a format that the kernels do not know. In both the own row is a part of its own.
 
 Shapes: query [batch, heads, 1, head_dim]; what both return [batch, num_kv_heads, group, 1, head_dim].
 """
@@ -17,6 +18,7 @@ from torch.nn.functional import pad
 from harness.model.attention import row_attention
 from harness.offload.store import KeyValue
 from methods.base import attention_scores
+from methods.codec import Codec
 
 
 def attend(query: Tensor, rows: KeyValue, visible: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
@@ -26,6 +28,26 @@ def attend(query: Tensor, rows: KeyValue, visible: Tensor | None, bias: Tensor |
     num_kv_heads, 1, n], None for all; bias: added to the scores, fp32 [batch, num_kv_heads, 1 or group, 1, n].
     """
     return row_attention(query, *rows, scale, _mask(visible, bias, query.dtype))
+
+
+def attend_to_codes(
+    query: Tensor,
+    rows: Tensor,
+    own: KeyValue,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    codec: Codec,
+) -> Tensor:
+    """By kernels, where `has_kernels`.
+
+    rows: the cached ones, packed, uint8 [batch, num_kv_heads, n, slot_bytes], contiguous in a head; own: [batch,
+    num_kv_heads, 1, head_dim]; visible and bias as in `attend`.
+    """
+    from harness.offload.kernels import attention as kernels
+
+    of_group = None if visible is None else visible.unsqueeze(2)
+    return kernels.attend(query, rows, own, of_group, bias, scale, codec)
 
 
 def _mask(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.offload.coded import has_kernels
 from harness.offload.fetch import Fetched, Fetcher
 from harness.offload.store import KeyValue, KVStore
 from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
@@ -115,12 +116,22 @@ class LayerCache:
         return self.state is not None and self.method.selects == "query"
 
     @property
+    def hides_scores(self) -> bool:
+        """Whether no method looks at the scores of attention."""
+        return self.state is None or self.method.names_rows
+
+    @property
+    def attends_to_codes(self) -> bool:
+        """Whether kernels attend to the rows as they are stored."""
+        return self.hides_scores and has_kernels(self.store.codec, self.store.device)
+
+    @property
     def joins_own(self) -> bool:
         """Whether attention may find the own row behind those that are fetched: they are stored as they are computed
         with, and no method looks at their scores."""
         codec = self.store.codec
         stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
-        return stored == {self.store.dtype} and (self.state is None or self.method.names_rows)
+        return stored == {self.store.dtype} and self.hides_scores
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         """Slots that may hold a token before the step that is so many ahead; its own token comes behind them."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from harness.model.attach import Attached, Handler
 from harness.model.attention import heads_last, padding, prompt_attention, with_rest
-from harness.offload.attend import attend, attend_by_scores
+from harness.offload.attend import attend, attend_by_scores, attend_to_codes
 from harness.offload.cache import LayerCache, positions_of
 from harness.offload.fetch import Fetcher
 from harness.offload.store import KeyValue
 from harness.offload.timeline import Timeline
 from methods.base import Rest, Selection
+from methods.codec import Codec
 
 
 @dataclass
@@ -112,16 +113,28 @@ class StepPass(Handler):
         self.timeline.switch("transfer")
         self.fetcher.wait(layer)
         self.timeline.switch("attention")
-        attend = self._attend if cache.joins_own else self._attend_by_scores
-        output = attend(cache, query, KeyValue(key, value))
+        output = self._how(cache)(cache, query, KeyValue(key, value))
         if cache.state is None and not cache.exempt:
             self._note_all(cache)
         return heads_last(with_rest(output, self.rest.pop(layer, None)))
+
+    def _how(self, cache: LayerCache) -> Callable[[LayerCache, Tensor, KeyValue], Tensor]:
+        """The attention that a layer's rows allow, fewest launches first."""
+        if cache.joins_own:
+            return self._attend
+        return self._attend_to_codes if cache.attends_to_codes else self._attend_by_scores
 
     def _attend(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
         fetched = cache.take_with_own(*own)
         (rows,) = cache.parts(fetched)
         return attend(query, rows, cache.visible(fetched), fetched.bias, self.scale)
+
+    def _attend_to_codes(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+        fetched, codec = cache.take(), cache.store.codec
+        assert isinstance(codec, Codec)
+        output = attend_to_codes(query, fetched.rows, own, cache.visible(fetched), fetched.bias, self.scale, codec)
+        cache.keep_own(*own)
+        return output
 
     def _attend_by_scores(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
         fetched = cache.take()

@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from harness.errors import UserError
 from harness.offload import managed
+from harness.offload.coded import has_kernels
 from harness.offload.copies import copy_heads, copy_part
 from harness.offload.gather import gather_rows, gather_staged, scatter_rows
 from harness.offload.memory import require_memory
@@ -130,6 +131,10 @@ class KVStore:
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
+        if has_kernels(self.codec, keys.device):
+            from harness.offload.kernels import pack as kernels
+
+            return kernels.pack(keys, values, self.codec, self.slot_bytes)
         rows = torch.cat([self.codec.keys.encode(keys), self.codec.values.encode(values)], dim=-1)
         room = self.slot_bytes - rows.shape[-1]
         return pad(rows, (0, room)) if room else rows

@@ -1,0 +1,215 @@
+"""The attention of a decode step over rows of integer codes, in two Triton kernels instead of some sixty launches.
+
+A program serves one query head and one of the parts into which the rows are split. It decodes a tile of rows in
+registers, as `methods.codec` says to the last bit, and attends to it; each row of the tile has a running softmax of its
+own, so nothing is reduced over rows before the last tile. The second kernel joins the parts with the step's own row,
+which is exact. Query heads of a group decode the same rows, from the cache, each for itself.
+
+How many rows there are is not known at compile time, and the number of parts does not depend on it. With
+TRITON_INTERPRET=1 set before Triton is imported the kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from harness.offload.kernels.codes import decoded, element_of_lane
+from methods.codec import Codec
+
+ELEMENTS = 4096
+"""Of keys or values that a program has in registers at a time."""
+PROGRAMS = 1024
+"""So many at least, unless that takes more than MAX_SPLITS parts."""
+MAX_SPLITS = 32
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+"""Where a running maximum begins: finite, so that its differences are numbers."""
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "head_stride",
+        "visible_batch_stride",
+        "visible_head_stride",
+        "visible_group_stride",
+        "bias_batch_stride",
+        "bias_head_stride",
+        "bias_group_stride",
+    ]
+)
+def _attend_to_parts(  # type: ignore[no-untyped-def]
+    query,
+    packed,
+    visible,  # None: all rows are
+    bias,  # None: none
+    best_scores,
+    weights,
+    sums,
+    scale,
+    num_rows,
+    head_stride,  # of `packed`, in rows
+    heads,
+    group,
+    query_batch_stride,
+    query_head_stride,
+    visible_batch_stride,
+    visible_head_stride,
+    visible_group_stride,
+    bias_batch_stride,
+    bias_head_stride,
+    bias_group_stride,
+    SLOT_BYTES: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
+    KEY_BYTES: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,  # noqa: N803
+    GROUP_SIZE: tl.constexpr,  # noqa: N803
+    SPLITS: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    program = tl.program_id(0)
+    split, head = program % SPLITS, program // SPLITS
+    batch, of_batch = (head // heads).to(tl.int64), head % heads
+    kv_head, member = of_batch // group, of_batch % group
+    element = element_of_lane(HEAD_DIM, BITS, GROUP_SIZE)
+    element = element.reshape(element.numel)
+    at_query = query + batch * query_batch_stride + of_batch * query_head_stride + element
+    asked = tl.load(at_query, mask=element < HEAD_DIM, other=0).to(tl.float32) * scale
+    packed += (batch * (heads // group) + kv_head) * head_stride * SLOT_BYTES
+    if visible is not None:
+        visible += batch * visible_batch_stride + kv_head * visible_head_stride + member * visible_group_stride
+    if bias is not None:
+        bias += batch * bias_batch_stride + kv_head * bias_head_stride + member * bias_group_stride
+
+    rows = tl.cdiv(tl.cdiv(num_rows, SPLITS), TILE) * TILE
+    end = tl.minimum((split + 1) * rows, num_rows)
+    best = tl.full((TILE,), LOWEST, tl.float32)
+    weight = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((TILE, element.numel), tl.float32)
+    for start in range(split * rows, end, TILE):
+        row = start + tl.arange(0, TILE)
+        seen = row < end
+        if visible is not None:
+            seen = seen & (tl.load(visible + row, mask=seen, other=0) != 0)
+        at = packed + row.to(tl.int64) * SLOT_BYTES
+        keys = decoded(at, seen, HEAD_DIM, BITS, GROUP_SIZE, query.dtype.element_ty)
+        scores = tl.sum(keys * asked[None, :], 1)
+        if bias is not None:
+            scores += tl.load(bias + row, mask=seen, other=0)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, scores)
+        share, kept = tl.exp(scores - higher), tl.exp(best - higher)
+        values = decoded(at + KEY_BYTES, seen, HEAD_DIM, BITS, GROUP_SIZE, query.dtype.element_ty)
+        total = total * kept[:, None] + share[:, None] * values
+        weight = weight * kept + share
+        best = higher
+    highest = tl.max(best, 0)
+    kept = tl.exp(best - highest)
+    tl.store(best_scores + program, highest)
+    tl.store(weights + program, tl.sum(weight * kept, 0))
+    at_sums = sums + program.to(tl.int64) * HEAD_DIM + element
+    tl.store(at_sums, tl.sum(total * kept[:, None], 0), mask=element < HEAD_DIM)
+
+
+@triton.jit
+def _join_parts(  # type: ignore[no-untyped-def]
+    query,
+    own_key,
+    own_value,
+    best_scores,
+    weights,
+    sums,
+    output,
+    scale,
+    heads,
+    group,
+    query_batch_stride,
+    query_head_stride,
+    key_batch_stride,
+    key_head_stride,
+    value_batch_stride,
+    value_head_stride,
+    HEAD_DIM: tl.constexpr,  # noqa: N803
+    LANES: tl.constexpr,  # noqa: N803
+    SPLITS: tl.constexpr,  # noqa: N803
+):
+    head = tl.program_id(0)
+    batch, of_batch = (head // heads).to(tl.int64), head % heads
+    kv_head = of_batch // group
+    element = tl.arange(0, LANES)
+    held = element < HEAD_DIM
+    at_query = query + batch * query_batch_stride + of_batch * query_head_stride + element
+    at_key = own_key + batch * key_batch_stride + kv_head * key_head_stride + element
+    at_value = own_value + batch * value_batch_stride + kv_head * value_head_stride + element
+    asked = tl.load(at_query, mask=held, other=0).to(tl.float32) * scale
+    own_score = tl.sum(asked * tl.load(at_key, mask=held, other=0).to(tl.float32), 0)
+    part = head * SPLITS + tl.arange(0, SPLITS)
+    best = tl.load(best_scores + part)
+    highest = tl.maximum(tl.max(best, 0), own_score)
+    kept, own_weight = tl.exp(best - highest), tl.exp(own_score - highest)
+    weight = tl.sum(tl.load(weights + part) * kept, 0) + own_weight
+    at_sums = sums + part.to(tl.int64)[:, None] * HEAD_DIM + element[None, :]
+    total = tl.sum(tl.load(at_sums, mask=held[None, :], other=0) * kept[:, None], 0)
+    total += own_weight * tl.load(at_value, mask=held, other=0).to(tl.float32)
+    tl.store(output + head.to(tl.int64) * HEAD_DIM + element, total / weight, mask=held)
+
+
+def attend(
+    query: Tensor,
+    rows: Tensor,
+    own: tuple[Tensor, Tensor],
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    codec: Codec,
+) -> Tensor:
+    """As `harness.offload.attend.attend_to_codes`."""
+    query, own_key, own_value = map(_in_rows, (query, *own))
+    (batch, heads, _, head_dim), (num_kv_heads, num_rows, slot_bytes) = query.shape, rows.shape[1:]
+    assert rows[0, 0].is_contiguous() and (batch == 1 or rows.stride(0) == num_kv_heads * rows.stride(1))
+    splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * heads)))
+    best_scores, weights = query.new_empty((2, batch * heads, splits), dtype=torch.float32)
+    sums = query.new_empty((batch * heads, splits, head_dim), dtype=torch.float32)
+    group, lanes = heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    sizes = (heads, group, *query.stride()[:2])
+    of_rows = (batch, num_kv_heads, group)
+    _attend_to_parts[(batch * heads * splits,)](
+        *(query, rows, visible, bias, best_scores, weights, sums, scale, num_rows, rows.stride(1) // slot_bytes),
+        *sizes,
+        *_strides(visible, *of_rows),
+        *_strides(bias, *of_rows),
+        SLOT_BYTES=slot_bytes,
+        KEY_BYTES=codec.row_bytes(head_dim),
+        HEAD_DIM=head_dim,
+        BITS=codec.bits,
+        GROUP_SIZE=codec.group_size,
+        SPLITS=splits,
+        TILE=max(1, ELEMENTS // lanes),
+    )
+    output = query.new_empty((*of_rows, 1, head_dim))
+    _join_parts[(batch * heads,)](
+        *(query, own_key, own_value, best_scores, weights, sums, output, scale),
+        *sizes,
+        *own_key.stride()[:2],
+        *own_value.stride()[:2],
+        HEAD_DIM=head_dim,
+        LANES=lanes,
+        SPLITS=splits,
+    )
+    return output
+
+
+def _in_rows(states: Tensor) -> Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _strides(of_rows: Tensor | None, batch: int, num_kv_heads: int, group: int) -> tuple[int, int, int]:
+    """From one batch element, KV head and query head of a group to the next, in [batch, 1 or num_kv_heads, 1 or group,
+    1, n], 0 along what is shared."""
+    if of_rows is None:
+        return 0, 0, 0
+    assert of_rows.stride(-1) == 1
+    of_batch, of_head, of_member, *_ = of_rows.expand(batch, num_kv_heads, group, 1, -1).stride()
+    return of_batch, of_head, of_member

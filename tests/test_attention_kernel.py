@@ -1,0 +1,182 @@
+"""The kernels of integer codes against the torch code, interpreted where there is no GPU, and their machine code."""
+
+import pytest
+import torch
+from aot import ARCHITECTURES, compile_launches
+from cases import CASES, Case
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from living import TOLERANCE, attached_with_link, live
+
+from harness.offload import coded
+from harness.offload.attend import attend_by_scores, attend_to_codes
+from harness.offload.store import KeyValue, KVStore
+from methods.channel_codec import ChannelCodec
+from methods.codec import Codec, SplitCodec
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+QUICK = settings(max_examples=20, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
+DTYPES = [torch.float32, torch.float16]
+if DEVICE.type == "cuda":  # the interpreter cuts numbers off where a GPU rounds them
+    DTYPES.append(torch.bfloat16)
+
+shapes = st.fixed_dictionaries(
+    {
+        "codec": st.builds(Codec, st.sampled_from(["int8", "int4", "int2", "int1"]), st.sampled_from([64, 32, 16, 5])),
+        "head_dim": st.sampled_from([64, 128, 96, 80, 17]),
+        "dtype": st.sampled_from(DTYPES),
+        "batch": st.integers(1, 2),
+        "num_kv_heads": st.integers(1, 2),
+        "group": st.sampled_from([1, 3]),
+        "seed": st.integers(0, 2**31),
+    }
+)
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """The kernels serve the tensors of these tests, in few programs."""
+    from harness.offload.kernels import attention
+
+    monkeypatch.setattr(coded, "COMPILED", {DEVICE.type})
+    monkeypatch.setattr(attention, "PROGRAMS", 4)
+
+
+def make(case, num_rows: int, dtype: torch.dtype) -> tuple[KVStore, KeyValue]:
+    """A store without slots, and random rows of it, the heads behind the tokens as a projection gives them."""
+    torch.manual_seed(case["seed"])
+    batch, heads, head_dim = (case[name] for name in ("batch", "num_kv_heads", "head_dim"))
+    options = {"placement": "device", "device": DEVICE, "dtype": dtype, "codec": case["codec"], "head_dim": head_dim}
+    store = KVStore(batch=batch, num_kv_heads=heads, capacity=0, **options)
+    states = 3 * torch.randn(2, batch, num_rows, heads, head_dim, device=DEVICE).to(dtype)
+    states[:, :, :1] = states[:, :, :1, :, :1]  # a row of one value: its step is 0
+    return store, KeyValue(*states.transpose(2, 3))
+
+
+@QUICK
+@given(case=shapes, num_rows=st.integers(0, 3))
+def test_rows_are_packed_as_by_torch(case, num_rows):
+    store, states = make(case, num_rows, case["dtype"])
+    expected = store.pack(*(each.cpu() for each in states))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded, "COMPILED", {DEVICE.type})
+        assert torch.equal(store.pack(*states).cpu(), expected)
+
+
+@QUICK
+@given(
+    case=shapes,
+    num_rows=st.integers(0, 70),
+    programs=st.sampled_from([1, 5, 32]),
+    hidden=st.sampled_from([None, "some", "heads", "all"]),
+    biased=st.booleans(),
+)
+def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, biased):
+    from harness.offload.kernels import attention
+
+    store, states = make(case, num_rows + 1, case["dtype"])
+    batch, heads, group = (case[name] for name in ("batch", "num_kv_heads", "group"))
+    query = torch.randn(batch, 1, heads * group, case["head_dim"], device=DEVICE).to(case["dtype"]).transpose(1, 2)
+    visible = None
+    if hidden is not None:
+        of_heads = heads if hidden == "heads" else 1
+        visible = torch.rand(batch, of_heads, 1, num_rows, device=DEVICE) < (0 if hidden == "all" else 0.5)
+    bias = torch.randn(batch, heads, group, 1, num_rows, device=DEVICE) if biased else None
+    packed = store.pack(*states)
+    rows, own = packed[:, :, :num_rows], KeyValue(*(each[:, :, num_rows:] for each in states))
+
+    def edit(scores):
+        if bias is not None:
+            scores[..., :num_rows] += bias
+
+    expected = attend_by_scores(query, [store.unpack(rows)], own, visible, 0.1, edit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ELEMENTS", 2048)
+        patch.setattr(attention, "PROGRAMS", programs)
+        got = attend_to_codes(query, rows, own, visible, bias, 0.1, store.codec)
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}[case["dtype"]]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_codes_are_decoded_to_the_last_bit(by_kernels):
+    """One row that is seen, far above the own one, is the output."""
+    for dtype in DTYPES:
+        case = {"codec": Codec("int4", 16), "head_dim": 96, "batch": 1, "num_kv_heads": 2, "seed": 3}
+        store, states = make(case, 4, dtype)
+        keys, values = store.unpack(rows := store.pack(*states))
+        own = KeyValue(-keys[:, :, 2:3], values[:, :, :1])
+        visible = torch.arange(4, device=DEVICE).eq(2)[None, None, None]
+        got = attend_to_codes(keys[:, :, 2:3], rows, own, visible, None, 1.0, store.codec)
+        assert torch.equal(got[:, :, 0], values[:, :, 2:3])
+
+
+def test_formats_that_the_kernels_do_not_know_are_for_torch():
+    cuda = torch.device("cuda")
+    assert coded.has_kernels(Codec("int4"), cuda) and not coded.has_kernels(Codec("int4"), torch.device("cpu"))
+    half, turned, keys = Codec("fp16"), Codec("int8", rotation="hadamard"), ChannelCodec("int4", 4)
+    others = (half, turned, keys, SplitCodec(Codec("int4"), Codec("int2")), SplitCodec(keys, Codec("int4"), 8))
+    assert not any(coded.has_kernels(codec, cuda) for codec in others)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
+@pytest.mark.parametrize("case", [CASES["int4"], CASES["infinigen+int4"], Case(CASES["biased"].method, Codec("int8"))])
+def test_live_decoding_by_the_kernels(case, by_kernels, monkeypatch):
+    from harness.offload.kernels import attention
+
+    served, attend = [], attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *args: served.append(1) or attend(*args))
+    with attached_with_link() as (attached, link):
+        got = live(attached, case, (6, 4), placement="host", link=link)
+        calls = len(served)
+        assert calls
+        on_device = live(attached, case, (6, 4), placement="device")
+        assert len(served) == 2 * calls and torch.equal(got.logits, on_device.logits)
+        monkeypatch.setattr(coded, "COMPILED", set())
+        expected = live(attached, case, (6, 4), placement="device")
+    torch.testing.assert_close(got.logits, expected.logits, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+# Machine code
+
+NUM_ROWS = (401, 416)
+"""Of two steps."""
+
+
+def launch(codec: Codec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:
+    from harness.offload.kernels.attention import attend
+    from harness.offload.kernels.pack import pack
+    from harness.offload.store import slot_bytes
+
+    states, width = torch.empty(4, num_kv_heads, 1, head_dim, dtype=dtype), slot_bytes(codec, head_dim)
+    pack(states, states, codec, width)
+    for num_rows in NUM_ROWS:
+        rows = torch.empty(4, num_kv_heads, num_rows + 1, width, dtype=torch.uint8)[:, :, :num_rows]
+        visible = torch.empty(4, num_kv_heads, 1, 1, num_rows, dtype=torch.bool)
+        attend(states.new_empty(4, heads, 1, head_dim), rows, (states, states), visible, None, 0.1, codec)
+
+
+def launch_attention() -> None:
+    """A layer of OPT-13B."""
+    launch(Codec("int4"), torch.float16, 40, 40, 128)
+
+
+def launch_attention_of_others() -> None:
+    """Heads in groups, which do not fill their lanes."""
+    launch(Codec("int4"), torch.bfloat16, 32, 8, 96)
+
+
+def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows():
+    binaries = compile_launches(launch_attention)
+    assert len(binaries) == 5 * len(ARCHITECTURES)
+    assert len({(binary.kernel, binary.arch, binary.digest) for binary in binaries}) == 3 * len(ARCHITECTURES)
+    for binary in binaries:
+        assert binary.registers <= 128 and binary.spill_bytes == 0, binary
+        if binary.kernel == "_attend_to_parts":  # a key's codes begin 8 bytes into a slot of 144
+            assert binary.accesses["load 8"] >= 2, binary
+
+
+def test_other_shapes_spill_nothing():
+    assert all(binary.spill_bytes == 0 for binary in compile_launches(launch_attention_of_others, (80,)))
