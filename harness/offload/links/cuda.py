@@ -51,7 +51,7 @@ class CudaLink(Link):
 
     def __init__(self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
         self.device, self.overlap, self.tuning = device, overlap, tuning
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=-1)  # its few programs go before the computation's next blocks
         self._records: list[_Record] | None = None
         self._origin = _event(self.stream, timed=True)
 
