@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +39,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from harness.errors import exit_code
 from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
-from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
 from harness.offload.links.open import open_link
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS, System
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.link_rate import LinkRate, link_rate
 from harness.speed.result import LatencyResult
 from methods.base import Method
 from methods.codec import Codec
@@ -140,17 +141,17 @@ def measure(
     label: str,
     shape: LatencyConfig,
     *,
-    bytes_per_s: float,
+    rate: LinkRate,
     calibration: Calibration,
     fixed_fetch: int | None = None,
 ) -> LatencyResult:
-    """Time one label; `bytes_per_s` is the emulated link's rate."""
+    """Time one label; rate: the emulated link's, or how rows cross the real one."""
     system = LABELS[label]
     codec = Codec(system.codec) if system.codec else None
     method = method_of(system, fixed_fetch)
     cell = Cell(method, shape, system.placement, codec, reuse=system.reuse, pinned=system.pinned)
-    emulated = bytes_per_s if attached.device.type == "cpu" else None
-    with open_link(attached.device, bytes_per_s=emulated, overlap=system.overlap) as link:
+    emulated = rate.bytes_per_s if attached.device.type == "cpu" else None
+    with open_link(attached.device, bytes_per_s=emulated, overlap=system.overlap, tuning=rate.tuning) as link:
         return time_cell(attached, prompt, cell, link=link, calibration=calibration)
 
 
@@ -231,10 +232,11 @@ def _run(options: argparse.Namespace) -> None:
     shape = LatencyConfig(options.batch, options.prompt, gen_len, options.warmup, options.steps, options.repeats)
     model = random_model(options.model, device, options.shape)
     ids = torch.randint(model.config.vocab_size, (options.batch, options.prompt), device=device)
-    rate = _link_rate(device, options.link_gbps)
+    with TemporaryDirectory() as folder:  # nothing is kept
+        rate = link_rate(folder, device, options.link_gbps)
     source = "measured" if device.type == "cuda" else "emulated"
     print(f"{options.model}, random weights, {options.batch} x {options.prompt} + {gen_len} tokens; source: {source}")
-    print(f"{torch.get_num_threads()} compute threads; link at {rate / 1e9:.3f} GB/s")
+    print(f"{torch.get_num_threads()} compute threads; link at {rate.bytes_per_s / 1e9:.3f} GB/s")
     print(f"memory that is freed {'stays mapped' if kept else 'goes back to the system as the C library decides'}")
     with attach(model) as attached:
         prompt = run_shared_prompt(attached, ids)
@@ -246,22 +248,11 @@ def _run(options: argparse.Namespace) -> None:
             results = {
                 label: measure(
                     attached, prompt, label, shape,
-                    bytes_per_s=rate, calibration=calibration, fixed_fetch=options.fixed_fetch,
+                    rate=rate, calibration=calibration, fixed_fetch=options.fixed_fetch,
                 )
                 for label in dict.fromkeys(["ideal", *options.labels])
             }  # fmt: skip
-        print(render(rows_of(results, rate)))
-
-
-def _link_rate(device: torch.device, link_gbps: float | None) -> float:
-    """Bytes/s: given, or the emulated link's by default, or under CUDA that of a copy from pinned memory."""
-    if link_gbps is not None:
-        return link_gbps * 1e9
-    if device.type == "cpu":
-        return default_bytes_per_s(measure_copy_rate())
-    from harness.offload.links.cuda import measure_pinned_copy_rate
-
-    return measure_pinned_copy_rate(device)
+        print(render(rows_of(results, rate.bytes_per_s)))
 
 
 def _now(device: torch.device) -> float:

@@ -115,11 +115,12 @@ class Selecting(Method):
         """Scores [batch, num_kv_heads, group, rows, n], -inf where nothing is to be read, overwritten, as one for each
         set that is chosen: [batch, sets, rows, n], inf where `forced`, which only what could be read may be."""
         scores = self.by_set(scores)
-        hidden = None if forced is None else scores[:, :, 0] == -math.inf
+        if forced is not None:
+            forced = forced & (scores[:, :, 0] != -math.inf)
         worth = reduce_group(scores, self.group)
-        if forced is not None and hidden is not None:
-            sets = worth.shape[1] // hidden.shape[1]  # of a union one for each query head
-            worth.masked_fill_((forced & ~hidden).repeat_interleave(sets, 1), math.inf)
+        if forced is not None:
+            sets = worth.shape[1] // forced.shape[1]  # of a union one for each query head
+            worth.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
         return worth
 
     def by_set(self, scores: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Stream:
     host: Counter[int] = Counter()
     waits: list[str] = []
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.number = next(Stream.numbers)
         self.clock: Counter[int] = Counter()
 

@@ -309,7 +309,9 @@ REFUSED = {
     "model.device=cuda": "model.device=cuda: contradicts platform=cpu",
     "platform=cuda model.device=cpu": "model.device=cpu: contradicts platform=cuda",
     "platform.weights_on_device=0.7": "platform.weights_on_device=0.7: experiment=perplexity decodes through no link",
-    "experiment=fig12 platform.weights_on_device=0.7": "experiment=fig12 decodes through no link; leave it out",
+    "experiment=fig12 platform.weights_on_device=0.7": (
+        "platform.weights_on_device=0.7: experiment=fig12 decodes through no link; leave it out"
+    ),
     "platform=cuda platform.name=gpu": "platform.name=gpu: did you mean 'cpu'?",
     "model=opt-6.7b model.dtype=float16": "model.dtype=float16: a CPU computes in float32 here",
     "model.dtype=bfloat16": "model.dtype=bfloat16: a CPU computes in float32 here",

@@ -14,6 +14,7 @@ from harness.model.attach import attach
 from harness.offload.links.open import open_link
 from harness.offload.session import LiveSession
 from harness.replay.session import ReplaySession
+from harness.speed.cell import _forget_peak
 
 PROMPT_LENGTHS = PROMPTS["padded"]
 
@@ -148,3 +149,17 @@ def test_sequences_leave_the_gpus_memory_where_it_was(attached, link):
     run(50)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= 1.02 * before
+
+
+@gpu
+def test_the_peak_of_decoding_has_nothing_that_crossed_before():
+    device, side = torch.device("cuda"), torch.cuda.Stream()
+    before, rows = torch.cuda.memory_allocated(), torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**6)
+    rows.record_stream(side)
+    del rows
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() >= before + 2**26, "nobody has looked"
+    _forget_peak(device)
+    assert torch.cuda.max_memory_allocated() < before + 2**25

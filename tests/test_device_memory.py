@@ -7,16 +7,10 @@ a further one adds its store, and under reuse its buffer, to what is computed an
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
-import torch
 from fake_cuda import LIBC10, fake_gpu, fake_model
+from held import Held
 from test_fake_cuda import opened, system_of
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness.offload.memory import tensor_bytes
 from methods.codec import Codec
@@ -25,37 +19,6 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
 
 BATCH, PROMPT_LEN, LAYERS = 20, 1920, 4
-MIB = 2**20
-
-
-class Held(TorchDispatchMode):
-    """Bytes of the device's memory that tensors made under it hold: now, and at most since `restart`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def restart(self) -> None:
-        self.peak = self.now
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.is_cuda:
-                self._hold(tensor.untyped_storage())
-        return out
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.storages:
-            self.storages[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self.now -= self.storages.pop(key)
 
 
 @pytest.mark.parametrize("label", ["ideal", "offload", "offload+int4", "offload+h2o", "infinigen", "infinigen+reuse"])
@@ -65,16 +28,12 @@ def test_the_refusal_knows_what_decoding_takes(label):
     options = {"placement": system.placement, "reuse": system.reuse, "codec": codec, "steps": 128}
     with fake_gpu() as trace:
         model = fake_model("opt-13b", num_hidden_layers=LAYERS)  # its weights are not counted
-        with Held() as held, opened(trace, model, (PROMPT_LEN,) * BATCH, method, **options) as (session, token):
+        with Held("cuda") as held, opened(trace, model, (PROMPT_LEN,) * BATCH, method, **options) as (session, token):
             needed, prompt = session.bytes_needed.device, held.peak
             state = tensor_bytes(vars(session.caches[-1].state)) if session.caches[-1].state else 0
             held.restart()
             for _ in range(2):
                 token = session.decode_step(token).argmax(-1)
-            found = [number // MIB for number in (needed, prompt, session.device_bytes, state, held.peak)]
-            print(
-                f"{label:18} needed {found[0]}, prompt {found[1]}, kept {found[2]} (state {found[3]}), step {found[4]}"
-            )
             assert session.device_bytes - state <= needed
             assert held.peak <= needed + state
             if method.reads_all:  # else the prompt's scores come on top, which the refusal does not know

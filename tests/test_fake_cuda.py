@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, WIDE
-from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model, real_tensors
+from fake_cuda import CUDA, LIBC10, Event, Stream, Trace, fake_gpu, fake_model, real_tensors
 from living import PROMPTS, calibration, token_batch
 from torch import Tensor
 
 from harness.model.tiny import tiny_model
-from harness.offload import managed, memory
+from harness.offload import managed
 from harness.offload.links.cuda import CudaLink
 from harness.offload.session import LiveSession
 from harness.settings.systems import LABELS, System
@@ -35,8 +35,7 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Trace]:
-    """A fake GPU in a machine with enough memory, managed or not."""
-    monkeypatch.setattr(memory, "available_memory", lambda: 2**50)
+    """A fake GPU whose memory may be managed."""
     monkeypatch.setattr(managed, "require_memory", lambda num_bytes, device: None)
     monkeypatch.setattr(managed, "empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device))
     with fake_gpu() as trace:
@@ -152,6 +151,17 @@ def test_the_trace_looks_at_what_a_kernel_gets(gpu):
     assert "not on the device" in gpu.faults[-1][1]
 
 
+def test_no_event_keeps_the_time_where_nobody_measures(gpu):
+    method = InfiniGen()
+    with opened(gpu, fake_tiny("llama"), PROMPTS["padded"], method, placement="host") as (session, token):
+        before = Event.timed
+        token = session.decode_step(token).argmax(-1)
+        assert Event.timed == before
+        session.fetcher.link.take_transfers()  # from here on they are recorded
+        session.decode_step(token)
+        assert Event.timed > before
+
+
 # Launches
 
 BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
@@ -194,6 +204,5 @@ def test_a_layer_launches_few_kernels(gpu, label):
         gpu.restart()
         session.decode_step(token)
         whole, selecting = gpu.of_layer(0), gpu.of_layer(method.num_exempt_layers)
-        print(f"{label:20}{whole.total():4}{selecting.total():5}{gpu.link.total():6}")
         budget = BUDGETS[label]
         assert whole.total() <= budget[0] and selecting.total() <= budget[1], (whole, selecting)

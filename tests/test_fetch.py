@@ -156,10 +156,6 @@ class Deferred(Ticket):
             self.link.queue.pop(0).run()
         return self._rows
 
-    @property
-    def exposed_s(self) -> float:
-        return 0.0
-
 
 class LatestLink(Link):
     """Moves nothing before it is waited for, and spoils a buffer as soon as it is promised to a transfer.

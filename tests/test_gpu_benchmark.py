@@ -2,6 +2,8 @@
 
 import csv
 import json
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,16 @@ import pytest
 import torch
 import yaml
 
+from benchmarks import live
 from benchmarks.gpu import command, rates, steps
 from benchmarks.gpu.plan import CPU, CUDA, LONG, PLANS, SYSTEMS, Shape
 from benchmarks.gpu.report import Report
 from harness.errors import UserError
 from harness.offload import pinned
+from harness.offload.tuning import Tuning
 from harness.settings.speed import LatencyConfig
-from harness.settings.systems import LABELS
+from harness.settings.systems import COUNTED, LABELS
+from harness.speed.link_rate import LinkRate
 from harness.tables import columns
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -115,7 +120,7 @@ def test_the_cells_are_latency_tables_and_figures(whole):
     assert tuple(rows[0]) == columns.names(columns.LATENCY)
     assert len(rows) == len(whole.found["latency"]) == len({row["run_id"] for row in rows}) == 3 * 8 + len(LONG)
     assert {(row["source"], row["platform"]) for row in rows} == {("emulated", "cpu")}
-    assert {row["label"] for row in rows} == {*LABELS}
+    assert {row["label"] for row in rows} == {*COUNTED}
     assert {row["prompt_len"] for row in read_rows(whole.out, "fig16a") if row["model"] == "opt-tiny"} == {"24", "48"}
     assert {row["batch_size"] for row in read_rows(whole.out, "fig14") if row["model"] == "opt-tiny"} == {"2"}
     assert not (whole.out / "tables" / "fig16b.csv").exists(), "no shape was timed with two models"
@@ -136,13 +141,13 @@ def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_line(tmp_path, cap
 def test_a_cell_is_skipped_by_what_its_label_took_before(tmp_path):
     report = Report(tmp_path, torch.device("cpu"), 8, {})
     asked = []
-    timing = steps.Steps(SMALL, report, lambda part, seconds, run: (asked.append(seconds), run()), 1e9)
-    for shape in (Shape("opt-tiny", 1, 24, ("ideal",)), Shape("opt-tiny", 2, 24, ("ideal",))):
-        timing.time_shape(shape)
-    supposed = 32 * 2 * 3 * 64 * 4 * (1 / SMALL.pin_bytes_per_s + 6 / 1e9)  # tokens, K and V, layers, elements, fp32
-    assert asked[0] == pytest.approx(supposed)
+    timing = steps.Steps(SMALL, report, lambda part, seconds, run: (asked.append(seconds), run()), LinkRate(1e9, None))
+    timing.time_shape(Shape("opt-tiny", 1, 24, ("ideal",)))
     took = timing._s_per_byte["ideal"]
-    assert took > 0 and asked[1] > 100 * supposed, "of the first shape's cell, twice as many bytes"
+    timing.time_shape(Shape("opt-tiny", 2, 24, ("ideal",)))
+    cache = 32 * 2 * 3 * 64 * 4  # tokens, K and V, layers, elements, fp32
+    assert asked[0] == pytest.approx(cache * (1 / SMALL.pin_bytes_per_s + 6 / 1e9))
+    assert took > 0 and asked[1] == pytest.approx(took * 2 * cache), "as the first shape's cell, twice as many bytes"
 
 
 def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
@@ -170,12 +175,51 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys)
         "opt-tiny 1 x 24 infinigen": "OutOfMemoryError: CUDA out of memory. Tried to allocate",
     }
     assert "opt-tiny 1 x 24 ideal: failed, the KV cache needs 1.0 GiB" in capsys.readouterr().out.splitlines()
-    assert {row["label"] for row in found["latency"]} == {*LABELS} - {"ideal", "infinigen"}
+    assert {row["label"] for row in found["latency"]} == {*COUNTED} - {"ideal", "infinigen"}
     measured = {(each["part"], each["name"]) for each in found["measurements"]}
     assert ("link", "h2d") in measured and ("copies", "gather") in measured, "what came before a failure stays"
     values = {each["name"]: each["value"] for each in found["measurements"] if each["at"].get("label") == "offload"}
     (rate,) = (each["value"] for each in found["measurements"] if each["name"] == "rate that bounds a step")
     assert values["best step"] == values["link a step"] / rate, "the link alone bounds it"
+
+
+def test_rows_cross_as_this_device_does_it_fastest(tmp_path, monkeypatch):
+    """In gathers, copies and cells alike."""
+    tuned, used = Tuning(num_programs=32), []
+
+    def using(module, name):
+        make = getattr(module, name)
+
+        def made(*arguments, **settings):
+            used.append((name, settings["tuning"]))
+            return make(*arguments, **settings)
+
+        monkeypatch.setattr(module, name, made)
+
+    using(rates, "KVStore")
+    using(live, "open_link")
+    monkeypatch.setattr(command, "link_rate", lambda *_: LinkRate(1e9, None, tuned))
+    monkeypatch.setattr(rates, "link_rates", lambda *_: iter(()))
+    monkeypatch.setitem(PLANS, "cpu", SMALL)
+    assert run(tmp_path)[0] == 0
+    assert {*used} == {("KVStore", tuned), ("open_link", tuned)}
+
+
+def test_what_a_failure_held_is_gone_before_memory_is_given_back(tmp_path, monkeypatch):
+    class Held:
+        pass
+
+    def fails():
+        held = Held()
+        frames.append(weakref.ref(held))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    frames: list[weakref.ref] = []
+    found = []
+    benchmark = command.Benchmark(SMALL, Report(tmp_path, torch.device("cpu"), 8, {}), time.perf_counter())
+    monkeypatch.setattr(benchmark, "_release", lambda: found.append(frames[0]()))
+    benchmark.attempt("part", 0, fails)
+    assert found == [None]
 
 
 def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monkeypatch):
@@ -192,7 +236,7 @@ def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monke
     monkeypatch.setattr(steps, "require_shared_prompt", refuse)
     monkeypatch.setattr(steps, "measure", seen)
     report = Report(tmp_path, torch.device("cpu"), 8, {})
-    timing = steps.Steps(SMALL, report, lambda part, seconds, run: run(), 1e9)
+    timing = steps.Steps(SMALL, report, lambda part, seconds, run: run(), LinkRate(1e9, None))
     timing.time_shape(Shape("opt-tiny", 2, 24, ("ideal", "offload")))
     assert [tuple(prompt.shape) for prompt in prompts] == [(2, 24)] * 2
     assert len(report.rows) == 2
@@ -231,7 +275,8 @@ def test_measured_is_what_a_gpu_measured(tmp_path):
 
 def test_the_plan_for_a_gpu_is_that_of_the_figures():
     shapes = (*CUDA.first, *CUDA.then)
-    assert {*SYSTEMS} == {*LABELS} and all(shape.labels[0] == "ideal" for shape in shapes)
+    assert {*SYSTEMS} == {*COUNTED} and not LABELS[SYSTEMS[-1]].pinned
+    assert all(shape.labels[0] == "ideal" for shape in shapes)
     paper = [shape for shape in shapes if shape.model == "opt-13b"]
     assert [shape.batch for shape in paper if shape.prompt == 1920] == [8, 4, 20, 16], "the most important first"
     assert {shape.prompt for shape in paper if shape.batch == 8} == {384, 896, 1408, 1920}

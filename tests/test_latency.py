@@ -25,6 +25,7 @@ from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.links.open import open_link
+from harness.offload.memory import SessionBytes
 from harness.offload.timeline import SEGMENTS, Timeline
 from harness.records.record import settings_id
 from harness.settings.compose import load
@@ -191,16 +192,17 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
         }.items()
     }
     assert timed(tiny_gqa, ids, Cell(Full(), SHAPE)).metrics()["device_kv_bytes"] == peak["offload"]
+    own = EXACT  # a step's own row, behind those of a buffer
     layer, selected = (PROMPT + 12) * EXACT, 5 * EXACT
     assert peak["ideal"] == 4 * layer
-    assert peak["offload"] == 2 * layer, "two buffers that take turns"
+    assert peak["offload"] == 2 * (layer + own), "two buffers that take turns"
     partial_keys = 2 * BATCH * HEADS * (PROMPT + 12) * 5 * 4  # ceil(0.3 * 16) columns in two layers
     projections = 2 * BATCH * HEADS * HEAD_DIM * 5 * 4
     lengths = 2 * BATCH * 8  # of prompts and of whole sequences
     rotation = 4 * HEADS * HEAD_DIM**2 * 4
-    buffers = 2 * layer + 2 * selected  # of the two exempt layers, and two that take turns
+    buffers = 2 * (layer + own) + 2 * (selected + own)  # of the two exempt layers, and two that take turns
     assert peak["infinigen"] == buffers + partial_keys + projections + rotation + lengths
-    assert peak["infinigen+reuse"] == peak["infinigen"] + 2 * selected
+    assert peak["infinigen+reuse"] == peak["infinigen"] + 2 * (selected + own)
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
@@ -447,7 +449,8 @@ def test_the_cache_of_all_layers_and_its_buffers_are_asked_for_at_once(tiny_gqa,
     timed(tiny_gqa, ids, Cell(Full(), SHAPE, codec=Codec("int4")))
     exact, coded = (PROMPT + 12) * EXACT, (PROMPT + 12) * INT4
     slots = 2 * (-(-exact // 256) + -(-coded // 256)) * 256  # each layer's begin at multiples of 256
-    assert asked == [((slots, 2 * (exact + coded)), "cpu")], "a buffer of each exempt layer, two in turn for the others"
+    buffers = 2 * (exact + EXACT + coded + INT4)  # of each exempt layer, two in turn for the others; the own row's too
+    assert asked == [(SessionBytes(slots, buffers), "cpu")]
 
 
 # Grids
@@ -512,10 +515,11 @@ def test_speed_grids_time_every_label_at_every_shape(name, platform, labels):
 def test_the_benchmark_prints_both_parts(capsys):
     shape = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "vocab_size": 256}
-    arguments = ["--batch", "2", "--prompt", "40", "--steps", "2", "--link-gbps", "1", "--threads", "1"]
+    arguments = ["--batch", "2", "--prompt", "40", "--steps", "2", "--link-gbps", "1", "--threads", "1", "--returned"]
     assert benchmark.main([*arguments, "--shape", json.dumps(shape), "--fixed-fetch", "5"]) == 0
     printed = capsys.readouterr().out
-    assert "source: emulated" in printed and "times as fast (4 steps each, in turn)" in printed
+    assert "source: emulated" in printed and "memory that is freed goes back to the system" in printed
+    assert printed.count("  round ") == benchmark.ROUNDS and "times as fast in the median round (" in printed
     assert all(f"\n{label} " in printed for label in COUNTED)
     assert "infinigen's decode is" in printed
     with pytest.raises(SystemExit):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -110,6 +111,12 @@ def test_transfers_are_kept_only_once_somebody_measures():
         assert [transfer.num_bytes for transfer in link.take_transfers()] == [BATCH * HEADS * 5 * ROW_BYTES]
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
 def test_a_transfer_takes_its_bytes_over_the_rate():
     store, _, _ = filled_store()
     with EmulatedLink(ALL_BYTES / 0.05) as link:  # 50 ms a transfer
@@ -120,7 +127,6 @@ def test_a_transfer_takes_its_bytes_over_the_rate():
             ticket.wait()
         elapsed = time.perf_counter() - began
     assert 0.15 <= elapsed < 0.4
-    assert sum(ticket.exposed_s for ticket in tickets) == pytest.approx(elapsed, abs=0.1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -145,10 +151,8 @@ def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
         with EmulatedLink(ALL_BYTES / 0.05, overlap=overlap) as link:
             ticket = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY))
             time.sleep(0.08)  # stands for the layer that computes meanwhile
-            ticket.wait()
-            exposed[overlap] = ticket.exposed_s
-            ticket.wait()  # waiting again costs and counts nothing
-            assert ticket.exposed_s == exposed[overlap]
+            exposed[overlap] = seconds_of(ticket.wait)
+            assert seconds_of(ticket.wait) < 0.04, "waiting again costs nothing"
     assert exposed[True] < 0.04
     assert exposed[False] >= 0.05
 
@@ -165,12 +169,10 @@ def test_a_write_back_is_awaited_at_once_without_overlap():
     store, keys, values = filled_store()
     rows = store.pack(keys, values)
     with EmulatedLink(ALL_BYTES / 0.02, overlap=False) as link:
-        assert link.write_back(store, rows, at=0).exposed_s > 0.01  # the wait begins a little after the transfer
+        assert seconds_of(lambda: link.write_back(store, rows, at=0)) >= 0.02
     with EmulatedLink(ALL_BYTES / 0.02) as link:
-        assert link.write_back(store, rows, at=0).exposed_s == 0
-        began = time.perf_counter()
-        link.drain()
-        assert time.perf_counter() - began > 0.01
+        link.write_back(store, rows, at=0)
+        assert seconds_of(link.drain) > 0.01
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -317,7 +317,8 @@ def test_generate_feeds_the_forced_tokens_and_stops_at_max_new_tokens():
 
 
 def test_the_segments_of_a_step_sum_to_it():
-    with attached_with_link(bytes_per_s=2e6) as (attached, link):
+    rate = 2e5  # so slow that a busy machine's computing hides little of it
+    with attached_with_link(bytes_per_s=rate) as (attached, link):
         timeline = Timeline(attached.device)
         session = open_live(attached, CASES["infinigen"], placement="host", link=link, timeline=timeline)
         ids, real = token_batch(EVEN)
@@ -332,7 +333,7 @@ def test_the_segments_of_a_step_sum_to_it():
     assert [set(step) for step in steps] == [set(SEGMENTS)] * 3
     assert sum(sum(step.values()) for step in steps) == pytest.approx(seconds, rel=0.05)
     assert all(value > 0 for step in steps for value in step.values())
-    exempt = HEADS * FP32_ROW * PROMPT / 2e6  # seconds of one layer's transfer, 6 ms: little of it can be hidden
+    exempt = HEADS * FP32_ROW * PROMPT / rate  # seconds of one layer's transfer, of which a step has more than two
     assert all(step["transfer"] > exempt for step in steps)
 
 

@@ -1,6 +1,5 @@
 """What a session says it needs, against what it makes: slots and buffers to the byte, a prompt's pass from above."""
 
-import weakref
 from contextlib import closing
 from itertools import product
 
@@ -8,9 +7,8 @@ import pytest
 import torch
 from cases import CASES
 from conftest import HALF_ROTARY
+from held import Held
 from living import PROMPT, PROMPTS, attached_with_link, force, open_live, tiny, token_batch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -67,27 +65,6 @@ def test_bytes_by_hand():
     assert f"{40 * layer / GIB:.2f}" == "31.25"
 
 
-class Peak(TorchDispatchMode):
-    """Bytes of the tensors that there are, made since it began; the most there were at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.now, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        out = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._freed, storage._cdata)
-        return out
-
-    def _freed(self, key):
-        self.now -= self.sizes.pop(key)
-
-
 WIDE = {"hidden_size": 256, "num_attention_heads": 16}
 MODELS = {
     "opt": ("opt", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
@@ -105,10 +82,10 @@ def test_a_prompts_pass_stays_within_what_is_asked_for(family, codec):
     model_type, shape = MODELS[family]
     ids, real = token_batch((256, 256), 0)
     with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
-        with Peak() as peak, closing(open_live(attached, CASES[codec], 4)) as session:
+        with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
             session.prefill(ids, real)
         asked = session.bytes_needed.device
-    assert 0.7 * asked < peak.peak <= asked
+    assert 0.7 * asked < held.peak <= asked
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -122,9 +99,9 @@ def test_a_shared_prompt_stays_within_what_is_asked_for(family, monkeypatch):
         geometry = attached.geometry
         run.require_shared_prompt(attached, 2, 256, 4)
         cache = geometry.num_layers * 2 * 260 * 2 * geometry.num_kv_heads * geometry.head_dim * 4
-        with Peak() as peak:
+        with Held("cpu") as held:
             run_prompt(attached, ids, real)
-    assert 0.7 * (asked[0] - cache) < peak.peak <= asked[0] - cache
+    assert 0.7 * (asked[0] - cache) < held.peak <= asked[0] - cache
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "infinigen"])
@@ -133,9 +110,9 @@ def test_a_step_takes_less_than_a_prompt_so_it_needs_no_term_of_its_own(name):
     model = tiny_model("llama", intermediate_size=704, num_key_value_heads=4, **WIDE)
     with attach(model) as attached, closing(open_live(attached, CASES[name], 4)) as session:
         session.prefill(ids[:, :256], real[:, :256])
-        with Peak() as peak:
+        with Held("cpu") as held:
             session.decode_step(ids[:, 256])
-        assert peak.peak < prompt_bytes(attached, 512)
+        assert held.peak < prompt_bytes(attached, 512)
 
 
 def given(monkeypatch, cpu, cuda):

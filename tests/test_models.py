@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from harness import files
 from harness.errors import UserError
 from harness.model import gguf as gguf_cache
 from harness.model import hub, source
-from harness.model.load import load_model, model_config
+from harness.model.load import load_model, model_config, require_kernels
 from harness.model.tiny import VOCAB_SIZE
 from harness.records import inputs
 from harness.settings.sources import ModelConfig
@@ -491,3 +492,27 @@ def test_one_of_several_ggufs_in_a_folder_is_named(tiny_gguf):
         == TINY_SHAPE["max_position_embeddings"]
     )
     refused("model.gguf_file=no.gguf: no such file in", configured(path=str(tiny_gguf.parent), gguf_file="no.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("Failed to find C compiler."),
+            "RuntimeError: Failed to find C compiler.); it needs a C compiler",
+        ),
+        (subprocess.CalledProcessError(1, "gcc"), "it needs a C compiler, Python's headers"),
+        (AssertionError("libcuda.so cannot found!"), "libcuda.so cannot found!"),
+        (ModuleNotFoundError("No module named 'nothing'", name="nothing"), "needs the Python package nothing"),
+    ],
+)
+def test_a_gpu_that_kernels_cannot_be_launched_on_is_refused_in_a_line(error, message, monkeypatch):
+    class Driver:
+        @property
+        def active(self):
+            raise error
+
+    monkeypatch.setattr(pytest.importorskip("triton.runtime"), "driver", Driver())
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        require_kernels()
+    assert str(raised.value).startswith("model.device=cuda: ") and "\n" not in str(raised.value)

@@ -3,6 +3,7 @@
 import gc
 import mmap
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +66,25 @@ def test_pieces_are_aligned_and_lie_in_what_was_locked(cudart):
     slab.close()
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="needs huge pages")
+def test_a_slab_is_of_pages_that_may_be_huge(cudart):
+    slab = PinnedSlab(1 << 22)
+    address = slab.take((1,)).data_ptr()
+    fields: dict[str, list[str]] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(each, 16) for each in name.split("-"))
+            inside, permissions = begin <= address < end, values[0]
+        elif inside:
+            fields[name] = [permissions, *values]
+    assert fields["VmFlags:"][0].endswith("p"), (
+        "of no other process, whose pages are huge only where the system says so"
+    )
+    assert "hg" in fields["VmFlags:"]
+    slab.close()
+
+
 def test_a_slab_is_unlocked_once_after_the_device_is_done(cudart):
     slab = PinnedSlab(4096)
     slab.close()
@@ -83,7 +103,9 @@ def test_a_slab_that_nobody_closes_is_unlocked_when_it_goes(cudart):
 def test_a_slab_gives_its_memory_back(cudart, monkeypatch):
     pages = []
     original = mmap.mmap
-    monkeypatch.setattr(mmap, "mmap", lambda *args: pages.append(WeakPages(original(*args))) or pages[-1].held())
+    monkeypatch.setattr(
+        mmap, "mmap", lambda *args, **kwargs: pages.append(WeakPages(original(*args, **kwargs))) or pages[-1].held()
+    )
     slab = PinnedSlab(1 << 20)
     piece = slab.take((1 << 20,))
     slab.close()

@@ -7,8 +7,8 @@ Parts, the most important first; one that the time left does not suffice for is 
 the others, and both are said in a line.
 
 link            rate of plain copies between pinned host memory and the device: each way, and both ways at once
-steps           a decode step of every system of `harness.settings.systems` at one shape, against the best that can be
-                had: max(step of ideal, bytes over the link / its rate)
+steps           a decode step of every system whose transfers are counted (`harness.settings.systems`), shape by shape,
+                against the best that can be had: max(step of ideal, bytes over the link / its rate)
 gather          rate of the row gather by row size, against the link's
 copies          whole pieces of a cache by copies, and the same rows by the gather, by size of piece
 pin             rate at which host memory is page-locked

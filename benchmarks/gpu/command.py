@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from benchmarks.gpu.plan import PLANS, Plan, Shape
 from benchmarks.gpu.report import Gap, Kind, Measurement, Report, machine
 from benchmarks.gpu.steps import Steps
 from harness.errors import UserError, missing, reason
+from harness.model.load import require_kernels
 from harness.speed.link_rate import link_rate
 from harness.speed.run import compute_threads
 
@@ -33,18 +35,20 @@ class Benchmark:
 
     def __init__(self, plan: Plan, report: Report, began_s: float) -> None:
         self.plan, self.report, self.began_s = plan, report, began_s
-        self.link_bytes_per_s = link_rate(report.out, report.device, None).bytes_per_s
-        self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link_bytes_per_s])
-        self.steps = Steps(plan, report, self.attempt, self.link_bytes_per_s)
+        self.link = link_rate(report.out, report.device, None)
+        self.report.add("link", {}, "rate that bounds a step", "B/s", [self.link.bytes_per_s])
+        for name, value in asdict(self.link.tuning).items() if report.device.type == "cuda" else ():
+            self.report.add("link", {}, name, "1" if name == "num_programs" else "B", [value])
+        self.steps = Steps(plan, report, self.attempt, self.link)
 
     def run(self) -> int:
         """Try every part in turn; returns the exit code."""
         plan, device = self.plan, self.report.device
-        emulated = self.link_bytes_per_s if device.type == "cpu" else None
+        emulated = self.link.bytes_per_s if device.type == "cpu" else None
         self._rates("link", rates.link_rates(device, plan.link_bytes, emulated))
         self._shapes(plan.first)
-        self._rates("gather", rates.gather_rates(device, plan.gather_bytes))
-        self._rates("copies", rates.copy_rates(device, plan.copy_bytes))
+        self._rates("gather", rates.gather_rates(device, plan.gather_bytes, self.link.tuning))
+        self._rates("copies", rates.copy_rates(device, plan.copy_bytes, self.link.tuning))
         if plan.pin_bytes:
             self._rates("pin", rates.pin_rates(device, plan.pin_bytes))
         else:
@@ -67,16 +71,18 @@ class Benchmark:
     def _try(self, part: str, run: Callable[[], None]) -> None:
         try:
             run()
+            return
         except UserError as error:
-            self._miss(part, "failed", str(error))
+            why = str(error)
         except ImportError as error:
-            self._miss(part, "failed", missing(error))
+            why = missing(error)
         except Exception as error:  # whatever it is, the other parts are of use
-            self._miss(part, "failed", reason(error))
-            self._release()
+            why = reason(error)
+        self._miss(part, "failed", why)
+        self._release()  # here, as the error holds its frames, and they their tensors, as long as it is handled
 
     def _rates(self, part: str, found: Iterator[rates.Rate]) -> None:
-        bound = self.link_bytes_per_s if part == "link" or self.report.source == "measured" else None
+        bound = self.link.bytes_per_s if part == "link" or self.report.source == "measured" else None
 
         def run() -> None:
             for rate in found:
@@ -90,7 +96,7 @@ class Benchmark:
             self._release()  # pieces of other sizes than the next one's
 
     def _release(self) -> None:
-        """Give back what nothing needs any more, and what the traceback of a failure held."""
+        """Give back what nothing needs any more."""
         gc.collect()
         if self.report.device.type == "cuda":
             with suppress(RuntimeError):  # of a device that failed: every later part will say so
@@ -154,6 +160,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--minutes {options.minutes:g}: must be a number above 0")
     if options.platform == "cuda" and not torch.cuda.is_available():
         raise UserError("--platform cuda: torch finds no CUDA device here; allowed: cpu (tiny shapes, emulated link)")
+    if options.platform == "cuda":
+        require_kernels()
 
 
 def _slug(device: torch.device) -> str:

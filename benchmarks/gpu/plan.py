@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from harness.settings.systems import LABELS
+from harness.settings.systems import COUNTED, LABELS
 
 MIB, GIB = 2**20, 2**30
-SYSTEMS = (*(label for label, system in LABELS.items() if system.pinned), "offload-pageable")
-"""All of them, the slowest last, as time may run out."""
+SYSTEMS = tuple(sorted(COUNTED, key=lambda label: not LABELS[label].pinned))
+"""All whose transfers are counted, the slowest, of pageable memory, last, as time may run out."""
 LONG = ("ideal", "offload", "infinigen", "infinigen+int4", "offload+int4")
 
 

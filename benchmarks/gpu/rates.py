@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.offload.fetch import indices
+from harness.offload.compact import indices
 from harness.offload.links.open import open_link
 from harness.offload.pinned import PinnedSlab
 from harness.offload.store import KVStore, slot_bytes
+from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from methods.codec import Codec
 
 REPEATS = 5
@@ -68,22 +69,24 @@ def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) 
             yield Rate(" with ".join(ways), [moved / each for each in times], {"bytes": moved})
 
 
-def gather_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
+def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterator[Rate]:
     """Of the gather of a fifth of `num_bytes` of slots, in order within a head as a selection is, by size of row."""
     for codec, head_dim in ROWS:
         heads = max(1, num_bytes // (CAPACITY * slot_bytes(Codec(codec), head_dim)))
-        with _store(device, heads, CAPACITY, head_dim, codec) as store:
+        with _store(device, heads, CAPACITY, head_dim, codec, tuning) as store:
             chosen = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
             mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, chosen, True)
             samples = _load_rates(device, store, indices(mask, KEPT), heads * KEPT)
             yield Rate("gather", samples, {"row_bytes": store.slot_bytes, "codec": codec, "head_dim": head_dim})
 
 
-def copy_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
+def copy_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterator[Rate]:
     """Of `num_bytes` in whole pieces, one a head, by copies and by the gather, by size of piece."""
     for piece in PIECES:
         count, heads = piece // ROW_BYTES, max(1, num_bytes // piece)
-        with _store(device, heads, count + 1) as store:  # a slot between two pieces: they do not merge into one
+        with _store(
+            device, heads, count + 1, tuning=tuning
+        ) as store:  # a slot between two pieces: they do not merge into one
             rows = torch.arange(count, device=device).expand(1, heads, -1).contiguous()
             for name, request in (("copies", count), ("gather", rows)):
                 samples = _load_rates(device, store, request, heads * count)
@@ -118,14 +121,19 @@ def _load_rates(device: torch.device, store: KVStore, request: int | Tensor, num
 
 @contextmanager
 def _store(
-    device: torch.device, heads: int, capacity: int, head_dim: int = HEAD_DIM, codec: str = "fp16"
+    device: torch.device,
+    heads: int,
+    capacity: int,
+    head_dim: int = HEAD_DIM,
+    codec: str = "fp16",
+    tuning: Tuning = DEFAULT_TUNING,
 ) -> Iterator[KVStore]:
     """A store in host memory, page-locked under CUDA, freed in the end."""
     num_bytes = heads * capacity * slot_bytes(Codec(codec), head_dim)
     slab = PinnedSlab(num_bytes) if device.type == "cuda" else None
     store = KVStore(
         batch=1, num_kv_heads=heads, capacity=capacity, head_dim=head_dim, dtype=torch.float16, codec=Codec(codec),
-        placement="host", device=device, slab=slab,
+        placement="host", device=device, slab=slab, tuning=tuning,
     )  # fmt: skip
     try:
         yield store

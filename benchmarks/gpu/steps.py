@@ -21,6 +21,7 @@ from harness.resources import Kept
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import LABELS
 from harness.speed.cell import SharedPrompt, run_shared_prompt
+from harness.speed.link_rate import LinkRate
 from harness.speed.result import LatencyResult
 from harness.speed.run import require_shared_prompt
 from methods.infinigen import InfiniGen
@@ -33,14 +34,14 @@ Attempt = Callable[[str, float, Callable[[], None]], None]
 
 
 class Steps:
-    """Times the cells of shapes. link_bytes_per_s: of the bound, and of the emulated link.
+    """Times the cells of shapes. rate: of the link, emulated or not, and so of the bound.
 
     The time that a label's cell takes grows with the bytes of the cache; at the first shape it is found out how.
     """
 
-    def __init__(self, plan: Plan, report: Report, attempt: Attempt, link_bytes_per_s: float) -> None:
+    def __init__(self, plan: Plan, report: Report, attempt: Attempt, rate: LinkRate) -> None:
         self.plan, self.report, self.attempt = plan, report, attempt
-        self.link_bytes_per_s = link_bytes_per_s
+        self.rate = rate
         self.device = report.device
         self._models: Kept = Kept(limit=1)
         self._calibrations: Kept[Calibration] = Kept(limit=1)
@@ -63,7 +64,7 @@ class Steps:
             for label in shape.labels:
                 self.attempt(f"{shape.title} {label}", self._estimate(label, cache_bytes), partial(time_label, label))
         if results:
-            print(f"{shape.title} + {self.plan.gen_len}\n{render(rows_of(results, self.link_bytes_per_s))}", flush=True)
+            print(f"{shape.title} + {self.plan.gen_len}\n{render(rows_of(results, self.rate.bytes_per_s))}", flush=True)
 
     def _build(self, name: str) -> object:
         model = self.plan.models[name]
@@ -95,14 +96,14 @@ class Steps:
     def _estimate(self, label: str, cache_bytes: int) -> float:
         """Seconds: as the label took before, else as if all that is cached were pinned and moved in every step."""
         num_steps = self.plan.warmup_steps + 2 * self.plan.timed_steps
-        supposed = 1 / self.plan.pin_bytes_per_s + (1 + num_steps) / self.link_bytes_per_s
+        supposed = 1 / self.plan.pin_bytes_per_s + (1 + num_steps) / self.rate.bytes_per_s
         return cache_bytes * self._s_per_byte.get(label, supposed)
 
     def _time(
         self, attached: Attached, prompt: SharedPrompt | Tensor, shape: Shape, label: str, calibration: Calibration
     ) -> LatencyResult:
-        cell_shape, rate = self._cell_shape(shape, label), self.link_bytes_per_s
-        result = measure(attached, prompt, label, cell_shape, bytes_per_s=rate, calibration=calibration)
+        cell_shape = self._cell_shape(shape, label)
+        result = measure(attached, prompt, label, cell_shape, rate=self.rate, calibration=calibration)
         if self.device.type == "cuda" and isinstance(prompt, SharedPrompt):  # measured there, with the prompt
             beside = tensor_bytes(tuple(prompt.prompt.layers))
             result = replace(result, peak_device_bytes=result.peak_device_bytes - beside)
@@ -112,7 +113,7 @@ class Steps:
         result = results[label]
         cell = {"model": shape.model, "batch_size": shape.batch, "prompt_len": shape.prompt, "label": label}
         known = {name: results[name] for name in ("ideal", label) if name in results}
-        row, metrics = rows_of(known, self.link_bytes_per_s)[-1], result.metrics()
+        row, metrics = rows_of(known, self.rate.bytes_per_s)[-1], result.metrics()
         add = partial(self.report.add, "steps", cell)
         add("step", "s", result.timed)
         add("link a step", "B", [row.h2d_bytes])

@@ -11,9 +11,10 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError
+from harness.errors import UserError, missing, reason
 from harness.files import text_sha256
 from harness.model import hub
 from harness.model.gguf import converted
@@ -138,9 +139,26 @@ def _placement(config: ModelConfig) -> "tuple[torch.device, torch.dtype]":
     if config.device == "cuda" and not has_cuda:
         raise UserError("model.device=cuda: torch finds no CUDA device here; allowed: auto, cpu")
     if config.device == "cuda" or config.device == "auto" and has_cuda:
+        require_kernels()
         return torch.device("cuda"), getattr(torch, config.dtype)
     check_dtype(config.dtype, "cpu")
     return torch.device("cpu"), torch.float32
+
+
+def require_kernels() -> None:
+    """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a C compiler, which a
+    machine that only runs programs may lack, and would say so minutes later."""
+    try:
+        from triton.runtime import driver
+
+        _ = driver.active.utils
+    except ImportError as error:
+        raise UserError(f"model.device=cuda: {missing(error)}; allowed: cpu") from error
+    except (RuntimeError, AssertionError, OSError, SubprocessError) as error:
+        raise UserError(
+            f"model.device=cuda: Triton cannot build its launcher ({reason(error)}); it needs a C compiler, Python's "
+            "headers (python3-dev) and libcuda.so; allowed without them: cpu"
+        ) from error
 
 
 def _pretrained(

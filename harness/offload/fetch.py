@@ -1,7 +1,7 @@
 """Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
 
 Under host placement a request starts a transfer into one of two buffers that take turns, since at most two layers'
-rows are under way: the one computing and the next. Under device placement whole layers are read in place. In the
+rows are under way: the one computing and the next. Under any other whole layers are read in place. In the
 buffers there is room behind each head's rows for the step's own one, so that attention finds all in one piece.
 With `reuse` each layer keeps a buffer of its own, and only rows that are not in it yet cross the link.
 
@@ -50,7 +50,7 @@ class _Pending(NamedTuple):
 
 
 class Fetcher:
-    """Requests and write-backs of one session. link: None under device placement.
+    """Requests and write-backs of one session. link: None but under host placement.
 
     h2d_bytes, d2h_bytes: payload that crosses the link for the rows taken and written back so far. It is counted where
     a step uses it, so it is exact for any run of steps, whatever is still under way; under CUDA a 0-d tensor.
@@ -215,7 +215,7 @@ class Fetcher:
         self._pending[layer] = _Pending(store, request, present, bias, places, [])
 
     def _places(self, store: KVStore, request: int | Chosen, buffer: Tensor | None) -> Tensor:
-        """Where the rows of a request come to lie: under device placement they are there at once."""
+        """Where the rows of a request come to lie: without a link they are there at once."""
         count = num_requested(request)
         if self._in_place(request):
             return store.slots[:, :, : count + 1]

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.files import available_memory
-from harness.offload.memory import available_bytes
+from harness.offload.memory import LOWER, available_bytes
 
 RUNTIME = "cuda.bindings.runtime"
 MOST = 1.5
 """Managed bytes over free device memory, at most: beyond it nearly every page of a step faults, and a cell takes hours
 to say so again."""
 GIB = 2**30
-LOWER = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
 
 
 def require_memory(num_bytes: int, device: torch.device) -> None:

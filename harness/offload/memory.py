@@ -23,6 +23,10 @@ OWN = 1
 """Behind the fetched rows of a head a buffer has room for the step's own one."""
 
 
+LOWER = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
+"""What to do where a cache does not fit."""
+
+
 class LayerSlots(NamedTuple):
     """The slots of a layer's store: so many of each head of the batch."""
 
@@ -115,8 +119,7 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
     if num_bytes > available:
         raise UserError(
             f"{what} needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
-            f"{available / 2**30:.1f} GiB are available; lower batch_size, prompt_len or gen_len, "
-            "or choose a codec of fewer bits"
+            f"{available / 2**30:.1f} GiB are available; {LOWER}"
         )
 
 

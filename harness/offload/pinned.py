@@ -34,7 +34,7 @@ class PinnedSlab:
         self.nbytes = num_bytes
         self._used = 0
         try:
-            pages = mmap.mmap(-1, num_bytes)
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are never huge
         except OSError as error:
             raise _refusal(num_bytes, str(error)) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):

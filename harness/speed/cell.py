@@ -86,7 +86,6 @@ def time_cell(
     streamed, through its own prefill too. link: needed under host placement; its other transfers must have been taken.
     Raises UserError where the cache does not fit into memory, ValueError for combinations without meaning.
     """
-
     if isinstance(prompt, SharedPrompt) and cell.weights_on_device < 1:
         raise ValueError(f"weights_on_device={cell.weights_on_device}: a shared prompt ran with all weights there")
     timeline = Timeline(attached.device)
@@ -121,9 +120,8 @@ def _time(
     began = _now(device)
     logits = _begin(session, prompt)
     begin_s = _now(device) - began
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     _take_transfers(session)  # the prompt's have ended, and from here on they are recorded
+    _forget_peak(device)
     until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
@@ -192,6 +190,13 @@ def _busy(transfers: list[Transfer]) -> float:
         busy += max(0.0, transfer.end_s - max(end, transfer.start_s))
         end = max(end, transfer.end_s)
     return busy
+
+
+def _forget_peak(device: torch.device) -> None:
+    """Count the peak from here on. What a link was reading when it was freed counts until the next allocation looks."""
+    if device.type == "cuda":
+        torch.empty(1, device=device)
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) -> int:

@@ -171,6 +171,7 @@ def largest(
     whole, cached: int [batch, rows].
     """
     batch, sets, num_rows, slots = values.shape
+    values = values.contiguous()
     mask = torch.empty_like(values, dtype=torch.bool)
     taken = values.new_empty((batch, num_rows), dtype=torch.float64)
     _take_largest[(batch * sets * num_rows,)](

@@ -51,9 +51,9 @@ class CudaLink(Link):
 
     def __init__(self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
         self.device, self.overlap, self.tuning = device, overlap, tuning
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=-1)  # its few programs go before the computation's next blocks
         self._records: list[_Record] | None = None
-        self._origin = _event(self.stream)
+        self._origin = _event(self.stream, timed=True)
 
     def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
@@ -108,12 +108,12 @@ class CudaLink(Link):
         stream = self.stream if self.overlap else compute
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            start = _event(stream)
+            start = None if self._records is None else _event(stream, timed=True)
             num_bytes = move()
-            end = _event(stream)
+            end = _event(stream, timed=start is not None)
         for tensor in used:
             tensor.record_stream(stream)
-        if self._records is not None:
+        if self._records is not None and start is not None:
             self._records.append(_Record(direction, start, end, num_bytes))
         return end
 
@@ -123,7 +123,7 @@ class _CudaTicket(Ticket):
         super().__init__(rows)
         self._transfer = transfer
         self._end: torch.cuda.Event | None = None
-        self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._waited = False
 
     def submit(self) -> torch.cuda.Event:
         if self._end is None:
@@ -131,24 +131,14 @@ class _CudaTicket(Ticket):
         return self._end
 
     def wait(self) -> Tensor:
-        if self._waited is None:
-            compute = torch.cuda.current_stream(self._rows.device)
-            before = _event(compute)
-            compute.wait_event(self.submit())
-            self._waited = (before, _event(compute))
+        if not self._waited:
+            torch.cuda.current_stream(self._rows.device).wait_event(self.submit())
+            self._waited = True
         return self._rows
 
-    @property
-    def exposed_s(self) -> float:
-        if self._waited is None:
-            return 0.0
-        before, after = self._waited
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
 
-
-def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A timing event recorded on `stream` now."""
-    event = torch.cuda.Event(enable_timing=True)
+def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:
+    """An event recorded on `stream` now; one that keeps the time costs more."""
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event

@@ -5,8 +5,8 @@
         rows = ticket.wait()                           # layer l + 1 may read them now
         link.write_back(store, store.pack(k, v), at=column)
 
-`cuda_link` is the real one, `emulated_link` stands in for it on the CPU. What crosses are the codec's packed
-rows.
+`CudaLink` is the real one, `EmulatedLink` stands in for it on the CPU. What crosses are the codec's packed rows,
+and weights.
 
 `overlap=False` makes a transfer run when it is waited for, and a write-back at once: with pageable stores,
 the baseline as the InfiniGen artifact ran it.
@@ -48,11 +48,6 @@ class Ticket(ABC):
 
         Those of a prefetch stay valid until its buffer is used again. Raises the error of a failed transfer.
         """
-
-    @property
-    @abstractmethod
-    def exposed_s(self) -> float:
-        """Seconds the computation stood still in `wait`, 0 before it. Under CUDA reading it synchronises."""
 
 
 class Link(ABC):
