@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.offload import copies
-from harness.offload.copies import copy_heads, copy_part, cuda_runtime, rectangles
+from harness.offload.copies import copy_heads, copy_part, rectangles
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Part
+from harness.offload.runtime import RUNTIME, cuda_runtime
 from harness.offload.store import KVStore
 from harness.offload.tuning import DEFAULT_TUNING
 from methods.codec import Codec
@@ -152,10 +153,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.fixture
 def without_bindings(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    cuda_runtime.cache_clear()
-    yield
-    cuda_runtime.cache_clear()
+    monkeypatch.setitem(sys.modules, RUNTIME, None)
 
 
 def test_without_the_bindings_lines_are_copied_one_by_one(without_bindings):

@@ -19,6 +19,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload import managed
+from harness.offload.runtime import RUNTIME
 from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
@@ -91,7 +92,7 @@ def host_tensor(block, device):
 def runtime(monkeypatch):
     """CUDA's runtime, with device memory to spare."""
     stand_in = Runtime()
-    monkeypatch.setitem(sys.modules, managed.RUNTIME, stand_in)
+    monkeypatch.setitem(sys.modules, RUNTIME, stand_in)
     monkeypatch.setattr(managed, "_as_tensor", host_tensor)
     monkeypatch.setattr(managed, "available_bytes", lambda device: 40 * GIB)
     monkeypatch.setattr(managed, "available_memory", lambda: 50 * GIB)
@@ -183,7 +184,7 @@ def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch):
     assert {*refusals()} == {
         "placement=managed: this GPU has no concurrent managed access; allowed on it: device, host"
     }
-    monkeypatch.setitem(sys.modules, managed.RUNTIME, None)
+    monkeypatch.setitem(sys.modules, RUNTIME, None)
     assert {*refusals()} == {"placement=managed: needs the package cuda-bindings, which torch's CUDA build brings"}
 
 
@@ -220,10 +221,10 @@ def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):
 
 
 def test_nothing_of_cuda_is_imported_for_a_cache_elsewhere(monkeypatch):
-    monkeypatch.delitem(sys.modules, managed.RUNTIME, raising=False)
+    monkeypatch.delitem(sys.modules, RUNTIME, raising=False)
     with attached_with_link() as (attached, link):
         live(attached, CASES["full"], PROMPTS["even"], placement="host", link=link)
-    assert managed.RUNTIME not in sys.modules
+    assert RUNTIME not in sys.modules
 
 
 # Decoding

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -120,12 +121,12 @@ class LayerCache:
         """Whether no method looks at the scores of attention."""
         return self.state is None or self.method.names_rows
 
-    @property
+    @cached_property
     def attends_to_codes(self) -> bool:
         """Whether kernels attend to the rows as they are stored."""
         return self.hides_scores and has_kernels(self.store.codec, self.store.device)
 
-    @property
+    @cached_property
     def joins_own(self) -> bool:
         """Whether attention may find the own row behind those that are fetched: they are stored as they are computed
         with, and no method looks at their scores."""

@@ -8,7 +8,6 @@ queued one by one. Within one memory a rectangle is copied as any tensor.
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 from types import ModuleType
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.request import Part
+from harness.offload.runtime import cuda_runtime
 
 
 def copy_heads(source: Tensor, target: Tensor) -> None:
@@ -65,16 +65,6 @@ def copy_rectangle(source: Tensor, target: Tensor) -> None:
             to_line.copy_(from_line, non_blocking=True)
     elif source.numel():
         _memcpy_2d(runtime, source, target)
-
-
-@cache
-def cuda_runtime() -> ModuleType | None:
-    """`cuda.bindings.runtime`, None where it is not installed."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    return runtime
 
 
 def _memcpy_2d(runtime: ModuleType, source: Tensor, target: Tensor) -> None:

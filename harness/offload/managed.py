@@ -14,7 +14,6 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.files import available_memory
 from harness.offload.memory import LOWER, available_bytes
+from harness.offload.runtime import cuda_runtime
 
-RUNTIME = "cuda.bindings.runtime"
 MOST = 1.5
 """Managed bytes over free device memory, at most: beyond it nearly every page of a step faults, and a cell takes hours
 to say so again."""
@@ -132,10 +131,7 @@ def _call(name: str, *arguments: Any) -> Any:
 
 
 def _runtime() -> Any:
-    """CUDA's runtime, imported where it is needed: a machine without CUDA lacks the package."""
-    try:
-        return import_module(RUNTIME)
-    except ImportError as error:
-        raise UserError(
-            "placement=managed: needs the package cuda-bindings, which torch's CUDA build brings"
-        ) from error
+    """CUDA's runtime, which a machine without CUDA lacks."""
+    if (runtime := cuda_runtime()) is None:
+        raise UserError("placement=managed: needs the package cuda-bindings, which torch's CUDA build brings")
+    return runtime

@@ -28,7 +28,7 @@ from harness.offload import managed
 from harness.offload.coded import has_kernels
 from harness.offload.copies import copy_heads, copy_part
 from harness.offload.gather import gather_rows, gather_staged, scatter_rows
-from harness.offload.memory import require_memory
+from harness.offload.memory import OWN, require_memory
 from harness.offload.pinned import PinnedSlab
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
@@ -112,13 +112,13 @@ class KVStore:
 
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device for `places_in` up to num_rows."""
-        size = self.slots.shape[:2].numel() * (num_rows + 1) * self.slot_bytes
+        size = self.slots.shape[:2].numel() * (num_rows + OWN) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
         """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: those that a request of
         num_rows fills, and behind each head's the place for the step's own row."""
-        shape = (*self.slots.shape[:2], num_rows + 1, self.slot_bytes)
+        shape = (*self.slots.shape[:2], num_rows + OWN, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
     def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
