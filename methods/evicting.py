@@ -20,6 +20,8 @@ from methods.checks import require, require_fraction
 
 PROMPT_CHUNK = 256
 """Prompt rows whose probabilities are held at once."""
+PROMPT_BYTES = 2**28
+"""Of them, so of few sequences where these are long; a sequence's own are held whatever they take."""
 INF = float("inf")
 
 
@@ -223,6 +225,13 @@ def received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, f
     query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
     returns [batch, num_kv_heads, prompt].
     """
+    of_sequence = query.shape[1] * PROMPT_CHUNK * key.shape[2] * torch.float32.itemsize
+    at_once = max(1, PROMPT_BYTES // max(1, of_sequence))  # there may be no prompt
+    parts = zip(query.split(at_once), key.split(at_once), real.split(at_once), strict=True)
+    return torch.cat([_received_attention(*part, scale, first) for part in parts])
+
+
+def _received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, first: int) -> Tensor:
     batch, num_kv_heads, prompt, _ = key.shape
     total = torch.zeros(batch, num_kv_heads, prompt, device=key.device)
     column = torch.arange(prompt, device=key.device)
