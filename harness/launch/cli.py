@@ -1,7 +1,7 @@
 """The command line: Hydra in front, one line for whatever the user got wrong behind.
 
 Exit codes: 0; 2 for what a user can put right; 1 for a defect of ours; 75 for a grid that put cells off, since their
-minutes were spent (the same command goes on); 130 after Ctrl-C.
+minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM, which ends a run in the same way.
 HYDRA_FULL_ERROR=1 shows tracebacks.
 """
 
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import grid, runner
+from harness.launch import grid, interrupts, runner
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -133,9 +133,9 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     try:
         with _as_command_line(argv):
             command()
-    except KeyboardInterrupt:
-        print("interrupted; the same command repeats only what is not finished", file=sys.stderr)
-        jobs.exit_code = 130
+    except KeyboardInterrupt as stop:
+        print(interrupts.SAID, file=sys.stderr)
+        jobs.exit_code = interrupts.exit_code(stop)
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0
     except Exception as error:
