@@ -81,9 +81,19 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
         "experiment": config.experiment,
         "kind": config.kind,
         "status": "finished",
+        "started": "2026-01-01T00:00:00+00:00",
         "config": settings,
+        "method_module": "methods.h2o",
+        "method_file": None,
+        "selects": "ahead",
+        "inputs": {},
+        "environment": {},
         "metrics": metrics,
+        "samples": {},
+        "methods": {},
         "chunks": [],
+        "seconds": 1.0,
+        "error": None,
     }
     record |= fields
     record.setdefault("table", SHAPES.get(record["kind"], "accuracy"))
