@@ -269,6 +269,19 @@ def test_damaged_records_are_named_and_left_out(tmp_path: Path, caplog: pytest.L
         assert "damaged record" in said and "\n" not in said
 
 
+def test_records_of_another_shape_do_not_empty_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the experiment's own kind count, however many others an older version left under its name."""
+    kept = save_text(tmp_path, "method=h2o")
+    for batch in (1, 2):
+        save(tmp_path, ["experiment=perplexity"], LATENCY_METRICS, kind="latency", text=batch)
+    assert {row["run_id"] for row in rows(tables.update(tmp_path, "perplexity"))} == {kept["run_id"]}
+    assert "runs/perplexity: 2 records of another shape of table, latency" in caplog.text
+    save(tmp_path, ["experiment=latency"], LATENCY_METRICS)
+    for text in (1, 2):
+        save_text(tmp_path, "experiment=latency", kind="perplexity", text=text)
+    assert "tokens_per_s" in rows(tables.update(tmp_path, "latency"))[0]
+
+
 def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     save_task(tmp_path)
     (tmp_path / "tables").write_text("a file where the folder should be")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 NUMBER, NOTHING = (int, float), type(None)
+MISSING = object()
 
 
 class Each(NamedTuple):
@@ -50,19 +51,22 @@ def flaw(record: Any) -> str | None:
 
 
 def _flaw(value: Any, form: Any, name: str) -> str | None:
+    if value is MISSING:
+        return f"no {name}"
     if isinstance(form, frozenset):
-        return None if isinstance(value, str) and value in form else f"{name}={value!r:.40}"
-    if not isinstance(form, Mapping | Each):
-        return None if isinstance(value, form) else f"{name} is of type {type(value).__name__}"
-    container = form.container if isinstance(form, Each) else dict
+        return None if isinstance(value, str) and value in form else f"{name}={value!r}"[:60]
+    container = form.container if isinstance(form, Each) else dict if isinstance(form, Mapping) else form
     if not isinstance(value, container):
-        return f"{name or 'it'} is of type {type(value).__name__}"
-    places = value if container is dict else range(len(value))
-    forms = dict.fromkeys(places, form.item) if isinstance(form, Each) else form
-    for key, each in forms.items():
-        inner = f"{name}.{key}" if name else str(key)
-        if container is dict and key not in value:
-            return f"no {inner}"
-        if (found := _flaw(value[key], each, inner)) is not None:
-            return found
-    return None
+        return f"{name} is of type {type(value).__name__}"
+    parts = (_flaw(*part) for part in _parts(value, form, name))
+    return next((found for found in parts if found is not None), None)
+
+
+def _parts(value: Any, form: Any, name: str) -> Iterator[tuple[Any, Any, str]]:
+    """What a value holds, with the form of each part and its name; one that is missing is of no form."""
+    if isinstance(form, Each):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((item, form.item, f"{name}[{key!r}]") for key, item in items)
+    elif isinstance(form, Mapping):
+        for key, each in form.items():
+            yield value.get(key, MISSING), each, f"{name}.{key}".removeprefix(".")
