@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
 from harness.settings import method, systems
-from harness.settings.choices import CONF_DIR, group, options
+from harness.settings.choices import CONF_DIR, group, kind_of, options
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build
@@ -131,6 +131,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     checked = build(RunConfig, settings)
     if checked.experiment not in options("experiment"):
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
+    _refuse_other_table(checked, experiment)
     experiment.check(checked)
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
 
@@ -141,6 +142,17 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+
+
+def _refuse_other_table(config: RunConfig, experiment: Experiment) -> None:
+    """Raise UserError for a kind whose rows have no place in the table of the experiment's name."""
+    own = kind_of(config.experiment)
+    if own is not None and find(own).table != experiment.table:
+        at_home = [name for name in options("experiment") if kind_of(name) == config.kind]
+        raise UserError(
+            f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
+            f"choose an experiment of that kind: {', '.join(at_home) or 'none here is'}"
+        )
 
 
 def _platform(node: dict[str, Any]) -> PlatformConfig:
