@@ -21,16 +21,11 @@ from harness.settings.sources import CorpusConfig, DataConfig
 from tests.hub_standin import Files, Repository, break_off, commit, status
 
 ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 TINY = {
-    "llama2-7b": {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    },
-    "opt-6.7b": {
-        "vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    },
-}  # fmt: skip
+    "llama2-7b": SIZES | {"intermediate_size": 128, "num_key_value_heads": 4},
+    "opt-6.7b": SIZES | {"word_embed_proj_dim": 64, "ffn_dim": 128},
+}
 TASKS = {
     "aps/super_glue": (
         "copa",
@@ -114,16 +109,18 @@ def test_tasks_from_the_hub_and_again_without_a_request(served, capfd):
     assert "cached version" not in capfd.readouterr().err
 
 
-def test_the_papers_grid_from_the_hub(served, capfd):
-    """`make accuracy MODEL=opt-6.7b DATA=hub`, one of its 19 cells, with weights that only a bot has converted."""
+@pytest.mark.parametrize("experiment", ["fig11", "fig12"])
+def test_cells_of_the_papers_grid_with_weights_that_only_a_bot_has_converted(experiment, served):
+    """Of `make accuracy MODEL=opt-6.7b DATA=hub`, whose other cells differ in methods alone."""
     name = "facebook/opt-6.7b"
     converted = served.models[name].branches["main"]
     served.models[name] = Repository({"config.json": converted["config.json"], "pytorch_model.bin": b"a pickle"})
     served.models[name].add_pull_request(4, hub.CONVERTED_TITLE, hub.CONVERTED_AUTHOR, converted)
-    command = f"grid=accuracy-paper model=opt-6.7b platform=cpu data=hub grid.share=1/19 {SHORT}"
+    command = f"experiment={experiment} method=full model=opt-6.7b data=hub corpus=wikitext2 {SHORT}"
     assert run(command, "opt-6.7b") == 0
-    (record,) = read_records("results", "fig11")
-    assert record["inputs"]["model"] == commit(converted) and set(record["metrics"]) == set(PAPER_TASKS)
+    (record,) = read_records("results", experiment)
+    assert record["inputs"]["model"] == commit(converted)
+    assert set(record["metrics"]) == (set(PAPER_TASKS) if experiment == "fig11" else {"wikitext2"})
     assert not served.asked("pytorch_model.bin")
 
 
