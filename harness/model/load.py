@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
 
 @dataclass
 class LoadedModel:
@@ -201,7 +199,7 @@ def _random(shape: "PreTrainedConfig", *, seed: int, device: "torch.device", dty
 def _tokenizer(directory: Path | None, config: ModelConfig) -> "PreTrainedTokenizerBase | None":
     from transformers import AutoTokenizer
 
-    if directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if directory is None or not any((directory / name).is_file() for name in hub.TOKENIZER_FILES):
         return None  # asked anyway, transformers would make up an empty one
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
