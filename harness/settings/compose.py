@@ -8,6 +8,7 @@ library loads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -29,7 +30,7 @@ from harness.settings.choices import CONF_DIR, group, kind_of, options
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build
-from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
+from harness.settings.sources import CPU_DTYPE, ModelConfig
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 from harness.settings.tasks import TaskConfig, group_tasks
 
@@ -161,13 +162,12 @@ def _platform(node: dict[str, Any]) -> PlatformConfig:
 
 
 def _model(node: dict[str, Any], platform: Device, given: set[str]) -> ModelConfig:
-    """The model where the platform says, in the precision of its entry, or in that of a CPU."""
+    """The model where the platform says, in the precision that the user gave, else its entry's, or a CPU's."""
     model = build(ModelConfig, _with_source(node, given), "model")
     if model.device not in ("auto", platform):
         raise UserError(f"model.device={model.device}: contradicts platform={platform}; leave one of them out")
-    if "model.dtype" in given:
-        check_dtype(model.dtype, platform)
-    return replace(model, device=platform, dtype=CPU_DTYPE if platform == "cpu" else model.dtype)
+    in_entry = "model.dtype" not in given
+    return replace(model, device=platform, dtype=CPU_DTYPE if in_entry and platform == "cpu" else model.dtype)
 
 
 def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if "model.gguf_file" not in given:
         model["gguf_file"] = None
     if "model.name" not in given:
-        model["name"] = Path(source).resolve().name.removesuffix(".gguf")
+        model["name"] = Path(os.path.realpath(source)).name.removesuffix(".gguf")
     return model
 
 

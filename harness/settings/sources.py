@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 from harness.errors import UserError
 
 CPU_DTYPE: Final = "float32"
+"""Of a CPU's run, unless the user says otherwise: what an entry of `conf/model` names is a GPU's."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,6 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         _check_file("calibration.path", self.path)
         check_range("calibration.num_tokens", self.num_tokens, 1)
-
-
-def check_dtype(dtype: str, device: str) -> None:
-    """UserError where `device` does not compute in `dtype`: what is recorded must be what is computed."""
-    if device == "cpu" and dtype != CPU_DTYPE:
-        raise UserError(f"model.dtype={dtype}: a CPU computes in {CPU_DTYPE} here; leave it out, or use platform=cuda")
 
 
 def check_range(setting: str, value: int | None, low: int) -> None:
