@@ -53,7 +53,7 @@ def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
     Raises:
         UserError: it is in none of the folders; says where it may lie.
     """
-    root = Path(root).expanduser().resolve()
+    root = Path(root).resolve()
     scored = scored_split(config)
     folders = list(_folders(task, config))
     for folder in folders if scored else []:

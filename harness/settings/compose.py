@@ -8,6 +8,7 @@ library loads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from harness.settings import method, systems
 from harness.settings.choices import CONF_DIR, group, options
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
-from harness.settings.schema import build
+from harness.settings.schema import build, path_text
 from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 from harness.settings.tasks import TaskConfig, group_tasks
@@ -88,6 +89,7 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
 
 
 def _platform(node: dict[str, Any]) -> PlatformConfig:
@@ -123,7 +125,7 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if "model.gguf_file" not in given:
         model["gguf_file"] = None
     if "model.name" not in given:
-        model["name"] = Path(source).resolve().name.removesuffix(".gguf")
+        model["name"] = Path(os.path.realpath(source)).name.removesuffix(".gguf")
     return model
 
 
