@@ -29,7 +29,7 @@ from harness.settings import method, systems
 from harness.settings.choices import CONF_DIR, group, kind_of, options
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
-from harness.settings.schema import build
+from harness.settings.schema import build, path_text
 from harness.settings.sources import CPU_DTYPE, ModelConfig
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 from harness.settings.tasks import TaskConfig, group_tasks
@@ -143,6 +143,7 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
 
 
 def _refuse_other_table(config: RunConfig, experiment: Experiment) -> None:
