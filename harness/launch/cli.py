@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import grid, runner
+from harness.launch import grid, runner, tracking
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -45,7 +45,8 @@ class Jobs:
     A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
-    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
+    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker` gets as well.
+    is_copy: sent to another process.
     resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
@@ -56,6 +57,7 @@ class Jobs:
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
     draws: bool = False
+    tracker: str = tracking.NONE
     is_copy: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -82,6 +84,7 @@ class Jobs:
             return
         self.draws = True
         plan = read_plan(config.grid, overrides)
+        self.tracker = config.tracker
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
@@ -95,7 +98,9 @@ class Jobs:
         checked = parse(config, overrides)
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
-            self.paths.append(runner.run(runner.Run.of(checked), self.resources))
+            run = runner.Run.of(checked)
+            tracking.require([] if run.is_finished() else [checked.tracker])
+            self.paths.append(runner.run(run, self.resources))
         else:
             runner.show(checked, self.resources)
 
@@ -116,8 +121,10 @@ class Jobs:
         draw = self.draw
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
-            for figure in until_settled(results, "tables/*.csv", lambda: draw(results)):
+            figures = until_settled(results, "tables/*.csv", lambda: draw(results))
+            for figure in figures:
                 print(figure)
+            tracking.send_figures(self.tracker, figures)
         for line in self.gaps:
             print(line)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from harness.errors import UnfinishedError, UserError
+from harness.launch import tracking
 from harness.launch.child import process_of, run_apart
 from harness.launch.plan import counted, groups
 from harness.launch.runner import Run, require_devices, run
@@ -46,6 +47,7 @@ def run_cells(
             yield run(each, resources, _silent)
         else:
             todo.append(each)
+    tracking.require(each.config.tracker for each in todo)
     _announce(todo, len(configs))
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []

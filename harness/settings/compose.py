@@ -79,6 +79,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     if checked.experiment not in options("experiment"):
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
     experiment.check(checked)
+    if checked.tracker != "none" and not experiment.keeps_record:
+        raise UserError(f"tracker={checked.tracker}: experiment={checked.experiment} keeps no record to send")
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
 
 
