@@ -20,7 +20,8 @@ from harness.errors import UserError
 from harness.paper import report
 from harness.paper.catalogue import ENTRIES
 from harness.paper.costmodel import published
-from harness.paper.report_data import gaps, read_sheets
+from harness.paper.report import page as page_of
+from harness.paper.report.data import gaps, read_sheets
 from harness.tables import write as tables
 from harness.tables.columns import ACCURACY, MISSING, names, published_rows
 from harness.tables.text import Sheet
@@ -108,7 +109,7 @@ def test_every_figure_is_in_it_and_decodes(page, results):
     for image in images:
         with Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2], validate=True))) as picture:
             picture.load()
-            assert 300 < picture.width <= report.MAX_WIDTH and len(picture.getcolors(2**24)) > 5
+            assert 300 < picture.width <= page_of.MAX_WIDTH and len(picture.getcolors(2**24)) > 5
 
 
 def test_the_catalogue_knows_every_figure_once():
@@ -161,20 +162,20 @@ def test_published_numbers_stand_beside_ours(page, results):
     compared = {(row.figure, row.series, row.x, row.metric): row for row in published.calibrate()}
     for figure in published.FIGURES:
         rows = [{key: str(value) for key, value in row.items()} for row in published.figure_rows(figure, "a6000-pcie3")]
-        sheet = report.published_sheet(entries[f"{figure}-modelled"], rows)
+        sheet = page_of.published_sheet(entries[f"{figure}-modelled"], rows)
         ours = [line[sheet.header.index("ours")] for line in sheet.lines]
         expected = [row.predicted for key, row in compared.items() if key[0] == figure]
         assert [value for value in ours if value != MISSING] == [f"{value:.4g}" for value in expected]
-        emulated = report.published_sheet(entries[figure], [row | {"source": "emulated"} for row in rows])
+        emulated = page_of.published_sheet(entries[figure], [row | {"source": "emulated"} for row in rows])
         assert "ours" not in emulated.header and len(emulated.lines) == len(sheet.lines)
-        twice = report.published_sheet(entries[figure], rows * 2)
+        twice = page_of.published_sheet(entries[figure], rows * 2)
         assert "ours" not in twice.header, "no one of two rows is ours"
 
 
 def test_a_point_of_an_analysis_stands_beside_the_published_one_of_its_name():
     (fig5,) = (entry for entry in ENTRIES if entry.name == "fig5")
     line = next(row for row in published_rows() if row["figure"] == "fig5")
-    sheet = report.published_sheet(fig5, [line | {"value": "120"}, line | {"model": "other"}])
+    sheet = page_of.published_sheet(fig5, [line | {"value": "120"}, line | {"model": "other"}])
     assert sheet.lines[0][sheet.header.index("ours")] == "120" and sheet.lines[1][sheet.header.index("ours")] == MISSING
     assert sheet.lines[0][sheet.header.index("ours / published")] == "1.50"
 

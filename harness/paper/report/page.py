@@ -14,7 +14,6 @@ import argparse
 import base64
 import io
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -29,7 +28,7 @@ from harness.files import write_atomic
 from harness.paper.catalogue import ENTRIES, MODELLED, Entry
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperCell, quantity
-from harness.paper.report_data import environment, findings, gaps, read_rows, read_sheets, unfinished
+from harness.paper.report.data import environment, findings, gaps, read_rows, read_sheets, unfinished
 from harness.records.record import read_all
 from harness.records.unpack import opened
 from harness.tables.columns import MISSING, SEGMENTS, published_rows
@@ -244,6 +243,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     return exit_code(lambda: print(write_report(args.results_dir, args.output)))
 
-
-if __name__ == "__main__":
-    sys.exit(main())
