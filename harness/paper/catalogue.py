@@ -11,11 +11,13 @@ import yaml
 REGISTRY = Path(__file__).resolve().parents[2] / "plots" / "registry.yaml"
 MODELLED = "-modelled"
 """The end of the name of what the cost model predicts."""
+PAGES = ("leaderboard", "frontier", "index", "long decode", "accuracy", "speed", "analysis")
+"""Those of the report, in their order."""
 
 
 class Entry(NamedTuple):
     """A figure or table. name: that of `results/figures/<name>.png`. tables: of `results/tables`, the one with its own
-    numbers first. page: of the report. chart: of `harness.paper.report.charts`, None where there is none."""
+    numbers first. page: one of `PAGES`. chart: of `harness.paper.report.charts`, None where there is none."""
 
     name: str
     title: str

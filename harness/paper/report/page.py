@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
-from harness.paper.report.charts.vega import library
+from harness.paper.catalogue import PAGES
+from harness.paper.report.charts.vega import with_library
 from harness.paper.report.data import environment, unfinished
 from harness.paper.report.sections import SOURCES, Section, entries_of, folders_of, sections_of
 from harness.records.record import read_all
@@ -62,11 +62,11 @@ def _render(folder: Path) -> str:
     return _template().render(
         pages=_pages(sections),
         most_panes=max(len(section.panes) for section in sections),
-        models=list(dict.fromkeys(row["model"] for section in sections for part in section.parts for row in part.rows)),
+        beside=[where for where in folders if where],
         sources=SOURCES,
         scripts=scripts,
         digests=[f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts],
-        style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
+        style=(HERE / "report.css").read_text(encoding="utf-8"),
         absent=[entry for entry in entries if entry.name not in shown],
         gaps=[gap for section in sections for part in section.parts for gap in part.gaps],
         unfinished=[line for found in records.values() for line in unfinished(found)],
@@ -77,18 +77,16 @@ def _render(folder: Path) -> str:
 
 
 def _pages(sections: Sequence[Section]) -> dict[str, list[Section]]:
-    """The sections by page, in the order of the first of each."""
-    pages: dict[str, list[Section]] = {}
-    for section in sections:
-        pages.setdefault(section.entry.page, []).append(section)
-    return pages
+    """The sections by page; pages that the catalogue does not know, of what it does not know, stand last."""
+    names = dict.fromkeys((*PAGES, *(section.entry.page for section in sections)))
+    pages = {name: [section for section in sections if section.entry.page == name] for name in names}
+    return {name: found for name, found in pages.items() if found}
 
 
-def _scripts(charted: bool) -> list[Markup]:
+def _scripts(charted: bool) -> list[str]:
     """What runs on the page, each as it stands between its tags: a digest in the page's policy names it."""
-    names = ("tables.js", *(["charts.js"] * charted))
-    own = [(HERE / name).read_text(encoding="utf-8") for name in names]
-    return [Markup(script) for script in ([library()] * charted + own)]
+    tables, charts = ((HERE / name).read_text(encoding="utf-8") for name in ("tables.js", "charts.js"))
+    return [tables, with_library(charts)] if charted else [tables]
 
 
 def _template() -> Any:

@@ -15,7 +15,7 @@ from harness.paper.report.charts import CHARTS
 from harness.paper.report.charts.vega import Drawn, draw
 from harness.paper.report.data import findings, gaps, read_rows, read_sheets
 from harness.paper.report.published import published_sheet
-from harness.tables.columns import typed
+from harness.tables.columns import TableRow, typed
 from harness.tables.text import Sheet
 
 MAX_WIDTH = 1120
@@ -72,7 +72,7 @@ class Section:
 def folders_of(folder: Path) -> dict[str, Path]:
     """The results to report by their names, "" for the folder itself: those with tables that lie within it, such as of
     another model, stand beside its own."""
-    inner = sorted(path.parent for path in folder.glob("*/tables") if path.is_dir())
+    inner = sorted({path.parents[1] for path in folder.glob("*/tables/*.csv")})
     return {"": folder} | {path.name: path for path in inner}
 
 
@@ -121,7 +121,7 @@ def _part(where: str, folder: Path, entry: Entry, entries: Sequence[Entry], find
     image = folder / "figures" / f"{entry.name}.png"
     paths = {table: folder / "tables" / f"{table}.csv" for table in entry.tables}
     sheets = {table: found for table, path in paths.items() if (found := read_sheets(path))}
-    rows = [row for path in paths.values() for row in read_rows(path)]
+    rows: list[Row] = [row for path in paths.values() for row in read_rows(path)]
     own = {table: found for table, found in sheets.items() if _home(table, entries) == entry.name}
     return Part(
         where=where,
@@ -156,7 +156,7 @@ def _panes(entry: Entry, parts: Sequence[Part]) -> dict[str, list[Drawn]]:
 
 def _beside(parts: Sequence[Part]) -> Sheet | None:
     """The models compared. Those of one folder too; two folders of one model go by the folders' names."""
-    groups: dict[str, list] = {}
+    groups: dict[str, list[TableRow]] = {}
     for part in parts:
         for row in map(typed, part.rows):
             name = row["model"] if part.where in row["model"] else f"{row['model']} in {part.where}"

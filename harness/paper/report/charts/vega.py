@@ -7,10 +7,8 @@ specification, and never part of an expression or the name of a field.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, inf, log10
 from typing import Any, NamedTuple
-
-from markupsafe import Markup
 
 from harness.paper.report.charts.chart import Axis, Chart, Point
 from harness.tables.columns import MISSING
@@ -22,6 +20,8 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross"
 WIDTH, HEIGHT = 480, 300
 PAGE = "currentColor"
 LINE_HEIGHT = 11
+LARGEST = 1e100
+"""What is larger, infinite or no number has no place on an axis."""
 MANY_DECADES = 4
 DIGITS = 5
 """Of a number that is drawn; a hover answers with the table's own."""
@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
 
     chart: Chart
     spec: Json
-    svg: Markup
+    svg: str
 
 
 def draw(charts: Iterable[Chart]) -> list[Drawn]:
@@ -62,26 +62,26 @@ def draw(charts: Iterable[Chart]) -> list[Drawn]:
     for chart in shown:
         spec = _spec(chart, looks, [other for other in shown if other.pane == chart.pane])
         svg = vl_convert.vegalite_to_svg(spec | {"width": WIDTH}, VEGA_LITE, allowed_base_urls=[])
-        drawn.append(Drawn(chart, spec, Markup(svg)))
+        drawn.append(Drawn(chart, spec, svg))
     return drawn
 
 
 @cache
-def library() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script (BSD-3-Clause)."""
+def with_library(script: str) -> str:
+    """Vega, Vega-Lite and Vega-Embed (BSD-3-Clause), and after them a script that has them, as one script."""
     import vl_convert
 
-    return vl_convert.javascript_bundle(vl_version=VEGA_LITE)
+    return vl_convert.javascript_bundle(script, VEGA_LITE)
 
 
 def _finite(chart: Chart) -> Chart:
     """The chart without what has no place on its axes."""
     points = [
-        point._replace(stderr=point.stderr if point.stderr and isfinite(point.stderr) else None)
+        point._replace(stderr=point.stderr if point.stderr and point.stderr < LARGEST else None)
         for point in chart.points
-        if isfinite(point.x) and isfinite(point.y) and (point.y > 0 or not chart.y.log)
+        if abs(point.x) < LARGEST and abs(point.y) < LARGEST and (point.y > 1 / LARGEST or not chart.y.log)
     ]
-    return chart._replace(points=points, levels=[level for level in chart.levels if isfinite(level.value)])
+    return chart._replace(points=points, levels=[level for level in chart.levels if abs(level.value) < LARGEST])
 
 
 def _looks(charts: Sequence[Chart]) -> Looks:
@@ -102,8 +102,7 @@ def _spec(chart: Chart, looks: Looks, beside: Sequence[Chart]) -> Json:
     solid = {"field": "solid", "type": "quantitative", "scale": None, "legend": None}
     points = {"x": x, "y": y, "stroke": color, "fill": color, "shape": shape, "fillOpacity": solid, "tooltip": tooltip}
     errors = {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}, "stroke": color}
-    shift = {"field": "shift", "type": "quantitative", "scale": None}
-    name = {"x": x, "y": y, "yOffset": shift, "text": {"field": "name", "type": "nominal"}}
+    name = {"x": x, "y": y | {"field": "named"}, "text": {"field": "name", "type": "nominal"}}
     layers = [
         *_levels(chart, {"x": x, "y": y}),
         _layer("line", {"x": x, "y": y, "stroke": color | {"field": "line"}}, needs="line", strokeWidth=1.5),
@@ -122,8 +121,8 @@ def _spec(chart: Chart, looks: Looks, beside: Sequence[Chart]) -> Json:
 
 
 def _data(chart: Chart, headings: Sequence[str], scale: Json) -> list[Json]:
-    least, shifts = scale["domain"][0], _shifts(chart, scale)
-    return [_datum(point, headings, least) | {"shift": at} for point, at in zip(chart.points, shifts, strict=True)]
+    points = zip(chart.points, _name_places(chart, scale), strict=True)
+    return [_datum(point, headings, scale["domain"][0]) | {"named": place} for point, place in points]
 
 
 def _datum(point: Point, headings: Sequence[str], least: float) -> Json:
@@ -155,17 +154,18 @@ def _along_y(chart: Chart) -> list[float]:
     return ends + lower + [level.value for level in chart.levels if level.axis == "y"]
 
 
-def _shifts(chart: Chart, scale: Json) -> list[float]:
-    """How many pixels the name of each point stands below it, so that no name is on another."""
-    on = log10 if chart.y.log else float
+def _name_places(chart: Chart, scale: Json) -> list[float | None]:
+    """The y at which the name of each point stands: its own, or lower, so that no name is on another."""
+    on, back = (log10, lambda value: 10.0**value) if chart.y.log else (float, float)
     least, most = map(on, scale["domain"])
-    places = [HEIGHT * (most - on(point.y)) / (most - least) for point in chart.points]
-    shifts, free = [0.0] * len(places), 0.0
-    for index in sorted(range(len(places)), key=places.__getitem__):
-        if chart.points[index].name:
-            shifts[index] = max(0.0, free - places[index])
-            free = places[index] + shifts[index] + LINE_HEIGHT
-    return shifts
+    line = LINE_HEIGHT / HEIGHT * (most - least)
+    places: list[float | None] = [None] * len(chart.points)
+    free = inf
+    for index, point in sorted(enumerate(chart.points), key=lambda item: -item[1].y):
+        if point.name:
+            place = min(on(point.y), free)
+            places[index], free = _rounded(back(place)), place - line
+    return places
 
 
 def _quantity(field: str, axis: Axis, values: Sequence[float]) -> Json:
@@ -173,7 +173,7 @@ def _quantity(field: str, axis: Axis, values: Sequence[float]) -> Json:
     least, most = min(values), max(values)
     if axis.log:
         scale: Json = {"type": "log", "domain": [least / 1.4, most * 1.4]}
-        shown = {"format": "~g", "values": _decades(least / 1.4, most * 1.4)}
+        shown: Json = {"format": "~g", "values": _decades(least / 1.4, most * 1.4)}
     else:
         room = 0.04 * (most - min(least, 0) if axis.zero else most - least) or 1
         scale = {"domain": [min(least, 0) if axis.zero else least - room, most + room], "zero": False, "nice": False}
@@ -202,7 +202,7 @@ def _layer(mark: str, encoding: Json, *, needs: str, **looks: Any) -> Json:
 def _levels(chart: Chart, axes: Mapping[str, Json]) -> Iterator[Json]:
     """Dashed lines over the whole of the other axis, each with its name."""
     text = {"type": "text", "align": "right", "dx": -4, "dy": -5, "fontSize": 10, "fill": PAGE, "aria": False}
-    ends = {"x": {"y": {"value": 12}}, "y": {"x": {"value": "width"}}}
+    ends: Json = {"x": {"y": {"value": 12}}, "y": {"x": {"value": "width"}}}
     for axis, end in ends.items():
         values = [{axis: level.value, "name": level.name} for level in chart.levels if level.axis == axis]
         if values:
