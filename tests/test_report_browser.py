@@ -125,7 +125,7 @@ def test_charts_answer_a_hover_and_nothing_else_happens(report, tmp_path):
     assert (seen["images"], seen["broken"]) == (len(page.all("src")), 0)
     assert seen["scripts"] == len(page.scripts) + len(page.specs) + 2 and seen["elements"] == 0
     assert seen["wider"] <= 0, "the page scrolls sideways on a phone"
-    assert sorted(seen["before"], key=float) == seen["after"] != seen["before"]
+    assert sorted(seen["before"], key=lambda cell: float(cell.split()[0])) == seen["after"] != seen["before"]
 
 
 @pytest.mark.parametrize(
