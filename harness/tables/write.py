@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 OLDER_CHUNK = 256
+ROUND = str.maketrans("[]", "()")
 CONDITIONS = ("num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
@@ -205,11 +206,13 @@ def _compared(difference: Difference | None) -> TableRow:
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
-    """Task, or file name of a text, and the conditions under which its values hold."""
+    """Task, or file name of a text, and the conditions under which its values hold. Brackets of the name are round in
+    the table, where square ones say which part of a text or task a row is of."""
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     shared = {"seq_len": seq_len, "source": "measured"}
-    return shared | {"task": Path(name).name} | {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
+    conditions = {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
+    return shared | {"task": Path(name).name.translate(ROUND)} | conditions
 
 
 def _is_metric(name: str) -> bool:
