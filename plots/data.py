@@ -74,6 +74,8 @@ class Tables:
             raise UserError(f"{path}: no column {column}; make the table anew")
         frame = frame.join(empty[missing])
         names = [name for name in NAMES if name in types]
+        for column in (name for name in names if frame[name].isna().any()):
+            raise UserError(f"{path}: a row without {column}; make the table anew")
         return frame.assign(**{name: frame[name].map(self._shown, na_action="ignore") for name in names})
 
     def _shown(self, name: str) -> str:
