@@ -4,6 +4,7 @@ import importlib.util
 import os
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["COLUMNS"] = "160"  # tables that are printed are as wide as the terminal
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from harness.tables.columns import LABEL, SETTINGS
 
 WORDS = (LABEL.heading, SETTINGS.heading)
 """Headings above words, which stand on the left; all other cells are numbers."""
-HEADING_LETTERS, MAX_WIDTH, GAP = 13, 120, "  "
+HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, "  "
 WORD_LETTERS = 44
 """Of a cell of words in a terminal."""
 MARKUP = re.compile(r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)")
