@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +18,8 @@ import psutil
 from harness.errors import UserError
 
 T = TypeVar("T")
+
+ABANDONED_S = 3600.0
 
 
 def cache_dir() -> Path:
@@ -30,10 +34,11 @@ def cache_dir() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A scratch file beside `path` that takes its place in one step, where the block ends without an error.
 
-    A reader, or a process cut short, sees the old file or the new one. Raises OSError where the folder cannot be
-    written.
+    A reader, or a process cut short, sees the old file or the new one; the scratch files of processes that were killed
+    go. Raises OSError where the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
     scratch = Path(name)
@@ -46,6 +51,16 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink()  # there only where something failed
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove scratch files of `path` that nobody has written to for `ABANDONED_S`."""
+    scratch = re.compile(re.escape(f".{path.name}.") + r"\w{8}")
+    for other in path.parent.iterdir():
+        if scratch.fullmatch(other.name):
+            with contextlib.suppress(OSError):  # another process removes it as well
+                if time.time() - other.stat().st_mtime > ABANDONED_S:
+                    other.unlink()
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import grid, interrupts, runner
+from harness.launch import grid, interrupts, runner, status
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -77,7 +77,11 @@ class Jobs:
         if config.export is not None:
             print(export(config.export, config.results_dir, overrides))
             return
-        if HydraConfig.get().runtime.choices.get("grid") is None:
+        has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
+        if config.status:
+            print(_status(config, overrides if has_grid else None))
+            return
+        if not has_grid:
             self._run_one(config, overrides)
             return
         self.draws = True
@@ -145,6 +149,15 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     except Exception as error:
         jobs.fail(error)
     return jobs.exit_code
+
+
+def _status(config: DictConfig, overrides: Sequence[str] | None) -> str:
+    """How far a grid is with these overrides; None: all of the results folder."""
+    if config.status is not True:
+        raise UserError(f"status={config.status}: must be true or false")
+    if overrides is None:
+        return status.render(status.of_folder(config.results_dir))
+    return status.render(status.of_runs(map(runner.Run.of, read_plan(config.grid, overrides).cells)))
 
 
 def one_line(error: BaseException) -> str:
