@@ -29,7 +29,7 @@ from harness.resources import Resources
 from harness.settings.compose import load
 from harness.settings.run import RunConfig
 
-METHODS = ("full", "h2o", "streaming", "int8", "int4", "int2", "quest", "tova")
+METHODS = ("full", "h2o", "int4", "quest")
 SIZES = ["seq_len=32", "prefill_len=16", "num_windows=1"]
 
 

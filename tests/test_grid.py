@@ -414,6 +414,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
     runs.measure = interrupt
     assert main(["grid=accuracy"]) == 130
     assert "Full cache" in Path("results/tables/fig12.md").read_text()
+    assert "fig11.png" not in capsys.readouterr().out, "drawing takes longer than who stops a process may wait"
     runs.measure = outcome
     runs.configs.clear()
     assert main(["grid=accuracy"]) == 0

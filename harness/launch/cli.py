@@ -140,6 +140,7 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     except KeyboardInterrupt as stop:
         print(interrupts.SAID, file=sys.stderr)
         jobs.exit_code = interrupts.exit_code(stop)
+        jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0
     except Exception as error:
