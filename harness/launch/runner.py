@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.files import until_settled
-from harness.launch import lock
+from harness.launch import lock, tracking
 from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.records.baseline import full_runs
@@ -49,8 +49,10 @@ class Run:
 
     @property
     def title(self) -> str:
-        """A few words for a progress line."""
-        return title(self.config)
+        """A few words for a progress line: experiment, shape, label, size."""
+        config = self.config
+        size = f"at {config.target_kv_frac:g}" if config.target_kv_frac is not None and not config.label_given else ""
+        return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
 
     def is_finished(self) -> bool:
         """Whether there is a finished record of it."""
@@ -165,12 +167,6 @@ def report(paths: Sequence[Path]) -> str:
     return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
 
 
-def title(config: RunConfig) -> str:
-    """A few words for a progress line: experiment, shape, label, size."""
-    size = f"at {config.target_kv_frac:g}" if config.target_kv_frac is not None and not config.label_given else ""
-    return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
-
-
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
     record = _unfinished(todo)
@@ -180,10 +176,15 @@ def _record(todo: Run, resources: Resources) -> None:
         with _in_users_words(todo.config):
             measured = _measure(todo.config, resources)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
-        records.write_record(todo.path, record | measured | {"status": "finished", "seconds": seconds})
+        _end(todo, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
-        records.write_record(todo.path, record | _failure(error) | {"seconds": time.perf_counter() - start})
+        _end(todo, record | _failure(error) | {"seconds": time.perf_counter() - start})
         raise
+
+
+def _end(todo: Run, record: Mapping[str, Any]) -> None:
+    records.write_record(todo.path, record)
+    tracking.send(todo.config.tracker, todo.path)
 
 
 def _failure(error: Exception) -> dict[str, Any]:

@@ -8,6 +8,7 @@ library loads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -25,11 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
 from harness.settings import method, systems
-from harness.settings.choices import CONF_DIR, group, options
+from harness.settings.choices import CONF_DIR, group, kind_of, options
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
-from harness.settings.schema import build
-from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
+from harness.settings.schema import build, path_text
+from harness.settings.sources import CPU_DTYPE, ModelConfig
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 from harness.settings.tasks import TaskConfig, group_tasks
 
@@ -131,7 +132,10 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     checked = build(RunConfig, settings)
     if checked.experiment not in options("experiment"):
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
+    _refuse_other_table(checked, experiment)
     experiment.check(checked)
+    if checked.tracker != "none" and not experiment.keeps_record:
+        raise UserError(f"tracker={checked.tracker}: experiment={checked.experiment} keeps no record to send")
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
 
 
@@ -141,6 +145,18 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
+
+
+def _refuse_other_table(config: RunConfig, experiment: Experiment) -> None:
+    """Raise UserError for a kind whose rows have no place in the table of the experiment's name."""
+    own = kind_of(config.experiment)
+    if own is not None and find(own).table != experiment.table:
+        at_home = [name for name in options("experiment") if kind_of(name) == config.kind]
+        raise UserError(
+            f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
+            f"choose an experiment of that kind: {', '.join(at_home) or 'none here is'}"
+        )
 
 
 def _platform(node: dict[str, Any]) -> PlatformConfig:
@@ -149,13 +165,12 @@ def _platform(node: dict[str, Any]) -> PlatformConfig:
 
 
 def _model(node: dict[str, Any], platform: Device, given: set[str]) -> ModelConfig:
-    """The model where the platform says, in the precision of its entry, or in that of a CPU."""
+    """The model where the platform says, in the precision that the user gave, else its entry's, or a CPU's."""
     model = build(ModelConfig, _with_source(node, given), "model")
     if model.device not in ("auto", platform):
         raise UserError(f"model.device={model.device}: contradicts platform={platform}; leave one of them out")
-    if "model.dtype" in given:
-        check_dtype(model.dtype, platform)
-    return replace(model, device=platform, dtype=CPU_DTYPE if platform == "cpu" else model.dtype)
+    in_entry = "model.dtype" not in given
+    return replace(model, device=platform, dtype=CPU_DTYPE if in_entry and platform == "cpu" else model.dtype)
 
 
 def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
@@ -176,7 +191,7 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if "model.gguf_file" not in given:
         model["gguf_file"] = None
     if "model.name" not in given:
-        model["name"] = Path(source).resolve().name.removesuffix(".gguf")
+        model["name"] = Path(os.path.realpath(source)).name.removesuffix(".gguf")
     return model
 
 
