@@ -107,7 +107,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """
     composed = OmegaConf.to_container(config, resolve=True)
     assert isinstance(composed, dict)
-    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key != "grid"}
+    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key not in ("grid", "status")}
     if settings.pop("export", None) is not None:
         raise UserError(f"export={composed['export']}: runs nothing, so it is no setting of a run")
     given = {override.split("=", 1)[0].lstrip("+") for override in overrides}
