@@ -7,10 +7,14 @@ shows goes through `main`.
 import functools
 import io
 import json
+import logging
+import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -18,10 +22,12 @@ from test_cli import only_error, runs  # noqa: F401, a fixture
 from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtures
 
 from harness.accuracy.tasks import run_tasks
+from harness.data.complaints import COMPLAINTS
 from harness.errors import UserError
 from harness.launch.cli import main
 from harness.launch.overrides import GROUPS, check
 from harness.settings.compose import compose, parse
+from harness.settings.sources import DataConfig
 
 HUGE = 10**30
 READER = OverridesParser.create()
@@ -209,7 +215,7 @@ def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):  # noqa: F811
         assert main(["method=full", "label='größer'"]) == 0
         assert main(["prompt=größer"]) == 2
     terminal.flush()
-    assert written.getvalue().count(rb"gr\xf6\xdfer") == 2
+    assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
 
 
 def test_without_any_stream_a_run_is_a_run(runs, monkeypatch):  # noqa: F811
@@ -292,3 +298,67 @@ def test_an_odd_row_is_named_by_file_and_line(case, root, loaded):  # noqa: F811
         run_tasks(settings(task, root=root), loaded)
     said = str(error.value)
     assert said.startswith(f"{path}, line 4: ") and message in said and "\n" not in said
+
+
+BAD_FIRST = {
+    "hellaswag": (ROWS["hellaswag"] | {"label": "7"}, "lm-eval fails on it (IndexError"),
+    "boolq": (ROWS["boolq"] | {"label": 2}, "lm-eval fails on it (IndexError"),
+    "copa": (COPA | {"choice1": ""}, "lm-eval fails on it (IndexError"),
+}
+"""The first row, on which lm-eval tries a task while it is made."""
+
+
+@pytest.mark.parametrize("task", BAD_FIRST)
+def test_a_row_with_which_no_task_can_be_made_is_found(task, root, loaded):  # noqa: F811
+    row, message = BAD_FIRST[task]
+    path = root / FILES[task][-1]
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(row), *lines[1:]]))
+    with pytest.raises(UserError, match="^" + re.escape(f"{path}, line 1: tasks={task}: {message}")):
+        run_tasks(settings(task, root=root), loaded)
+
+
+def test_a_row_that_python_makes_anew_is_named_by_file_and_number(root, loaded):  # noqa: F811
+    path = root / FILES["hellaswag"][-1]
+    lines = path.read_text().splitlines()
+    lines[3] = json.dumps(ROWS["hellaswag"] | {"label": "7"})
+    path.write_text("\n".join(lines))
+    said = f"{path}, row 3 of what process_docs makes of it: tasks=hellaswag: its answer 7 is none of its 4 choices"
+    with pytest.raises(UserError, match="^" + re.escape(said)):
+        run_tasks(settings("hellaswag", root=root), loaded)
+
+
+def test_an_example_that_is_shown_is_checked_too(root, loaded):  # noqa: F811
+    path = root / FILES["piqa"][0]
+    path.write_text("\n".join(json.dumps(ROWS["piqa"] | {"label": -1, "goal": f"To {n}"}) for n in range(8)))
+    with pytest.raises(UserError, match=r"train.jsonl, line \d: tasks=piqa: its answer -1 is none of its 2 choices"):
+        run_tasks(settings("piqa", root=root), loaded)
+    run_tasks(settings("piqa", root=root, num_fewshot=0, num_samples=1), loaded)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, -1], [0, 1, 1]])
+def test_a_split_of_the_hub_without_labels_is_named(labels, loaded, monkeypatch):  # noqa: F811
+    features = datasets.Features({name: datasets.Value("string") for name in COPA if name != "label"})
+    features["label"] = datasets.ClassLabel(names=["choice1", "choice2"])
+    rows = datasets.Dataset.from_list([COPA | {"label": label} for label in labels], features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, name: {"train": rows.select([0, 1]), "validation": rows})
+    config = settings("copa", data=DataConfig("hub"), num_fewshot=0, num_samples=None)
+    if -1 in labels:
+        said = r"^data=hub: aps/super_glue, split validation, row 2: tasks=copa: has no label \(-1\)"
+        with pytest.raises(UserError, match=said):
+            run_tasks(config, loaded)
+    else:
+        assert run_tasks(config, loaded).metrics["copa"]["num_samples"] == 3
+    with pytest.raises(UserError, match="^num_fewshot=2: copa has 2 rows of its split train in data=hub"):
+        run_tasks(replace(config, num_fewshot=2), loaded)
+
+
+def test_what_lm_eval_warns_of_is_one_line_once(root, loaded, capsys):  # noqa: F811
+    logger = logging.getLogger("lm_eval.api.task")
+    logger.warning("metric acc is defined, but aggregation is not. using default")
+    logger.warning("Using test_docs\nas examples of %s", "this test")
+    logger.warning("Using test_docs\nas examples of %s", "this test")
+    for _ in range(2):
+        run_tasks(settings("kv_recall", num_samples=1), loaded)
+    assert capsys.readouterr().err.count("lm-eval: Using test_docs as examples of this test\n") == 1
+    assert COMPLAINTS.take() == []
