@@ -11,6 +11,7 @@ from harness.errors import UserError
 from harness.settings.schema import PathText, check_range
 
 CPU_DTYPE: Final = "float32"
+"""Of a CPU's run, unless the user says otherwise: what an entry of `conf/model` names is a GPU's."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,6 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         _check_file("calibration.path", self.path)
         check_range("calibration.num_tokens", self.num_tokens, 1)
-
-
-def check_dtype(dtype: str, device: str) -> None:
-    """UserError where `device` does not compute in `dtype`: what is recorded must be what is computed."""
-    if device == "cpu" and dtype != CPU_DTYPE:
-        raise UserError(f"model.dtype={dtype}: a CPU computes in {CPU_DTYPE} here; leave it out, or use platform=cuda")
 
 
 def _check_file(setting: str, path: str | None) -> None:
