@@ -72,7 +72,7 @@ lint: $(STAMP)  ## ruff (rules and format) and mypy
 	$(PY) -m mypy
 
 test: $(STAMP)  ## run the tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
 	$(PY) run.py grid=$(GRID) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)
