@@ -8,18 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from harness.errors import UserError
+from harness.errors import UserError, refused
 from harness.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+def count(what: str, described: PreTrainedConfig) -> int:
+    """Weights of a model that a configuration describes, without any memory; UserError where it describes none."""
+    from transformers import AutoModelForCausalLM
+
+    with refused(f"{what}: its configuration describes no model"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(described).num_parameters()
+
+
 def require_filled(what: str, described: PreTrainedConfig, num_weights: int) -> None:
     """Raise UserError where files hold less than half of the weights that their configuration describes: all of them
     would be made up in memory, before anybody could say which are missing."""
     sizes = ModelShape.from_config(what, described.to_dict())
-    if sizes.num_weights > 2 * num_weights or _count(described) > 2 * num_weights:
+    if sizes.num_weights > 2 * num_weights or count(what, described) > 2 * num_weights:
         raise UserError(f"{what}: holds {num_weights} weights, far fewer than its configuration describes")
 
 
@@ -52,13 +60,6 @@ def fits(tokenizer: Any, model: PreTrainedModel) -> bool:
     around = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     highest = max(tokenizer.vocab_size - 1, *(token or 0 for token in around))
     return highest < model.get_input_embeddings().num_embeddings
-
-
-def _count(described: PreTrainedConfig) -> int:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(described).num_parameters()
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -19,7 +19,6 @@ from harness.files import text_sha256
 from harness.model import hub
 from harness.model.checkpoint import num_elements, read_config, weight_files
 from harness.model.described import as_config, model_config, require_as_described
-from harness.model.shape import ModelShape
 from harness.model.source import PACKAGE, PACKAGED_NAME, find_source
 from harness.settings.sources import ModelConfig
 
@@ -59,15 +58,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """
     from transformers.utils import logging
 
-    from harness.model import room
+    from harness.model import checks, room
 
     logging.disable_progress_bar()
     device, dtype = _placement(config)
     shape = model_config(config)
     directory: Path | None
     if config.weights == "random":
-        num_weights = ModelShape.from_config(config.name, shape.to_dict()).num_weights
-        room.require_room(f"model {config.name}", num_weights, dtype, device)
+        room.require_room(f"model {config.name}", checks.count(f"model {config.name}", shape), dtype, device)
         directory, fingerprint = _tokenizer_directory(config), _random_fingerprint(shape, config.seed)
         model = _random(shape, seed=config.seed, device=device, dtype=dtype)
     else:

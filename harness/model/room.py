@@ -23,8 +23,9 @@ def require_room(what: str, num_weights: int, dtype: torch.dtype, device: torch.
     needed, available = num_weights * dtype.itemsize, available_bytes(device)
     if needed <= available:
         return
+    word = str(dtype).removeprefix("torch.")
     halved = ", or model.dtype=bfloat16" if dtype == torch.float32 and needed <= 2 * available else ""
     raise UserError(
-        f"{what} needs {needed / GIB:.1f} GiB of {device.type} memory for its weights in {str(dtype).split('.')[-1]} and "
+        f"{what} needs {needed / GIB:.1f} GiB of {device.type} memory for its weights in {word} and "
         f"{available / GIB:.1f} GiB are available; choose a smaller model{halved}"
     )
