@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
 
 @dataclass
 class LoadedModel:
@@ -171,7 +169,7 @@ def _tokenizer(
 
     from harness.model import checks
 
-    if directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if directory is None or not any((directory / name).is_file() for name in hub.TOKENIZER_FILES):
         return None  # asked anyway, transformers would make up an empty one
     lacks = "" if (directory / "tokenizer.json").is_file() else _needed_for(directory)
     with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{lacks}"):
