@@ -6,12 +6,12 @@ is not is fetched, what lacks alone, with short timeouts, so that an unreachable
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.errors import UserError, nearest
+from harness.model.checkpoint import weight_files
 from harness.model.download import fetch, info, is_wanted, names, refused
 
 if TYPE_CHECKING:
@@ -34,13 +34,10 @@ class Snapshot(NamedTuple):
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a model directory holds all its weights as safetensors (every shard that its index names)."""
+    """Whether a model directory holds a config, and all its weights as safetensors."""
     try:
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        return all((directory / shard).is_file() for shard in set(index["weight_map"].values()))
-    except FileNotFoundError:
-        return (directory / "model.safetensors").is_file()
-    except (ValueError, KeyError, AttributeError, NotADirectoryError):
+        return bool(weight_files(directory))
+    except UserError:
         return False
 
 
