@@ -104,18 +104,6 @@ def test_code_is_fetched_only_when_asked_and_then_alone(served, files):
     assert served.asked(r"GET .*/modeling_tiny.py$") == served.asked(r"GET .*/resolve/")
 
 
-def test_a_gguf_is_fetched_alone_and_its_digest_is_the_models(served, tmp_path):
-    (tmp_path / "tiny.gguf").write_bytes(b"weights")
-    served.models[ID] = Repository({"README.md": b"", "tiny.gguf": b"weights", "large.gguf": b"more"})
-    config = ModelConfig(name="tiny", hub_id=ID, gguf_file="tiny.gguf")
-    assert inputs.model(config) == inputs.model(ModelConfig(name="tiny", path=str(tmp_path / "tiny.gguf")))
-    assert len(served.asked(r"GET .*/resolve/")) == 1
-    served.requests.clear()
-    assert hub.gguf(ID, "tiny.gguf").read_bytes() == b"weights" and not served.requests
-    with pytest.raises(UserError, match="model.gguf_file=tyni.gguf: did you mean 'tiny.gguf'"):
-        hub.gguf(ID, "tyni.gguf")
-
-
 def test_a_shape_is_read_from_the_config_alone(served, files):
     assert (hub.config_directory(ID) / "config.json").read_bytes() == files["config.json"]
     assert len(served.asked(r"GET .*/resolve/")) == 1
