@@ -114,6 +114,16 @@ def test_a_shape_is_read_from_the_config_alone(served, files):
     assert served.asked(r"GET .*/model.safetensors")
 
 
+def test_only_what_transformers_reads_is_fetched_or_missed(served, files):
+    others = dict.fromkeys(("LICENSE.txt", "training_args.json", "original/params.json", "onnx/config.json"), b"{}")
+    served.models[ID] = Repository(files | others)
+    snapshot = hub.snapshot(ID).directory
+    assert {path.name for path in snapshot.iterdir()} == set(files)
+    served.requests.clear()
+    hub.snapshot(ID)
+    assert not served.requests
+
+
 # What another start does
 
 

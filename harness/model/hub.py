@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.errors import UserError, nearest
-from harness.model.download import fetch, info, is_wanted, names, refused
+from harness.model.download import Wanted, fetch, info, names, refused
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo
 
 WEIGHT_FILES = "model*.safetensors"  # as transformers names them; a repository may hold other formats
-TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+TEXT_FILES = (
+    "config.json", "generation_config.json", "model*.index.json", "tokenizer*", "*.model", "vocab.*", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*",
+)  # fmt: skip
+"""What transformers reads beside the weights. Other texts may lack in what another program has cached."""
+CODE_FILES = ("*.py", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CONVERTED_TITLE = "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
 CONVERTED_AUTHOR = "SFconvertbot"
@@ -66,7 +72,7 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
     if cached is not None:
         return cached
     try:
-        directory = fetch(hub_id, _patterns(with_code), _with_safetensors)
+        directory = fetch(hub_id, _wanted(with_code), _with_safetensors)
     except UserError:
         unlisted = _newest(path for path in _loadable(hub_id) if _listed(hub_id, path) is None)
         if unlisted is None:
@@ -80,7 +86,7 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
 def config_directory(hub_id: str) -> Path:
     """A directory with the repository's config.json, without weights; raises UserError like `snapshot`."""
     found = cached_snapshot(hub_id) or _newest(path for path in _snapshots(hub_id) if (path / "config.json").is_file())
-    return found.directory if found else fetch(hub_id, ["config.json"], _with_safetensors)
+    return found.directory if found else fetch(hub_id, lambda name: name == "config.json", _with_safetensors)
 
 
 def gguf(hub_id: str, name: str) -> Path:
@@ -98,11 +104,13 @@ def gguf(hub_id: str, name: str) -> Path:
         return main
 
     found = _newest(path for path in _snapshots(hub_id) if (path / name).is_file())
-    return (found.directory if found else fetch(hub_id, [name], with_file)) / name
+    return (found.directory if found else fetch(hub_id, lambda file: file == name, with_file)) / name
 
 
-def _patterns(with_code: bool) -> list[str]:
-    return [*TEXT_FILES, WEIGHT_FILES, *(["*.py"] if with_code else [])]
+def _wanted(with_code: bool) -> Wanted:
+    """Files at the top of a repository: folders hold the same model for other programs."""
+    patterns = (*TEXT_FILES, WEIGHT_FILES, *(CODE_FILES if with_code else ()))
+    return lambda name: "/" not in name and any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _snapshots(hub_id: str) -> list[Path]:
@@ -128,7 +136,7 @@ def _is_whole(hub_id: str, directory: Path, with_code: bool) -> bool:
     listed = _listed(hub_id, directory)
     if listed is None:
         return any((directory / name).is_file() for name in TOKENIZER_FILES)
-    return all((directory / name).is_file() for name in listed if is_wanted(name, _patterns(with_code)))
+    return all((directory / name).is_file() for name in filter(_wanted(with_code), listed))
 
 
 def _listed(hub_id: str, directory: Path) -> list[str] | None:
@@ -145,7 +153,7 @@ def _listed(hub_id: str, directory: Path) -> list[str] | None:
 def _with_safetensors(api: HfApi, hub_id: str) -> ModelInfo:
     """The main branch, or the conversion bot's where main has only pickled weights."""
     main = info(api, hub_id)
-    if any(is_wanted(name, [WEIGHT_FILES]) for name in names(main)):
+    if any(fnmatch(name, WEIGHT_FILES) for name in names(main)):
         return main
     for request in api.get_repo_discussions(hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"):
         if request.title == CONVERTED_TITLE and request.author == CONVERTED_AUTHOR:
