@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from harness.errors import UserError
 from harness.model import hub
+from harness.model.checkpoint import weight_files
 from harness.model.load import load_model
 from harness.records import inputs
 from harness.settings.sources import ModelConfig
@@ -190,7 +191,7 @@ def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(ser
     assert f"the hub answered 403 to /{ID}/resolve/" in message
     assert f"Visit https://huggingface.co/{ID} to ask for access." in message
     monkeypatch.setenv("HF_TOKEN", served.token)
-    assert hub.has_weights(hub.snapshot(ID).directory)
+    assert weight_files(hub.snapshot(ID).directory)
 
 
 API, FILE = rf"GET /api/models/{ID}$", r"(GET|HEAD) .*/model.safetensors$"
@@ -240,7 +241,7 @@ def test_weights_under_other_names(served, files):
 @pytest.mark.parametrize("asked", [API, FILE, r"HEAD .*/config.json$"])
 def test_a_busy_hub_is_asked_again(asked, served):
     served.disturb(asked, status(429, Retry_After="1"), times=2)
-    assert hub.has_weights(hub.snapshot(ID).directory)
+    assert weight_files(hub.snapshot(ID).directory)
 
 
 def test_a_hub_that_stays_busy_is_given_up(served):

@@ -1,7 +1,8 @@
 """The command line: Hydra in front, one line for whatever the user got wrong behind.
 
 Exit codes: 0; 2 for what a user can put right; 1 for a defect of ours; 75 for a grid that put cells off, since their
-minutes were spent (the same command goes on); 130 after Ctrl-C.
+minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM, which ends a run in the same way;
+141 where nobody reads on (`| head`).
 HYDRA_FULL_ERROR=1 shows tracebacks.
 """
 
@@ -16,13 +17,13 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import grid, runner
+from harness.launch import console, grid, interrupts, overrides, runner
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -73,15 +74,15 @@ class Jobs:
                 self.report()
 
     def _execute(self, config: DictConfig) -> None:
-        overrides = list(HydraConfig.get().overrides.task)
+        given = list(HydraConfig.get().overrides.task)
         if config.export is not None:
-            print(export(config.export, config.results_dir, overrides))
+            print(export(config.export, config.results_dir, given))
             return
         if HydraConfig.get().runtime.choices.get("grid") is None:
-            self._run_one(config, overrides)
+            self._run_one(config, given)
             return
         self.draws = True
-        plan = read_plan(config.grid, overrides)
+        plan = read_plan(config.grid, given)
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
@@ -100,7 +101,11 @@ class Jobs:
             runner.show(checked, self.resources)
 
     def fail(self, error: Exception) -> None:
-        """Say in one line on stderr what went wrong."""
+        """Say in one line on stderr what went wrong; nothing where nobody reads on."""
+        if isinstance(error, BrokenPipeError):
+            self.exit_code = console.BROKEN_PIPE
+            console.mute()
+            return
         users_fault = isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError)
         self.exit_code = UNFINISHED if isinstance(error, UnfinishedError) else 2 if users_fault else 1
         if self.tracebacks:
@@ -128,20 +133,23 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     resources: what its runs share, for a caller that starts several. draw: makes the figures of a results folder once a
     grid has run, and returns their paths.
     """
+    console.open_streams()
     jobs = Jobs(os.environ.get(TRACEBACKS, "0") not in ("0", ""), resources or Resources(), draw)
     command = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(jobs)
     try:
+        overrides.check(argv)
         with _as_command_line(argv):
             command()
-    except KeyboardInterrupt:
-        print("interrupted; the same command repeats only what is not finished", file=sys.stderr)
-        jobs.exit_code = 130
+    except KeyboardInterrupt as stop:
+        print(interrupts.SAID, file=sys.stderr)
+        jobs.exit_code = interrupts.exit_code(stop)
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0
     except Exception as error:
         jobs.fail(error)
     try:
         jobs.report()
+        sys.stdout.flush()
     except Exception as error:
         jobs.fail(error)
     return jobs.exit_code
@@ -152,7 +160,11 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         return f"{group}={choice}: {nearest(choice, error.options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: must be NAME=VALUE"
     cause = error.__cause__
+    if isinstance(cause, UserError):
+        return one_line(cause)
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
         if known and str(cause.key) not in known:

@@ -54,7 +54,7 @@ def fetch(hub_id: str, wanted: Wanted, choose: Choose) -> Path:
         except Exception as error:  # of the hub's client, and of all that is below it
             wait = wait_of(error)
             if wait is None or wait > LONGEST_WAIT_S or not tries:
-                raise refused(hub_id, f"not (wholly) cached, and {refusal(error)}") from error
+                raise not_had(hub_id, f"not (wholly) cached, and {refusal(error)}") from error
         print(f"{hub_id}: the hub is busy, asking again in {wait:g} s", file=sys.stderr)
         time.sleep(wait)
 
@@ -69,7 +69,7 @@ def names(found: ModelInfo) -> list[str]:
     return [file.rfilename for file in found.siblings or ()]
 
 
-def refused(hub_id: str, why: str) -> UserError:
+def not_had(hub_id: str, why: str) -> UserError:
     """Why a model cannot be had, and what remains."""
     return UserError(
         f"model.hub_id={hub_id}: {why}; what remains: model.path=DIR with a local copy, "

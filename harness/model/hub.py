@@ -6,14 +6,14 @@ is not is fetched, what lacks alone, with short timeouts, so that an unreachable
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.errors import UserError, nearest
-from harness.model.download import Wanted, fetch, info, names, refused
+from harness.model.checkpoint import CONFIG, weight_files
+from harness.model.download import Wanted, fetch, info, names, not_had
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -37,17 +37,6 @@ class Snapshot(NamedTuple):
 
     directory: Path
     revision: str  # commit hash
-
-
-def has_weights(directory: Path) -> bool:
-    """Whether a model directory holds all its weights as safetensors (every shard that its index names)."""
-    try:
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        return all((directory / shard).is_file() for shard in set(index["weight_map"].values()))
-    except FileNotFoundError:
-        return (directory / "model.safetensors").is_file()
-    except (ValueError, KeyError, AttributeError, NotADirectoryError):
-        return False
 
 
 def cached_snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot | None:
@@ -78,15 +67,15 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
         if unlisted is None:
             raise
         return unlisted
-    if not has_weights(directory):
-        raise refused(hub_id, f"its weights are not all in files named {WEIGHT_FILES}")
+    if not _is_loadable(directory):
+        raise not_had(hub_id, f"its weights are not all in files named {WEIGHT_FILES}")
     return Snapshot(directory, directory.name)
 
 
 def config_directory(hub_id: str) -> Path:
     """A directory with the repository's config.json, without weights; raises UserError like `snapshot`."""
-    found = cached_snapshot(hub_id) or _newest(path for path in _snapshots(hub_id) if (path / "config.json").is_file())
-    return found.directory if found else fetch(hub_id, lambda name: name == "config.json", _with_safetensors)
+    found = cached_snapshot(hub_id) or _newest(path for path in _snapshots(hub_id) if (path / CONFIG).is_file())
+    return found.directory if found else fetch(hub_id, lambda name: name == CONFIG, _with_safetensors)
 
 
 def gguf(hub_id: str, name: str) -> Path:
@@ -127,8 +116,15 @@ def _newest(paths: Iterable[Path]) -> Snapshot | None:
 
 
 def _loadable(hub_id: str) -> Iterator[Path]:
-    """Snapshots with a config and all weights."""
-    return (path for path in _snapshots(hub_id) if (path / "config.json").is_file() and has_weights(path))
+    return filter(_is_loadable, _snapshots(hub_id))
+
+
+def _is_loadable(directory: Path) -> bool:
+    """Whether a snapshot has a config and all weights."""
+    try:
+        return bool(weight_files(directory))
+    except UserError:
+        return False
 
 
 def _is_whole(hub_id: str, directory: Path, with_code: bool) -> bool:
@@ -158,7 +154,7 @@ def _with_safetensors(api: HfApi, hub_id: str) -> ModelInfo:
     for request in api.get_repo_discussions(hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"):
         if request.title == CONVERTED_TITLE and request.author == CONVERTED_AUTHOR:
             return info(api, hub_id, f"refs/pr/{request.num}")
-    raise refused(
+    raise not_had(
         hub_id,
         f"it has no {WEIGHT_FILES}, and pickled weights are not loaded: convert a copy that you trust, tokenizer "
         f"included, with from_pretrained and save_pretrained of transformers, or have the hub convert it at {CONVERT}",
