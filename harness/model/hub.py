@@ -6,6 +6,7 @@ is not is fetched, what lacks alone, with short timeouts, so that an unreachable
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -41,7 +42,7 @@ class Snapshot(NamedTuple):
 
 def cached_snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot | None:
     """The newest snapshot in the hub's cache with all that `snapshot` would fetch; None where there is none."""
-    return _newest(path for path in _loadable(hub_id) if _is_whole(hub_id, path, with_code))
+    return _newest(path for path in _loadable(hub_id) if _is_whole(path, with_code))
 
 
 def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
@@ -63,7 +64,7 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
     try:
         directory = fetch(hub_id, _wanted(with_code), _with_safetensors)
     except UserError:
-        unlisted = _newest(path for path in _loadable(hub_id) if _listed(hub_id, path) is None)
+        unlisted = _newest(path for path in _loadable(hub_id) if _listed(path) is None)
         if unlisted is None:
             raise
         return unlisted
@@ -127,22 +128,22 @@ def _is_loadable(directory: Path) -> bool:
         return False
 
 
-def _is_whole(hub_id: str, directory: Path, with_code: bool) -> bool:
+def _is_whole(directory: Path, with_code: bool) -> bool:
     """Whether a snapshot has what the hub lists; where its list is not cached, whether it has a tokenizer."""
-    listed = _listed(hub_id, directory)
+    listed = _listed(directory)
     if listed is None:
         return any((directory / name).is_file() for name in TOKENIZER_FILES)
     return all((directory / name).is_file() for name in filter(_wanted(with_code), listed))
 
 
-def _listed(hub_id: str, directory: Path) -> list[str] | None:
-    """The files that the hub has of a snapshot's revision; None where no download has left its list in the cache."""
-    from huggingface_hub import get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+def _listed(directory: Path) -> list[str] | None:
+    """The files that the hub has of a snapshot's revision; None where no download has left its list in the cache.
 
+    As `huggingface_hub.get_cached_repo_tree`, whose import would take longer than all that a skipped run does.
+    """
     try:
-        return [file.path for file in get_cached_repo_tree(hub_id, revision=directory.name)]
-    except CachedRepoTreeNotFoundError:
+        return list(json.loads((directory.parents[1] / "trees" / f"{directory.name}.json").read_text())["files"])
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
