@@ -114,7 +114,7 @@ def test_the_platform_decides_device_and_precision(experiment):
 
 def test_a_kind_is_a_module_and_heeds_settings_that_there_are():
     names = {field.name for field in dataclasses.fields(RunConfig)}
-    shown = {"label", "label_given", "results_dir"}
+    shown = {"label", "label_given", "results_dir", "tracker"}
     heeded = {kind: {*COMMON, *find(kind).heeds} for kind in kinds()}
     assert set().union(*heeded.values()) == names - shown
     for kind, settings in heeded.items():

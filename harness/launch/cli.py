@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import console, grid, interrupts, overrides, runner
+from harness.launch import console, grid, interrupts, overrides, runner, tracking
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -46,7 +46,8 @@ class Jobs:
     A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
-    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
+    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker` gets as well.
+    is_copy: sent to another process.
     resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
@@ -57,6 +58,7 @@ class Jobs:
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
     draws: bool = False
+    tracker: str = tracking.NONE
     is_copy: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -83,6 +85,7 @@ class Jobs:
             return
         self.draws = True
         plan = read_plan(config.grid, given)
+        self.tracker = config.tracker
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
@@ -96,7 +99,9 @@ class Jobs:
         checked = parse(config, overrides)
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
-            self.paths.append(runner.run(runner.Run.of(checked), self.resources))
+            run = runner.Run.of(checked)
+            tracking.require([] if run.is_finished() else [checked.tracker])
+            self.paths.append(runner.run(run, self.resources))
         else:
             runner.show(checked, self.resources)
 
@@ -121,8 +126,10 @@ class Jobs:
         draw = self.draw
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
-            for figure in until_settled(results, "tables/*.csv", lambda: draw(results)):
+            figures = until_settled(results, "tables/*.csv", lambda: draw(results))
+            for figure in figures:
                 print(figure)
+            tracking.send_figures(self.tracker, figures)
         for line in self.gaps:
             print(line)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from harness.errors import UnfinishedError, UserError
-from harness.launch import lock
+from harness.launch import lock, tracking
 from harness.launch.child import process_of, run_apart
 from harness.launch.lock import HeldError
 from harness.launch.plan import counted, groups
@@ -49,6 +49,7 @@ def run_cells(
             yield run(each, start.resources, _silent)
         else:
             todo.append(each)
+    tracking.require(each.config.tracker for each in todo)
     _announce(todo, len(configs))
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.files import until_settled
-from harness.launch import lock
+from harness.launch import lock, tracking
 from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.records.baseline import full_runs
@@ -180,10 +180,15 @@ def _record(todo: Run, resources: Resources) -> None:
         with _in_users_words(todo.config):
             measured = _measure(todo.config, resources)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
-        records.write_record(todo.path, record | measured | {"status": "finished", "seconds": seconds})
+        _end(todo, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
-        records.write_record(todo.path, record | _failure(error) | {"seconds": time.perf_counter() - start})
+        _end(todo, record | _failure(error) | {"seconds": time.perf_counter() - start})
         raise
+
+
+def _end(todo: Run, record: Mapping[str, Any]) -> None:
+    records.write_record(todo.path, record)
+    tracking.send(todo.config.tracker, todo.path)
 
 
 def _failure(error: Exception) -> dict[str, Any]:

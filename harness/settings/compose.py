@@ -134,6 +134,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
     _refuse_other_table(checked, experiment)
     experiment.check(checked)
+    if checked.tracker != "none" and not experiment.keeps_record:
+        raise UserError(f"tracker={checked.tracker}: experiment={checked.experiment} keeps no record to send")
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
 
 

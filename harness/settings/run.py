@@ -65,6 +65,7 @@ class RunConfig:
     step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: what a row
     goes through before an integer codec. residual: tokens that stay exact, and on the device. sizing: what happens
     where `target_kv_frac` cannot be met. link_gbps, max_kl: what is asked of a frontier, in 10^9 bytes/s and nats.
+    tracker: what the record is sent to as well.
 
     Raises:
         UserError: a value out of range, or settings that contradict one another.
@@ -108,6 +109,7 @@ class RunConfig:
     link_gbps: float | None = None
     max_kl: float | None = None
     results_dir: PathText = "results"
+    tracker: Literal["none", "mlflow", "wandb"] = "none"
 
     def __post_init__(self) -> None:
         for setting, low in LOWEST.items():
