@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from harness import files
 from harness.errors import UserError
 from harness.model import gguf as gguf_cache
-from harness.model import hub, source
+from harness.model import source
 from harness.model.described import model_config
 from harness.model.load import load_model, require_kernels
 from harness.records import inputs
 from harness.settings.sources import ModelConfig
+from tests.hub_standin import Repository
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))
@@ -355,55 +356,11 @@ def test_refuses_a_malformed_hub_id():
     refused("expected organisation/name", configured(hub_id="a/b/c"))
 
 
-class FakeHub:
-    """A hub whose main branch holds `files`, with one pull request."""
-
-    def __init__(self, files, author="SFconvertbot"):
-        self.files, self.author = files, author
-
-    def model_info(self, hub_id, timeout):
-        return SimpleNamespace(sha="main-sha", siblings=[SimpleNamespace(rfilename=name) for name in self.files])
-
-    def get_repo_discussions(self, hub_id, author, discussion_type):
-        request = SimpleNamespace(title=hub.CONVERTED_TITLE, num=7)
-        return [request] if author == self.author else []
-
-
-def test_weights_are_fetched_as_safetensors_or_not_at_all():
-    assert hub._safetensors_revision(FakeHub(["model.safetensors"]), "org/tiny") == "main-sha"
-    assert hub._safetensors_revision(FakeHub(["pytorch_model.bin"]), "org/tiny") == "refs/pr/7"
-    with pytest.raises(UserError, match="no safetensors"):
-        hub._safetensors_revision(FakeHub(["pytorch_model.bin"], author="somebody"), "org/tiny")
-
-
-@pytest.mark.parametrize("with_code", [False, True])
-def test_a_download_fetches_code_only_when_asked(model_dir, tmp_path, monkeypatch, with_code):
-    asked = {}
-
-    def fetch(hub_id, revision, allow_patterns):
-        asked.update(revision=revision, patterns=allow_patterns)
-        return str(model_dir)
-
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(["model.safetensors"]))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    loaded = load_model(configured(hub_id="org/tiny", trust_remote_code=with_code))
-    assert asked["revision"] == "main-sha" and loaded.max_length == 512
-    assert ("*.py" in asked["patterns"]) == with_code
-    assert not any("bin" in pattern for pattern in asked["patterns"])
-
-
-def test_a_gguf_of_the_hub_is_fetched_alone_and_its_digest_is_the_models(tiny_gguf, monkeypatch, tmp_path):
-    asked = []
-
-    def fetch(hub_id, revision, allow_patterns):
-        asked.append((revision, allow_patterns))
-        return str(tiny_gguf.parent)
-
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(["README.md", "tiny.gguf"]))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+def test_a_gguf_of_the_hub_is_fetched_alone_and_its_digest_is_the_models(tiny_gguf, hub_server):
+    hub_server.models["org/tiny"] = Repository({"README.md": b"", "tiny.gguf": tiny_gguf.read_bytes(), "big.gguf": b""})
     config = configured(hub_id="org/tiny", gguf_file="tiny.gguf")
     loaded = load_model(config)
-    assert set(map(str, asked)) == {"('main-sha', ['tiny.gguf'])"}
+    assert len(hub_server.asked("GET .*/resolve/")) == 1
     assert loaded.fingerprint == load_model(configured(path=str(tiny_gguf))).fingerprint
     assert inputs.model(config) == inputs.model(configured(path=str(tiny_gguf)))
     refused("model.gguf_file=tyni.gguf: did you mean 'tiny.gguf'", configured(hub_id="org/tiny", gguf_file="tyni.gguf"))
