@@ -57,7 +57,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test accuracy speedup leaderboard paper method calibrate modelled plots report export compare clean
+.PHONY: help setup mlflow lint test accuracy speedup leaderboard paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ plots: $(STAMP)  ## draw all figures again from the tables of a results folder (
 
 report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS= a folder or an archive, ARGS=)
 	$(PY) -m harness.paper.report --results-dir "$(RESULTS)" $(ARGS)
+
+status: $(STAMP)  ## what is done, running, failed and interrupted (RESULTS=); of a grid also missing (ARGS="grid=paper")
+	@$(PY) run.py status=true "results_dir='$(RESULTS)'" $(ARGS)
 
 export: $(STAMP)  ## the results as one archive to share, results.zip (RESULTS=, TO= a folder or FILE.zip)
 	@$(PY) run.py "export='$(TO)'" "results_dir='$(RESULTS)'"
