@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import torch
 import yaml

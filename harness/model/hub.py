@@ -6,6 +6,7 @@ is not is fetched, what lacks alone, with short timeouts, so that an unreachable
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
