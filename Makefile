@@ -13,6 +13,7 @@
 #     grid=accuracy grid.share=1/2,2/2
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
+#   make test VENV=.venv-3.12 PYTHON=python3.12      the tests on another one, beside the first
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -66,13 +67,14 @@ setup: $(STAMP)  ## make .venv and install the locked packages
 mlflow: $(STAMP)  ## install MLflow's client as well, for tracker=mlflow
 	$(PIP) -r requirements.lock -r requirements-mlflow.lock
 
-lint: $(STAMP)  ## ruff (rules and format) and mypy
+lint: $(STAMP)  ## ruff (rules and format), and mypy for each supported Python
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(PY) -m mypy --python-version 3.11
+	$(PY) -m mypy --python-version 3.12
 
 test: $(STAMP)  ## run the tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
 	$(PY) run.py grid=$(GRID) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)

@@ -19,7 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
@@ -183,9 +183,9 @@ def one_line(error: BaseException) -> str:
         return f"{group}={choice}: {nearest(choice, error.options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: must be NAME=VALUE"
+    if isinstance(error, InterpolationResolutionError) and error.__context__ is not None:
+        return one_line(error.__context__)  # what a resolver says
     cause = error.__cause__
-    if isinstance(cause, UserError):
-        return one_line(cause)
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
         if known and str(cause.key) not in known:

@@ -140,7 +140,7 @@ def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
     with suppress(lock.HeldError), lock.holding(todo.path, wait=False):
         if not todo.is_finished():
-            records.write_record(todo.path, _unfinished(todo) | _failure(error))
+            _end(todo, _unfinished(todo) | _failure(error))
 
 
 def relabel(finished: Run) -> None:
