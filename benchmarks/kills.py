@@ -99,6 +99,7 @@ def run_kills(number: int, seed: int, folder: Path) -> bool:
         stopped = exit_code(process) == -signal.SIGKILL
         wrong += bool(lost(before, folder)) + (not stopped and tables(folder) != expected)
         killed, ended = killed + stopped, ended + (not stopped)
+        print(f"{killed} of {number} killed, {wrong} wrong", file=sys.stderr, flush=True)
         if not stopped:
             shutil.rmtree(folder)
     print(f"{killed} kills, {ended} starts that ended by themselves, {wrong} wrong")

@@ -1,6 +1,5 @@
 """`status=true`: what of a grid, or of a results folder, is done, and what is not."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from harness.errors import UserError
 from harness.launch import lock, status
 from harness.launch.cli import main
 from harness.launch.runner import Run, run
+from harness.records import record as records
 from harness.resources import Resources
 from harness.settings.compose import load
 from tests.runs import outcome, stand_in
@@ -43,8 +43,7 @@ def some(runs) -> list[Run]:
     """Runs that are done (in 90 s), failed, interrupted and, where its lock is held, running."""
     ends = {"full": outcome, "h2o": fail, "int4": interrupt, "int8": interrupt}
     found = [started(runs, method, end) for method, end in ends.items()]
-    record = json.loads(found[0].path.read_text())
-    found[0].path.write_text(json.dumps(record | {"seconds": 90.0}))
+    records.write_record(found[0].path, records.read_record(found[0].path) | {"seconds": 90.0})
     return found
 
 
