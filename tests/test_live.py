@@ -75,9 +75,9 @@ def test_full_generates_what_transformers_generates_on_the_default_model(default
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     ids, real = batch["input_ids"], batch["attention_mask"].bool()
     assert not real.all()
-    expected = transformers_greedy(default_model.model, ids, real, 64, monkeypatch)
+    expected = transformers_greedy(default_model.model, ids, real, 32, monkeypatch)
     with attach(default_model.model) as attached:
-        session = LiveSession(attached, Full(), max_new_tokens=64)
+        session = LiveSession(attached, Full(), max_new_tokens=32)
         assert torch.equal(greedy(session, ids, real), expected)
 
 
