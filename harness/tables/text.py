@@ -58,6 +58,7 @@ def folded(sheet: Sheet) -> Iterator[Sheet]:
     """The table in parts that a terminal shows without breaking lines, each with the words that name its lines; of
     `MAX_WIDTH` letters where the output is no terminal."""
     max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
+    sheet = sheet._replace(lines=[[shortened(printable(cell), WORD_LETTERS) for cell in line] for line in sheet.lines])
     widths = [len(cells[0]) + len(GAP) for cells in zip(*_cells(sheet), strict=True)]
     words = [at for at, heading in enumerate(sheet.header) if heading in WORDS]
     parts: list[list[int]] = [words]
@@ -80,7 +81,7 @@ def aligned(sheet: Sheet) -> str:
 def _cells(sheet: Sheet) -> list[list[str]]:
     """The lines of headings, then those of the table, each cell as wide as its column."""
     wrapped = [textwrap.wrap(printable(heading), HEADING_LETTERS) for heading in sheet.header]
-    lines = [[shortened(printable(cell), WORD_LETTERS) for cell in line] for line in sheet.lines]
+    lines = [[printable(cell) for cell in line] for line in sheet.lines]
     rows = [list(cells) for cells in zip_longest(*wrapped, fillvalue="")] + lines
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
