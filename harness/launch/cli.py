@@ -23,7 +23,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import console, grid, interrupts, overrides, runner, tracking
+from harness.launch import console, grid, interrupts, overrides, runner, status, tracking
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -80,7 +80,11 @@ class Jobs:
         if config.export is not None:
             print(export(config.export, config.results_dir, given))
             return
-        if HydraConfig.get().runtime.choices.get("grid") is None:
+        has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
+        if config.status:
+            print(_status(config, given if has_grid else None))
+            return
+        if not has_grid:
             self._run_one(config, given)
             return
         self.draws = True
@@ -150,6 +154,7 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     except KeyboardInterrupt as stop:
         print(interrupts.SAID, file=sys.stderr)
         jobs.exit_code = interrupts.exit_code(stop)
+        jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0
     except Exception as error:
@@ -160,6 +165,15 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     except Exception as error:
         jobs.fail(error)
     return jobs.exit_code
+
+
+def _status(config: DictConfig, overrides: Sequence[str] | None) -> str:
+    """How far a grid is with these overrides; None: all of the results folder."""
+    if config.status is not True:
+        raise UserError(f"status={config.status}: must be true or false")
+    if overrides is None:
+        return status.render(status.of_folder(config.results_dir))
+    return status.render(status.of_runs(map(runner.Run.of, read_plan(config.grid, overrides).cells)))
 
 
 def one_line(error: BaseException) -> str:
