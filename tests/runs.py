@@ -1,5 +1,6 @@
 """What tests of runs share: a model that costs nothing and experiments that return at once."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,12 +8,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
+from harness.launch.overrides import GROUPS
 from harness.launch.runner import Run, run
 from harness.model import hub
 from harness.model import load as models
 from harness.resources import Resources
-from harness.settings.compose import load
+from harness.settings.compose import compose, load, parse
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 
@@ -32,6 +36,9 @@ def outcome(config: RunConfig) -> Outcome:
     values = {"perplexity": 12.5, "perplexity_stderr": None}
     chunk = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": values}
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
+
+
+READER = OverridesParser.create()
 
 
 @dataclass
@@ -67,3 +74,22 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:
     """A run as the command line starts it."""
     return run(Run.of(load(overrides)), resources or Resources())
+
+
+@functools.cache
+def composed(*choices: str):
+    config = compose(choices)
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def load_quickly(command: str):
+    """`compose.load`, but that each choice of groups is composed once."""
+    words = command.split()
+    choices = [word for word in words if word.split("=")[0] in GROUPS]
+    config = composed(*choices).copy()
+    for word in words:
+        if word not in choices:
+            override = READER.parse_override(word)
+            OmegaConf.update(config, override.key_or_group, override.value(), merge=False)
+    return parse(config, words)

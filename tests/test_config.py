@@ -14,6 +14,7 @@ from harness.settings.compose import CONF_DIR, compose, load, options, parse
 from harness.settings.experiment import COMMON, find, foreign_settings, kinds
 from harness.settings.method import OF_THE_FILE
 from harness.settings.run import PAPER_TASKS, RunConfig
+from tests.runs import load_quickly
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
 PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "pyramidkv")
@@ -345,14 +346,28 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("command", "message"), [pair for pair in REFUSED.items() if pair[1]])
-def test_refuses(command, message, capsys):
+OF_COMPOSING = (
+    "method=infingen", "model=lama2-7b", "experiment=fig1", "data=locl", "corpus=wikitext", "seq_length=8",
+    "~experiment", "seed=-1",
+)  # fmt: skip
+"""What is refused while Hydra composes, and one that is not."""
+
+
+@pytest.mark.parametrize("command", [name for name, said in REFUSED.items() if said and name not in OF_COMPOSING])
+def test_refuses(command):
+    with pytest.raises(UserError) as error:
+        load_quickly(command)
+    assert str(error.value).startswith(REFUSED[command]) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("command", OF_COMPOSING)
+def test_refuses_as_a_command(command, capsys):
     from harness.launch.cli import main
 
     assert main(command.split()) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"error: {REFUSED[command]}") and printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [command for command, message in REFUSED.items() if message is None])

@@ -4,7 +4,6 @@ Settings are tried on a configuration that is composed once for each choice of `
 shows goes through `main`.
 """
 
-import functools
 import io
 import json
 import logging
@@ -16,8 +15,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 from test_cli import only_error, runs  # noqa: F401, a fixture
 from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtures
 
@@ -25,33 +22,11 @@ from harness.accuracy.tasks import run_tasks
 from harness.data.complaints import COMPLAINTS
 from harness.errors import UserError
 from harness.launch.cli import main
-from harness.launch.overrides import GROUPS, check
-from harness.settings.compose import compose, parse
+from harness.launch.overrides import check
 from harness.settings.sources import DataConfig
+from tests.runs import READER, load_quickly
 
 HUGE = 10**30
-READER = OverridesParser.create()
-
-
-@functools.cache
-def composed(*choices: str):
-    config = compose(choices)
-    OmegaConf.set_struct(config, False)
-    return config
-
-
-def load_quickly(command: str):
-    """`compose.load`, but that each choice of groups is composed once."""
-    words = command.split()
-    choices = [word for word in words if word.split("=")[0] in GROUPS]
-    config = composed(*choices).copy()
-    for word in words:
-        if word not in choices:
-            override = READER.parse_override(word)
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=False)
-    return parse(config, words)
-
-
 COUNTS = {
     "seed": -1, "seq_len": 1, "prefill_len": -1, "num_windows": 0, "num_samples": 0, "num_fewshot": -1,
     "max_new_tokens": 0, "batch_size": 0, "prompt_len": 0, "gen_len": 1, "warmup_steps": -1, "timed_steps": 0,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,7 +42,12 @@ def _target(setting: object, results: Path) -> Path:
     if not isinstance(setting, str):
         raise UserError(f"export={setting}: must be a folder, or a file whose name ends with .zip")
     path = Path(path_text(setting, "export"))
-    target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{results.resolve().name}.zip"
-    if target.resolve().is_relative_to(results.resolve()):
+    target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{_real(results).name}.zip"
+    if _real(target).is_relative_to(_real(results)):
         raise UserError(f"export={setting}: lies inside results_dir={results}; choose a place outside of it")
     return target
+
+
+def _real(path: Path) -> Path:
+    """`path` without links; one that leads round in a circle stays as it is."""
+    return Path(os.path.realpath(path))

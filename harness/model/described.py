@@ -72,7 +72,7 @@ def shape_mapping(config: ModelConfig) -> dict[str, Any]:
 
 def _directory(config: ModelConfig) -> Path:
     if config.path:
-        found = model_at(Path(config.path).expanduser(), config.gguf_file)
+        found = model_at(Path(config.path), config.gguf_file)
         return converted(found) if found.suffix == ".gguf" else found
     if config.hub_id and config.gguf_file:
         return converted(hub.gguf(config.hub_id, config.gguf_file))

@@ -81,7 +81,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
 def _tokenizer_directory(config: ModelConfig) -> Path | None:
     """Where random weights find a tokenizer without a download; None where they do not."""
     if config.path:
-        path = Path(config.path).expanduser()
+        path = Path(config.path)
         return path if path.is_dir() else path.parent
     if config.hub_id:
         snapshot = hub.cached_snapshot(config.hub_id)

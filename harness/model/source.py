@@ -31,7 +31,7 @@ class Source(NamedTuple):
 def find_source(config: ModelConfig) -> Source:
     """Where the pretrained weights lie as safetensors on this machine, downloaded or converted if need be."""
     if config.path:
-        found = model_at(Path(config.path).expanduser(), config.gguf_file)
+        found = model_at(Path(config.path), config.gguf_file)
         return _from_gguf(found) if found.suffix == ".gguf" else _from_directory(found)
     if config.hub_id and config.gguf_file:
         return _from_gguf(hub.gguf(config.hub_id, config.gguf_file))
@@ -69,7 +69,7 @@ def _from_directory(directory: Path) -> Source:
 
 def model_files(config: ModelConfig, *, weights: bool = True) -> list[Path]:
     """What is read of the model at `config.path`; weights: these too. Raises UserError like `find_source`."""
-    found = model_at(Path(str(config.path)).expanduser(), config.gguf_file)
+    found = model_at(Path(str(config.path)), config.gguf_file)
     return [found] if found.suffix == ".gguf" else loaded_files(found, weights, with_code=config.trust_remote_code)
 
 

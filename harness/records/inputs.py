@@ -95,6 +95,6 @@ def _folder(include_path: str | None) -> dict[str, str]:
     """A user's own YAML, and what lies beside it."""
     if include_path is None:
         return {}
-    root = Path(include_path).expanduser()
+    root = Path(include_path)
     files = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {"include_path": text_sha256(*(f"{path.relative_to(root)} {file_sha256(path)}" for path in files))}
