@@ -143,7 +143,7 @@ MISREAD = {
     "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
     "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
     "results_dir='~nobody_of_this_name'": "results_dir=~nobody_of_this_name: there is no such home folder",
-    "export= results_dir=.": "export=: is empty; must be a path",
+    "export= results_dir=.": "export=: must be a folder, or a file",
     "export=x results_dir=": "results_dir=: is empty",
     "export=[a] results_dir=.": "export=['a']: must be a folder",
     "seed": "seed: must be NAME=VALUE",

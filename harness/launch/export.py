@@ -39,7 +39,7 @@ def export(setting: object, results_dir: str, overrides: Sequence[str]) -> str:
 
 def _target(setting: object, results: Path) -> Path:
     """Where the archive is to lie."""
-    if not isinstance(setting, str):
+    if not isinstance(setting, str) or not setting:
         raise UserError(f"export={setting}: must be a folder, or a file whose name ends with .zip")
     path = Path(path_text(setting, "export"))
     target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{_real(results).name}.zip"
