@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
 from harness.launch import grid, runner
+from harness.launch.cluster import Batch, own_overrides
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -46,7 +47,7 @@ class Jobs:
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
     exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
-    resources: what the jobs share. draw: makes the figures of a results folder.
+    batch: what is to run on a cluster. resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
     tracebacks: bool
@@ -57,6 +58,7 @@ class Jobs:
     exit_code: int = 0
     draws: bool = False
     is_copy: bool = False
+    batch: Batch | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, is_copy=True)
@@ -77,7 +79,11 @@ class Jobs:
         if config.export is not None:
             print(export(config.export, config.results_dir, overrides))
             return
-        if HydraConfig.get().runtime.choices.get("grid") is None:
+        chosen = HydraConfig.get().runtime.choices.get("grid")
+        if config.get("cluster") is not None:
+            self._start_batch(config, chosen or config.experiment)
+            overrides, config.cluster = own_overrides(overrides), None
+        if chosen is None:
             self._run_one(config, overrides)
             return
         self.draws = True
@@ -85,6 +91,9 @@ class Jobs:
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
+        if self.batch is not None:
+            self.batch.deal(overrides, plan.cells)
+            return
         for path in grid.run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
 
@@ -93,11 +102,32 @@ class Jobs:
             if override.lstrip("+").startswith("grid."):
                 raise UserError(f"{override}: needs grid=NAME")
         checked = parse(config, overrides)
+        if self.batch is not None:
+            self.batch.add(overrides, [checked])
+            return
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
             self.paths.append(runner.run(runner.Run.of(checked), self.resources))
         else:
             runner.show(checked, self.resources)
+
+    def _start_batch(self, config: DictConfig, title: str) -> None:
+        """From here on, gather what is to run on a cluster."""
+        batch = Batch.of(config, title)
+        if self.is_copy:
+            raise UserError("cluster=slurm: starts processes itself; leave hydra/launcher out")
+        if config.grid is not None and config.grid.share is not None:
+            raise UserError(f"grid.share={config.grid.share}: cluster=slurm deals the cells itself, cluster.jobs=N")
+        if self.batch is not None and self.batch.cluster != batch.cluster:
+            raise UserError("cluster: its settings are those of all jobs of a sweep, so none of them can vary")
+        self.batch = self.batch or batch
+
+    def run_batch(self) -> None:
+        """Run what was gathered for a cluster, and wait for it."""
+        if self.batch is not None and self.batch.jobs:
+            code = self.batch.run()
+            self.exit_code = self.exit_code or code
+            self.paths += self.batch.finished()
 
     def fail(self, error: Exception) -> None:
         """Say in one line on stderr what went wrong."""
@@ -133,8 +163,9 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     try:
         with _as_command_line(argv):
             command()
-    except KeyboardInterrupt:
-        print("interrupted; the same command repeats only what is not finished", file=sys.stderr)
+            jobs.run_batch()
+    except KeyboardInterrupt as end:
+        print(f"interrupted; {end or 'the same command repeats only what is not finished'}", file=sys.stderr)
         jobs.exit_code = 130
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0
