@@ -196,7 +196,8 @@ class Batch:
         failed = {number: state for number, state in ends.items() if state.word not in is_well}
         for number, state in failed.items():
             log = self._folder / f"{array}_{number}.log"
-            print(f"error: job {array}_{number}: {_said(state)}; {_last_error(log)}log: {log}", file=sys.stderr)
+            why = _last_error(log) if state.word == "FAILED" else ""
+            print(f"error: job {array}_{number}: {_said(state)}; {why}log: {log}", file=sys.stderr)
         if failed:
             again = f"error: {len(failed)} of {len(ends)} jobs did not finish; the same command goes on"
             print(again, file=sys.stderr)
@@ -214,7 +215,7 @@ def _said(state: slurm.State) -> str:
     if state.word == slurm.GONE:
         return "Slurm knows it no more"
     words = state.word.lower().replace("_", " ")
-    if state.exit_code:
+    if state.word == "FAILED":
         return f"{words}, exit code {state.exit_code}"
     if state.is_over or not state.reason:
         return words

@@ -45,8 +45,8 @@ def script(options: Mapping[str, Any], jobs: Mapping[int, Sequence[str]], minute
         restarts: how often. Those after a preemption, which are Slurm's own, count.
     """
     array = {"array": ",".join(map(str, jobs)), "time": minutes, "requeue": True, "open-mode": "append"}
-    given = {name: value for name, value in (array | dict(options)).items() if value not in (None, False)}
-    flags = [f"#SBATCH --{name}" + ("" if value is True else f"={_quoted(value)}") for name, value in given.items()]
+    given = ((name, value) for name, value in (array | dict(options)).items() if value is not None)
+    flags = [f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}") for name, value in given]
     commands = [f"{number}) set -- {shlex.join(words)} ;;" for number, words in jobs.items()]
     return "\n".join(["#!/bin/bash", *flags, "", "case $SLURM_ARRAY_TASK_ID in", *commands, "esac", ""]) + (
         f"""
@@ -98,8 +98,3 @@ def _call(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         raise UserError(
             f"cluster=slurm: {program} is not on the PATH; start this on a machine of the cluster"
         ) from error
-
-
-def _quoted(value: object) -> str:
-    """As sbatch reads it in a script."""
-    return shlex.quote(str(value))
