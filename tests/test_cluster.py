@@ -192,22 +192,15 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, 
         assert jobs_of() == 130
     said = "interrupted; job 1 runs on (scancel 1 ends it) and the same command waits for it again\n"
     assert capsys.readouterr().err == said
-    for answer in alive, UNREACHABLE:
-        fake.answers = [answer, alive]
-        assert jobs_of("cluster.partition=other") == 2, "its jobs were cancelled meanwhile"
-        printed = capsys.readouterr()
-        assert printed.out.startswith("job 1 of this command is alive: waiting for it; scancel 1 ends it\n")
-        assert "error: job 1_2: cancelled; log: " in printed.err and len(fake.scripts) == 1
-    fake.kills = False
-    assert jobs_of() == 0, "what has ended begins again"
-    assert len(fake.scripts) == 2 and len(runs.configs) == 2
-
-
-def test_another_command_does_not_wait_for_the_jobs_of_this_one(fake, runs):
-    assert jobs_of("num_windows=1") == 0
-    fake.ends["1"] = {1: "RUNNING 0"}
-    assert jobs_of("num_windows=2") == 0
-    assert len(fake.scripts) == 2
+    fake.answers = [UNREACHABLE, alive]
+    assert jobs_of("cluster.partition=other") == 2, "its jobs were cancelled meanwhile"
+    printed = capsys.readouterr()
+    assert printed.out.startswith("job 1 of this command is alive: waiting for it; scancel 1 ends it\n")
+    assert "error: job 1_2: cancelled; log: " in printed.err and len(fake.scripts) == 1
+    fake.ends["1"] = {1: "COMPLETING 0", 2: "CANCELLED 9"}
+    assert jobs_of("num_windows=2") == 2 and len(fake.scripts) == 2, "another command does not wait for it"
+    fake.ends["1"] = {1: "CANCELLED 9"}
+    assert jobs_of() == 2 and len(fake.scripts) == 3, "what has ended begins again"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,6 @@ def test_the_lock_pins_every_dependency_within_its_range():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = locked()
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *extras["cluster"], *extras["dev"]]:
+    for text in [*project["dependencies"], *extras["parallel"], *extras["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text

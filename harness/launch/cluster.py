@@ -193,7 +193,7 @@ class Batch:
     def _ends(self, array: str, ends: Mapping[int, slurm.State]) -> int:
         """The exit code for what became of the jobs; says of each that failed why."""
         is_well = {"COMPLETED"} | ({slurm.GONE} if all(job.is_done for job in self.jobs) else set())
-        failed = {number: state for number, state in ends.items() if state.word not in is_well}
+        failed = {number: state for number, state in sorted(ends.items()) if state.word not in is_well}
         for number, state in failed.items():
             log = self._folder / f"{array}_{number}.log"
             why = _last_error(log) if state.word == "FAILED" else ""
