@@ -262,7 +262,14 @@ FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
 OF_RUNS = ("leaderboard", "frontier", "index", "long_decode")
 BOARDS = [f"{folder}{name}." for name in OF_RUNS for folder in ("", "tables/", "figures/")]
-MADE_BY_RUNS = ("results/runs/", "report.html", "results/report.html", "results/leaderboard.md", *BOARDS)
+MADE_BY_RUNS = (
+    "results/jobs",
+    "results/runs/",
+    "report.html",
+    "results/report.html",
+    "results/leaderboard.md",
+    *BOARDS,
+)
 
 
 def exists(path: str) -> bool:

@@ -120,7 +120,7 @@ class Batch:
             relabel(run)
         array = self._alive()
         if array is not None:
-            print(f"job {array} of this command is alive: waiting for it; scancel {array} ends it")
+            print(f"job {array} of this command is alive: waiting for it; scancel {array} ends it", flush=True)
         else:
             todo = {number: job for number, job in enumerate(self.jobs, start=1) if not job.is_done}
             if not todo:
@@ -172,7 +172,7 @@ class Batch:
         array = slurm.submit(path)
         write_atomic(folder / "array", array + "\n")
         logs = folder / f"{array}_*.log"
-        print(f"job {array}, {len(todo)} of {len(self.jobs)} parts; scancel {array} ends it; logs: {logs}")
+        print(f"job {array}, {len(todo)} of {len(self.jobs)} parts; scancel {array} ends it; logs: {logs}", flush=True)
         return array
 
     def _wait(self, array: str) -> dict[int, slurm.State]:
