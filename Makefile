@@ -54,12 +54,15 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup lint test accuracy speedup leaderboard paper method calibrate modelled plots report export compare clean
+.PHONY: help setup mlflow lint test accuracy speedup leaderboard paper method calibrate modelled plots report export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install the locked packages
+
+mlflow: $(STAMP)  ## install MLflow's client as well, for tracker=mlflow
+	$(PIP) -r requirements.lock -r requirements-mlflow.lock
 
 lint: $(STAMP)  ## ruff (rules and format) and mypy
 	$(PY) -m ruff check .

@@ -7,8 +7,16 @@ python run.py grid=accuracy
 
 import sys
 
-from harness.launch.cli import main
-from plots import draw_figures
+from harness.launch.interrupts import interruptible
+
+
+def main() -> int:
+    """The command line; imported when it is called, so that Ctrl-C meanwhile is no traceback."""
+    from harness.launch.cli import main
+    from plots import draw_figures
+
+    return main(sys.argv[1:], draw=draw_figures)
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], draw=draw_figures))
+    sys.exit(interruptible(main))

@@ -7,7 +7,8 @@ Every refusal of the project is a `UserError` whose message names the setting, i
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 MAX_LISTED = 16
 
@@ -42,6 +43,17 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
 def reason(error: Exception) -> str:
     """What an error of foreign code says, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+@contextmanager
+def refused(said: str) -> Iterator[None]:
+    """Raise whatever foreign code raises in the block as a `UserError`: `said`, and its own words in brackets."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{said} ({reason(error)})") from error
 
 
 def missing(error: ImportError) -> str:

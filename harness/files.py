@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,8 @@ import psutil
 from harness.errors import UserError
 
 T = TypeVar("T")
+SETTLED_S = 2.0
+"""A file changed less than so long ago may change once more within one tick of its file system's clock."""
 
 
 def cache_dir() -> Path:
@@ -81,14 +84,13 @@ def text_sha256(*texts: str) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes; a file whose size and modification time are as last time is not read again.
+    """sha256 of a file's bytes; a file that was not written since last time is not read again.
 
     Raises:
         OSError: the file cannot be read. A cache that cannot be written only costs the shortcut.
     """
-    path = path.resolve()
-    stat = path.stat()
-    stamp = [str(path), stat.st_size, stat.st_mtime_ns]
+    path = Path(os.path.realpath(path))
+    stamp = _written(path)
     note = cache_dir() / "digests" / f"{text_sha256(str(path))[:32]}.json"
     try:
         known = json.loads(note.read_text())
@@ -96,10 +98,19 @@ def file_sha256(path: Path) -> str:
             return str(known["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # no usable note: read the file
+    begun = time.time()
     digest = content_sha256(path)
-    with contextlib.suppress(OSError), replacing(note) as scratch:
-        scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
+    # A file system's clock ticks in steps: what is written within one of them has the same stamp as what was read.
+    if stamp == _written(path) and begun - path.stat().st_ctime > SETTLED_S:
+        with contextlib.suppress(OSError), replacing(note) as scratch:
+            scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
     return digest
+
+
+def _written(path: Path) -> list[int]:
+    """What differs once a file has been written: unlike its modification time, its change time cannot be set."""
+    stat = path.stat()
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def content_sha256(path: Path) -> str:

@@ -20,6 +20,8 @@ from methods.checks import require, require_fraction
 
 PROMPT_CHUNK = 256
 """Prompt rows whose probabilities are held at once."""
+PROMPT_BYTES = 2**28
+"""Of them, so of few sequences where these are long; a sequence's own are held whatever they take."""
 INF = float("inf")
 
 
@@ -94,7 +96,8 @@ class EvictingState(State):
         """Put each row's own token into its slot. Returns these slots, int64 [batch, num_kv_heads, rows]."""
         tokens = self.tokens[layer]
         own = rows.own_slots.expand(-1, tokens.shape[1], -1)
-        tokens.scatter_(-1, own, torch.where(rows.real, rows.positions, EMPTY).int()[:, None].expand_as(own))
+        entering = rows.positions.masked_fill(~rows.real, EMPTY) if rows.padded else rows.positions
+        tokens.scatter_(-1, own, entering.int()[:, None].expand_as(own))
         return own
 
     def compact(self, layer: int, capacity: int) -> Tensor:
@@ -117,15 +120,17 @@ class EvictingState(State):
 
         Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
         """
-        tokens = self.tokens[layer]
-        gone = tokens[..., own : own + 1] == EMPTY
-        free = pad((tokens[..., :own] != EMPTY).int(), (0, 1)).argmin(-1, keepdim=True)
-        target = free.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
+        tokens, moved = self.tokens[layer], {}
         for name, empty in self.slot_tensors.items():
+            row = getattr(self, name)[layer][:, :, own : own + 1]
+            moved[name] = row.clone()
+            row.fill_(empty)
+        gone = moved["tokens"] == EMPTY
+        free = (tokens[..., : own + 1] == EMPTY).int().argmax(-1, keepdim=True)
+        target = free.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
+        for name, row in moved.items():
             data = getattr(self, name)[layer]
-            entering = data[:, :, own : own + 1].clone()
-            data[:, :, own] = empty
-            data.scatter_(2, _like(target, data), entering)
+            data.scatter_(2, _like(target, data), row)
         return free.masked_fill(gone, -1)
 
 
@@ -133,10 +138,13 @@ class WorthState(EvictingState):
     """Keeps the tokens of the largest worth, the `recent` last ones whatever their worth.
 
     worth[layer]: fp32, shaped like tokens[layer], inf in slots that hold no token.
-    budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer.
+    budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer. Asked at the prompt;
+    limits[layer]: both, int [batch, 2].
     """
 
+    sequence_tensors = ("limits",)
     slot_tensors = {**EvictingState.slot_tensors, "worth": INF}
+    limits: dict[int, Tensor]
     worth: dict[int, Tensor]
 
     def budget(self, layer: int) -> Tensor:
@@ -159,6 +167,7 @@ class WorthState(EvictingState):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Evict down to the budget."""
         self.enter_prompt(layer, rows)
+        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1)
         tokens, prompt = self.tokens[layer], key.shape[2]
         worth = torch.full_like(tokens, INF, dtype=torch.float32)
         worth[:, :, :prompt] = self.prompt_worth(layer, query, key, value, rows)
@@ -175,35 +184,39 @@ class WorthState(EvictingState):
         """Scan the rows: each reads what is kept, is observed, and evicts a token if more than the budget are."""
         worth, tokens, slots = self.worth[layer], self.tokens[layer], rows.slot_positions.shape[-1]
         own = self.enter(layer, rows)
-        worth.scatter_(-1, own, torch.where(rows.real, 0.0, INF)[:, None].expand_as(own))
-        readable = tokens[:, :, :slots].clone()
-        mask = readable.unsqueeze(2) < rows.positions[:, None, :, None]
-        died = self._scan(layer, rows, readable)
-        mask &= died.unsqueeze(2) >= torch.arange(own.shape[-1], device=own.device)[:, None]
-        return Selection(mask, torch.minimum(rows.positions, self.budget(layer)[:, None]).double())
+        worth.scatter_(-1, own, 0.0)
+        if rows.padded:
+            worth.masked_fill_(tokens == EMPTY, INF)
+        mask = tokens[:, :, None, :slots] < rows.positions[:, None, :, None]
+        died = self._scan(layer, rows)
+        if mask.shape[2] > 1:
+            mask &= died[:, :, None, :slots] >= torch.arange(mask.shape[2], device=mask.device)[:, None]
+        budget = self.limits[layer][:, :1]
+        return Selection(mask, torch.minimum(rows.positions, budget).double())
 
-    def _scan(self, layer: int, rows: Rows, readable: Tensor) -> Tensor:
-        """The row after which each slot's token was evicted, int [batch, num_kv_heads, slots]; rows if it was not."""
-        worth, tokens, slots = self.worth[layer], self.tokens[layer], readable.shape[-1]
-        scores = rows.true_scores()
-        bias = torch.where(readable == EMPTY, -INF, 0.0).unsqueeze(2)  # [batch, kv, 1, slots]
-        bias = pad(bias, (0, worth.shape[-1] - slots))
-        died = torch.full_like(worth, scores.shape[3], dtype=torch.int32)
-        bound = (rows.positions - self.recent[:, None]).int()[:, None, :, None]  # the newest that may leave
-        evicts = rows.real & (rows.positions >= self.budget(layer)[:, None])
-        dump = torch.where(evicts, 0, worth.shape[-1] - 1)[:, None, :, None]
-        weight = rows.real[:, None, :, None].float()
+    def _scan(self, layer: int, rows: Rows) -> Tensor:
+        """The row after which each slot's token was evicted, int [batch, num_kv_heads, slots and the rest]; the number
+        of rows if it was not."""
+        worth, tokens, slots = self.worth[layer], self.tokens[layer], rows.slot_positions.shape[-1]
+        scores, hidden = rows.true_scores(), (tokens == EMPTY).unsqueeze(2)
+        died = torch.full_like(tokens, scores.shape[3])
+        budget, recent = self.limits[layer][:, None].unbind(-1)
+        bound = (rows.positions - recent)[:, None, :, None]  # the newest that may leave
+        stays = rows.positions < budget
+        if rows.padded:
+            stays |= ~rows.real
         used, held = worth[..., :slots], tokens[..., :slots]
         for row in range(scores.shape[3]):
-            probs = (scores[:, :, :, row] + bias[..., :slots]).softmax(-1)
-            self.observe(used, probs * weight[:, :, None, row] if rows.padded else probs)
+            probs = scores[:, :, :, row].masked_fill(hidden[..., :slots], -INF).softmax(-1)
+            self.observe(used, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
             old = used.masked_fill(held > bound[:, :, row], INF)
-            victim = torch.maximum(old.argmin(-1, keepdim=True), dump[:, :, row])
+            victim = old.argmin(-1, keepdim=True)
+            victim.masked_fill_(stays[:, row, None, None], worth.shape[-1] - 1)  # the dump
             worth.scatter_(-1, victim, INF)
             tokens.scatter_(-1, victim, EMPTY)
-            bias.scatter_(-1, victim.unsqueeze(2), -INF)
+            hidden.scatter_(-1, victim.unsqueeze(2), True)
             died.scatter_(-1, victim, row)
-        return died[..., :slots]
+        return died
 
 
 def received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, first: int = 0) -> Tensor:
@@ -212,6 +225,13 @@ def received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, f
     query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
     returns [batch, num_kv_heads, prompt].
     """
+    of_sequence = query.shape[1] * PROMPT_CHUNK * key.shape[2] * torch.float32.itemsize
+    at_once = max(1, PROMPT_BYTES // max(1, of_sequence))  # there may be no prompt
+    parts = zip(query.split(at_once), key.split(at_once), real.split(at_once), strict=True)
+    return torch.cat([_received_attention(*part, scale, first) for part in parts])
+
+
+def _received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, first: int) -> Tensor:
     batch, num_kv_heads, prompt, _ = key.shape
     total = torch.zeros(batch, num_kv_heads, prompt, device=key.device)
     column = torch.arange(prompt, device=key.device)

@@ -131,6 +131,7 @@ class InfiniGenState(ProjectedState):
 class PooledState(InfiniGenState, PoolState):
     """InfiniGen's state over a pool."""
 
+    sequence_tensors = (*InfiniGenState.sequence_tensors, *PoolState.sequence_tensors)
     slot_tensors = {**InfiniGenState.slot_tensors, **PoolState.slot_tensors}
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:

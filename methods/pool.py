@@ -12,6 +12,7 @@ again, which is no eviction to speak of. Its FIFO takes token t - capacity and s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -81,10 +82,12 @@ class Pooled(ScoreSelecting):
 class PoolState(EvictingState):
     """What is in a pool that has a limit; a `Pooled` method selects of it.
 
+    capacities: tokens each sequence's pool holds, int [batch]; unprotected: of these the oldest, which may leave.
     fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a token was
     selected; a token that enters has 0 and its own position.
     """
 
+    sequence_tensors: ClassVar[tuple[str, ...]] = ("capacities", "unprotected")
     slot_tensors = {**EvictingState.slot_tensors, "fetches": 0, "last_fetch": 0}
     fetches: dict[int, Tensor]
     last_fetch: dict[int, Tensor]
@@ -92,13 +95,13 @@ class PoolState(EvictingState):
     def __init__(self, method: Pooled, geometry: Geometry, lengths: Lengths) -> None:
         super().__init__(method, geometry, lengths)
         self.simulates = method.eviction == "artifact"
+        self.capacities = self._capacities()
+        self.unprotected = floor_frac(1 - method.protect_recent, self.capacities).clamp(min=1)
         if bool((self.capacities < 1).any()):
             shortest = int(lengths.final.min())
             raise ValueError(f"method.pool_frac={method.pool_frac}: must leave at least 1 of {shortest} tokens")
 
-    @property
-    def capacities(self) -> Tensor:
-        """Tokens each sequence's pool holds, int [batch]."""
+    def _capacities(self) -> Tensor:
         if self.method.pool_tokens is not None:
             return self.lengths.final.clamp(max=self.method.pool_tokens)
         return floor_frac(self.method.pool_frac, self.lengths.final)
@@ -145,7 +148,8 @@ class PoolState(EvictingState):
         """Count what the row fetched, bool [batch, num_kv_heads, slots], and evict where the pool is full."""
         slots, position, real = mask.shape[-1], rows.positions[:, row, None, None], rows.real[:, row, None, None]
         fetches, last_fetch = (data[layer][..., :slots] for data in (self.fetches, self.last_fetch))
-        count_fetch(fetches, last_fetch, mask & real, position, saturates=not self.simulates)
+        chosen = mask & real if rows.padded else mask
+        count_fetch(fetches, last_fetch, chosen, position, saturates=not self.simulates)
         tokens, policy = self.tokens[layer], self.method.pool_policy
         worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[policy]
         if self.simulates:
@@ -153,10 +157,12 @@ class PoolState(EvictingState):
             leaving = artifact_victim(positions, policy, worth, self.capacities, position)
         else:
             held = tokens[..., :slots]
-            present = torch.where(held < position, held, EMPTY)
-            leaving = victim(present, worth, self.capacities, self.method.protect_recent)
-        evicts = real & (position >= self.capacities[:, None, None])
-        tokens.scatter_(-1, torch.where(evicts, leaving, tokens.shape[-1] - 1), EMPTY)
+            present = held.masked_fill(held >= position, EMPTY)
+            leaving = victim(present, worth, self.unprotected)
+        stays = position < self.capacities[:, None, None]
+        if rows.padded:
+            stays |= ~real
+        tokens.scatter_(-1, leaving.masked_fill_(stays, tokens.shape[-1] - 1), EMPTY)  # the dump
 
 
 def count_fetch(fetches: Tensor, last_fetch: Tensor, chosen: Tensor, position: Tensor, *, saturates: bool) -> None:
@@ -164,17 +170,16 @@ def count_fetch(fetches: Tensor, last_fetch: Tensor, chosen: Tensor, position: T
     fetches += chosen
     if saturates:
         fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
-    last_fetch.copy_(torch.where(chosen, position.int(), last_fetch))
+    torch.where(chosen, position.int(), last_fetch, out=last_fetch)
 
 
-def victim(present: Tensor, worth: Tensor, capacities: Tensor, protect_recent: float) -> Tensor:
+def victim(present: Tensor, worth: Tensor, unprotected: Tensor) -> Tensor:
     """The slot to free in each head, int64 [batch, num_kv_heads, 1].
 
     present: int [batch, num_kv_heads, slots], positions of the tokens that may leave, `EMPTY` elsewhere; worth: int
-    alike, the smallest leaves, ties to the lowest position; capacities: int [batch].
+    alike, the smallest leaves, ties to the lowest position; unprotected: int [batch], so many of the lowest may.
     """
-    unprotected = floor_frac(1 - protect_recent, capacities).clamp(min=1, max=present.shape[-1])
-    rank = (unprotected - 1)[:, None, None].expand(*present.shape[:2], 1)
+    rank = (unprotected.clamp(max=present.shape[-1]) - 1)[:, None, None].expand(*present.shape[:2], 1)
     newest = present.sort(-1).values.gather(-1, rank)
     return _smallest(worth, present).masked_fill(present > newest, NEVER).argmin(-1, keepdim=True)
 

@@ -2,6 +2,9 @@
 
 import importlib.util
 import os
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -15,7 +18,9 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 
 from harness.model.tiny import tiny_model
+from tests.hub_standin import Hub, serving
 
+RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 # The same examples every time, and no deadline: the cores are shared, a slow example is no failure.
@@ -85,3 +90,26 @@ def default_model():
     from harness.settings.sources import ModelConfig
 
     return load_model(ModelConfig(name="smollm2-135m", device="cpu"))
+
+
+@pytest.fixture
+def hub_server(tmp_path, monkeypatch) -> Iterator[Hub]:
+    """A hub on this machine, asked in place of the real one, and empty caches. Waiting between tries takes no time."""
+    import datasets
+    from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import _http
+
+    from harness.model import download
+
+    no_wait = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+    for module in (file_download, _http, download):
+        monkeypatch.setattr(module, "time", no_wait)
+    with serving() as served:
+        monkeypatch.setattr(constants, "ENDPOINT", served.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + RESOLVE)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.url)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+        yield served

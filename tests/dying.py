@@ -4,6 +4,6 @@ import os
 from typing import Any
 
 
-def die(configs: Any, results: Any) -> None:
+def die(runs: Any, since: Any, results: Any) -> None:
     """What `harness.launch.child` runs in its child."""
     os._exit(3)

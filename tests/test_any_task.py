@@ -227,7 +227,10 @@ def test_a_named_part_is_not_taken_from_another(root):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "Why?", "options": ["a", "b"]}, "tasks=toy_colours: row 7 lacks what its prompt or answer"),
+        (
+            {"question": "Why?", "options": ["a", "b"]},
+            "test.jsonl, line 8: tasks=toy_colours: lacks what its prompt or answer",
+        ),
         ({"options": ["a", "b"], "label": 0}, r"test.jsonl, line 8: field 'question' is missing"),
         ({"question": "Why?", "label": 0}, r"test.jsonl, line 8: field 'options' is missing"),
     ],

@@ -9,6 +9,7 @@ import pytest
 import reference as plain
 import torch
 
+from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import cached_calibration, calibrate
 from harness.model.tiny import tiny_model
@@ -72,7 +73,9 @@ def test_calibration_is_kept_and_a_damaged_one_made_anew(tiny_gqa, text, tmp_pat
         first = rotation()
         assert torch.equal(rotation(), first) and len(calls) == 1
         (file,) = (tmp_path / "new" / "calibration").iterdir()
-        for damage in (b"", b"not a tensor", file.read_bytes()[:-20]):
+        whole = file.read_bytes()
+        flipped = whole[:-20] + bytes([whole[-20] ^ 0x40]) + whole[-19:]
+        for damage in (b"", b"not a tensor", whole[:-20], flipped, whole[:-400] + bytes(400)):
             file.write_bytes(damage)
             calls.clear()
             assert torch.equal(rotation(), first) and len(calls) == 1
@@ -124,6 +127,12 @@ def test_another_method_or_another_setting_that_it_heeds_is_another_file(tiny_gq
         direct = calibrate(attached, Measuring(power=2.0), text)
         kept = measured(Measuring(power=2.0))
         assert files() == 4 and all(torch.equal(kept[name], direct[name]) for name in direct)
+
+
+def test_a_calibration_that_is_not_finite_is_refused_and_not_kept(tiny_gqa, text, tmp_path):
+    with attach(tiny_gqa) as attached, pytest.raises(UserError, match="^calibration: rotation of .* is not finite"):
+        cached_calibration(attached, Measuring(power=float("nan")), text, "a" * 64, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_number_of_threads_leaves_no_trace(text):

@@ -105,7 +105,8 @@ def test_the_platform_decides_device_and_precision(experiment):
     assert (on_cpu.device, on_cpu.dtype) == ("cpu", "float32")
     assert (on_cuda.device, on_cuda.dtype) == ("cuda", "float16")
     assert load([*chosen, "platform=cuda", "model.dtype=bfloat16"]).model.dtype == "bfloat16"
-    assert load([*chosen, "model.dtype=float32"]).model.dtype == "float32"
+    for dtype in ("float32", "float16", "bfloat16"):  # what the user says is computed in, on a CPU too
+        assert load([*chosen, f"model.dtype={dtype}"]).model.dtype == dtype
 
 
 # kinds of run
@@ -113,7 +114,7 @@ def test_the_platform_decides_device_and_precision(experiment):
 
 def test_a_kind_is_a_module_and_heeds_settings_that_there_are():
     names = {field.name for field in dataclasses.fields(RunConfig)}
-    shown = {"label", "label_given", "results_dir"}
+    shown = {"label", "label_given", "results_dir", "tracker"}
     heeded = {kind: {*COMMON, *find(kind).heeds} for kind in kinds()}
     assert set().union(*heeded.values()) == names - shown
     for kind, settings in heeded.items():
@@ -144,7 +145,8 @@ def test_a_new_kind_is_one_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "FOLDER", tmp_path)
     monkeypatch.setattr(harness.experiments, "__path__", [*harness.experiments.__path__, str(tmp_path)])
-    assert kinds() == ["counting"] and load(["kind=counting"]).kind == "counting"
+    (tmp_path / "perplexity.py").touch()  # the kind of the default experiment
+    assert kinds() == ["counting", "perplexity"] and load(["kind=counting"]).kind == "counting"
     assert "seq_len" in foreign_settings("counting") and "seed" not in foreign_settings("counting")
     with pytest.raises(UserError, match="seed=7: must not be"):
         load(["kind=counting", "seed=7"])
@@ -313,8 +315,7 @@ REFUSED = {
         "platform.weights_on_device=0.7: experiment=fig12 decodes through no link; leave it out"
     ),
     "platform=cuda platform.name=gpu": "platform.name=gpu: did you mean 'cpu'?",
-    "model=opt-6.7b model.dtype=float16": "model.dtype=float16: a CPU computes in float32 here",
-    "model.dtype=bfloat16": "model.dtype=bfloat16: a CPU computes in float32 here",
+    "model.dtype=int8": "model.dtype=int8: allowed: float32, float16, bfloat16",
     "model=opt-6.7b": None,
     "method=int4 codec=int8": "codec=int8 contradicts method=int4",
     "method=int4 codec=int4": None,
@@ -333,6 +334,8 @@ REFUSED = {
     "prefill=sparse": "prefill=sparse: allowed: auto, dense, question, artifact",
     "scoring=average": "scoring=average: allowed: sum, mean",
     "kind=taks": "kind=taks: did you mean 'tasks'?",
+    "kind=latency": "kind=latency: its rows are none of experiment=perplexity's table; choose an experiment of that",
+    "experiment=fig5 kind=tasks": "kind=tasks: its rows are none of experiment=fig5's table; choose an experiment of",
     "label=true": "label=True: must be text",
     "label=false": "label=False: must be text",
     "~seed": None,

@@ -169,7 +169,7 @@ def test_every_grid_composes_and_repeats_nothing(grid):
 def test_a_grid_of_grids_has_all_figures_and_repeats_nothing(grid, monkeypatch):
     """Its cells by their overrides alone: each part is composed in a test of its own."""
 
-    def load(overrides):
+    def load(overrides, composed):
         experiment = dict(override.split("=", 1) for override in overrides).get("experiment", "perplexity")
         return SimpleNamespace(kind="perplexity", experiment=experiment.strip("'"), overrides=tuple(sorted(overrides)))
 

@@ -157,8 +157,8 @@ def test_clean_keeps_results_and_the_environment(checkout):
 # dependencies
 
 
-def locked() -> dict[str, str]:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
+def locked(name: str = "requirements.lock") -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
     pins = [line.partition(" ; ")[0] for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin) for pin in pins), pins
     return dict(pin.split("==") for pin in pins)
@@ -168,6 +168,9 @@ def test_the_lock_pins_every_dependency_within_its_range():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = locked()
     extras = project["optional-dependencies"]
-    for text in [*project["dependencies"], *extras["parallel"], *extras["dev"]]:
+    more = locked("requirements-mlflow.lock")
+    assert not pins.keys() & more.keys(), "pinned once"
+    pins |= more
+    for text in [*project["dependencies"], *extras["parallel"], *extras["mlflow"], *extras["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text

@@ -470,7 +470,7 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
     dense = {json.loads(path.read_text())["samples"]["dense_s"] for path in paths}
     assert len(dense) == 1, "one prefill, one process"
-    monkeypatch.setattr(grid, "run_apart", lambda configs: pytest.fail("nothing is left to run"))
+    monkeypatch.setattr(grid, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
     assert list(grid.run_cells(configs)) == paths
     assert "3 of 3 cells were finished before" in capsys.readouterr().out
 
@@ -484,12 +484,16 @@ def test_cells_of_a_shape_are_grouped_whatever_their_order():
     assert found == [[(2, "ideal"), (2, "offload")], [(3, "ideal"), (3, "offload")], [(4, "InfiniGen")]]
 
 
-def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch):
+def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(apart, "_work", die)
     configs = [load(["experiment=latency", f"label={label}"]) for label in ("ideal", "offload")]
-    outcomes = list(apart.run_apart([Run.of(config) for config in configs]))
+    runs = [Run.of(config) for config in configs]
+    outcomes = list(apart.run_apart(runs, time.time()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
+    kept = [json.loads(run.path.read_text()) for run in runs]
+    assert [(record["status"], record["error"]) for record in kept] == 2 * [("failed", f"UserError: {outcomes[0]}")]
 
 
 @pytest.mark.parametrize(

@@ -787,7 +787,9 @@ def test_needles_say_share_and_number(tmp_path: Path) -> None:
 def test_the_registry_says_all_of_a_figure() -> None:
     entries = yaml.safe_load((ROOT / "plots" / "registry.yaml").read_text())
     for name, entry in entries.items():
-        assert {"title", "command"} <= set(entry) <= {"title", "command", "tables", "draw"}, name
+        assert {"title", "page", "command"} <= set(entry) <= {"title", "page", "command", "tables", "draw", "chart"}, (
+            name
+        )
         assert name in entry.get("tables", [name]), "a table of its own name"
     modules = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"__init__", "__main__"}
     assert {draw.__module__ for draw in DRAWINGS.values()} == {

@@ -190,17 +190,26 @@ DAMAGED = {
     "truncated": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
     "a list": lambda text: "[1]",
-    "another schema": lambda text: text.replace('"schema": 2', '"schema": 1'),
+    "another schema": lambda text: text.replace('"schema": 3', '"schema": 1'),
     "an unknown status": lambda text: text.replace('"finished"', '"fine"'),
     "another run's": lambda text: text.replace('"run_id": "', '"run_id": "0'),
     "binary": lambda text: "\x00" + text,
+    "a number changed": lambda text: text.replace('"nll": 2.5', '"nll": 2.4'),
+    "a metric changed": lambda text: text.replace('"perplexity": 12.5', '"perplexity": 11.5', 1),
+    "a setting changed": lambda text: text.replace('"heavy_frac": 0.1', '"heavy_frac": 0.2'),
+    "without digest": lambda text: text.replace('"digest": "', '"other": "'),
+    "a number that is none": lambda text: text.replace('"nll": 2.5', '"nll": NaN'),
+    "a number beyond all": lambda text: text.replace('"nll": 2.5', '"nll": 1e999'),
+    "deep": lambda text: "[" * 10**5,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_record_is_named_kept_and_run_again(damage, runs, command, capsys, caplog):
     path = start(command)
-    damaged = damage(path.read_text())
+    whole = path.read_text()
+    damaged = damage(whole)
+    assert damaged != whole
     path.write_text(damaged)
 
     assert records.read_records(path.parents[3], "perplexity") == []
@@ -214,12 +223,78 @@ def test_a_damaged_record_is_named_kept_and_run_again(damage, runs, command, cap
     assert said.startswith(f"{path}: damaged record") and "record.damaged-1.json" in said
 
 
-def test_damaged_records_are_numbered(tmp_path):
+def as_schema_2(path, **changed):
+    """Write the record at `path` as before records had digests; a field given as `...` is left out."""
+    record = json.loads(path.read_text()) | {"schema": 2, "digest": ...} | changed
+    path.write_text(json.dumps({name: value for name, value in record.items() if value is not ...}))
+
+
+def test_a_record_of_schema_2_is_read_and_has_a_digest_once_it_is_written_again(runs, command):
+    path = start(command)
+    as_schema_2(path)
+    assert start(command) == path and len(runs.configs) == 1
+    start([*command, "label=mine"])
+    assert len(runs.configs) == 1
+    path.write_text(path.read_text().replace('"mine"', '"yours"'))
+    with pytest.raises(UserError, match="changed since it was written"):
+        records.read_record(path)
+
+
+LACKING = {
+    "no label": {"config": {"method_name": "h2o"}},
+    "no inputs": {"inputs": ...},
+    "no error": {"error": ...},
+    "a run's method of another type": {"method_module": 3},
+    "metrics that are a list": {"metrics": [1]},
+    "metrics of a text that are a number": {"metrics": {"offline": 3}},
+    "chunks of another type": {"chunks": [[1]]},
+    "a status that is a list": {"status": ["finished"]},
+    "inputs without digests": {"inputs": {"model": None}},
+    "another shape": {"table": "board"},
+    "metrics of another shape": {"table": "latency"},
+    "points of another shape": {"table": "analysis", "metrics": {"source": "measured", "points": [{"x": 1}]}},
+}
+
+
+@pytest.mark.parametrize("changed", LACKING.values(), ids=LACKING)
+def test_a_record_that_lacks_a_part_is_damaged(changed, runs, command, caplog):
+    path = start(command)
+    as_schema_2(path, **changed)
+    assert records.read_records(path.parents[3], "perplexity") == []
+    (said,) = caplog.messages
+    assert str(path) in said and "\n" not in said and len(said) < len(str(path)) + 120
+    assert start(command) == path and len(runs.configs) == 2
+    assert "mine" in runner.report([start([*command, "label=mine"])])
+
+
+def test_damaged_records_take_the_first_free_number(tmp_path):
     path = tmp_path / "record.json"
+    (tmp_path / "record.damaged-2.json").write_text("kept")
     for text in ("first", "second"):
         path.write_text(text)
         records.set_aside(path)
-    assert [(tmp_path / f"record.damaged-{n}.json").read_text() for n in (1, 2)] == ["first", "second"]
+    assert [(tmp_path / f"record.damaged-{n}.json").read_text() for n in (1, 2, 3)] == ["first", "kept", "second"]
+
+
+def test_two_processes_that_set_aside_at_once_keep_both(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    path.write_text("ours")
+    free = records.aside
+    taken = [True]
+
+    def aside(path):
+        place = free(path)
+        if taken:
+            place.write_text(f"theirs {taken.pop()}")  # between the look and the move
+        return place
+
+    monkeypatch.setattr(records, "aside", aside)
+    assert records.set_aside(path).name == "record.damaged-2.json"
+    assert (tmp_path / "record.damaged-1.json").read_text() == "theirs True"
+    assert (tmp_path / "record.damaged-2.json").read_text() == "ours"
+    with pytest.raises(FileNotFoundError):
+        records.set_aside(path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 # how a run may end

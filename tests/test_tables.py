@@ -81,9 +81,19 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
         "experiment": config.experiment,
         "kind": config.kind,
         "status": "finished",
+        "started": "2026-01-01T00:00:00+00:00",
         "config": settings,
+        "method_module": "methods.h2o",
+        "method_file": None,
+        "selects": "ahead",
+        "inputs": {},
+        "environment": {},
         "metrics": metrics,
+        "samples": {},
+        "methods": {},
         "chunks": [],
+        "seconds": 1.0,
+        "error": None,
     }
     record |= fields
     record.setdefault("table", SHAPES.get(record["kind"], "accuracy"))
@@ -257,6 +267,19 @@ def test_damaged_records_are_named_and_left_out(tmp_path: Path, caplog: pytest.L
     for run in (cut["run_id"], hollow["run_id"]):
         (said,) = [message for message in caplog.messages if run in message]
         assert "damaged record" in said and "\n" not in said
+
+
+def test_records_of_another_shape_do_not_empty_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the experiment's own kind count, however many others an older version left under its name."""
+    kept = save_text(tmp_path, "method=h2o")
+    for batch in (1, 2):
+        save(tmp_path, ["experiment=perplexity"], LATENCY_METRICS, kind="latency", text=batch)
+    assert {row["run_id"] for row in rows(tables.update(tmp_path, "perplexity"))} == {kept["run_id"]}
+    assert "runs/perplexity: 2 records of another shape of table, latency" in caplog.text
+    save(tmp_path, ["experiment=latency"], LATENCY_METRICS)
+    for text in (1, 2):
+        save_text(tmp_path, "experiment=latency", kind="perplexity", text=text)
+    assert "tokens_per_s" in rows(tables.update(tmp_path, "latency"))[0]
 
 
 def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def of_folder(folder: str | None) -> dict[str, Entry]:
         return {}
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    root = Path(folder).expanduser().resolve()
+    root = Path(folder).resolve()
     for path in sorted(root.rglob("*.yaml")):
         try:
             load_yaml(path, resolve_func=False)

@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from harness.errors import UserError
+from harness.model.refusal import refusal
 
 TIMEOUT_S = 5.0
 """An unreachable hub is given up after this; `datasets` itself would retry for half a minute."""
-
-NOT_THERE = (OSError, ValueError, RuntimeError)
-"""How `datasets` says that a data set is not cached, refused, or of a form that it no longer reads."""
 
 T = TypeVar("T")
 
 
 @contextmanager
 def no_network() -> Iterator[None]:
-    """Inside, `datasets` and the hub's client use what is on this machine and ask nobody."""
-    from datasets import config
+    """Inside, `datasets` and the hub's client use what is on this machine, ask nobody, and do not warn that they do."""
+    from datasets import config, logging
     from huggingface_hub import constants
 
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    before, verbosity = (config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE), logging.get_verbosity()
     config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    logging.set_verbosity_error()
     try:
         yield
     finally:
         config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        logging.set_verbosity(verbosity)
 
 
 def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
@@ -41,18 +41,23 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     files: what `data=local` would need below its root, for the error.
 
     Raises:
-        UserError: it is not cached and the hub is unreachable or refuses; says what remains.
+        UserError: it is not cached and the hub is unreachable or refuses, or it cannot be read; says what remains.
+        ImportError: a package that reads it is not installed.
     """
     try:
         with no_network():
             return load()
-    except NOT_THERE:
+    except ImportError:
+        raise
+    except Exception:  # `datasets` has many for what is not cached, or not whole; online it says what is wrong
         pass
     _require_hub(name, files)
     try:
         return load()
-    except NOT_THERE as error:
-        raise _unavailable(name, str(error) or type(error).__name__, files) from error
+    except ImportError:
+        raise
+    except Exception as error:
+        raise _unavailable(name, refusal(error), files) from error
 
 
 def _require_hub(name: str, files: str | None) -> None:
@@ -65,12 +70,11 @@ def _require_hub(name: str, files: str | None) -> None:
     except urllib.error.HTTPError:
         pass  # it answered
     except OSError as error:
-        raise _unavailable(name, f"not cached, and {constants.ENDPOINT} is unreachable", files) from error
+        raise _unavailable(name, f"not cached, and {refusal(error)}", files) from error
 
 
 def _unavailable(name: str, reason: str, files: str | None) -> UserError:
     local = "data=local data.root=DIR" + (f" with {files}" if files else "")
     return UserError(
-        f"data=hub: {name} cannot be loaded ({reason.splitlines()[0]}); "
-        f"what remains: {local}, or data=offline (no download)"
+        f"data=hub: {name} cannot be loaded ({reason}); what remains: {local}, or data=offline (no download)"
     )

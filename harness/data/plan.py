@@ -22,7 +22,7 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness.data import catalogue
-from harness.data.rows import layout
+from harness.data.rows import Labels, layout
 from harness.errors import UserError, missing, nearest, reason
 from harness.files import text_sha256
 from harness.settings.run import OFFLINE_TASKS, RunConfig
@@ -40,13 +40,14 @@ class Leaf(NamedTuple):
     """A task before its rows are read.
 
     config: its YAML, functions resolved, and the metadata and number of examples that the user wants; empty of a
-    task that needs no data. fields: what each local row must have; () for what the prompt's template names. why_not:
-    why it cannot run here.
+    task that needs no data. fields: what each local row must have; () for what the prompt's template names. labels:
+    what fields of any row may hold. why_not: why it cannot run here.
     """
 
     task_name: str
     config: dict[str, Any]
     fields: tuple[str, ...] = ()
+    labels: Labels = {}
     why_not: str | None = None
 
     @property
@@ -116,7 +117,7 @@ class Planner(TaskFactory):
         own = own_tasks()[name]
         entry = Entry(name, Kind.TASK, catalogue.location() / own["yaml"])
         overrides = {"task": name, "num_fewshot": own["num_fewshot"]}
-        leaf = self._build_task(entry, overrides)._replace(fields=tuple(own["fields"]))
+        leaf = self._build_task(entry, overrides)._replace(fields=tuple(own["fields"]), labels=own.get("labels", {}))
         if self._config.num_fewshot is not None and not leaf.why_not:
             leaf.config["num_fewshot"] = self._config.num_fewshot
         return leaf

@@ -11,6 +11,7 @@ A split is one file, `SPLIT.jsonl`, `SPLIT.json` or `SPLIT.parquet` (JSON lines 
 Where a data set has one part only (no name, `main` or `default`) the folder may lack it: `gsm8k/test.jsonl`.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +25,13 @@ ONLY_PART = (None, "", "main", "default")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("test_split", "validation_split", "training_split", "fewshot_split")
 
+KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+"""What JSON holds, but for null."""
+
 Files = dict[str, list[Path]]
 """The files of each split."""
+Labels = Mapping[str, Sequence[Any]]
+"""What a field may hold."""
 
 
 def scored_split(config: Mapping[str, Any]) -> str | None:
@@ -47,7 +53,7 @@ def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
     Raises:
         UserError: it is in none of the folders; says where it may lie.
     """
-    root = Path(root).expanduser().resolve()
+    root = Path(root).resolve()
     scored = scored_split(config)
     folders = list(_folders(task, config))
     for folder in folders if scored else []:
@@ -66,32 +72,73 @@ def layout(task: str, config: Mapping[str, Any]) -> str:
     return f"{scored}.jsonl, {scored}.parquet or {scored}-*.parquet in {where}"
 
 
-def check_rows(path: Path, fields: Sequence[str]) -> int:
-    """Read a file of JSON lines through and return its number of rows.
+def check_rows(path: Path, fields: Sequence[str], labels: Labels | None = None) -> int:
+    """Read a file of JSON lines through and return its number of rows. labels: see `label_problem`.
 
     Raises:
-        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`.
+        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`, or
+            holds something else in a field than the lines before it: a reader of the whole file would change those.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     if not lines[-1]:
         lines.pop()  # the end of the last line
     if not lines:
         raise UserError(f"{path}: the file is empty")
+    kinds: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            reason = "empty line" if not line.strip() else f"not JSON, {error}"
-            raise UserError(f"{path}, line {number}: {reason}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: expected an object with {', '.join(fields) or 'fields'}")
-        for field in fields:
-            if row.get(field) is None:
-                raise UserError(f"{path}, line {number}: field {field!r} is missing")
+            row = _row(line, fields)
+            if problem := label_problem(row, labels or {}):
+                raise ValueError(problem)
+            for field, kind in ((field, KINDS[type(value)]) for field, value in row.items() if value is not None):
+                first, at = kinds.setdefault(field, (kind, number))
+                if kind != first:
+                    raise ValueError(f"field {field!r} holds {kind}, but {first} in line {at}")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}: {error}") from None
     return len(lines)
+
+
+def label_problem(row: Mapping[str, Any], labels: Labels) -> str | None:
+    """What is wrong with a label of which Python beside a task's YAML would take anything, in words."""
+    for field, allowed in labels.items():
+        value = row.get(field)
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            return f"field {field!r} is {value!r}; allowed: {', '.join(map(repr, allowed))}"
+    return None
+
+
+def _row(line: bytes, fields: Sequence[str]) -> dict[str, Any]:
+    """The object of a line; ValueError says what is wrong with it."""
+    if not line.strip():
+        raise ValueError("empty line")
+    try:
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON, {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object with {', '.join(fields) or 'fields'}")
+    for field in fields:
+        if row.get(field) is None:
+            raise ValueError(f"field {field!r} is missing")
+    return row
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are given once each."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"it gives {twice!r} twice")
+    return row
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"which has no {word}")
 
 
 def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:

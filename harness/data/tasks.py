@@ -4,9 +4,12 @@ lm-eval's YAML says prompts, filters and metrics, and lm-eval's own classes carr
 where the rows come from. A task that makes its own rows (`custom_dataset`, or a Python class) is left to do so.
 """
 
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from harness.data import ruler
 from harness.data.generated import questions
 from harness.data.hub import from_hub, no_network
 from harness.data.plan import Leaf, plan
+from harness.data.questions import Rows, Source, check_questions
 from harness.data.rows import check_rows, example_split, find_files, layout, template_fields
 from harness.errors import UserError, missing, reason
 from harness.model.load import LoadedModel
@@ -30,6 +34,8 @@ from harness.settings.tasks import RULER_TASKS
 FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234
 """lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those of lm-eval."""
+EXAMPLE_ROLES = ("training_split", "validation_split", "fewshot_split")
+"""Splits that a task does without where they are not among its local files."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +65,55 @@ def load_suite(config: RunConfig, loaded: LoadedModel) -> Suite:
 def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     random.seed(config.seed)
     np.random.seed(NUMPY_SEED + config.seed)
-    try:
-        task = _make(leaf, config, loaded)
-    except UserError:
-        raise
-    except ImportError as error:
-        raise UserError(f"tasks={leaf.task_name}: {missing(error)}") from error
-    except Exception as error:  # whatever the YAML, or the Python beside it, makes of the rows
-        raise UserError(f"tasks={leaf.task_name}: lm-eval cannot build it from its rows ({reason(error)})") from error
+    with _in_words(leaf.task_name):
+        source = _source(leaf, config)
+        make = partial(_make, leaf, config, loaded)
+        try:
+            task = make(source.rows)
+        except Exception as error:
+            place = None if isinstance(error, UserError) else source.bad_row(partial(_works, make))
+            if place is None:
+                raise
+            raise UserError(f"{place}: tasks={leaf.task_name}: lm-eval fails on it ({reason(error)})") from error
     task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
-    _check_prompts(leaf.task_name, task, config.num_samples_of(leaf.task_name))
+    check_questions(task, source, config.num_samples_of(leaf.task_name))
     return task
 
 
-def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
+@contextmanager
+def _in_words(name: str) -> Iterator[None]:
+    """Whatever the YAML of a task, or the Python beside it, makes of its rows as a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"tasks={name}: {missing(error)}") from error
+    except Exception as error:
+        raise UserError(f"tasks={name}: lm-eval cannot build it from its rows ({reason(error)})") from error
+
+
+def _works(make: Callable[[Rows], object], rows: Rows) -> bool:
+    try:
+        make(rows)
+    except Exception:
+        return False
+    return True
+
+
+def _source(leaf: Leaf, config: RunConfig) -> Source:
+    """The rows of a task that does not make its own, and where they lie."""
+    if not leaf.config or leaf.makes_rows:
+        return Source(f"task {leaf.task_name}")
+    if config.data.name == "local":
+        return _local_rows(leaf, config)
+    rows = _hub_rows(leaf.task_name, leaf.config)
+    source = Source(f"data=hub: {leaf.config.get('dataset_path')}", rows, labels=leaf.labels)
+    _check_examples(leaf, source)
+    return source
+
+
+def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: Rows) -> Task:
     """A task with its rows; one that fetches them by itself may ask the hub only where `data` is the hub."""
     name, own = leaf.task_name, leaf.config
     if not own and name in RULER_TASKS:
@@ -85,8 +126,8 @@ def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
             return from_hub(name, lambda: _construct(name, own, config))
         with no_network():
             return _construct(name, own, config)
-    rows, changes = _local_rows(leaf, config) if config.data.name == "local" else (_hub_rows(name, own), {})
-    return _construct(name, own | changes | _given(rows), config)
+    absent = [role for role in EXAMPLE_ROLES if own.get(role) not in rows] if config.data.name == "local" else []
+    return _construct(name, own | dict.fromkeys(absent) | _given(rows), config)
 
 
 def _tokenizer_name(loaded: LoadedModel) -> str | None:
@@ -100,18 +141,6 @@ def _construct(name: str, own: dict[str, Any], config: RunConfig) -> Task:
     assert isinstance(task, Task)
     task.set_config("num_fewshot", own["num_fewshot"])
     return task
-
-
-def _check_prompts(name: str, task: Task, limit: int | None) -> None:
-    """Raise UserError for the first row, of those that are asked, of which lm-eval makes no prompt."""
-    for number, doc in task.doc_iterator(limit=limit):
-        try:
-            made = task.doc_to_text(doc), task.doc_to_target(doc)
-            lacking = any(each is None for each in made)
-        except Exception as error:  # a template's, or of the task's own Python
-            raise UserError(f"tasks={name}: no prompt can be made of row {number} ({reason(error)})") from error
-        if lacking:
-            raise UserError(f"tasks={name}: row {number} lacks what its prompt or answer is made of")
 
 
 def _given(rows: Any) -> dict[str, Any]:
@@ -145,28 +174,35 @@ def _hub_rows(name: str, own: dict[str, Any]) -> Any:
     return from_hub(str(path), load, f"{layout(name, own)} below it")
 
 
-def _local_rows(leaf: Leaf, config: RunConfig) -> tuple[Any, dict[str, Any]]:
-    """The rows of each split that is there, and the splits that the task then does without."""
+def _local_rows(leaf: Leaf, config: RunConfig) -> Source:
+    """The rows of each split that is there."""
     name, own = leaf.task_name, leaf.config
     files = find_files(str(config.data.root), name, own)
     for path in (path for paths in files.values() for path in paths if path.suffix != ".parquet"):
-        check_rows(path, leaf.fields or template_fields(own))
+        check_rows(path, leaf.fields or template_fields(own), leaf.labels)
     with no_network():
         rows = {split: _read(split, paths) for split, paths in files.items()}
-    shots, source = own["num_fewshot"], example_split(own)
-    examples = len(rows[source]) if source in rows else 0
-    if shots and shots >= examples:
+    source = Source("data=local", rows, files, leaf.labels)
+    _check_examples(leaf, source)
+    return source
+
+
+def _check_examples(leaf: Leaf, source: Source) -> None:
+    """UserError where there are fewer rows than a question is to have examples."""
+    shots, split = leaf.config["num_fewshot"], example_split(leaf.config)
+    rows = len(source.rows.get(str(split), ()))
+    if shots and shots >= rows:
         raise UserError(
-            f"num_fewshot={shots}: {name} has {examples} rows of its split {source or 'train'} in data=local, from "
-            "which examples are drawn; allowed: fewer"
+            f"num_fewshot={shots}: {leaf.task_name} has {rows} rows of its split {split or 'train'} in {source.name}, "
+            "from which examples are drawn; allowed: fewer"
         )
-    roles = ("training_split", "validation_split", "fewshot_split")
-    return rows, {role: None for role in roles if own.get(role) not in rows}
 
 
 def _read(split: str, paths: list[Path]) -> datasets.Dataset:
     builder = "parquet" if paths[0].suffix == ".parquet" else "json"
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it logs of a bad file is in its error
     try:
         return datasets.load_dataset(builder, data_files={split: [str(path) for path in paths]}, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        raise UserError(f"{paths[0]}: cannot be read ({reason(error)})") from error
+    except Exception as error:  # of Arrow and pandas
+        said = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise UserError(f"{paths[0]}: cannot be read ({reason(said)})") from error

@@ -38,7 +38,7 @@ def read_text(path: str | Path, setting: str) -> str:
         UserError: the file is missing, unreadable, empty or not UTF-8.
     """
     try:
-        text = Path(path).expanduser().read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{setting}={path}: not UTF-8 text, byte {error.start} cannot be decoded") from None
     except OSError as error:

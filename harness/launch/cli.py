@@ -1,7 +1,8 @@
 """The command line: Hydra in front, one line for whatever the user got wrong behind.
 
 Exit codes: 0; 2 for what a user can put right; 1 for a defect of ours; 75 for a grid that put cells off, since their
-minutes were spent (the same command goes on); 130 after Ctrl-C.
+minutes were spent (the same command goes on); 130 after Ctrl-C, 143 after SIGTERM, which ends a run in the same way;
+141 where nobody reads on (`| head`).
 HYDRA_FULL_ERROR=1 shows tracebacks.
 """
 
@@ -16,13 +17,13 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import grid, runner
+from harness.launch import console, grid, interrupts, overrides, runner, tracking
 from harness.launch.cluster import Batch, own_overrides
 from harness.launch.export import export
 from harness.launch.plan import read_plan
@@ -46,8 +47,9 @@ class Jobs:
     A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
-    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures. is_copy: sent to another process.
-    batch: what is to run on a cluster. resources: what the jobs share. draw: makes the figures of a results folder.
+    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker` gets as well.
+    is_copy: sent to another process. batch: what is to run on a cluster.
+    resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
     tracebacks: bool
@@ -57,6 +59,7 @@ class Jobs:
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
     draws: bool = False
+    tracker: str = tracking.NONE
     is_copy: bool = False
     batch: Batch | None = None
 
@@ -75,24 +78,23 @@ class Jobs:
                 self.report()
 
     def _execute(self, config: DictConfig) -> None:
-        overrides = list(HydraConfig.get().overrides.task)
+        given = list(HydraConfig.get().overrides.task)
         if config.export is not None:
-            print(export(config.export, config.results_dir, overrides))
+            print(export(config.export, config.results_dir, given))
             return
-        chosen = HydraConfig.get().runtime.choices.get("grid")
         if config.get("cluster") is not None:
-            self._start_batch(config, chosen or config.experiment)
-            overrides, config.cluster = own_overrides(overrides), None
-        if chosen is None:
-            self._run_one(config, overrides)
+            given = self._start_batch(config, given)
+        if HydraConfig.get().runtime.choices.get("grid") is None:
+            self._run_one(config, given)
             return
         self.draws = True
-        plan = read_plan(config.grid, overrides)
+        plan = read_plan(config.grid, given)
+        self.tracker = config.tracker
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
         if self.batch is not None:
-            self.batch.deal(overrides, plan.cells)
+            self.batch.deal(given, plan.cells)
             return
         for path in grid.run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
@@ -107,20 +109,23 @@ class Jobs:
             return
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
-            self.paths.append(runner.run(runner.Run.of(checked), self.resources))
+            run = runner.Run.of(checked)
+            tracking.require([] if run.is_finished() else [checked.tracker])
+            self.paths.append(runner.run(run, self.resources))
         else:
             runner.show(checked, self.resources)
 
-    def _start_batch(self, config: DictConfig, title: str) -> None:
-        """From here on, gather what is to run on a cluster."""
-        batch = Batch.of(config, title)
+    def _start_batch(self, config: DictConfig, given: list[str]) -> list[str]:
+        """From here on, gather what is to run on a cluster; returns the overrides that are not about it."""
+        batch = Batch.of(config, HydraConfig.get().runtime.choices.get("grid") or config.experiment)
         if self.is_copy:
             raise UserError("cluster=slurm: starts processes itself; leave hydra/launcher out")
         if config.grid is not None and config.grid.share is not None:
             raise UserError(f"grid.share={config.grid.share}: cluster=slurm deals the cells itself, cluster.jobs=N")
         if self.batch is not None and self.batch.cluster != batch.cluster:
             raise UserError("cluster: its settings are those of all jobs of a sweep, so none of them can vary")
-        self.batch = self.batch or batch
+        self.batch, config.cluster = self.batch or batch, None
+        return own_overrides(given)
 
     def run_batch(self) -> None:
         """Run what was gathered for a cluster, and wait for it."""
@@ -130,7 +135,11 @@ class Jobs:
             self.paths += self.batch.finished()
 
     def fail(self, error: Exception) -> None:
-        """Say in one line on stderr what went wrong."""
+        """Say in one line on stderr what went wrong; nothing where nobody reads on."""
+        if isinstance(error, BrokenPipeError):
+            self.exit_code = console.BROKEN_PIPE
+            console.mute()
+            return
         users_fault = isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError)
         self.exit_code = UNFINISHED if isinstance(error, UnfinishedError) else 2 if users_fault else 1
         if self.tracebacks:
@@ -146,8 +155,10 @@ class Jobs:
         draw = self.draw
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
-            for figure in until_settled(results, "tables/*.csv", lambda: draw(results)):
+            figures = until_settled(results, "tables/*.csv", lambda: draw(results))
+            for figure in figures:
                 print(figure)
+            tracking.send_figures(self.tracker, figures)
         for line in self.gaps:
             print(line)
 
@@ -158,21 +169,24 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     resources: what its runs share, for a caller that starts several. draw: makes the figures of a results folder once a
     grid has run, and returns their paths.
     """
+    console.open_streams()
     jobs = Jobs(os.environ.get(TRACEBACKS, "0") not in ("0", ""), resources or Resources(), draw)
     command = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(jobs)
     try:
+        overrides.check(argv)
         with _as_command_line(argv):
             command()
             jobs.run_batch()
-    except KeyboardInterrupt as end:
-        print(f"interrupted; {end or 'the same command repeats only what is not finished'}", file=sys.stderr)
-        jobs.exit_code = 130
+    except KeyboardInterrupt as stop:
+        print(f"interrupted; {stop}" if stop.args else interrupts.SAID, file=sys.stderr)
+        jobs.exit_code = interrupts.exit_code(stop)
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0
     except Exception as error:
         jobs.fail(error)
     try:
         jobs.report()
+        sys.stdout.flush()
     except Exception as error:
         jobs.fail(error)
     return jobs.exit_code
@@ -183,7 +197,11 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         return f"{group}={choice}: {nearest(choice, error.options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: must be NAME=VALUE"
     cause = error.__cause__
+    if isinstance(cause, UserError):
+        return one_line(cause)
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
         if known and str(cause.key) not in known:

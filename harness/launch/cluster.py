@@ -113,7 +113,7 @@ class Batch:
 
         Raises:
             UserError: there is no Slurm here, or it refuses.
-            KeyboardInterrupt: Ctrl-C. The jobs run on, and the message says how to end them.
+            KeyboardInterrupt: Ctrl-C or SIGTERM. The jobs run on, and the message says how to end them.
         """
         finished = [run for job in self.jobs for run in job.runs if run.is_finished()]
         for run in finished:
@@ -129,9 +129,9 @@ class Batch:
             array = self._submit(todo)
         try:
             return self._ends(array, self._wait(array))
-        except KeyboardInterrupt:
-            alive = f"job {array} runs on (scancel {array} ends it) and the same command waits for it again"
-            raise KeyboardInterrupt(alive) from None
+        except KeyboardInterrupt as stop:
+            stop.args = (f"job {array} runs on (scancel {array} ends it) and the same command waits for it again",)
+            raise
 
     def finished(self) -> list[Path]:
         """The records that are finished."""
@@ -201,13 +201,20 @@ class Batch:
         if failed:
             again = f"error: {len(failed)} of {len(ends)} jobs did not finish; the same command goes on"
             print(again, file=sys.stderr)
-        codes = {state.exit_code if state.word == "FAILED" else USERS for state in failed.values()}
-        return next((code for code in (DEFECT, USERS, UNFINISHED) if code in codes), USERS if codes else 0)
+        codes = set(map(_exit_code, failed.values()))
+        return next((code for code in (DEFECT, USERS, UNFINISHED) if code in codes), 0)
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides of what a job runs: those without the cluster's."""
     return [each for each in overrides if each.lstrip("+~").partition("=")[0].partition(".")[0] != "cluster"]
+
+
+def _exit_code(state: slurm.State) -> int:
+    """What the end of a job is to its command: its own exit code, or something that the user can put right."""
+    if state.word == "TIMEOUT":
+        return UNFINISHED
+    return state.exit_code if state.word == "FAILED" and state.exit_code in (DEFECT, UNFINISHED) else USERS
 
 
 def _said(state: slurm.State) -> str:

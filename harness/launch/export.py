@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.records import archive
+from harness.settings.schema import path_text
 
 TAKES = ("export", "results_dir")
 MIB = 2**20
@@ -24,7 +25,7 @@ def export(setting: object, results_dir: str, overrides: Sequence[str]) -> str:
     foreign = [override for override in overrides if override.lstrip("+~").partition("=")[0] not in TAKES]
     if foreign:
         raise UserError(f"{foreign[0]}: export={setting} runs nothing; beside it only results_dir= is allowed")
-    results = Path(results_dir)
+    results = Path(path_text(results_dir, "results_dir"))
     if not results.is_dir():
         raise UserError(f"results_dir={results}: no such folder")
     packed = archive.pack(results, _target(setting, results))
@@ -37,9 +38,9 @@ def export(setting: object, results_dir: str, overrides: Sequence[str]) -> str:
 
 def _target(setting: object, results: Path) -> Path:
     """Where the archive is to lie."""
-    if not isinstance(setting, str) or not setting:
+    if not isinstance(setting, str):
         raise UserError(f"export={setting}: must be a folder, or a file whose name ends with .zip")
-    path = Path(setting).expanduser()
+    path = Path(path_text(setting, "export"))
     target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{results.resolve().name}.zip"
     if target.resolve().is_relative_to(results.resolve()):
         raise UserError(f"export={setting}: lies inside results_dir={results}; choose a place outside of it")

@@ -1,22 +1,25 @@
 """A grid: many runs in one process, one after another, as `plan` reads them from `conf/grid/<name>.yaml`.
 
 A cell that fails does not stop the others; one that is finished is not run again; one whose experiment has used up its
-minutes is put off to the next start.
+minutes is put off to the next start. Processes that run the same grid share its cells: what one of them is at, the
+others leave to it, and wait for in the end.
 
 python run.py grid=accuracy results_dir=/tmp/results
 """
 
 import itertools
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tqdm import tqdm
 
 from harness.errors import UnfinishedError, UserError
+from harness.launch import lock, tracking
 from harness.launch.child import process_of, run_apart
+from harness.launch.lock import HeldError
 from harness.launch.plan import counted, groups
 from harness.launch.runner import Run, require_devices, run
 from harness.resources import Resources
@@ -39,18 +42,19 @@ def run_cells(
         UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
     require_devices(configs)
-    resources = resources or Resources()
+    start = Start(minutes or {}, resources or Resources())
     todo: list[Run] = []
-    for each in map(Run.of, configs):
+    for each in map(Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)):
         if each.is_finished():
-            yield run(each, resources, _silent)
+            yield run(each, start.resources, _silent)
         else:
             todo.append(each)
+    tracking.require(each.config.tracker for each in todo)
     _announce(todo, len(configs))
     failures: list[tuple[str, Exception]] = []
     put_off: list[Run] = []
     with tqdm(total=len(todo), unit="cell", dynamic_ncols=True) as progress:
-        for each, outcome in _outcomes(todo, minutes or {}, resources, progress):
+        for each, outcome in _outcomes(todo, start, progress):
             progress.update()
             if outcome is None:
                 put_off.append(each)
@@ -64,40 +68,80 @@ def run_cells(
 
 def _announce(todo: Sequence[Run], total: int) -> None:
     """Say which cells begin again and why, and how many do not."""
-    for reason in filter(None, (each.why_again() for each in todo)):
-        tqdm.write(reason)
+    for each in todo:
+        reason = f"{each.title}: another process is at it" if lock.is_held(each.path) else each.why_again()
+        if reason:
+            tqdm.write(reason)
     if len(todo) < total:
         tqdm.write(f"{total - len(todo)} of {total} cells were finished before, skipped")
 
 
-def _outcomes(
-    todo: Sequence[Run], minutes: Mapping[str, float | None], resources: Resources, progress: tqdm
-) -> Iterator[tuple[Run, Path | Exception | None]]:
-    """Each cell with its record's path, with its error, or with None where it is put off."""
-    spent: defaultdict[str, float] = defaultdict(float)
+@dataclass
+class Start:
+    """One start of a grid.
+
+    minutes: by experiment, after which no further cell of it begins; spent: in seconds. resources: what the cells of
+    this process share. began: in seconds since the epoch.
+    """
+
+    minutes: Mapping[str, float | None]
+    resources: Resources
+    began: float = field(default_factory=time.time)
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def allows(self, config: RunConfig) -> bool:
+        """Whether a further cell of `config`'s experiment may begin."""
+        limit = self.minutes.get(config.experiment)
+        return limit is None or self.spent[config.experiment] < 60 * limit
+
+    def outcomes(self, cells: Sequence[Run]) -> Iterator[Path | Exception]:
+        """Run cells that share a process of their own, or one that needs none."""
+        if process_of(cells[0].config) is not None:
+            return run_apart(cells, self.began)
+        return (self._run_here(each) for each in cells)
+
+    def _run_here(self, todo: Run) -> Path | Exception:
+        try:
+            return run(todo, self.resources, _silent, since=self.began)
+        except Exception as error:
+            return error
+
+
+def _outcomes(todo: Sequence[Run], start: Start, progress: tqdm) -> Iterator[tuple[Run, Path | Exception | None]]:
+    """Each cell with its record's path, with its error, or with None where it is put off; at the end those that other
+    processes are at."""
+    while todo:
+        held: list[Run] = []
+        for each, outcome in _in_turn(todo, start, progress):
+            if isinstance(outcome, HeldError):
+                held.append(each)
+            else:
+                yield each, outcome
+        if held:
+            progress.set_description(f"waiting for another process: {held[0].title}")
+            lock.wait_for(held[0].path)
+        todo = held
+
+
+def _in_turn(todo: Sequence[Run], start: Start, progress: tqdm) -> Iterator[tuple[Run, Path | Exception | None]]:
     for group in groups(todo, lambda each: each.config):
-        begins = [spent[each.config.experiment] < _seconds(minutes, each.config) for each in group]
-        yield from ((each, None) for each, now in zip(group, begins, strict=True) if not now)
-        now = list(itertools.compress(group, begins))
-        alone = now and process_of(now[0].config) is not None
-        outcomes = run_apart(now) if alone else (_run_here(each, resources) for each in now)
-        for each in now:
+        begins = [start.allows(each.config) or each.is_finished() for each in group]  # by another process
+        yield from ((each, None) for each, may in zip(group, begins, strict=True) if not may)
+        begun = list(itertools.compress(group, begins))
+        outcomes = start.outcomes(begun) if begun else iter(())
+        for each in begun:
             progress.set_description(each.title)
-            start = time.perf_counter()
+            began = time.perf_counter()
             outcome = next(outcomes)
-            spent[each.config.experiment] += time.perf_counter() - start
+            start.spent[each.config.experiment] += time.perf_counter() - began
             yield each, outcome
-
-
-def _seconds(minutes: Mapping[str, float | None], config: RunConfig) -> float:
-    """What all cells of `config`'s experiment together may take."""
-    limit = minutes.get(config.experiment)
-    return math.inf if limit is None else 60 * limit
 
 
 def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put_off: Sequence[Run]) -> None:
     for each in put_off:
         tqdm.write(f"put off: {each.title}")
+    for said, _ in failures if len(failures) > 1 else ():
+        tqdm.write(f"failed: {said}")
     counts = counted(Counter(each.config.experiment for each in put_off))
     later = f"put off, as their minutes are spent: {counts}; the same command goes on"
     if failures:
@@ -106,13 +150,6 @@ def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put
         raise UserError(f"{len(failures)} of {total} cells failed; the first, {said}{more}") from first
     if put_off:
         raise UnfinishedError(later)
-
-
-def _run_here(todo: Run, resources: Resources) -> Path | Exception:
-    try:
-        return run(todo, resources, _silent)
-    except Exception as error:
-        return error
 
 
 def _silent(line: str) -> None:

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.errors import UserError, nearest
 from harness.launch.child import process_of
-from harness.settings.compose import compose, load, options
+from harness.settings.compose import Composer, compose, load, options
 from harness.settings.experiment import find
 from harness.settings.run import RunConfig
 
@@ -76,7 +76,7 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
         UserError: a malformed grid, one with every cell left out, a wrong setting in any cell, or an override of what
                 the cells vary.
     """
-    plan = _read(node, overrides, ())
+    plan = _read(node, overrides, (), Composer())
     if not plan.cells:
         raise UserError(f"nothing to run: {'; '.join(plan.gaps())}")
     known = {config.experiment: None for config in plan.cells} | dict(plan.left_out)
@@ -108,11 +108,11 @@ def share_of(cells: Sequence[RunConfig], share: str) -> tuple[RunConfig, ...]:
     return tuple(itertools.chain.from_iterable(groups(cells, lambda config: config)[number - 1 :: shares]))
 
 
-def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -> Plan:
+def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...], composer: Composer) -> Plan:
     """The cells of one file, then those of the grids in it. within: the names of the grids around it."""
     grid, written = (OmegaConf.to_container(node, resolve=resolve) for resolve in (True, False))
     assert isinstance(grid, dict) and isinstance(written, dict)
-    parts = [_part(str(name), grid, overrides, within) for name in _list(grid, "grids")]
+    parts = [_part(str(name), grid, overrides, within, composer) for name in _list(grid, "grids")]
     entries = [_group(entry, "grid.cells") for entry in _list(grid, "cells")]
     if not entries and not parts:
         raise UserError("grid.cells: must be a list of cells; see harness/launch/plan.py")
@@ -124,7 +124,7 @@ def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -
         for entry, source, condition in zip(entries, written.get("cells") or [], conditions, strict=True)
         for cell in (_combinations(entry) if condition is None else ())
     ]
-    cells, refused = _cells(kept, settings, overrides)
+    cells, refused = _cells(kept, settings, overrides, composer)
     minutes = {name: limit for part in parts for name, limit in part.minutes.items()}
     return Plan(
         cells=(*cells, *(cell for part in parts for cell in part.cells)),
@@ -133,7 +133,9 @@ def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...]) -
     )
 
 
-def _part(name: str, outer: Mapping[Any, Any], overrides: Sequence[str], within: tuple[str, ...]) -> Plan:
+def _part(
+    name: str, outer: Mapping[Any, Any], overrides: Sequence[str], within: tuple[str, ...], composer: Composer
+) -> Plan:
     """A grid within a grid, with the user's overrides; settings of its own that `outer` has too are as there."""
     if name not in options("grid"):
         raise UserError(f"grid.grids={name}: {nearest(name, options('grid'))}")
@@ -142,11 +144,11 @@ def _part(name: str, outer: Mapping[Any, Any], overrides: Sequence[str], within:
     node = compose([f"grid={name}", *(override for override in overrides if not _of_grid(override))]).grid
     for key in outer.keys() & node.keys() - KEYWORDS:
         node[key] = outer[key]
-    return _read(node, overrides, (*within, name))
+    return _read(node, overrides, (*within, name), composer)
 
 
 def _cells(
-    entries: Sequence[dict[str, Any]], settings: dict[str, Any], overrides: Sequence[str]
+    entries: Sequence[dict[str, Any]], settings: dict[str, Any], overrides: Sequence[str], composer: Composer
 ) -> tuple[list[RunConfig], list[tuple[str, str]]]:
     """The cells of one file, and what its entries leave out where it is refused."""
     given = {_key(override): override for override in overrides if not _of_grid(override)}
@@ -160,7 +162,7 @@ def _cells(
     for cell, may_be_refused in every:
         fixed = {key: value for key, value in (settings | cell).items() if key not in given}
         try:
-            config = load([*itertools.starmap(_override, fixed.items()), *given.values()])
+            config = load([*itertools.starmap(_override, fixed.items()), *given.values()], composer)
         except (UserError, HydraException) as error:
             if not may_be_refused:
                 raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.files import until_settled
+from harness.launch import lock, tracking
 from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.records.baseline import full_runs
@@ -56,6 +57,12 @@ class Run:
         record, _ = self._found()
         return record is not None and record["status"] == "finished"
 
+    def failed_since(self, time_s: float) -> str | None:
+        """The error of a run of it that failed after `time_s`, seconds since the epoch."""
+        record, _ = self._found()
+        failed = record is not None and record["status"] == "failed" and self.path.stat().st_mtime > time_s
+        return record["error"] if record is not None and failed else None
+
     def is_damaged(self) -> bool:
         """Whether there is a record that cannot be read."""
         return self._found()[1] is not None
@@ -90,26 +97,48 @@ def require_devices(configs: Iterable[RunConfig]) -> None:
             raise UserError("platform=cuda: torch finds no CUDA device here; allowed: cpu")
 
 
-def run(todo: Run, resources: Resources, say: Say = print) -> Path:
-    """Do one run, unless its record is finished.
+def run(todo: Run, resources: Resources, say: Say = print, *, since: float | None = None) -> Path:
+    """Do one run, unless its record is finished; one process at a time does. Returns the record's path.
 
-    Returns:
-        The path of the record.
+    since: of a cell, when its grid began, in seconds since the epoch. What another process is at is not waited for
+    then, and what failed in one since has failed here.
 
     Raises:
         UserError: wrong input, an unwritable results folder, or out of memory (which setting to lower).
             The record then says `failed`, as for any other exception; after Ctrl-C it says `interrupted`.
+        HeldError: another process is at this cell.
     """
-    if todo.is_finished():
-        relabel(todo)
-        say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+    if _is_done(todo, say):
         return todo.path
-    if reason := todo.why_again():
-        say(reason)
-    if todo.is_damaged():
-        records.set_aside(todo.path)
-    _record(todo, resources)
+    if since is None and lock.is_held(todo.path):
+        say(f"{todo.title}: another process is at it; waiting")
+    with lock.holding(todo.path, wait=since is None):
+        if _is_done(todo, say):  # meanwhile
+            return todo.path
+        if since is not None and (failure := todo.failed_since(since)):
+            raise UserError(f"failed in another process: {failure}")
+        if reason := todo.why_again():
+            say(reason)
+        if todo.is_damaged():
+            records.set_aside(todo.path)
+        _record(todo, resources)
     return todo.path
+
+
+def _is_done(todo: Run, say: Say) -> bool:
+    """Whether its record is finished, which then has the user's label."""
+    if not todo.is_finished():
+        return False
+    relabel(todo)
+    say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+    return True
+
+
+def fail(todo: Run, error: Exception) -> None:
+    """Record why a run failed whose process died, unless another process has taken it up."""
+    with suppress(lock.HeldError), lock.holding(todo.path, wait=False):
+        if not todo.is_finished():
+            records.write_record(todo.path, _unfinished(todo) | _failure(error))
 
 
 def relabel(finished: Run) -> None:
@@ -151,11 +180,19 @@ def _record(todo: Run, resources: Resources) -> None:
         with _in_users_words(todo.config):
             measured = _measure(todo.config, resources)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
-        records.write_record(todo.path, record | measured | {"status": "finished", "seconds": seconds})
+        _end(todo, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
-        failure = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        records.write_record(todo.path, record | failure | {"seconds": time.perf_counter() - start})
+        _end(todo, record | _failure(error) | {"seconds": time.perf_counter() - start})
         raise
+
+
+def _end(todo: Run, record: Mapping[str, Any]) -> None:
+    records.write_record(todo.path, record)
+    tracking.send(todo.config.tracker, todo.path)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    return {"status": "failed", "error": f"{type(error).__name__}: {error}"}
 
 
 def _unfinished(todo: Run) -> dict[str, Any]:

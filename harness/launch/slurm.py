@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from harness.errors import UserError
 
 END_S = 120
-"""How long before its time is over a run is told to end, in seconds."""
+"""How long before its time is over a job is told to end, in seconds; Slurm may say so a minute earlier."""
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
 }  # fmt: skip
@@ -41,10 +41,16 @@ def script(options: Mapping[str, Any], jobs: Mapping[int, Sequence[str]], minute
     Args:
         options: of `sbatch`, by name; True for one without a value, None for one left out.
         jobs: words of the command of each.
-        minutes: after which Slurm ends a job. Its command gets SIGTERM `END_S` before, and then begins again.
+        minutes: after which Slurm ends a job. Its command gets SIGTERM before, and then begins again.
         restarts: how often. Those after a preemption, which are Slurm's own, count.
     """
-    array = {"array": ",".join(map(str, jobs)), "time": minutes, "requeue": True, "open-mode": "append"}
+    array = {
+        "array": ",".join(map(str, jobs)),
+        "time": minutes,
+        "signal": f"B:USR1@{END_S}",
+        "requeue": True,
+        "open-mode": "append",
+    }
     given = ((name, value) for name, value in (array | dict(options)).items() if value is not None)
     flags = [f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}") for name, value in given]
     commands = [f"{number}) set -- {shlex.join(words)} ;;" for number, words in jobs.items()]
@@ -52,9 +58,11 @@ def script(options: Mapping[str, Any], jobs: Mapping[int, Sequence[str]], minute
         f"""
 export PYTHONUNBUFFERED=1 TQDM_MININTERVAL=60 OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
 trap : TERM  # Slurm sends it to the command as well, which this script has to outlive
-timeout --foreground --kill-after={END_S // 2} {60 * minutes - END_S} "$@"
-code=$?
-if [ $code -ne 0 ] && [ $SECONDS -ge {60 * minutes - END_S} ]; then
+trap 'late=1; kill -TERM $run' USR1
+"$@" &
+run=$!
+until wait $run; code=$?; ! kill -0 $run 2>/dev/null; do :; done
+if [ -n "$late" ] && [ $code -ne 0 ]; then
   if [ ${{SLURM_RESTART_COUNT:-0}} -lt {restarts} ]; then
     echo "unfinished: the job's {minutes} minutes are over; it begins again and goes on"
     scontrol requeue $SLURM_JOB_ID

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.errors import UserError
@@ -24,18 +24,27 @@ from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention
 from methods.base import Calibration, Method
 
-FORMAT = 2
-"""Part of the cache key: raise it when the computation around `Method.calibrate` changes."""
+FORMAT = 3
+"""Part of the cache key: raise it when the computation around `Method.calibrate`, or the file, changes."""
+DIGEST = "sha256"
+"""Under which a file's metadata holds the digest of its tensors."""
 
 
 def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[str, Tensor]:
-    """What `method` measures on one sequence of token ids, by name, [num_layers, ...]."""
+    """What `method` measures on one sequence of token ids, by name, [num_layers, ...].
+
+    Raises UserError where a number of it is not finite: nothing could be made of it, and damaged weights do so.
+    """
     attached.require_window(len(ids))
     tokens = torch.tensor([ids], device=attached.device)
     collector = _Collector(attached, method)
     with _one_thread():
         attached.forward(tokens, torch.arange(len(ids), device=attached.device)[None], collector)
-    return {name: torch.stack([layer[name] for layer in collector.layers]) for name in collector.layers[0]}
+    measured = {name: torch.stack([layer[name] for layer in collector.layers]) for name in collector.layers[0]}
+    for name, tensor in measured.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(f"calibration: {name} of {method.title} is not finite; are the model's weights whole?")
+    return measured
 
 
 def cached_calibration(
@@ -46,23 +55,40 @@ def cached_calibration(
     code = [inspect.getsource(each) for each in (type(method).calibrate, sys.modules[type(method).__module__])]
     identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
     path = cache_dir / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.safetensors"
-    try:
-        found = load_file(path)
-    except (OSError, SafetensorError):
-        found = {}  # not there yet, or damaged
-    if not found or any(len(each) != attached.geometry.num_layers for each in found.values()):
+    found = _read(path)
+    if found is None:
         found = calibrate(attached, method, ids)
         _save(found, path)
     return {name: tensor.to(attached.device) for name, tensor in found.items()}
 
 
+def _read(path: Path) -> Calibration | None:
+    """What was saved; None where nothing was, or where it is not that any more."""
+    try:
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            return found if (file.metadata() or {}).get(DIGEST) == _digest(found) else None
+    except (OSError, SafetensorError):
+        return None
+
+
 def _save(calibration: Calibration, path: Path) -> None:
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in calibration.items()}
     try:
         with replacing(path) as scratch:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in calibration.items()}, scratch)
+            save_file(tensors, scratch, {DIGEST: _digest(tensors)})
     except OSError as error:
         where = f"the cache {path.parent} cannot be written ({error.strerror})"
         raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
+
+
+def _digest(tensors: Calibration) -> str:
+    """sha256 of names, types, shapes and every bit, on the CPU."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -1,27 +1,29 @@
 """Models from the Hugging Face hub, as directories of its local cache.
 
-What is cached is used as it is, without asking the hub: fast, the same tomorrow, and it works offline. What
-is not cached is asked for once, with a short timeout, so that an unreachable hub is an error within seconds.
+What is wholly cached is used as it is, without asking the hub: fast, the same tomorrow, and it works offline. What
+is not is fetched, what lacks alone, with short timeouts, so that an unreachable hub is an error within seconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from fnmatch import fnmatch
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.errors import UserError, nearest
+from harness.model.download import fetch, info, is_wanted, names, refused
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import ModelInfo
 
-TIMEOUT_S = 5.0
 WEIGHT_FILES = "model*.safetensors"  # as transformers names them; a repository may hold other formats
 TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CONVERTED_TITLE = "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
 CONVERTED_AUTHOR = "SFconvertbot"
+CONVERT = "https://huggingface.co/spaces/safetensors/convert"
 
 
 class Snapshot(NamedTuple):
@@ -42,14 +44,16 @@ def has_weights(directory: Path) -> bool:
         return False
 
 
-def cached_snapshot(hub_id: str) -> Snapshot | None:
-    """The newest snapshot in the hub's cache with a config and all weights; None where there is none."""
-    whole = [path for path in _snapshots(hub_id) if (path / "config.json").is_file() and has_weights(path)]
-    return Snapshot(whole[-1], whole[-1].name) if whole else None
+def cached_snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot | None:
+    """The newest snapshot in the hub's cache with all that `snapshot` would fetch; None where there is none."""
+    return _newest(path for path in _loadable(hub_id) if _is_whole(hub_id, path, with_code))
 
 
 def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
     """A repository's config, safetensors and tokenizer on this machine, downloaded where they are not cached.
+
+    Where another program has cached a model without a tokenizer, the hub is asked once whether it has one; out of
+    reach, the model is used as it is.
 
     Args:
         hub_id: "organisation/name".
@@ -58,14 +62,25 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
     Raises:
         UserError: the hub is unreachable, refuses, or has no safetensors of this model.
     """
-    code = ["*.py"] if with_code else []
-    patterns = [*TEXT_FILES, WEIGHT_FILES, *code]
-    return cached_snapshot(hub_id) or _download(hub_id, patterns, _safetensors_revision)
+    cached = cached_snapshot(hub_id, with_code=with_code)
+    if cached is not None:
+        return cached
+    try:
+        directory = fetch(hub_id, _patterns(with_code), _with_safetensors)
+    except UserError:
+        unlisted = _newest(path for path in _loadable(hub_id) if _listed(hub_id, path) is None)
+        if unlisted is None:
+            raise
+        return unlisted
+    if not has_weights(directory):
+        raise refused(hub_id, f"its weights are not all in files named {WEIGHT_FILES}")
+    return Snapshot(directory, directory.name)
 
 
 def config_directory(hub_id: str) -> Path:
     """A directory with the repository's config.json, without weights; raises UserError like `snapshot`."""
-    return (cached_snapshot(hub_id) or _download(hub_id, ["config.json"], _safetensors_revision)).directory
+    found = cached_snapshot(hub_id) or _newest(path for path in _snapshots(hub_id) if (path / "config.json").is_file())
+    return found.directory if found else fetch(hub_id, ["config.json"], _with_safetensors)
 
 
 def gguf(hub_id: str, name: str) -> Path:
@@ -75,16 +90,19 @@ def gguf(hub_id: str, name: str) -> Path:
         UserError: the hub is unreachable, refuses, or has no such file.
     """
 
-    def revision(api: HfApi, hub_id: str) -> str:
-        info = api.model_info(hub_id, timeout=TIMEOUT_S)
-        files = [sibling.rfilename for sibling in info.siblings or ()]
-        if name not in files:
-            there = [file for file in files if file.endswith(".gguf")]
+    def with_file(api: HfApi, hub_id: str) -> ModelInfo:
+        main = info(api, hub_id)
+        if name not in names(main):
+            there = [file for file in names(main) if file.endswith(".gguf")]
             raise UserError(f"model.gguf_file={name}: {nearest(name, there)}; {hub_id} has no other")
-        return str(info.sha)
+        return main
 
-    cached = [path / name for path in _snapshots(hub_id) if (path / name).is_file()]
-    return cached[-1] if cached else _download(hub_id, [name], revision).directory / name
+    found = _newest(path for path in _snapshots(hub_id) if (path / name).is_file())
+    return (found.directory if found else fetch(hub_id, [name], with_file)) / name
+
+
+def _patterns(with_code: bool) -> list[str]:
+    return [*TEXT_FILES, WEIGHT_FILES, *(["*.py"] if with_code else [])]
 
 
 def _snapshots(hub_id: str) -> list[Path]:
@@ -95,38 +113,45 @@ def _snapshots(hub_id: str) -> list[Path]:
     return sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def _download(hub_id: str, patterns: list[str], revision_of: Callable[[HfApi, str], str]) -> Snapshot:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import httpx  # whichever client this version uses
+def _newest(paths: Iterable[Path]) -> Snapshot | None:
+    found = list(paths)
+    return Snapshot(found[-1], found[-1].name) if found else None
+
+
+def _loadable(hub_id: str) -> Iterator[Path]:
+    """Snapshots with a config and all weights."""
+    return (path for path in _snapshots(hub_id) if (path / "config.json").is_file() and has_weights(path))
+
+
+def _is_whole(hub_id: str, directory: Path, with_code: bool) -> bool:
+    """Whether a snapshot has what the hub lists; where its list is not cached, whether it has a tokenizer."""
+    listed = _listed(hub_id, directory)
+    if listed is None:
+        return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return all((directory / name).is_file() for name in listed if is_wanted(name, _patterns(with_code)))
+
+
+def _listed(hub_id: str, directory: Path) -> list[str] | None:
+    """The files that the hub has of a snapshot's revision; None where no download has left its list in the cache."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
-        api = HfApi()
-        revision = revision_of(api, hub_id)
-        directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except (GatedRepoError, RepositoryNotFoundError) as error:
-        reason = "no such public repository; if it is gated, accept its terms and `hf auth login`"
-        raise _refused(hub_id, reason) from error
-    except HFValidationError as error:
-        raise UserError(f"model.hub_id={hub_id}: not a repository id; expected organisation/name") from error
-    except (httpx.HTTPError, OSError) as error:
-        raise _refused(hub_id, f"not cached, and the hub is unreachable ({type(error).__name__})") from error
-    return Snapshot(directory, directory.name)
+        return [file.path for file in get_cached_repo_tree(hub_id, revision=directory.name)]
+    except CachedRepoTreeNotFoundError:
+        return None
 
 
-def _safetensors_revision(api: HfApi, hub_id: str) -> str:
-    """The revision to fetch: the main branch, or the conversion bot's where main has only pickled weights."""
-    info = api.model_info(hub_id, timeout=TIMEOUT_S)
-    if any(fnmatch(sibling.rfilename, WEIGHT_FILES) for sibling in info.siblings or ()):
-        return str(info.sha)
+def _with_safetensors(api: HfApi, hub_id: str) -> ModelInfo:
+    """The main branch, or the conversion bot's where main has only pickled weights."""
+    main = info(api, hub_id)
+    if any(is_wanted(name, [WEIGHT_FILES]) for name in names(main)):
+        return main
     for request in api.get_repo_discussions(hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"):
-        if request.title == CONVERTED_TITLE:
-            return f"refs/pr/{request.num}"
-    raise _refused(hub_id, "it has no safetensors, and pickled weights are not loaded")
-
-
-def _refused(hub_id: str, reason: str) -> UserError:
-    return UserError(
-        f"model.hub_id={hub_id}: {reason}; what remains: model.path=DIR with a local copy, "
-        "model=smollm2-135m (no download), and data=local or data=offline for the data"
+        if request.title == CONVERTED_TITLE and request.author == CONVERTED_AUTHOR:
+            return info(api, hub_id, f"refs/pr/{request.num}")
+    raise refused(
+        hub_id,
+        f"it has no {WEIGHT_FILES}, and pickled weights are not loaded: convert a copy that you trust, tokenizer "
+        f"included, with from_pretrained and save_pretrained of transformers, or have the hub convert it at {CONVERT}",
     )

@@ -12,20 +12,19 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from harness.errors import UserError, missing, reason
+from harness.errors import UserError, missing, reason, refused
 from harness.files import text_sha256
 from harness.model import hub
-from harness.model.gguf import converted
-from harness.model.source import PACKAGE, PACKAGED_NAME, find_source, model_at
-from harness.settings.sources import ModelConfig, check_dtype
+from harness.model.checkpoint import read_config, weight_files
+from harness.model.described import as_config, model_config, require_as_described
+from harness.model.source import PACKAGE, PACKAGED_NAME, find_source
+from harness.settings.sources import ModelConfig
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass
@@ -57,11 +56,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """
     from transformers.utils import logging
 
+    from harness.model import checks
+
     logging.disable_progress_bar()
     device, dtype = _placement(config)
     shape = model_config(config)
     directory: Path | None
     if config.weights == "random":
+        checks.require_room(config.name, checks.shape_of(config.name, shape).num_weights, dtype, device)
         directory, fingerprint = _tokenizer_directory(config), _random_fingerprint(shape, config.seed)
         model = _random(shape, seed=config.seed, device=device, dtype=dtype)
     else:
@@ -69,55 +71,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
         model = _pretrained(directory, config, device=device, dtype=dtype)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
-        tokenizer=_tokenizer(directory, config),
+        tokenizer=_tokenizer(directory, config, model),
         name=config.name,
-        max_length=shape.max_position_embeddings,
+        max_length=model.config.max_position_embeddings,
         fingerprint=fingerprint,
     )
-
-
-def model_config(config: ModelConfig) -> "PreTrainedConfig":
-    """The model's shape as a transformers config, without reading its weights.
-
-    It comes from `path`, else from `shape`, else from the hub.
-
-    Raises:
-        UserError: there is no such source, it describes no model, or the family is not supported.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    from harness.model.adapters import SUPPORTED_FAMILIES
-
-    mapping = _shape_mapping(config)
-    model_type = mapping.pop("model_type", None)
-    if model_type not in SUPPORTED_FAMILIES:
-        raise UserError(
-            f"model {config.name}: its family {model_type!r} is not supported; "
-            f"supported: {', '.join(SUPPORTED_FAMILIES)}"
-        )
-    try:
-        return AutoConfig.for_model(model_type, **mapping)
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
-        raise UserError(f"model {config.name}: its shape is not valid ({_reason(error)})") from error
-
-
-def _shape_mapping(config: ModelConfig) -> dict[str, Any]:
-    if config.shape and not config.path:
-        return dict(config.shape)
-    if config.path:
-        found = model_at(Path(config.path).expanduser(), config.gguf_file)
-        directory = converted(found) if found.suffix == ".gguf" else found
-    elif config.hub_id and config.gguf_file:
-        directory = converted(hub.gguf(config.hub_id, config.gguf_file))
-    elif config.hub_id:
-        directory = hub.config_directory(config.hub_id)
-    else:
-        directory = find_source(config).directory
-    try:
-        return dict(json.loads((directory / "config.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{directory}: its config.json cannot be read ({_reason(error)})") from error
 
 
 def _tokenizer_directory(config: ModelConfig) -> Path | None:
@@ -141,8 +99,7 @@ def _placement(config: ModelConfig) -> "tuple[torch.device, torch.dtype]":
     if config.device == "cuda" or config.device == "auto" and has_cuda:
         require_kernels()
         return torch.device("cuda"), getattr(torch, config.dtype)
-    check_dtype(config.dtype, "cpu")
-    return torch.device("cpu"), torch.float32
+    return torch.device("cpu"), getattr(torch, config.dtype)
 
 
 def require_kernels() -> None:
@@ -164,10 +121,17 @@ def require_kernels() -> None:
 def _pretrained(
     directory: Path, config: ModelConfig, *, device: "torch.device", dtype: "torch.dtype"
 ) -> "PreTrainedModel":
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    try:
+    from harness.model import checks
+
+    require_as_described(config, directory)
+    described = read_config(directory)
+    checks.require_floats(config.name, described)
+    files = weight_files(directory)
+    num_weights = checks.require_filled(config.name, as_config(config.name, described), files)
+    checks.require_room(config.name, num_weights, dtype, device)
+    with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
@@ -178,14 +142,13 @@ def _pretrained(
             ignore_mismatched_sizes=True,  # reported below, with what is missing
             output_loading_info=True,
         )
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"model {config.name}: {directory} cannot be loaded ({_reason(error)})") from error
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
         raise UserError(
             f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its config.json, "
             f"such as {lacking[0]}"
         )
+    checks.require_finite(config.name, model)
     return model
 
 
@@ -198,25 +161,35 @@ def _random(shape: "PreTrainedConfig", *, seed: int, device: "torch.device", dty
         return AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
 
 
-def _tokenizer(directory: Path | None, config: ModelConfig) -> "PreTrainedTokenizerBase | None":
+def _tokenizer(
+    directory: Path | None, config: ModelConfig, model: "PreTrainedModel"
+) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer beside the weights; None where there is none, or random weights have too few embeddings for it."""
     from transformers import AutoTokenizer
 
-    if directory is None or not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    from harness.model import checks
+
+    if directory is None or not any((directory / name).is_file() for name in hub.TOKENIZER_FILES):
         return None  # asked anyway, transformers would make up an empty one
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # tokenizers, written in Rust, raises plain Exception
-        raise UserError(
-            f"model {config.name}: the tokenizer in {directory} cannot be loaded ({_reason(error)})"
-        ) from error
+    lacks = "" if (directory / "tokenizer.json").is_file() else _needed_for(directory)
+    with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{lacks}"):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+        fits = checks.fits(tokenizer, model)
+    if fits or config.weights == "random":
+        return tokenizer if fits else None
+    raise UserError(
+        f"model {config.name}: the tokenizer in {directory} has more tokens than the model, whose vocab_size is "
+        f"{model.get_input_embeddings().num_embeddings}; put its own tokenizer there"
+    )
+
+
+def _needed_for(directory: Path) -> str:
+    """What a tokenizer without a tokenizer.json may lack."""
+    if (directory / "tokenizer.model").is_file() and importlib.util.find_spec("sentencepiece") is None:
+        return ": tokenizer.model needs the Python package sentencepiece, which is not installed, or a tokenizer.json"
+    return ""
 
 
 def _random_fingerprint(shape: "PreTrainedConfig", seed: int) -> str:
     values = {key: value for key, value in shape.to_dict().items() if key not in ("transformers_version", "dtype")}
     return text_sha256("random", json.dumps(values, sort_keys=True, default=str), str(seed))
-
-
-def _reason(error: Exception) -> str:
-    """The first line of what went wrong; the last where the first only says what was checked."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1 if lines[0].endswith(":") else 0].strip()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from harness.errors import UserError
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import hub
+from harness.model.checkpoint import CONFIG, loaded_files, weight_files
 from harness.model.gguf import converted
 from harness.settings.sources import ModelConfig
 
@@ -63,13 +64,13 @@ def _from_gguf(gguf: Path) -> Source:
 
 
 def _from_directory(directory: Path) -> Source:
-    if not hub.has_weights(directory):
-        raise UserError(
-            f"model.path={directory}: no (or not all) {hub.WEIGHT_FILES} in it; "
-            "pickled weights are not loaded, convert them with transformers' save_pretrained"
-        )
-    files = [directory / "config.json", *sorted(directory.glob(hub.WEIGHT_FILES))]
-    return Source(directory, files_sha256(files))
+    return Source(directory, files_sha256([directory / CONFIG, *weight_files(directory)]))
+
+
+def model_files(config: ModelConfig, *, weights: bool = True) -> list[Path]:
+    """What is read of the model at `config.path`; weights: these too. Raises UserError like `find_source`."""
+    found = model_at(Path(str(config.path)).expanduser(), config.gguf_file)
+    return [found] if found.suffix == ".gguf" else loaded_files(found, weights, with_code=config.trust_remote_code)
 
 
 def packaged_gguf() -> Path:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.errors import UserError
-from harness.files import available_memory
 from harness.model.attach import Attached
+from harness.model.checks import available_bytes
 from harness.offload.pinned import aligned
 
 OWN = 1
@@ -128,11 +128,3 @@ def tensor_bytes(value: Any) -> int:
     if isinstance(value, Mapping | tuple):
         return sum(map(tensor_bytes, value.values() if isinstance(value, Mapping) else value))
     return value.nbytes if isinstance(value, Tensor) else 0
-
-
-def available_bytes(home: torch.device) -> int:
-    """What a new allocation in the memory of device `home` may use, droppable caches included."""
-    if home.type != "cuda":
-        return available_memory()
-    unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
-    return torch.cuda.mem_get_info(home)[0] + unused

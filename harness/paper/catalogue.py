@@ -11,23 +11,27 @@ import yaml
 REGISTRY = Path(__file__).resolve().parents[2] / "plots" / "registry.yaml"
 MODELLED = "-modelled"
 """The end of the name of what the cost model predicts."""
+PAGES = ("leaderboard", "frontier", "index", "long decode", "accuracy", "speed", "analysis")
+"""Those of the report, in their order."""
 
 
 class Entry(NamedTuple):
     """A figure or table. name: that of `results/figures/<name>.png`. tables: of `results/tables`, the one with its own
-    numbers first."""
+    numbers first. page: one of `PAGES`. chart: of `harness.paper.report.charts`, None where there is none."""
 
     name: str
     title: str
     command: str
     tables: tuple[str, ...]
+    page: str
+    chart: str | None = None
 
 
 def _entries() -> tuple[Entry, ...]:
     said = yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))
     return tuple(
-        Entry(name, entry["title"], entry["command"], tuple(entry.get("tables", [name])))
-        for name, entry in said.items()
+        Entry(name, each["title"], each["command"], tuple(each.get("tables", [name])), each["page"], each.get("chart"))
+        for name, each in said.items()
     )
 
 

@@ -35,12 +35,6 @@ RECORDS = "runs/*/*/record.json"
 DERIVED = ("tables/*.csv", "tables/*.md", "figures/*.png", "*.md", "findings.yaml")
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time of every member, the earliest that a zip archive knows."""
-PARTS = {
-    "experiment": str, "kind": str, "table": str, "run_id": str, "settings_id": str, "config": dict, "inputs": dict,
-    "environment": dict, "metrics": dict, "samples": dict,
-}  # fmt: skip
-"""What a record in an archive has, and of which type."""
-
 log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
@@ -102,17 +96,6 @@ def origin(record: Record) -> Record:
     return {name: record[name] for name in ("experiment", "run_id", "inputs", "environment")}
 
 
-def read_whole(path: Path) -> Record:
-    """The record at `path`; UserError where it is damaged or lacks a part."""
-    record = read_record(path)
-    for name, kind in PARTS.items():
-        if not isinstance(record.get(name), kind):
-            raise UserError(f"{path}: damaged record (no {name})")
-    if not all(isinstance(sha256, str) for sha256 in record["inputs"].values()):
-        raise UserError(f"{path}: damaged record (inputs without digests)")
-    return record
-
-
 @dataclass(frozen=True)
 class _Writer:
     """Adds members to an archive, with no trace of when and by whom, and keeps their digests."""
@@ -135,7 +118,7 @@ class _Writer:
 def _shared(path: Path) -> Record | None:
     """The record at `path`; None where it is damaged, which is said, or its run has not ended."""
     try:
-        record = read_whole(path)
+        record = read_record(path)
     except UserError as error:
         log.warning("%s; left out of the archive", error)
         return None

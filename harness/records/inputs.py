@@ -14,7 +14,7 @@ from harness.data.rows import find_files
 from harness.data.text import calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import hub
-from harness.model.source import PACKAGED_NAME, PACKAGED_SHA256
+from harness.model.source import PACKAGED_NAME, PACKAGED_SHA256, model_files
 from harness.records import code
 from harness.settings.experiment import find
 from harness.settings.run import OFFLINE_TASKS, RunConfig
@@ -23,8 +23,6 @@ from harness.settings.tasks import RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.data.plan import Leaf
-
-MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja")
 
 
 def digests(config: RunConfig) -> dict[str, str]:
@@ -44,9 +42,7 @@ def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
     """The files, the revision, or the package of a model; {} where its settings say all. weights: they are read."""
     weights = weights and config.weights == "pretrained"
     if config.path is not None:
-        path = Path(config.path).expanduser()
-        inside = [path] if path.is_file() else path.iterdir()
-        return {"model": files_sha256(file for file in inside if file.suffix in MODEL_SUFFIXES)}
+        return {"model": files_sha256(model_files(config, weights=weights))}
     if config.hub_id is not None and config.gguf_file is not None and (weights or config.shape is None):
         return {"model": files_sha256([hub.gguf(config.hub_id, config.gguf_file)])}
     if config.hub_id is not None and weights:

@@ -1,17 +1,19 @@
 """Records: what one run did, kept for good in `results/runs/<experiment>/<run_id>/record.json`.
 
 A record is written whole or not at all. Its folder's name is a hash of all that decides the numbers, so a finished run
-is found again and not repeated. Schema 2:
+is found again and not repeated. Schema 3:
 
     {"schema", "run_id", "settings_id", "experiment", "kind", "table": "accuracy" | "latency" | "analysis",
      "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "method_file", "selects",
-     "inputs": {name: sha256}, "environment", "metrics", "samples", "chunks", "seconds", "error"}
+     "inputs": {name: sha256}, "environment", "metrics", "samples", "methods", "chunks", "seconds", "error", "digest"}
 
-`method_file` is where a user's own method lay, None of a shipped one.
+`method_file` is where a user's own method lay, None of a shipped one. `digest` is of all the rest, so that a number
+that was changed later is found; records of schema 2, which are read as well, have none.
 
 `run_id` is `<settings_id>-<code>`: what was asked of which data, and the digest of the code that answered.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -20,14 +22,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.records import code
+from harness.records.form import flaw
 from harness.settings.experiment import find, foreign_settings
 from harness.settings.run import RunConfig
 
-SCHEMA = 2
-STATUSES = ("finished", "failed", "interrupted")
+SCHEMA, WITHOUT_DIGEST = 3, 2
+DIGEST = "digest"
+IDENTITY = 2
+"""Raised where the same settings and data are to make another run."""
 LOCATIONS = {
     "model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",), "task": ("include_path",),
 }  # fmt: skip
@@ -57,7 +62,7 @@ def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
         for name in names if group in settings else ():
             settings[group].pop(name)
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
-    return text_sha256(json.dumps({"schema": SCHEMA, "config": settings, "inputs": read}, sort_keys=True))[:16]
+    return text_sha256(json.dumps({"schema": IDENTITY, "config": settings, "inputs": read}, sort_keys=True))[:16]
 
 
 def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
@@ -85,19 +90,37 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        UserError: it is damaged or of another schema; the message names the file.
+        UserError: it is damaged, changed since it was written, or of another schema; the message names the file.
     """
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        damage = _damage(record, path.parent.name)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged record ({error})") from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("status") not in STATUSES:
-        raise UserError(f"{path}: damaged record (not of schema {SCHEMA})")
-    if record.get("run_id") != path.parent.name:
-        raise UserError(f"{path}: damaged record (of another run, {record.get('run_id')})")
-    return record
+        raise UserError(f"{path}: damaged record ({reason(error)})") from error
+    if damage is not None:
+        raise UserError(f"{path}: damaged record ({damage})")
+    return dict(record)
+
+
+def _damage(record: Any, run: str) -> str | None:
+    """What is wrong with what should be the record of `run`, in words; ValueError where a number is not finite."""
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if schema not in (SCHEMA, WITHOUT_DIGEST):
+        return f"not of schema {SCHEMA}"
+    digest = _digest(record)
+    if record.get(DIGEST, digest if schema == WITHOUT_DIGEST else None) != digest:
+        return "changed since it was written"
+    if (found := flaw(record)) is not None:
+        return found
+    return None if record["run_id"] == run else f"of another run, {record['run_id']}"
+
+
+def _digest(record: Record) -> str:
+    """sha256 of all of a record but its digest, as JSON of sorted names without a number that is not finite."""
+    content = {name: value for name, value in record.items() if name != DIGEST}
+    return text_sha256(json.dumps(content, sort_keys=True, allow_nan=False))
 
 
 def read_records(results_dir: str | Path, experiment: str) -> list[dict[str, Any]]:
@@ -152,31 +175,42 @@ def _is_of_this_code(record: Record) -> bool:
 
 
 def aside(path: Path) -> Path:
-    """Where a damaged record is kept: the next free `record.damaged-N.json` beside it."""
-    taken = len(list(path.parent.glob("record.damaged-*.json")))
-    return path.with_name(f"record.damaged-{taken + 1}.json")
+    """Where a damaged record is kept: the first `record.damaged-N.json` beside it that is free."""
+    places = (path.with_name(f"record.damaged-{number}.json") for number in itertools.count(1))
+    return next(place for place in places if not place.exists())
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged record to `aside(path)`; nothing is lost. Returns the new path."""
-    return path.rename(aside(path))
+    """Move a damaged record to `aside(path)`, overwriting nothing, whoever else does so; returns the new path."""
+    while True:
+        place = aside(path)
+        try:
+            place.open("x").close()
+        except FileExistsError:
+            continue  # another process has just taken it
+        try:
+            return path.replace(place)
+        except FileNotFoundError:  # another process has just moved the record
+            place.unlink()
+            raise
 
 
-def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record atomically.
+def write_record(path: Path, record: Record) -> None:
+    """Write a record atomically, with its digest.
 
     Raises:
         UserError: the folder cannot be written.
         ValueError: a number is not finite, so it is no measurement.
     """
-    write_atomic(path, json.dumps(record, allow_nan=False, indent=1) + "\n")
+    content = json.loads(json.dumps(record, allow_nan=False))  # as it will be read
+    write_atomic(path, json.dumps(content | {DIGEST: _digest(content)}, indent=1) + "\n")
 
 
 def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
     for path in sorted(paths):
         try:
             yield read_record(path)
-        except UserError as error:
+        except (UserError, OSError) as error:
             log.warning("%s; left out of tables and figures", error)
 
 

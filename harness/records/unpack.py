@@ -20,7 +20,8 @@ from stat import S_ISLNK
 from typing import Any
 
 from harness.errors import UserError
-from harness.records.archive import MANIFEST, RECORDS, SCHEMA, digest, inputs_of, origin, read_whole
+from harness.records.archive import MANIFEST, RECORDS, SCHEMA, digest, inputs_of, origin
+from harness.records.record import read_record
 
 MAX_BYTES = 2 * 2**30
 """Of all members unpacked: no results of ours come near it."""
@@ -69,7 +70,7 @@ def _unpack(source: Path, folder: Path) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
                 if path.match(RECORDS):
-                    records.append(origin(read_whole(path)))
+                    records.append(origin(read_record(path)))
     except OSError as error:
         raise UserError(f"{source}: cannot be unpacked ({error.strerror or error})") from error
     except DAMAGE as error:

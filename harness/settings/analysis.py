@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.errors import UserError
+from harness.settings.schema import check_range
 
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
 PAPER_NUM_LAYERS = 32
@@ -32,8 +33,7 @@ class AnalysisConfig:
     kept_frac: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 2:
-            raise UserError(f"analysis.num_tokens={self.num_tokens}: must be at least 2")
+        check_range("analysis.num_tokens", self.num_tokens, 2)
         layers = self.layers
         if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) < len(layers)):
             listed = ",".join(map(str, layers))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from harness.errors import UserError, nearest
 
@@ -14,6 +17,14 @@ CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 def options(name: str) -> list[str]:
     """The choices of a group: the files under `conf/<name>`."""
     return sorted(path.stem for path in (CONF_DIR / name).glob("*.yaml"))
+
+
+@cache
+def kind_of(experiment: str) -> str | None:
+    """The kind of run that an experiment of `conf/experiment` says; None of one that says none, or is not there."""
+    path = CONF_DIR / "experiment" / f"{experiment}.yaml"
+    said = yaml.safe_load(path.read_text(encoding="utf-8")).get("kind") if path.is_file() else None
+    return None if said is None else str(said)
 
 
 def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -8,22 +8,29 @@ library loads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
 from harness.settings import method, systems
-from harness.settings.choices import CONF_DIR, group, options
+from harness.settings.choices import CONF_DIR, group, kind_of, options
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
-from harness.settings.schema import build
-from harness.settings.sources import CPU_DTYPE, ModelConfig, check_dtype
+from harness.settings.schema import build, path_text
+from harness.settings.sources import CPU_DTYPE, ModelConfig
 from harness.settings.speed import Device, LatencyConfig, PlatformConfig, group_latency, refuse_modelled
 from harness.settings.tasks import TaskConfig, group_tasks
 
@@ -36,9 +43,56 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
         return hydra.compose("config", list(overrides))
 
 
-def load(overrides: Sequence[str] = ()) -> RunConfig:
+class Composer:
+    """`compose` for many runs with few choices of groups: what Hydra reads for the same choices, it reads once.
+
+    Values are set on a copy as Hydra sets them. Whatever is neither a choice nor a value, and all that is refused, is
+    left to Hydra.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[tuple[str, ...], DictConfig] = {}
+
+    def __call__(self, overrides: Sequence[str]) -> DictConfig:
+        """As `compose(overrides)`."""
+        try:
+            given = [_override(each) for each in overrides]
+            values = [each for each in given if not _chooses(each)]
+            if any(map(_is_special, given)):
+                return compose(overrides)
+            config = deepcopy(self._of(tuple(str(each.input_line) for each in given if _chooses(each))))
+            for each in values:
+                OmegaConf.update(config, each.key_or_group, each.value())
+        except (HydraException, OmegaConfBaseException):
+            return compose(overrides)  # in Hydra's words
+        return config
+
+    def _of(self, choices: tuple[str, ...]) -> DictConfig:
+        if choices not in self._chosen:
+            self._chosen[choices] = compose(choices)
+        return self._chosen[choices]
+
+
+@cache
+def _override(text: str) -> Override:
+    return OverridesParser.create().parse_override(text)
+
+
+def _chooses(override: Override) -> bool:
+    """Whether it chooses a file of a group."""
+    return (CONF_DIR / override.key_or_group).is_dir()
+
+
+def _is_special(override: Override) -> bool:
+    """Whether it does more than choose or set."""
+    of_hydra = override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
+    changes = override.type == OverrideType.CHANGE and override.package is None
+    return of_hydra or not changes or override.is_sweep_override()
+
+
+def load(overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose) -> RunConfig:
     """The checked settings behind a command line."""
-    return parse(compose(overrides), overrides)
+    return parse(composed(overrides), overrides)
 
 
 def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
@@ -80,7 +134,10 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     checked = build(RunConfig, settings)
     if checked.experiment not in options("experiment"):
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
+    _refuse_other_table(checked, experiment)
     experiment.check(checked)
+    if checked.tracker != "none" and not experiment.keeps_record:
+        raise UserError(f"tracker={checked.tracker}: experiment={checked.experiment} keeps no record to send")
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
 
 
@@ -90,6 +147,18 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
+
+
+def _refuse_other_table(config: RunConfig, experiment: Experiment) -> None:
+    """Raise UserError for a kind whose rows have no place in the table of the experiment's name."""
+    own = kind_of(config.experiment)
+    if own is not None and find(own).table != experiment.table:
+        at_home = [name for name in options("experiment") if kind_of(name) == config.kind]
+        raise UserError(
+            f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
+            f"choose an experiment of that kind: {', '.join(at_home) or 'none here is'}"
+        )
 
 
 def _platform(node: dict[str, Any]) -> PlatformConfig:
@@ -98,13 +167,12 @@ def _platform(node: dict[str, Any]) -> PlatformConfig:
 
 
 def _model(node: dict[str, Any], platform: Device, given: set[str]) -> ModelConfig:
-    """The model where the platform says, in the precision of its entry, or in that of a CPU."""
+    """The model where the platform says, in the precision that the user gave, else its entry's, or a CPU's."""
     model = build(ModelConfig, _with_source(node, given), "model")
     if model.device not in ("auto", platform):
         raise UserError(f"model.device={model.device}: contradicts platform={platform}; leave one of them out")
-    if "model.dtype" in given:
-        check_dtype(model.dtype, platform)
-    return replace(model, device=platform, dtype=CPU_DTYPE if platform == "cpu" else model.dtype)
+    in_entry = "model.dtype" not in given
+    return replace(model, device=platform, dtype=CPU_DTYPE if in_entry and platform == "cpu" else model.dtype)
 
 
 def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
@@ -125,7 +193,7 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     if "model.gguf_file" not in given:
         model["gguf_file"] = None
     if "model.name" not in given:
-        model["name"] = Path(source).resolve().name.removesuffix(".gguf")
+        model["name"] = Path(os.path.realpath(source)).name.removesuffix(".gguf")
     return model
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.errors import UserError
 from harness.settings.analysis import AnalysisConfig
-from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig, check_range
+from harness.settings.schema import MOST, PathText, check_range
+from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig
 from harness.settings.speed import LatencyConfig, Placement, PlatformConfig
 from harness.settings.tasks import RULER_NUM_SAMPLES, RULER_TASKS, TaskConfig
 
@@ -30,6 +31,8 @@ LOWEST = {
     "seed": 0, "seq_len": 2, "prefill_len": 0, "num_windows": 1, "num_samples": 1, "num_fewshot": 0,
     "max_new_tokens": 1, "group_size": 1, "residual": 0,
 }  # fmt: skip
+MOST_SAMPLES = 1_000_000
+"""Questions a task: more than any of lm-eval's has, and what those that are generated may be asked for."""
 
 
 CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1"]
@@ -62,6 +65,7 @@ class RunConfig:
     step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: what a row
     goes through before an integer codec. residual: tokens that stay exact, and on the device. sizing: what happens
     where `target_kv_frac` cannot be met. link_gbps, max_kl: what is asked of a frontier, in 10^9 bytes/s and nats.
+    tracker: what the record is sent to as well.
 
     Raises:
         UserError: a value out of range, or settings that contradict one another.
@@ -104,11 +108,14 @@ class RunConfig:
     max_new_tokens: int = 64
     link_gbps: float | None = None
     max_kl: float | None = None
-    results_dir: str = "results"
+    results_dir: PathText = "results"
+    tracker: Literal["none", "mlflow", "wandb"] = "none"
 
     def __post_init__(self) -> None:
         for setting, low in LOWEST.items():
-            check_range(setting, getattr(self, setting), low)
+            check_range(setting, getattr(self, setting), low, most=MOST_SAMPLES if setting == "num_samples" else MOST)
+        for setting in ("link_gbps", "max_kl"):
+            check_range(setting, getattr(self, setting), 0, above=True)
         self._check_size()
         self._check_codecs()
         self._check_tasks()

@@ -9,11 +9,16 @@ import dataclasses
 import math
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from harness.errors import UserError, nearest
 
 T = TypeVar("T")
+PathText = Annotated[str, "path"]
+"""The type of a setting that names a file or folder: text that is not empty, its `~` expanded."""
+MOST = 2**31 - 1
+"""Of any whole number: more tokens, sequences or seeds than this mean a slip of the hand, and fit into no index."""
 WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 """What a value of each type looks like to a user."""
 
@@ -29,7 +34,7 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
     Raises:
         UserError: unknown or missing key, wrong type, or what the dataclass's own checks say (`ValueError`).
     """
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
     for key in settings:
         if key not in names:
@@ -42,6 +47,27 @@ def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
         return cls(**values)
     except ValueError as error:  # `methods` knows no UserError; its messages name the setting already
         raise UserError(str(error)) from error
+
+
+def path_text(value: Any, where: str) -> str:
+    """A path as a user writes it; UserError where it is empty, no text, or in the home of a user who is not there."""
+    text = _scalar(value, str, where)
+    if not text:
+        raise UserError(f"{where}=: is empty; must be a path, such as . for the present folder")
+    try:
+        return str(Path(text).expanduser())
+    except RuntimeError:
+        raise UserError(f"{where}={text}: there is no such home folder") from None
+
+
+def check_range(setting: str, value: float | None, low: float, *, above: bool = False, most: float = MOST) -> None:
+    """UserError where `value` is given and is below `low` (above: or equals it), above `most`, or infinite."""
+    if value is None:
+        return
+    if value < low or (above and value == low):
+        raise UserError(f"{setting}={value}: must be {'above' if above else 'at least'} {low}")
+    if value > most:
+        raise UserError(f"{setting}={value}: must be at most {most}")
 
 
 def _required(cls: type) -> list[str]:
@@ -59,6 +85,8 @@ def _convert(value: Any, annotation: Any, where: str) -> Any:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
+    if annotation == PathText:
+        return path_text(value, where)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
@@ -85,6 +113,7 @@ def _scalar(value: Any, kind: Any, where: str) -> Any:
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and number and isinstance(value, int):
+        check_range(where, value, -MOST)
         return value
     if kind is float and number and not math.isnan(value):
         return float(value)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from harness.errors import UserError
+from harness.settings.schema import PathText, check_range
 
 CPU_DTYPE: Final = "float32"
+"""Of a CPU's run, unless the user says otherwise: what an entry of `conf/model` names is a GPU's."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class ModelConfig:
     """
 
     name: str
-    path: str | None = None
+    path: PathText | None = None
     hub_id: str | None = None
     gguf_file: str | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
@@ -33,6 +35,7 @@ class ModelConfig:
     shape: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        check_range("model.seed", self.seed, 0)
         if self.path is not None and not Path(self.path).exists():
             raise UserError(f"model.path={self.path}: no such file or folder")
         if self.gguf_file is not None and not self.gguf_file.endswith(".gguf"):
@@ -46,7 +49,7 @@ class DataConfig:
     """Where tasks and texts come from; `root` is the folder of `local`."""
 
     name: Literal["offline", "local", "hub"]
-    root: str | None = None
+    root: PathText | None = None
 
     def __post_init__(self) -> None:
         if self.name == "local" and self.root is None:
@@ -66,7 +69,7 @@ class CorpusConfig:
     """
 
     name: Literal["offline", "wikitext2"]
-    path: str | None = None
+    path: PathText | None = None
     offset_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,24 +86,12 @@ class CorpusConfig:
 class CalibrationConfig:
     """The first `num_tokens` tokens of the calibration text: the file `path`, or the offline text."""
 
-    path: str | None = None
+    path: PathText | None = None
     num_tokens: int = 1024
 
     def __post_init__(self) -> None:
         _check_file("calibration.path", self.path)
         check_range("calibration.num_tokens", self.num_tokens, 1)
-
-
-def check_dtype(dtype: str, device: str) -> None:
-    """UserError where `device` does not compute in `dtype`: what is recorded must be what is computed."""
-    if device == "cpu" and dtype != CPU_DTYPE:
-        raise UserError(f"model.dtype={dtype}: a CPU computes in {CPU_DTYPE} here; leave it out, or use platform=cuda")
-
-
-def check_range(setting: str, value: int | None, low: int) -> None:
-    """UserError where `value` is given and below `low`."""
-    if value is not None and value < low:
-        raise UserError(f"{setting}={value}: must be at least {low}")
 
 
 def _check_file(setting: str, path: str | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from harness.errors import UserError
+from harness.settings.schema import check_range
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -48,8 +49,7 @@ class PlatformConfig:
             return
         if self.name != platform:
             raise UserError(f"platform.{setting}={value}: {does} of platform={platform}; leave it null")
-        if not value > 0:
-            raise UserError(f"platform.{setting}={value}: must be above 0")
+        check_range(f"platform.{setting}", value, 0, above=True)
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,7 @@ class LatencyConfig:
     def __post_init__(self) -> None:
         low = {"warmup_steps": 0, "gen_len": 2}
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value < low.get(field.name, 1):
-                raise UserError(f"{field.name}={value}: must be at least {low.get(field.name, 1)}")
+            check_range(field.name, getattr(self, field.name), low.get(field.name, 1))
         needed = self.warmup_steps + self.repeats * (self.timed_steps or 1)
         if needed > self.gen_len - 1:
             raise UserError(

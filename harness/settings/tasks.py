@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.errors import UserError
+from harness.settings.schema import MOST, PathText
 
 RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 """Those of RULER that lm-eval makes without any data."""
@@ -27,7 +28,7 @@ class TaskConfig:
     to a context beyond the model's limit; `truncate` leaves out its beginning, as lm-eval does.
     """
 
-    include_path: str | None = None
+    include_path: PathText | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool = False
@@ -50,7 +51,7 @@ class TaskConfig:
         return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
 
     def _check_lengths(self, lengths: Any) -> None:
-        if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
+        if not isinstance(lengths, list) or not all(type(length) is int and 0 < length <= MOST for length in lengths):
             raise UserError(f"metadata.max_seq_lengths={lengths}: must be a list of lengths in tokens, such as [2048]")
         if not lengths or len(set(lengths)) < len(lengths):
             raise UserError(f"metadata.max_seq_lengths={lengths}: must hold at least one length, and none twice")

@@ -30,7 +30,7 @@ def tell_apart(pairs: Pairs) -> None:
     the same task. Where speed is timed, both are compared with the runs of the same label, which names a system.
     """
     methods = [_method_settings(record["config"]) for record, _ in pairs]
-    runs = [_run_settings(record["config"]) for record, _ in pairs]
+    runs = [_run_settings(record["config"]) | _weights(record) for record, _ in pairs]
     of_methods = _distinctive(methods, [set(map(_method, rows)) for _, rows in pairs])
     of_runs = _distinctive(runs, [set(map(_setup, rows)) for _, rows in pairs])
     for (_, rows), *words in zip(pairs, of_methods, of_runs, strict=True):
@@ -80,6 +80,12 @@ def _run_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = _flatten({name: value for name, value in config.items() if name not in left_out})
     told = {name.removeprefix("task."): value for name, value in flat.items()}  # as the user writes it
     return {name: value for name, value in told.items() if name not in left_out}
+
+
+def _weights(record: Record) -> dict[str, Any]:
+    """The revision or digest of the model under its name, which may be replaced on the hub or on the disk."""
+    digest = record.get("inputs", {}).get("model")
+    return {} if digest is None else {"weights": digest[:8]}
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

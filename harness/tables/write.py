@@ -11,6 +11,7 @@ import csv
 import io
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,8 @@ from harness.files import write_atomic
 from harness.records.baseline import Baselines, full_runs, of_windows
 from harness.records.record import current, read_records
 from harness.records.samples import Difference
-from harness.settings.experiment import foreign_settings
+from harness.settings.choices import kind_of
+from harness.settings.experiment import find, foreign_settings
 from harness.tables import leaderboard, speed
 from harness.tables.columns import BOARD, TABLES, Column, TableRow, names, rank, todays_names
 from harness.tables.depths import depth_rows
@@ -51,15 +53,28 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """
     pairs = _with_rows(read_records(results_dir, experiment), partial(full_runs, results_dir))
     path = Path(results_dir) / "tables" / f"{experiment}.csv"
-    shapes = {record["table"] for record, _ in pairs}
-    shape = next((shape for shape in ("analysis", "latency") if shape in shapes), "accuracy")
-    rows = _rows_of_shape(pairs, shape)  # two shapes share no table
+    shape = _shape_of_table(experiment, pairs)
+    rows = _rows_of_shape(pairs, shape)
     write_table(path, shape, rows)
     if experiment == speed.TIMED_CELLS:
-        write_figures(path.parent, rows)
+        write_figures(path.parent, rows if shape == "latency" else [])
     if experiment in (leaderboard.SCORES, leaderboard.TIMES):
         _write_boards(Path(results_dir))
     return path
+
+
+def _shape_of_table(experiment: str, pairs: Pairs) -> str:
+    """That of the experiment's own kind, where there are such records; what has another is named in a warning."""
+    counts = Counter(record["table"] for record, _ in pairs)
+    kind = kind_of(experiment)
+    preferred = (find(kind).table if kind is not None else "accuracy", *TABLES)
+    shape = next((shape for shape in preferred if shape in counts), preferred[0])
+    for other, count in counts.items():
+        if other != shape:
+            log.warning(
+                "runs/%s: %d records of another shape of table, %s; left out of its table", experiment, count, other
+            )
+    return shape
 
 
 def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> str:

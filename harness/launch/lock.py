@@ -1,0 +1,84 @@
+"""One process at a time computes a record: a lock beside it, which ends with the process that holds it.
+
+A file system without locks gives none, and says so once: whoever writes results there starts one process at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a waiting process asks."""
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+
+class HeldError(Exception):
+    """Another process computes the record."""
+
+
+@contextlib.contextmanager
+def holding(record: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a record.
+
+    Raises:
+        HeldError: another process holds it, and wait is False.
+        UserError: the folder cannot be written.
+    """
+    lock = _acquired(record, wait=wait)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            _path(record).unlink(missing_ok=True)  # while it is held, so that none is taken that has no name
+            lock.release()
+
+
+def is_held(record: Path) -> bool:
+    """Whether a living process computes the record."""
+    if not _path(record).exists():
+        return False
+    try:
+        with holding(record, wait=False):
+            return False
+    except HeldError:
+        return True
+
+
+def wait_for(record: Path) -> None:
+    """Return once no other process computes the record."""
+    with holding(record, wait=True):
+        pass
+
+
+def _path(record: Path) -> Path:
+    return record.with_name(".lock")
+
+
+def _acquired(record: Path, *, wait: bool) -> BaseFileLock | None:
+    """The lock, held; None where the file system has none."""
+    import filelock  # a tenth of a second, of which a run that is finished needs nothing
+
+    lock = filelock.FileLock(_path(record), fallback_to_soft=False)
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=wait, poll_interval=POLL_S)
+    except filelock.Timeout:
+        raise HeldError(record) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise UserError(f"results_dir: {record} cannot be written ({error.strerror or error})") from error
+        log.warning("%s: its file system has no locks; start one process at a time", record.parents[3])
+        return None
+    return lock

@@ -1,0 +1,9 @@
+"""All tables and figures of a results folder as one HTML file, `results/report.html`, that needs nothing else.
+
+python -m harness.paper.report --results-dir results
+python -m harness.paper.report --results-dir results.zip
+"""
+
+from harness.paper.report.page import main, write_report
+
+__all__ = ["main", "write_report"]

@@ -1,0 +1,253 @@
+"""A Hugging Face hub on the loopback address: the HTTP that `huggingface_hub` and `datasets` ask for, files in memory.
+
+    with serving() as hub:
+        hub.models["org/tiny"] = Repository({"config.json": b"{}"})
+        hub.disturb(r"GET .*/model.safetensors$", stall)
+
+Repositories, branches, gates and faults may be changed while it serves; `requests` says what was asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
+
+Files = dict[str, bytes]
+MAX_STALL_S = 20.0
+REVISION = r"(refs/\w+/\w+|[^/]+)"
+REPOSITORY = re.compile(
+    rf"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info|discussions)(?:/{REVISION}(/.+)?)?)?"
+)
+FILE = re.compile(rf"/(datasets/)?([^/]+/[^/]+)/resolve/{REVISION}/(.+)")
+
+
+class Repository:
+    """Files by branch, `main` among them. gated: served only to who brings the hub's `token`. pull_requests: as the
+    hub lists them; the branch of number N is `refs/pr/N`."""
+
+    def __init__(self, main: Files, *, gated: bool = False, **branches: Files) -> None:
+        self.branches: dict[str, Files] = {"main": main, **branches}
+        self.gated = gated
+        self.pull_requests: list[dict[str, Any]] = []
+
+    def add_pull_request(self, number: int, title: str, author: str, files: Files) -> None:
+        """A pull request and its branch."""
+        self.branches[f"refs/pr/{number}"] = files
+        self.pull_requests.append({
+            "title": title, "num": number, "author": {"name": author}, "createdAt": "2023-03-21T09:05:27.000Z",
+            "status": "open", "repo": {"name": "any/name", "type": "model"}, "isPullRequest": True,
+        })  # fmt: skip
+
+    def files(self, revision: str) -> Files | None:
+        """Those of a branch or commit."""
+        return next((files for name, files in self.branches.items() if revision in (name, commit(files))), None)
+
+
+class Fault(NamedTuple):
+    """What answers requests whose "METHOD path" matches; `left` counts down to none."""
+
+    pattern: re.Pattern[str]
+    answer: Callable[[Handler], None]
+    left: list[None]
+
+
+@dataclass
+class Hub:
+    """What is served, and what was asked. token: that which opens gated repositories."""
+
+    url: str
+    models: dict[str, Repository] = field(default_factory=dict)
+    datasets: dict[str, Repository] = field(default_factory=dict)
+    token: str = "hf_granted"
+    requests: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def disturb(self, pattern: str, answer: Callable[[Handler], None], times: int = 1000) -> None:
+        """Answer the next `times` requests that match `pattern` otherwise."""
+        self.faults.append(Fault(re.compile(pattern), answer, [None] * times))
+
+    def asked(self, pattern: str) -> list[str]:
+        """The requests that match."""
+        return [request for request in self.requests if re.search(pattern, request)]
+
+
+def commit(files: Files) -> str:
+    """Forty hex digits of the contents."""
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+def blob(content: bytes) -> str:
+    """The name of a file's content."""
+    return hashlib.sha1(content).hexdigest()
+
+
+def entries(files: Files) -> dict[PurePosixPath, dict[str, Any]]:
+    """Files and folders, as the hub describes them."""
+    found = {
+        PurePosixPath(path): {"type": "file", "size": len(content), "oid": blob(content)}
+        for path, content in files.items()
+    }
+    folders = {folder for path in found for folder in path.parents if folder.name}
+    found |= {folder: {"type": "directory", "oid": blob(str(folder).encode())} for folder in folders}
+    return {path: {"path": str(path), **each} for path, each in found.items()}
+
+
+def status(code: int, message: str = "", **headers: str) -> Callable[[Handler], None]:
+    """An error of the hub, in its words."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda handler: handler.reply(code, b"", {"X-Error-Message": message, **named})
+
+
+def stall(handler: Handler) -> None:
+    """Headers, a few bytes, and nothing more until the client hangs up or the hub closes."""
+    handler.reply(200, b"xxx", {"Content-Length": "1000"})
+    handler.hub.closing.wait(MAX_STALL_S)
+    handler.close_connection = True
+
+
+def hang(handler: Handler) -> None:
+    """No answer at all."""
+    handler.hub.closing.wait(MAX_STALL_S)
+    handler.close_connection = True
+
+
+def break_off(handler: Handler) -> None:
+    """Promise more than is sent, and hang up."""
+    handler.reply(200, b"xxx", {"Content-Length": "1000"})
+    handler.close_connection = True
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    hub: Hub
+    sent: bytes
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        request = f"{self.command} {path}"
+        self.hub.requests.append(request)
+        self.sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = next((each for each in self.hub.faults if each.left and each.pattern.search(request)), None)
+        if fault is not None:
+            fault.left.pop()
+            fault.answer(self)
+        elif found := REPOSITORY.fullmatch(path):
+            self._describe(*found.groups())
+        elif found := FILE.fullmatch(path):
+            self._serve("datasets" if found[1] else "models", *found.groups()[1:])
+        else:
+            self.reply(200 if path == "/" else 404)
+
+    do_HEAD = do_GET  # noqa: N815
+    do_POST = do_GET  # noqa: N815
+
+    def reply(self, code: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+            self.wfile.flush()
+
+    def _json(self, value: Any) -> None:
+        self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _error(self, code: int, name: str, message: str) -> None:
+        self.reply(code, b"", {"X-Error-Code": name, "X-Error-Message": message})
+
+    def _find(self, kind: str, name: str, revision: str) -> tuple[Repository, Files] | None:
+        """A repository and the files of a revision; None where the refusal was sent."""
+        repository = getattr(self.hub, kind).get(name)
+        if repository is None:
+            self._error(401, "RepoNotFound", "Invalid username or password.")
+            return None
+        files = repository.files(revision)
+        if files is None:
+            self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return None
+        return repository, files
+
+    def _describe(self, kind: str, name: str, what: str | None, revision: str | None, below: str | None) -> None:
+        found = self._find(kind, name, revision or "main")
+        if found is None:
+            return
+        repository, files = found
+        if what == "discussions":
+            self._json({"discussions": repository.pull_requests, "count": len(repository.pull_requests), "start": 0})
+        elif what == "tree":
+            folder = PurePosixPath((below or "")[1:])
+            deep = "recursive=true" in urlsplit(self.path).query.lower()
+            self._json(
+                [each for path, each in entries(files).items() if folder in (path.parents if deep else [path.parent])]
+            )
+        elif what == "paths-info":
+            wanted = {PurePosixPath(path) for path in parse_qs(self.sent.decode())["paths"]}
+            self._json([each for path, each in entries(files).items() if path in wanted])
+        else:
+            siblings = [{"rfilename": path, "size": len(content)} for path, content in files.items()]
+            tail = {"private": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}
+            self._json({"id": name, "sha": commit(files), "gated": repository.gated, **tail})
+
+    def _serve(self, kind: str, name: str, revision: str, path: str) -> None:
+        found = self._find(kind, name, revision)
+        if found is None:
+            return
+        repository, files = found
+        brought = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if repository.gated and brought != self.hub.token:
+            restricted = f"Access to model {name} is restricted"
+            if brought:
+                ask = f"Visit https://huggingface.co/{name} to ask for access."
+                return self._error(403, "GatedRepo", f"{restricted} and you are not in the authorized list. {ask}")
+            return self._error(401, "GatedRepo", f"{restricted}. You must have access to it. Please log in.")
+        if path not in files:
+            return self._error(404, "EntryNotFound", "Entry not found")
+        self._send_file(files[path], {"X-Repo-Commit": commit(files)})
+
+    def _send_file(self, content: bytes, headers: dict[str, str]) -> None:
+        headers |= {"ETag": f'"{blob(content)}"', "Accept-Ranges": "bytes"}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted is None:
+            return self.reply(200, content, headers)
+        first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
+        part = content[first : last + 1]
+        self.reply(206, part, headers | {"Content-Range": f"bytes {first}-{last}/{len(content)}"})
+
+
+class Server(ThreadingHTTPServer):
+    """One thread a connection; a client opens several at once."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+
+@contextmanager
+def serving() -> Iterator[Hub]:
+    """A hub without repositories, on a free port, until the block ends."""
+    bound = type("Bound", (Handler,), {})
+    server = Server(("127.0.0.1", 0), bound)
+    bound.hub = hub = Hub(f"http://127.0.0.1:{server.server_port}")
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        hub.closing.set()
+        server.shutdown()
+        server.server_close()

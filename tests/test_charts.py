@@ -1,0 +1,215 @@
+"""What the report's charts show of the tables, how that is drawn, and that words of a table stay words."""
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from harness.paper.catalogue import ENTRIES
+from harness.paper.costmodel.published import figure_rows
+from harness.paper.report.beside import side_by_side
+from harness.paper.report.charts import CHARTS
+from harness.paper.report.charts.chart import Axis, Chart, Level, Point
+from harness.paper.report.charts.vega import COLORS, SHAPES, draw
+from harness.tables.columns import ACCURACY, BOARD, names, typed
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = ROOT / "results" / "tables"
+CHARTED = [entry for entry in ENTRIES if entry.chart]
+HOSTILE = "</script><svg onload='alert(1)'><!-- \u2028 \" datum['x'] ${alert(1)} {{7*7}} \\u003c a.b[0] \n'];alert(1)//"
+
+
+def score(label: str, kv_frac: float | None, value: float, **fields: Any) -> dict[str, str]:
+    """A line of an accuracy table's CSV."""
+    row = dict.fromkeys(names(ACCURACY), "") | {
+        "experiment": "fig11", "model": "tiny", "label": label, "task": "passkey", "metric": "acc", "value": value,
+        "stderr": 0.05, "num_samples": 48, "kv_frac": "" if kv_frac is None else kv_frac, "source": "measured",
+    }  # fmt: skip
+    return {name: str(cell) for name, cell in (row | fields).items()}
+
+
+def place(label: str, **fields: Any) -> dict[str, str]:
+    """A line of the leaderboard's CSV."""
+    row = dict.fromkeys(names(BOARD), "") | {
+        "experiment": "leaderboard", "model": "tiny", "label": label, "family": "evicts", "size": 0.1, "kv_frac": 0.1,
+        "kl_nats": 0.5, "kl_nats_stderr": 0.1, "source": "measured", "step_s": 0.25, "step_source": "emulated",
+        "link_bytes": 2**20, "settings": "a=1",
+    }  # fmt: skip
+    return {name: str(cell) for name, cell in (row | fields).items()}
+
+
+def charts(kind: str, rows: list[Mapping[str, str]]) -> list[Chart]:
+    return list(CHARTS[kind](rows))
+
+
+def test_a_point_has_value_error_method_bytes_and_settings_as_the_table_has_them() -> None:
+    rows = [
+        score("Full", 1.0, 0.875),
+        score("A", 0.16, 0.75, difference=-0.125, difference_stderr=0.03, device_frac=0.2, settings="alpha=4"),
+        score("A", 0.1, 0.5),
+        score("A", None, 0.5),
+        score("A", 0.1, 0.01, metric="kl_nats", task="text"),
+        score("A", 0.1, 0.01, metric="attention_recall", task="text"),
+        score("A", 0.1, 0.01, metric="kl_nats", task="text[0:16]"),
+    ]
+    text, task = charts("size", rows)
+    assert (text.pane, text.y.log, task.y, task.x) == (
+        "text: KL (nats)",
+        True,
+        Axis("acc (%)"),
+        Axis("KV read (%)", zero=True),
+    )
+    assert task.title == "tiny, measured, n = 48" and task.levels == [Level("y", 87.5, "Full")]
+    first, second = task.points
+    assert (first.x, first.y, first.stderr, first.line) == (16.0, 75.0, 3.0, "A")
+    assert first.details == {
+        "label": "A", "acc (%)": "75.0 ± 5.0", "less the full cache's": "-12.5 ± 3.0", "KV read (%)": "16.0",
+        "device read (%)": "20.0", "samples": "48", "settings": "alpha=4", "source": "measured",
+    }  # fmt: skip
+    assert second.stderr == 5.0, "of the value, where nothing is compared"
+    (along,) = charts("step", rows)
+    assert along.points[0].x == 8 and along.points[0].series == "A, 10%" and along.y.log
+
+
+def test_setups_are_never_in_one_chart_and_one_pane_has_them_side_by_side() -> None:
+    rows = [score("A", 0.1, 0.5), score("A", 0.1, 0.6, model="other"), score("A", 0.1, 0.7, num_samples=9)]
+    found = charts("size", rows)
+    assert [chart.title for chart in found] == [
+        "tiny, measured, n = 48",
+        "other, measured, n = 48",
+        "tiny, measured, n = 9",
+    ]
+    domains = [drawn.spec["layer"][-1]["encoding"]["y"]["scale"]["domain"] for drawn in draw(found)]
+    assert domains[0] == domains[1] == domains[2] and domains[0][0] < 45 and domains[0][1] > 75
+
+
+def test_the_frontier_names_its_front_and_marks_what_is_modelled() -> None:
+    rows = [
+        place("A", front="link bytes, step time"),
+        place("B", front="link bytes", step_source="modelled", kv_frac=0.2),
+        place("C", family="codes", size=""),
+        place("Full", kl_nats=1e-9, kv_frac=1.0, family="reads all"),
+    ]
+    link, step = charts("frontier", rows)
+    assert [point.name for point in link.points] == ["A 10%", "B 20%", ""]
+    assert [point.hollow for point in step.points] == [False, True, False] and not any(p.hollow for p in link.points)
+    assert [(point.name, point.x) for point in step.points] == [("A 10%", 250), ("", 250), ("", 250)]
+    assert step.levels == [Level("x", 250, "Full")] and step.x.title == "decode step (ms), emulated" and step.y.log
+    assert link.points[0].details["link a step (MiB)"] == "1.00" and link.points[0].details["settings"] == "a=1"
+    fronts = [row | {"experiment": "frontier"} for row in rows[:1]]
+    assert [len(chart.points) for chart in charts("frontier", fronts + rows)] == [3, 3], "not twice"
+
+
+def test_a_task_of_the_leaderboard_has_the_size_that_it_ran_at() -> None:
+    rows = [place("A", passkey=0.5, passkey_stderr=0.1, passkey_kv_frac=0.3)]
+    kl, passkey = charts("leaderboard", rows)
+    assert (kl.points[0].x, passkey.points[0].x, passkey.points[0].y, passkey.points[0].stderr) == (10, 30, 50, 10)
+
+
+def test_times_have_speedups_and_the_papers_points_where_the_setup_is_the_papers() -> None:
+    rows = [
+        {key: "" if value is None else str(value) for key, value in row.items()}
+        for row in figure_rows("fig15", "a6000-pcie3")
+    ]
+    rates, *_, speedups = charts("times", rows)
+    hollow = [point for point in rates.points if point.hollow]
+    assert {(point.series, point.x, point.y) for point in hollow} >= {("infinigen", 20, 41.99)}
+    assert all(point.details["source"] == "published" and not point.line for point in hollow)
+    (ours,) = (point for point in speedups.points if point.series == "infinigen" and point.x == 20)
+    seconds = {row["label"]: float(row["total_s"]) for row in rows if row["batch_size"] == "20"}
+    assert ours.y == pytest.approx(seconds["offload"] / seconds["infinigen"]) and speedups.levels == [
+        Level("y", 1, "offload")
+    ]
+    emulated = [row | {"source": "emulated"} for row in rows]
+    assert not any(point.hollow for chart in charts("times", emulated) for point in chart.points)
+    one_size = [row for row in rows if row["batch_size"] == "4"]
+    assert not charts("times", one_size), "nothing to draw against"
+
+
+@pytest.mark.parametrize("entry", CHARTED, ids=[entry.name for entry in CHARTED])
+def test_every_chart_of_the_results_has_titled_axes_and_a_source(entry) -> None:
+    rows = []
+    for table in entry.tables:
+        with (TABLES / f"{table}.csv").open(encoding="utf-8", newline="") as lines:
+            rows += csv.DictReader(lines)
+    found = charts(entry.chart, rows)
+    assert found and len({(chart.pane, chart.title) for chart in found}) == len(found)
+    for chart in found:
+        assert chart.points and chart.x.title and chart.y.title and chart.note
+        assert chart.title.split(", ")[1] in ("measured", "emulated", "modelled")
+        assert all(point.details["label"] and len(point.details) > 2 for point in chart.points)
+
+
+# How it is drawn
+
+
+def points(count: int, **fields: Any) -> list[Point]:
+    return [Point(f"s{i}", i + 1, i + 1, {"label": f"s{i}"}, line=f"s{i}")._replace(**fields) for i in range(count)]
+
+
+def test_series_are_told_apart_by_colour_and_shape() -> None:
+    count = len(COLORS) * len(SHAPES)
+    (drawn,) = draw([Chart("pane", "setup", Axis("x"), Axis("y"), points(count))])
+    encoding = drawn.spec["layer"][2]["encoding"]
+    looks = set(zip(encoding["fill"]["scale"]["range"], encoding["shape"]["scale"]["range"], strict=True))
+    assert len(looks) == count == len(encoding["fill"]["scale"]["domain"])
+
+
+def test_what_no_axis_has_a_place_for_is_left_out() -> None:
+    odd = [Point("s", x, y, {}) for x, y in ((1, float("nan")), (float("inf"), 1), (1, -1), (1, 0), (1e308, 1))]
+    fine = [Point("s", 1, 1, {}, stderr=float("nan")), Point("s", 2, 0.1, {}, stderr=5.0)]
+    log, empty = (
+        Chart("a", "", Axis("x"), Axis("y", log=True), odd + fine),
+        Chart("b", "", Axis("x"), Axis("y"), odd[:2]),
+    )
+    (drawn,) = draw([log, empty])
+    first, second = drawn.spec["data"]["values"]
+    assert first["low"] is None and 0 < second["low"] < 0.1 and second["high"] == 5.1
+    json.dumps(drawn.spec, allow_nan=False)
+
+
+def test_names_beside_points_do_not_cover_each_other() -> None:
+    close = [Point("s", 1, 1 + i / 100, {}, name=f"n{i}") for i in range(5)] + [
+        Point("s", 1, 50, {}),
+        Point("s", 1, 0, {}),
+    ]
+    (drawn,) = draw([Chart("pane", "setup", Axis("x"), Axis("y"), close)])
+    heights = sorted(value["named"] for value in drawn.spec["data"]["values"] if value["name"])
+    assert len(heights) == 5 and min(b - a for a, b in zip(heights, heights[1:], strict=False)) > 50 * 11 / 300 * 0.99
+
+
+def test_words_of_a_table_are_data_and_text() -> None:
+    """Neither the drawing nor the specification has anything of a label but where labels stand."""
+    labels = ("two\nlines", HOSTILE)
+    scores = [[score(label, share, 0.5, settings=label) for share in (0.1, 0.2)] for label in labels]
+    harmless, hostile = (draw(charts("size", rows))[0] for rows in scores)
+    elements = [[*ElementTree.fromstring(drawn.svg).iter()] for drawn in (harmless, hostile)]
+    plain, other = ([(each.tag, sorted(each.attrib)) for each in own] for own in elements)
+    assert plain == other, "no element or attribute more than with a harmless label"
+    assert "</script><svg onload=" in "".join(ElementTree.fromstring(hostile.svg).itertext()), "it is there, as text"
+    as_harmless = json.dumps(hostile.spec).replace(json.dumps(HOSTILE), json.dumps(labels[0]))
+    assert json.loads(as_harmless) == harmless.spec, "whole words, and nowhere within another"
+
+
+def test_models_are_compared_where_both_have_a_number() -> None:
+    ours = [
+        score("A", 0.1, 0.5),
+        score("B", 0.1, 0.6),
+        score("A", 0.1, 0.02, metric="kl_nats"),
+        score("A", 0.1, 2, task="x"),
+    ]
+    theirs = [score("A", 0.1, 0.25), score("C", 0.1, 0.6)]
+    row = side_by_side({"m": typed_all(ours), "n": typed_all(theirs)})
+    assert row.header == ["label", "settings", "passkey acc (%), m", "passkey acc (%), n"]
+    assert row.lines == [["A", "-", "50.0 ± 5.0", "25.0 ± 5.0"]] and row.title == "m and n"
+    assert side_by_side({"m": typed_all(ours)}) is None
+    board = side_by_side({name: typed_all([place("A"), place("B", size="")]) for name in ("m", "n")})
+    assert [line[:2] for line in board.lines] == [["A", "10 %"], ["B", "-"]] and board.lines[0][2] == "0.5000 ± 0.1000"
+
+
+def typed_all(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+    return [typed(row) for row in rows]

@@ -1,0 +1,185 @@
+"""Commands of the README with a hub that answers over HTTP: real names, tiny weights, data sets of a few rows."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokens import byte_tokenizer
+
+from harness.data.text import WIKITEXT_HUB, corpus_text
+from harness.errors import UserError
+from harness.launch.cli import main
+from harness.model import hub
+from harness.model.tiny import tiny_model
+from harness.records.record import read_records
+from harness.settings.run import PAPER_TASKS
+from harness.settings.sources import CorpusConfig, DataConfig
+from tests.hub_standin import Files, Repository, break_off, commit, status
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+TINY = {
+    "llama2-7b": SIZES | {"intermediate_size": 128, "num_key_value_heads": 4},
+    "opt-6.7b": SIZES | {"word_embed_proj_dim": 64, "ffn_dim": 128},
+}
+TASKS = {
+    "aps/super_glue": (
+        "copa",
+        {"premise": "It rained", "choice1": "He stayed.", "choice2": "He left.", "question": "effect"},
+    ),
+    "allenai/openbookqa": (
+        "main",
+        {"question_stem": "The sun is", "choices": {"text": ["a star", "wet"], "label": ["A", "B"]}, "answerKey": "A"},
+    ),
+    "allenai/winogrande": (
+        "winogrande_xl",
+        {"sentence": "Ann saw Bea as _ left.", "option1": "Ann", "option2": "Bea", "answer": "1"},
+    ),
+    "baber/piqa": (None, {"goal": "boil water", "sol1": "heat it", "sol2": "cool it"}),
+    "nyu-mll/glue": ("rte", {"sentence1": "It rains.", "sentence2": "It is wet."}),
+}
+SHORT = "prefill_len=32 seq_len=96 num_windows=1 num_samples=1"
+COMMAND = "method=infinigen model=llama2-7b data=hub experiment=tasks num_samples=1"
+
+
+def data_set(part: str | None, row: dict[str, Any]) -> Repository:
+    """Six equal rows a split but for their label."""
+    lines = (json.dumps({"label": number % 2, "idx": number, **row}) + "\n" for number in range(6))
+    rows = "".join(lines).encode()
+    splits = ("train", "validation", "test")
+    configs = [
+        {
+            "config_name": part or "default",
+            "data_files": [{"split": split, "path": f"{split}.jsonl"} for split in splits],
+        }
+    ]
+    card = f"---\n{yaml.safe_dump({'configs': configs})}---\n".encode()
+    return Repository({"README.md": card} | {f"{split}.jsonl": rows for split in splits})
+
+
+def wikitext(text: str = "A line.\n") -> Repository:
+    configs = [{"config_name": WIKITEXT_HUB[1], "data_files": [{"split": "test", "path": "test.jsonl"}]}]
+    card = f"---\n{yaml.safe_dump({'configs': configs})}---\n".encode()
+    return Repository({"README.md": card, "test.jsonl": (json.dumps({"text": text}) + "\n").encode() * 40})
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[str, Files]:
+    """A model of each name with its entry's shape, but for its size."""
+    found = {}
+    for name, sizes in TINY.items():
+        entry = yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())
+        folder = tmp_path_factory.mktemp("tiny")
+        shape = entry["shape"] | sizes
+        tiny_model(shape.pop("model_type"), **shape).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        found[entry["hub_id"]] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return found
+
+
+@pytest.fixture
+def served(hub_server, weights, tmp_path, monkeypatch):
+    """The hub with the models and data sets, started from an empty folder."""
+    hub_server.models |= {name: Repository(files) for name, files in weights.items()}
+    hub_server.datasets |= {name: data_set(*about) for name, about in TASKS.items()}
+    hub_server.datasets[WIKITEXT_HUB[0]] = wikitext()
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return hub_server
+
+
+def run(command: str, model: str = "llama2-7b") -> int:
+    """A command line; the shape's sizes are given with it, as those of the entry are the real model's."""
+    return main([*command.split(), *(f"model.shape.{name}={size}" for name, size in TINY[model].items())])
+
+
+def test_tasks_from_the_hub_and_again_without_a_request(served, capfd):
+    assert run(COMMAND) == 0
+    shown = capfd.readouterr()
+    assert all(task in shown.out for task in PAPER_TASKS)
+    (record,) = read_records("results", "tasks")
+    assert record["inputs"]["model"] == commit(served.models["meta-llama/Llama-2-7b-hf"].branches["main"])
+    served.requests.clear()
+    assert run(f"{COMMAND} seed=1") == 0
+    assert not served.requests
+    assert "cached version" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("experiment", ["fig11", "fig12"])
+def test_cells_of_the_papers_grid_with_weights_that_only_a_bot_has_converted(experiment, served):
+    """Of `make accuracy MODEL=opt-6.7b DATA=hub`, whose other cells differ in methods alone."""
+    name = "facebook/opt-6.7b"
+    converted = served.models[name].branches["main"]
+    served.models[name] = Repository({"config.json": converted["config.json"], "pytorch_model.bin": b"a pickle"})
+    served.models[name].add_pull_request(4, hub.CONVERTED_TITLE, hub.CONVERTED_AUTHOR, converted)
+    command = f"experiment={experiment} method=full model=opt-6.7b data=hub corpus=wikitext2 {SHORT}"
+    assert run(command, "opt-6.7b") == 0
+    (record,) = read_records("results", experiment)
+    assert record["inputs"]["model"] == commit(converted)
+    assert set(record["metrics"]) == (set(PAPER_TASKS) if experiment == "fig11" else {"wikitext2"})
+    assert not served.asked("pytorch_model.bin")
+
+
+def test_a_model_replaced_on_the_hub_is_told_apart_in_tables(served):
+    name, command = "meta-llama/Llama-2-7b-hf", f"method=full model=llama2-7b experiment=perplexity {SHORT}"
+    assert run(command) == 0
+    old = served.models[name].branches["main"]
+    served.models[name] = Repository(new := old | {"config.json": old["config.json"] + b"\n"})
+    shutil.rmtree("hub")
+    assert run(command) == 0
+    revisions = {record["inputs"]["model"] for record in read_records("results", "perplexity")}
+    assert revisions == {commit(old), commit(new)}
+    table = Path("results/tables/perplexity.md").read_text()
+    assert all(f"weights={revision[:8]}" in table for revision in revisions)
+
+
+CORPUS, HUB = CorpusConfig("wikitext2"), DataConfig("hub")
+ROWS = r"GET .*/wikitext/resolve/.*/test.jsonl"
+
+
+def refused() -> str:
+    with pytest.raises(UserError) as caught:
+        corpus_text(CORPUS, HUB)
+    message = str(caught.value)
+    assert message.startswith(f"data=hub: {WIKITEXT_HUB[0]} cannot be loaded (") and "\n" not in message
+    assert "data=local data.root=DIR" in message and "data=offline" in message
+    return message
+
+
+def test_a_text_is_fetched_once(served):
+    text = corpus_text(CORPUS, HUB)
+    assert text.startswith("A line.")
+    served.requests.clear()
+    assert corpus_text(CORPUS, HUB) == text and not served.requests
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "words"),
+    [
+        (ROWS, status(500), "answered 500 to "),
+        (ROWS, status(404, "Entry not found", X_Error_Code="EntryNotFound"), "answered 404 to .*: Entry not found"),
+        (ROWS, break_off, "peer closed connection"),
+        ("/wikitext", status(403, "Visit the page to ask for access.", X_Error_Code="GatedRepo"), "ask for access"),
+        ("/wikitext", status(429, "Slow down"), "answered 429 .* Slow down"),
+        ("/wikitext", status(503, "The hub is being updated"), "answered 503 .* being updated"),
+    ],
+)
+def test_a_refused_data_set_says_what_the_hub_answered(asked, answer, words, served):
+    served.disturb(asked, answer)
+    assert re.search(words, refused())
+    served.faults.clear()
+    assert corpus_text(CORPUS, HUB), "goes on"
+
+
+def test_a_data_set_that_cannot_be_read(served):
+    served.datasets[WIKITEXT_HUB[0]].branches["main"]["test.jsonl"] = b'{"text": "A'
+    assert re.search(r"JSON|[Pp]arse", refused())
+
+
+def test_an_unknown_data_set(served):
+    del served.datasets[WIKITEXT_HUB[0]]
+    assert "doesn't exist on the Hub or cannot be accessed" in refused()

@@ -1,0 +1,277 @@
+"""Trackers: what is sent of a record, when, and that none is ever in the way of one. MLflow's own stores where it is
+installed (`make mlflow`), Weights & Biases by a stand-in."""
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness.launch import cli, tracking
+from harness.launch.plan import read_plan
+from harness.launch.runner import Run
+from harness.launch.trackers import PROJECT, TRACKERS, Entry
+from harness.records import record as records
+from harness.settings.compose import load
+from tests.runs import outcome, stand_in
+
+ONE = ("method=h2o", "experiment=fig12", "num_windows=2")
+
+
+@dataclass
+class Client:
+    """A tracker that keeps what it is sent, or fails."""
+
+    entries: list[Entry] = field(default_factory=list)
+    checks: int = 0
+    down: bool = False
+
+    def check(self):
+        self.checks += 1
+        if self.down:
+            raise ConnectionError("no server\nat that address")
+
+    def send(self, entry):
+        if self.down:
+            raise ConnectionError("no server\nat that address")
+        self.entries.append(entry)
+
+
+@pytest.fixture
+def client(monkeypatch) -> Client:
+    client = Client()
+    monkeypatch.setitem(TRACKERS, "mlflow", lambda: client)
+    return client
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return stand_in(monkeypatch)
+
+
+@pytest.fixture
+def grid(monkeypatch) -> str:
+    """A grid of two cells."""
+    node = OmegaConf.create({"cells": [{"method": ["full", "h2o"], "experiment": "fig12"}]})
+    monkeypatch.setattr(cli, "read_plan", lambda _, overrides: read_plan(node, overrides))
+    return "grid=fig16b"
+
+
+def main(*argv, draw=None):
+    return cli.main([*argv, "tracker=mlflow"], draw=draw)
+
+
+def record_here() -> tuple[dict, Path]:
+    (path,) = Path("results/runs").rglob("record.json")
+    return records.read_record(path), path
+
+
+def test_a_run_is_one_entry_that_says_what_the_record_says(runs, client):
+    assert main(*ONE, "label=mine") == 0
+    (entry,), (record, path) = client.entries, record_here()
+    assert entry.key == entry.tags["run_id"] == record["run_id"]
+    assert (entry.status, entry.seconds, entry.title) == ("finished", record["seconds"], "fig12 mine")
+    numbers = {"offline/perplexity": 12.5, "offline/kl_nats": 0.25, "offline/kv_frac": 0.2, "offline/num_samples": 2}
+    assert entry.metrics == {**numbers, "seconds": record["seconds"]}, "no perplexity_stderr, which is None"
+    assert {"method.heavy_frac", "model.shape.hidden_size", "num_windows"} <= entry.parameters.keys()
+    assert entry.parameters["num_windows"] == "2" and entry.parameters["method_name"] == "h2o"
+    assert not {"batch_size", "tracker", "results_dir", "label", "model.path"} & entry.parameters.keys()
+    assert entry.tags["code"] == record["run_id"].partition("-")[2]
+    named = {"experiment": "fig12", "method": "h2o", "model": "smollm2-135m", "platform": "cpu", "label": "mine"}
+    assert entry.tags.items() >= named.items() and "error" not in entry.tags
+    assert entry.files == {"": [path]}
+    assert all(isinstance(text, str) for text in (*entry.parameters.values(), *entry.tags.values()))
+
+
+def test_a_failed_run_is_sent_with_its_error_and_a_skipped_one_not_at_all(runs, client):
+    runs.measure = lambda config: 1 / 0
+    assert main(*ONE) == 1
+    runs.measure = outcome
+    assert [main(*ONE), main(*ONE)] == [0, 0]
+    assert [entry.status for entry in client.entries] == ["failed", "finished"] and client.checks == 2
+    assert client.entries[0].tags["error"].startswith("ZeroDivisionError") and client.entries[0].metrics.keys() == {
+        "seconds"
+    }
+    assert client.entries[0].parameters == client.entries[1].parameters
+
+
+def test_an_interrupted_run_is_not_sent(runs, client):
+    runs.measure = lambda config: (_ for _ in ()).throw(KeyboardInterrupt)
+    assert main(*ONE) == 130
+    assert record_here()[0]["status"] == "interrupted" and not client.entries
+
+
+def test_a_tracker_is_no_part_of_a_runs_identity():
+    plain, tracked = (Run.of(load([*ONE, *more])) for more in ((), ("tracker=wandb",)))
+    assert plain.path == tracked.path and plain.config != tracked.config
+
+
+def test_one_that_cannot_be_used_is_refused_before_any_work(runs, client, grid, capsys):
+    client.down = True
+    for command in (ONE, (grid,)):
+        assert main(*command) == 2
+        assert capsys.readouterr().err == "error: tracker=mlflow: ConnectionError: no server at that address\n"
+    assert not runs.configs and not Path("results").exists()
+
+
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_one_that_is_not_installed_is_refused(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(tracking.UserError, match=f"^tracker={name}: needs the Python package {name}, which is not"):
+        tracking.require([name, tracking.NONE])
+
+
+def test_an_outage_costs_a_line_and_what_it_missed_can_be_sent(runs, client, capsys):
+    def measure(config):
+        client.down = True
+        return outcome(config)
+
+    runs.measure = measure
+    assert main(*ONE) == 0
+    record, path = record_here()
+    line = f"warning: tracker=mlflow: {path} was not sent (ConnectionError: no server at that address)\n"
+    assert record["status"] == "finished" and capsys.readouterr().err == line
+    assert tracking.main(["mlflow"]) == 2
+    assert capsys.readouterr().err.startswith("error: tracker=mlflow: ConnectionError")
+    client.down = False
+    assert tracking.main(["mlflow"]) == 0
+    assert capsys.readouterr().out == "mlflow has all 1 finished runs of results\n"
+    assert [entry.key for entry in client.entries] == [record["run_id"]]
+
+
+def test_runs_without_a_record_have_nothing_to_send(runs, client, capsys):
+    assert main("experiment=generate", "prompt=x") == 2
+    assert capsys.readouterr().err == "error: tracker=mlflow: experiment=generate keeps no record to send\n"
+
+
+def drawn(folder: Path) -> list[Path]:
+    paths = [folder / "fig12.png", folder / "fig12.pdf"]
+    for path in paths:
+        path.write_bytes(b"drawn")
+    return paths
+
+
+def test_a_grid_is_an_entry_a_cell_and_one_of_its_figures(runs, client, grid):
+    assert main(grid, draw=drawn) == 0
+    *cells, figures = client.entries
+    assert [entry.tags["method"] for entry in cells] == ["full", "h2o"] and client.checks == 1
+    assert figures.files == {"figures": [Path("results/fig12.png")]} and figures.status == "finished"
+    assert main(grid, draw=drawn) == 0
+    assert [entry.key for entry in client.entries[3:]] == [figures.key], "the tracker knows that it has them"
+    assert client.checks == 1
+
+
+# MLflow's own stores
+
+ENTRY = Entry(
+    "0123-4567", "fig12 a", 1e9, 2.5, "finished", {"notes[draft].txt/perplexity": 12.5, "seconds": 2.5},
+    {"method.alpha": "4", "long": "x" * 9000, **{f"shape.{i}": "1" for i in range(150)}},
+    {"run_id": "0123-4567", "experiment": "fig12"}, {},
+)  # fmt: skip
+
+
+@pytest.fixture(params=["{}/files", "sqlite:///{}/mlflow.db"], ids=["files", "database"])
+def mlflow(request, tmp_path, monkeypatch):
+    """MLflow's client on a store of this test."""
+    package = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", request.param.format(tmp_path))
+    return package.MlflowClient()
+
+
+def stored(mlflow) -> list:
+    return mlflow.search_runs([mlflow.get_experiment_by_name(PROJECT).experiment_id])
+
+
+def test_mlflow_has_one_run_of_a_record(mlflow, tmp_path):
+    file = tmp_path / "record.json"
+    file.write_text('{"schema": 2}')
+    tracker = TRACKERS["mlflow"]()
+    tracker.check()
+    failed = replace(ENTRY, status="failed", metrics={"seconds": 1.0}, files={"": [file]})
+    for entry in (failed, replace(ENTRY, files={"": [file], "figures": [file]}), replace(ENTRY, seconds=9.0)):
+        tracker.send(entry)
+    (run,) = stored(mlflow)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "fig12 a")
+    assert (run.info.start_time, run.info.end_time) == (10**12, 10**12 + 2500), "not those of the third, sent in vain"
+    assert run.data.metrics == {"notes_draft_.txt/perplexity": 12.5, "seconds": 2.5}
+    assert len(run.data.params) == 152 and run.data.params["method.alpha"] == "4"
+    assert run.data.tags.items() >= {**ENTRY.tags, "status": "finished"}.items()
+    copy = mlflow.download_artifacts(run.info.run_id, "figures/record.json", str(tmp_path))
+    assert json.loads(Path(copy).read_text()) == {"schema": 2}
+    tracker.send(replace(ENTRY, key="other", tags={"run_id": "other"}))
+    assert len(stored(mlflow)) == 2
+
+
+def test_mlflow_gets_the_records_of_runs(mlflow, monkeypatch, capsys):
+    stand_in(monkeypatch)
+    for again in (("label=a",), ("label=b",)):
+        assert main(*ONE, *again) == 0
+    assert main("method=full", "experiment=fig12", "num_windows=2") == 0
+    assert {run.data.tags["method"] for run in stored(mlflow)} == {"h2o", "full"}
+    assert tracking.send_all("mlflow", "results") == "mlflow has all 2 finished runs of results"
+    assert len(stored(mlflow)) == 2 and "warning" not in capsys.readouterr().err
+
+
+# Weights & Biases, by a stand-in
+
+
+class FakeWandB(SimpleNamespace):
+    """The calls, in order, of the few that are made."""
+
+    def __init__(self, mode="offline", key=False):
+        super().__init__(calls=[], summary={}, mode=mode, key=key)
+
+    def setup(self):
+        return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
+
+    def login(self, **how):
+        assert how == {"prompt": False, "verify": True}, "never asks at a terminal"
+        return self.key
+
+    def Settings(self, **settings):  # noqa: N802
+        return settings
+
+    def Image(self, path):  # noqa: N802
+        return f"image {path}"
+
+    def init(self, **run):
+        self.calls.append(("init", run))
+        return self
+
+    def __getattr__(self, name):
+        if name not in ("log", "save", "finish", "teardown"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))
+
+
+def test_wandb_gets_a_run_named_by_the_record(monkeypatch, tmp_path):
+    fake = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    files = {"": [tmp_path / "record.json"], "figures": [tmp_path / "fig11.png"]}
+    tracker = TRACKERS["wandb"]()
+    tracker.check()
+    tracker.send(replace(ENTRY, status="failed", files=files))
+    (_, run), *rest = fake.calls
+    assert (run["project"], run["id"], run["resume"], run["group"]) == (PROJECT, "0123-4567", "allow", "fig12")
+    assert run["config"].items() >= {**ENTRY.parameters, **ENTRY.tags, "status": "failed"}.items()
+    assert fake.summary == ENTRY.metrics
+    assert rest == [
+        ("save", str(tmp_path / "record.json"), str(tmp_path), "now"),
+        ("log", {"fig11": f"image {tmp_path / 'fig11.png'}"}),
+        ("finish", 1),
+        ("teardown",),
+    ]
+
+
+def test_wandb_online_needs_a_key(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB("online"))
+    with pytest.raises(tracking.UserError, match=r"^tracker=wandb: no API key; .*WANDB_MODE=offline"):
+        tracking.require(["wandb"])
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB("online", key=True))
+    tracking.require(["wandb"])
