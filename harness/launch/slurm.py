@@ -58,10 +58,9 @@ def script(options: Mapping[str, Any], jobs: Mapping[int, Sequence[str]], minute
         f"""
 export PYTHONUNBUFFERED=1 TQDM_MININTERVAL=60 OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
 trap : TERM  # Slurm sends it to the command as well, which this script has to outlive
-trap 'late=1; kill -TERM $run' USR1
+trap 'late=1; kill -TERM $!' USR1
 "$@" &
-run=$!
-until wait $run; code=$?; ! kill -0 $run 2>/dev/null; do :; done
+until wait $!; code=$?; ! kill -0 $! 2>/dev/null; do :; done
 if [ -n "$late" ] && [ $code -ne 0 ]; then
   if [ ${{SLURM_RESTART_COUNT:-0}} -lt {restarts} ]; then
     echo "unfinished: the job's {minutes} minutes are over; it begins again and goes on"
