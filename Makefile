@@ -11,6 +11,7 @@
 #     grid=accuracy grid.share=1/2,2/2
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
+#   make test VENV=.venv-3.12 PYTHON=python3.12      the tests on another one, beside the first
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -54,7 +55,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test accuracy speedup leaderboard paper method calibrate modelled plots report export compare clean
+.PHONY: help setup mlflow lint test accuracy speedup leaderboard paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,13 +65,14 @@ setup: $(STAMP)  ## make .venv and install the locked packages
 mlflow: $(STAMP)  ## install MLflow's client as well, for tracker=mlflow
 	$(PIP) -r requirements.lock -r requirements-mlflow.lock
 
-lint: $(STAMP)  ## ruff (rules and format) and mypy
+lint: $(STAMP)  ## ruff (rules and format), and mypy for each supported Python
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(PY) -m mypy --python-version 3.11
+	$(PY) -m mypy --python-version 3.12
 
 test: $(STAMP)  ## run the tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
 	$(PY) run.py grid=$(GRID) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)
@@ -107,6 +109,9 @@ plots: $(STAMP)  ## draw all figures again from the tables of a results folder (
 
 report: $(STAMP)  ## report.html, one file with all tables and figures there are (RESULTS= a folder or an archive, ARGS=)
 	$(PY) -m harness.paper.report --results-dir "$(RESULTS)" $(ARGS)
+
+status: $(STAMP)  ## what is done, running, failed and interrupted (RESULTS=); of a grid also missing (ARGS="grid=paper")
+	@$(PY) run.py status=true "results_dir='$(RESULTS)'" $(ARGS)
 
 export: $(STAMP)  ## the results as one archive to share, results.zip (RESULTS=, TO= a folder or FILE.zip)
 	@$(PY) run.py "export='$(TO)'" "results_dir='$(RESULTS)'"

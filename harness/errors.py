@@ -64,6 +64,18 @@ def missing(error: ImportError) -> str:
     return f"needs Python code that is not here ({reason(error)})"
 
 
+def printable(text: str) -> str:
+    """The text in one line that a terminal, a table or a figure can show: line breaks and control characters as the
+    escapes that Python writes."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def shortened(text: str, length: int) -> str:
+    """The text, or its beginning and its end where it has more than `length` letters."""
+    head = (length - 1) // 2
+    return text if len(text) <= length else f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+
+
 def exit_code(command: Callable[[], None]) -> int:
     """Run a command: 0, or 2 after a line on stderr for what a user can put right."""
     try:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ T = TypeVar("T")
 SETTLED_S = 2.0
 """A file changed less than so long ago may change once more within one tick of its file system's clock."""
 
+ABANDONED_S = 3600.0
+
 
 def cache_dir() -> Path:
     """Where copies and digests lie: KV_HARNESS_CACHE, else kv-harness in XDG_CACHE_HOME or ~/.cache."""
@@ -33,10 +36,11 @@ def cache_dir() -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """A scratch file beside `path` that takes its place in one step, where the block ends without an error.
 
-    A reader, or a process cut short, sees the old file or the new one. Raises OSError where the folder cannot be
-    written.
+    A reader, or a process cut short, sees the old file or the new one; the scratch files of processes that were killed
+    go. Raises OSError where the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
     scratch = Path(name)
@@ -49,6 +53,16 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink()  # there only where something failed
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove scratch files of `path` that nobody has written to for `ABANDONED_S`."""
+    scratch = re.compile(re.escape(f".{path.name}.") + r"\w{8}")
+    for other in path.parent.iterdir():
+        if scratch.fullmatch(other.name):
+            with contextlib.suppress(OSError):  # another process removes it as well
+                if time.time() - other.stat().st_mtime > ABANDONED_S:
+                    other.unlink()
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -6,13 +6,17 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from harness.errors import UserError
+from harness.errors import UserError, printable, shortened
 from harness.tables import columns
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
 
 FAR = 2
+NAMES = (columns.LABEL.name, columns.MODEL.name, "series", "task")
+"""Columns of words that figures show."""
+MAX_LETTERS = 44
+NARROW_SPACE = "\u2009"
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 PHRASES = {"kept": "{} tokens kept"}
 """How a value reads where no table has it as a column."""
@@ -27,6 +31,8 @@ class Tables:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._names: dict[str, str] = {}
+        """What figures show, by the name in the tables."""
 
     def accuracy(self, name: str) -> pd.DataFrame:
         """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN.
@@ -60,13 +66,28 @@ class Tables:
         if not path.exists():
             return empty
         try:
-            frame = pd.read_csv(path, dtype=types)
+            frame = pd.read_csv(path, dtype=types, keep_default_na=False, na_values=[""])
         except (ValueError, OSError) as error:
             raise UserError(f"{path}: not a table of results ({str(error).splitlines()[0]})") from error
         missing = [column for column in types if column not in frame]
         for column in set(missing).difference(columns.OPTIONAL):
             raise UserError(f"{path}: no column {column}; make the table anew")
-        return frame.join(empty[missing])
+        frame = frame.join(empty[missing])
+        names = [name for name in NAMES if name in types]
+        for column in (name for name in names if frame[name].isna().any()):
+            raise UserError(f"{path}: a row without {column}; make the table anew")
+        return frame.assign(**{name: frame[name].map(self._shown, na_action="ignore") for name in names})
+
+    def _shown(self, name: str) -> str:
+        """A name that fits a legend, of no other name: in one line, of at most `MAX_LETTERS` letters, and without
+        the first character by which matplotlib knows what it leaves out."""
+        if name not in self._names:
+            shown = shortened(printable(name), MAX_LETTERS)
+            shown = f"{NARROW_SPACE}{shown}" if shown.startswith("_") else shown
+            while shown in self._names.values():
+                shown += "'"
+            self._names[name] = shown
+        return self._names[name]
 
 
 class Panels(NamedTuple):
@@ -140,8 +161,9 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
     repeated = frame[frame.duplicated(list(key), keep=False)]
     if len(repeated):
         row = repeated.iloc[0]
+        shape = [name for name in SHAPE if name in row]
         raise UserError(
-            f"{row.experiment}: several rows with label={row.label} at {describe(row, SHAPE)}: "
+            f"{row.experiment}: several rows with label={row.label} at {describe(row, shape)}: "
             "give each setting a label of its own"
         )
 

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots import bars, data
+from plots import bars, data, style
 
 SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 PAPER = {"model": "opt-13b", "batch_size": 20, "prompt_len": 1920, "gen_len": 128}
@@ -22,4 +22,4 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
 def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
     points = data.published("fig14", "total_latency", panel, PAPER)
     places = bars.stacked_times(axes, panel, points, group="", in_legend=False)
-    axes.set_xticks([slot.x[0] for slot in places.values()], list(places), rotation=35, ha="right")
+    axes.set_xticks([slot.x[0] for slot in places.values()], style.wrapped(places), rotation=35, ha="right")

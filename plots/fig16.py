@@ -26,7 +26,7 @@ PAPER_MODEL = {"batch_size": 4, "prompt_len": 1920, "gen_len": 128}
 
 
 def draw_length(tables: data.Tables, name: str) -> Figure | None:
-    """Figure 16a from a latency table; None without rows."""
+    """Figure 16a from a latency table; None without rows but offload's."""
     table = tables.latency(name)
     table = table.assign(total_len=table.prompt_len + table.gen_len).sort_values("total_len", kind="stable")
     published = partial(data.published, "fig16a", setup=PAPER_LENGTH)
@@ -35,7 +35,7 @@ def draw_length(tables: data.Tables, name: str) -> Figure | None:
 
 
 def draw_model(tables: data.Tables, name: str) -> Figure | None:
-    """Figure 16b from a latency table; None without rows."""
+    """Figure 16b from a latency table; None without rows but offload's."""
     table = tables.latency(name)
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     table = table.iloc[billions.argsort(kind="stable")]
@@ -60,7 +60,10 @@ def _draw(
     if table.empty:
         return None
     panels = data.split(table, setup)
-    cells = [(time, *panel) for panel in zip(panels.titles, panels.frames, strict=True) for time in TIMES]
+    several = [panel for panel in zip(panels.titles, panels.frames, strict=True) if (panel[1].label != BASE).any()]
+    cells = [(time, *panel) for panel in several for time in TIMES]
+    if not cells:
+        return None
     figure, all_axes = style.new(len(cells))
     for axes, (time, title, panel) in zip(all_axes, cells, strict=True):
         seconds = data.pivot(panel, index, time).loc[panel[index].unique()]

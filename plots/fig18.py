@@ -47,7 +47,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame) -> None:
             linewidth=0,
         )  # fmt: skip
         bottom += height
-    axes.set_xticks(places, rows.index, rotation=35, ha="right")
+    axes.set_xticks(places, style.wrapped(rows.index), rotation=35, ha="right")
     axes.grid(visible=False, axis="x")
     axes.set_ylabel("time per block and step (ms)")
     if (panel.prompt_len + panel.gen_len == PAPER_LEN).all():

@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -15,21 +16,30 @@ FORMATS: dict[str, dict[str, None]] = {
 }
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.png and `stem`.pdf without dates, so that a rerun gives the same bytes.
+def rendered(figure: Figure) -> dict[str, bytes]:
+    """The figure by format, without dates, so that a rerun gives the same bytes."""
+    return {kind: _rendered(figure, kind) for kind in FORMATS}
+
+
+def _rendered(figure: Figure, kind: str) -> bytes:
+    data = io.BytesIO()
+    figure.savefig(data, format=kind, dpi=DPI, metadata=FORMATS[kind])
+    return data.getvalue()
+
+
+def save(formats: Mapping[str, bytes], stem: Path) -> list[Path]:
+    """Write what `rendered` gives as `stem`.png and `stem`.pdf.
 
     Raises:
         UserError: the folder cannot be written.
     """
     paths = []
-    for kind, metadata in FORMATS.items():
-        data = io.BytesIO()
-        figure.savefig(data, format=kind, dpi=DPI, metadata=metadata)
+    for kind, data in formats.items():
         path = stem.with_name(f"{stem.name}.{kind}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             scratch = path.with_name(f".{path.name}.{os.getpid()}")
-            scratch.write_bytes(data.getvalue())
+            scratch.write_bytes(data)
             scratch.replace(path)  # whole or not at all, whoever else draws it
         except OSError as error:
             raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error

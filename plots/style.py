@@ -24,7 +24,7 @@ from plots.data import Panels, split
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
 WIDE = 10
-NOTE_LETTERS_PER_INCH = 22
+NOTE_LETTERS_PER_INCH, TICK_LETTERS = 22, 24
 
 RC: Any = {
     "font.size": 8,
@@ -41,6 +41,7 @@ RC: Any = {
     "lines.markersize": 4.5,
     "hatch.linewidth": 0.5,
     "pdf.fonttype": 42,
+    "text.parse_math": False,  # a dollar in a label is a dollar
 }
 
 
@@ -119,6 +120,11 @@ def ordered(labels: Iterable[str]) -> list[str]:
 def line_of(label: str) -> str:
     """The line a label belongs to where size is an axis: the bit widths form one, any other label its own."""
     return QUANTIZED if re.fullmatch(r"INT[1248]", label) else label
+
+
+def wrapped(labels: Iterable[str]) -> list[str]:
+    """Labels that stand below an axis, the long ones in several lines."""
+    return [textwrap.fill(label, TICK_LETTERS) for label in labels]
 
 
 def applied() -> AbstractContextManager[None]:

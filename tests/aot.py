@@ -1,6 +1,6 @@
 """Triton kernels compiled ahead of time, for GPUs that need not be there, and what their machine code is like.
 
-    def launches():                       # at the top of a test module
+    def launches():                       # at the top of a module that imports little, as `launches`
         gather_rows(slots, index, rows)   # on CPU tensors
 
     for binary in compile_launches(launches):
@@ -26,7 +26,8 @@ from functools import cache
 from pathlib import Path
 
 ARCHITECTURES = (80, 89, 90)
-"""Compute capabilities times ten: A100, L4 and RTX 40, H100 and H200."""
+"""Compute capabilities times ten: A100, L4 and RTX 40, H100 and H200. The wide moves are compiled for each, any other
+kernel for one of them: of another architecture its code differs in little."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Files and memory: digests, the cache folder, replacing in one step."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,18 @@ def test_a_block_that_fails_replaces_nothing(tmp_path):
         scratch.write_text("new")
         raise ZeroDivisionError
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_scratch_files_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path):
+    path = tmp_path / "notes[1].json"
+    left = {
+        name: tmp_path / name
+        for name in (".notes[1].json.abcd_f12", ".notes[1].json.zzzzzzzz", ".notes1.json.abcd_f12")
+    }
+    for each in left.values():
+        each.touch()
+    old = time.time() - files.ABANDONED_S - 60
+    for name in (".notes[1].json.abcd_f12", ".notes1.json.abcd_f12"):
+        os.utime(left[name], (old, old))
+    files.write_atomic(path, "new")
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, ".notes[1].json.zzzzzzzz", ".notes1.json.abcd_f12"}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness.errors import UserError
@@ -14,7 +15,7 @@ from harness.launch.cli import UNFINISHED
 from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
-from harness.settings.compose import CONF_DIR, compose
+from harness.settings.compose import CONF_DIR, Composer, compose
 from tests.runs import outcome, own_grids, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
@@ -75,6 +76,39 @@ def test_settings_named_together_vary_together():
         (0.25, 0.5),
         (0.125, 0.0),
     ]
+
+
+COMPOSED = [
+    ["method=h2o", "experiment=tasks"],
+    ["method=h2o", "experiment=tasks", "method.heavy_frac=0.3", "tasks=[kv_recall,passkey]", "label='a, b=c'"],
+    ["method=h2o", "experiment=tasks", "seq_len=7", "seq_len=9", "codec=null", "results_dir=${oc.env:HOME}/r"],
+    ["method=h2o", "experiment=tasks", "+metadata.more=3", "~method.heavy_frac"],
+    ["method=infinigen", "experiment=tasks", "method.alpha=inf", "model=opt-125m", "model.shape.hidden_size=8"],
+    ["method=infinigen", "experiment=tasks", "method={alpha:5}", "metadata.max_seq_lengths=[1,2]"],
+]
+REFUSED = [
+    ["method=h2o", "method.alpha=3"], ["seqlen=3"], ["method=nothing"], ["seq_len=1,2"], ["a b"], ["method=h2o,full"],
+    ["model.shape=3", "model.shape.more=4"],
+]  # fmt: skip
+
+
+def test_many_are_composed_as_each_alone():
+    composer = Composer()
+    for overrides in [*COMPOSED, *reversed(COMPOSED)]:
+        assert composer(overrides) == compose(overrides), overrides
+    for overrides in REFUSED:
+        with pytest.raises(HydraException) as alone:
+            compose(overrides)
+        with pytest.raises(HydraException) as among:
+            composer(overrides)
+        assert str(among.value) == str(alone.value)
+
+
+def test_what_many_choose_is_read_once(monkeypatch):
+    read = []
+    monkeypatch.setattr("harness.settings.compose.compose", lambda given: read.append(given) or compose(given))
+    made({"cells": [{"method": ["full", "h2o"], "seq_len": [300, 400, 500]}]}, "seed=3")
+    assert read == [("method='full'",), ("method='h2o'",)]
 
 
 def test_values_of_every_type_arrive():
@@ -370,6 +404,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
     runs.measure = interrupt
     assert main(["grid=accuracy"]) == 130
     assert "Full cache" in Path("results/tables/fig12.md").read_text()
+    assert "fig11.png" not in capsys.readouterr().out, "drawing takes longer than who stops a process may wait"
     runs.measure = outcome
     runs.configs.clear()
     assert main(["grid=accuracy"]) == 0
@@ -392,3 +427,18 @@ def test_a_failing_cell_does_not_stop_the_grid(runs, small, capsys):
     assert "failed: fig12 H2O: h2o is not well" in printed.out
     assert printed.err.endswith("error: 1 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")
     assert "INT4" in printed.out and "fig11.png" in printed.out
+
+
+def test_each_failed_cell_is_named_at_the_end(runs, small, capsys):
+    def fail(config):
+        if config.method_name == "full":
+            return outcome(config)
+        raise UserError(f"{config.method_name} is not well")
+
+    runs.measure = fail
+    assert main(["grid=accuracy"]) == 2
+    printed = capsys.readouterr()
+    failed = ["failed: fig12 H2O: h2o is not well", "failed: fig12 INT4: int4 is not well"]
+    said = [line for line in printed.out.splitlines() if line.startswith("failed")]
+    assert said == [*failed, *failed], "when it happens, and at the end"
+    assert printed.err.endswith("error: 2 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from harness.errors import UserError
 from harness.model import hub
+from harness.model.checkpoint import weight_files
 from harness.model.load import load_model
 from harness.records import inputs
 from harness.settings.sources import ModelConfig
@@ -104,18 +105,6 @@ def test_code_is_fetched_only_when_asked_and_then_alone(served, files):
     assert served.asked(r"GET .*/modeling_tiny.py$") == served.asked(r"GET .*/resolve/")
 
 
-def test_a_gguf_is_fetched_alone_and_its_digest_is_the_models(served, tmp_path):
-    (tmp_path / "tiny.gguf").write_bytes(b"weights")
-    served.models[ID] = Repository({"README.md": b"", "tiny.gguf": b"weights", "large.gguf": b"more"})
-    config = ModelConfig(name="tiny", hub_id=ID, gguf_file="tiny.gguf")
-    assert inputs.model(config) == inputs.model(ModelConfig(name="tiny", path=str(tmp_path / "tiny.gguf")))
-    assert len(served.asked(r"GET .*/resolve/")) == 1
-    served.requests.clear()
-    assert hub.gguf(ID, "tiny.gguf").read_bytes() == b"weights" and not served.requests
-    with pytest.raises(UserError, match="model.gguf_file=tyni.gguf: did you mean 'tiny.gguf'"):
-        hub.gguf(ID, "tyni.gguf")
-
-
 def test_a_shape_is_read_from_the_config_alone(served, files):
     assert (hub.config_directory(ID) / "config.json").read_bytes() == files["config.json"]
     assert len(served.asked(r"GET .*/resolve/")) == 1
@@ -124,6 +113,16 @@ def test_a_shape_is_read_from_the_config_alone(served, files):
     assert not served.requests
     hub.snapshot(ID)
     assert served.asked(r"GET .*/model.safetensors")
+
+
+def test_only_what_transformers_reads_is_fetched_or_missed(served, files):
+    others = dict.fromkeys(("LICENSE.txt", "training_args.json", "original/params.json", "onnx/config.json"), b"{}")
+    served.models[ID] = Repository(files | others)
+    snapshot = hub.snapshot(ID).directory
+    assert {path.name for path in snapshot.iterdir()} == set(files)
+    served.requests.clear()
+    hub.snapshot(ID)
+    assert not served.requests
 
 
 # What another start does
@@ -192,7 +191,7 @@ def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(ser
     assert f"the hub answered 403 to /{ID}/resolve/" in message
     assert f"Visit https://huggingface.co/{ID} to ask for access." in message
     monkeypatch.setenv("HF_TOKEN", served.token)
-    assert hub.has_weights(hub.snapshot(ID).directory)
+    assert weight_files(hub.snapshot(ID).directory)
 
 
 API, FILE = rf"GET /api/models/{ID}$", r"(GET|HEAD) .*/model.safetensors$"
@@ -242,7 +241,7 @@ def test_weights_under_other_names(served, files):
 @pytest.mark.parametrize("asked", [API, FILE, r"HEAD .*/config.json$"])
 def test_a_busy_hub_is_asked_again(asked, served):
     served.disturb(asked, status(429, Retry_After="1"), times=2)
-    assert hub.has_weights(hub.snapshot(ID).directory)
+    assert weight_files(hub.snapshot(ID).directory)
 
 
 def test_a_hub_that_stays_busy_is_given_up(served):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from tokens import byte_tokenizer
 
+from harness.data.hub import from_hub
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.launch.cli import main
@@ -183,3 +184,12 @@ def test_a_data_set_that_cannot_be_read(served):
 def test_an_unknown_data_set(served):
     del served.datasets[WIKITEXT_HUB[0]]
     assert "doesn't exist on the Hub or cannot be accessed" in refused()
+
+
+def test_a_missing_package_is_not_the_hubs_fault(served):
+    def load() -> None:
+        raise ModuleNotFoundError("No module named 'reader'", name="reader")
+
+    with pytest.raises(ModuleNotFoundError):
+        from_hub("any/name", load)
+    assert not served.requests

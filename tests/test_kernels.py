@@ -7,13 +7,12 @@ import torch
 from aot import ARCHITECTURES, Binary, compile_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launches import COUNTS, launch_lists, launch_narrow_moves, launch_wide_moves
 
 from harness.offload import compact
 from harness.offload.tuning import Tuning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COUNTS = ((384, 2048), (385, 2047), (1, 17))
-"""Rows of a head and its capacity, which change from step to step."""
 
 
 def kernels(name: str):
@@ -24,40 +23,6 @@ def kernels(name: str):
 
 
 # Machine code
-
-
-def launch_moves(slot_bytes: int) -> None:
-    """What a session launches when it opens, and then in its steps."""
-    from harness.offload.kernels.gather import gather_rows, scatter_rows, warm
-
-    def rows(count: int) -> torch.Tensor:
-        return torch.empty(1, 2, count, slot_bytes, dtype=torch.uint8)
-
-    warm(rows(7), torch.device("cpu"), Tuning())
-    for num_rows, capacity in COUNTS:
-        index = torch.empty(2 * num_rows + 1, dtype=torch.int64)[1:].view(1, 2, num_rows)  # aligned to 8 bytes only
-        gather_rows(rows(capacity), index, rows(num_rows), None, Tuning())
-        gather_rows(rows(capacity), index, rows(num_rows), index, Tuning())
-        scatter_rows(rows(capacity), index, rows(num_rows), Tuning())
-
-
-def launch_wide_moves() -> None:
-    launch_moves(144)  # int4 rows of head_dim 128
-
-
-def launch_narrow_moves() -> None:
-    launch_moves(136)  # int8 rows of head_dim 64
-    launch_moves(68)
-
-
-def launch_lists() -> None:
-    from harness.offload.kernels.compact import indices, places
-
-    masks = [torch.empty(2, 1, num_slots, dtype=torch.bool).expand(-1, 3, -1) for _, num_slots in COUNTS]
-    for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
-        indices(mask, num_rows)
-    for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
-        places(mask, torch.empty(2, 3, num_rows, dtype=torch.int64))
 
 
 def by_launch(binaries: list[Binary]) -> list[Binary]:
@@ -105,8 +70,8 @@ def test_rows_of_other_widths_are_moved_8_or_4_bytes_at_once():
 
 def test_lists_are_made_by_one_binary_of_few_registers():
     kernels("compact")
-    binaries = by_launch(compile_launches(launch_lists, (80, 90)))
-    assert [binary.kernel for binary in binaries] == ["_list_slots", "_list_missing"] * 2
+    binaries = by_launch(compile_launches(launch_lists, (80,)))
+    assert [binary.kernel for binary in binaries] == ["_list_slots", "_list_missing"]
     for binary in binaries:
         check_registers(binary)
 

@@ -27,12 +27,14 @@ from harness.model.load import LoadedModel
 from harness.offload.links.open import open_link
 from harness.offload.memory import SessionBytes
 from harness.offload.timeline import SEGMENTS, Timeline
+from harness.records.environment import processor
 from harness.records.record import settings_id
 from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import run as speed
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
+from harness.speed.link_rate import link_rate
 from harness.tables import columns
 from methods.base import Method
 from methods.codec import Codec
@@ -396,6 +398,22 @@ def test_the_copy_rate_is_measured_once_a_results_folder(tiny_runs, monkeypatch)
     records = [json.loads(path.read_text()) for path in Path("results/runs/latency").glob("*/record.json")]
     assert [record["metrics"]["link_ceiling_bytes_per_s"] for record in records] == [1e9, 1e9]
     assert [record["samples"]["copy_bytes_per_s"] for record in records] == [6.2e10, 6.2e10]
+
+
+GARBAGE = {
+    "": "damaged", "[1, 2]": "damaged", '{"cpu': "damaged", "7": "damaged",
+    '{"NAME": NaN}': "is no rate", '{"NAME": -1.0}': "is no rate", '{"NAME": "fast"}': "is no rate",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_garbage_in_place_of_the_rate_is_named_and_measured_anew(text, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 6.2e10)
+    path = tmp_path / "link.json"
+    path.write_text(text.replace("NAME", f"cpu, {processor()}"))
+    assert link_rate(tmp_path, torch.device("cpu"), None).copy_bytes_per_s == 6.2e10
+    assert caplog.text.count(str(path)) == 1 and GARBAGE[text] in caplog.text and "measured anew" in caplog.text
+    assert list(json.loads(path.read_text()).values()) == [6.2e10]
 
 
 def test_the_dense_pass_of_a_shape_runs_once(tiny_runs, monkeypatch):

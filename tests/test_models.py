@@ -6,25 +6,26 @@ import re
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import yaml
+from model_files import TINY_SHAPE, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import files
 from harness.errors import UserError
 from harness.model import gguf as gguf_cache
-from harness.model import hub, source
+from harness.model import source
 from harness.model.described import model_config
 from harness.model.load import load_model, require_kernels
-from harness.model.tiny import VOCAB_SIZE
 from harness.records import inputs
 from harness.settings.sources import ModelConfig
+from tests.hub_standin import Repository
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILES = sorted((ROOT / "conf" / "model").glob("*.yaml"))
@@ -48,16 +49,6 @@ PARAMETER_COUNTS = {
 }
 MAX_LENGTHS = {"llama2-7b": 4096, "llama2-7b-32k": 32768, "llama3-8b-1048k": 1048576, "opt-13b": 2048}
 
-TINY_SHAPE = {
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-}
 IDS = torch.arange(3, 35)[None]
 
 
@@ -86,54 +77,7 @@ def model_dir(tmp_path, tiny_gqa) -> Path:
 
 @pytest.fixture
 def tiny_gguf(tmp_path) -> Path:
-    """A two-layer Llama in float16 with a byte-level tokenizer, as llama.cpp's converter would write it."""
-    path, shape = tmp_path / "tiny.gguf", TINY_SHAPE
-    hidden, ffn, head_dim = shape["hidden_size"], shape["intermediate_size"], 16
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(shape["num_hidden_layers"])
-    writer.add_context_length(shape["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(shape["num_attention_heads"])
-    writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(VOCAB_SIZE)
-    writer.add_tokenizer_model("gpt2")
-    alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]]
-    alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
-    alphabet[-1] = "ab"
-    writer.add_token_list(alphabet)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    draw = np.random.default_rng(0)
-
-    def add(name: str, *size: int) -> None:
-        writer.add_tensor(name, draw.normal(0, 0.1, size).astype(np.float16))
-
-    add("token_embd.weight", VOCAB_SIZE, hidden)
-    add("output.weight", VOCAB_SIZE, hidden)
-    add("output_norm.weight", hidden)
-    for layer in range(shape["num_hidden_layers"]):
-        block = f"blk.{layer}"
-        for name, size in {
-            "attn_q": (hidden, hidden),
-            "attn_k": (head_dim, hidden),
-            "attn_v": (head_dim, hidden),
-            "attn_output": (hidden, hidden),
-            "ffn_gate": (ffn, hidden),
-            "ffn_up": (ffn, hidden),
-            "ffn_down": (hidden, ffn),
-            "attn_norm": (hidden,),
-            "ffn_norm": (hidden,),
-        }.items():
-            add(f"{block}.{name}.weight", *size)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_gguf(tmp_path / "tiny.gguf")
 
 
 def hub_cache(directory: Path, tmp_path: Path, revision: str = "0123abcd") -> Path:
@@ -339,7 +283,9 @@ def test_a_digest_follows_the_content(tmp_path):
 # the default model
 
 
-def test_the_default_model_equals_its_gguf_bit_for_bit(default_model):
+def test_the_default_model_equals_its_gguf_bit_for_bit(default_model, monkeypatch):
+    for name in ("GGUFReader", "get_tensor_name_map"):  # transformers makes them again and again, of the same file
+        monkeypatch.setattr(gguf, name, cache(getattr(gguf, name)))
     path = source.packaged_gguf()
     origin = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -411,55 +357,11 @@ def test_refuses_a_malformed_hub_id():
     refused("expected organisation/name", configured(hub_id="a/b/c"))
 
 
-class FakeHub:
-    """A hub whose main branch holds `files`, with one pull request."""
-
-    def __init__(self, files, author="SFconvertbot"):
-        self.files, self.author = files, author
-
-    def model_info(self, hub_id, timeout):
-        return SimpleNamespace(sha="main-sha", siblings=[SimpleNamespace(rfilename=name) for name in self.files])
-
-    def get_repo_discussions(self, hub_id, author, discussion_type):
-        request = SimpleNamespace(title=hub.CONVERTED_TITLE, num=7)
-        return [request] if author == self.author else []
-
-
-def test_weights_are_fetched_as_safetensors_or_not_at_all():
-    assert hub._safetensors_revision(FakeHub(["model.safetensors"]), "org/tiny") == "main-sha"
-    assert hub._safetensors_revision(FakeHub(["pytorch_model.bin"]), "org/tiny") == "refs/pr/7"
-    with pytest.raises(UserError, match="no safetensors"):
-        hub._safetensors_revision(FakeHub(["pytorch_model.bin"], author="somebody"), "org/tiny")
-
-
-@pytest.mark.parametrize("with_code", [False, True])
-def test_a_download_fetches_code_only_when_asked(model_dir, tmp_path, monkeypatch, with_code):
-    asked = {}
-
-    def fetch(hub_id, revision, allow_patterns):
-        asked.update(revision=revision, patterns=allow_patterns)
-        return str(model_dir)
-
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(["model.safetensors"]))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    loaded = load_model(configured(hub_id="org/tiny", trust_remote_code=with_code))
-    assert asked["revision"] == "main-sha" and loaded.max_length == 512
-    assert ("*.py" in asked["patterns"]) == with_code
-    assert not any("bin" in pattern for pattern in asked["patterns"])
-
-
-def test_a_gguf_of_the_hub_is_fetched_alone_and_its_digest_is_the_models(tiny_gguf, monkeypatch, tmp_path):
-    asked = []
-
-    def fetch(hub_id, revision, allow_patterns):
-        asked.append((revision, allow_patterns))
-        return str(tiny_gguf.parent)
-
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(["README.md", "tiny.gguf"]))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+def test_a_gguf_of_the_hub_is_fetched_alone_and_its_digest_is_the_models(tiny_gguf, hub_server):
+    hub_server.models["org/tiny"] = Repository({"README.md": b"", "tiny.gguf": tiny_gguf.read_bytes(), "big.gguf": b""})
     config = configured(hub_id="org/tiny", gguf_file="tiny.gguf")
     loaded = load_model(config)
-    assert set(map(str, asked)) == {"('main-sha', ['tiny.gguf'])"}
+    assert len(hub_server.asked("GET .*/resolve/")) == 1
     assert loaded.fingerprint == load_model(configured(path=str(tiny_gguf))).fingerprint
     assert inputs.model(config) == inputs.model(configured(path=str(tiny_gguf)))
     refused("model.gguf_file=tyni.gguf: did you mean 'tiny.gguf'", configured(hub_id="org/tiny", gguf_file="tyni.gguf"))

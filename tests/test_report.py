@@ -20,6 +20,7 @@ from harness.paper import report
 from harness.paper.catalogue import ENTRIES, PAGES
 from harness.paper.costmodel import published
 from harness.paper.report import sections
+from harness.paper.report.__main__ import main as report_main
 from harness.paper.report.charts import CHARTS
 from harness.paper.report.data import gaps, read_sheets
 from harness.paper.report.published import published_sheet
@@ -271,9 +272,9 @@ def test_damaged_input_is_named(file, text, message, tmp_path):
 
 
 def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):
-    assert report.main(["--results-dir", str(results)]) == 0
+    assert report_main(["--results-dir", str(results)]) == 0
     assert capsys.readouterr().out == f"{results / 'report.html'}\n"
-    assert report.main(["--results-dir", str(tmp_path)]) == 2
+    assert report_main(["--results-dir", str(tmp_path)]) == 2
     assert (
         capsys.readouterr().err
         == f"error: results_dir={tmp_path}: neither table nor figure; `make accuracy` makes some\n"

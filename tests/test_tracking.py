@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from harness.launch import cli, tracking
 from harness.launch.plan import read_plan
-from harness.launch.runner import Run
+from harness.launch.runner import Run, fail
 from harness.launch.trackers import PROJECT, TRACKERS, Entry
 from harness.records import record as records
 from harness.settings.compose import load
@@ -97,6 +97,13 @@ def test_a_failed_run_is_sent_with_its_error_and_a_skipped_one_not_at_all(runs, 
         "seconds"
     }
     assert client.entries[0].parameters == client.entries[1].parameters
+
+
+def test_a_run_whose_process_died_is_sent_as_failed(runs, client):
+    fail(Run.of(load([*ONE, "tracker=mlflow"])), RuntimeError("exit code -9"))
+    (entry,) = client.entries
+    assert (entry.status, entry.seconds, entry.metrics) == ("failed", 0.0, {})
+    assert entry.tags["error"] == "RuntimeError: exit code -9"
 
 
 def test_an_interrupted_run_is_not_sent(runs, client):

@@ -9,17 +9,20 @@ and reported on its own; a group is reported on top of them.
 
 import io
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict
 from typing import Any
 
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
+from tqdm import tqdm
 
 from harness.accuracy.encoding import FEWSHOT_SEPARATOR, Prefill
 from harness.accuracy.engine import ReplayEngine
 from harness.accuracy.lm import ReplayLM
 from harness.accuracy.metrics import as_recorded, group_metrics, judged, samples_of
+from harness.data.complaints import COMPLAINTS
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
 from harness.data.tasks import load_suite
@@ -45,16 +48,23 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """
     with redirect_stderr(io.StringIO()):  # progress bars of lm-eval and of its data sets
         suite = load_suite(config, loaded)
+    _show(COMPLAINTS.take())
     outcome = Outcome({})
     reads = {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
         outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine)
+        _show(COMPLAINTS.take())
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
     for group in suite.groups:
         if group.has_aggregation:
             outcome.metrics[group.name] = group_metrics(group, outcome.metrics, reads)
     return outcome
+
+
+def _show(lines: Sequence[str]) -> None:
+    for line in lines:
+        tqdm.write(line, file=sys.stderr)
 
 
 def _run_task(

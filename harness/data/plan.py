@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -32,8 +31,6 @@ OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
 NEEDS_DATA = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"
 SHOWN = 3
 """Tasks of a group that a refusal names for one reason."""
-
-logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about defaults that are chosen on purpose
 
 
 class Leaf(NamedTuple):

@@ -19,11 +19,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
-from harness.launch import console, grid, interrupts, overrides, runner, tracking
+from harness.launch import console, grid, interrupts, overrides, runner, status, tracking
 from harness.launch.cluster import Batch, own_overrides
 from harness.launch.export import export
 from harness.launch.plan import read_plan
@@ -84,7 +84,11 @@ class Jobs:
             return
         if config.get("cluster") is not None:
             given = self._start_batch(config, given)
-        if HydraConfig.get().runtime.choices.get("grid") is None:
+        has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
+        if config.status:
+            print(_status(config, given if has_grid else None))
+            return
+        if not has_grid:
             self._run_one(config, given)
             return
         self.draws = True
@@ -180,6 +184,7 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     except KeyboardInterrupt as stop:
         print(f"interrupted; {stop}" if stop.args else interrupts.SAID, file=sys.stderr)
         jobs.exit_code = interrupts.exit_code(stop)
+        jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag
         jobs.exit_code = end.code if isinstance(end.code, int) else 0
     except Exception as error:
@@ -192,6 +197,15 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     return jobs.exit_code
 
 
+def _status(config: DictConfig, overrides: Sequence[str] | None) -> str:
+    """How far a grid is with these overrides; None: all of the results folder."""
+    if config.status is not True:
+        raise UserError(f"status={config.status}: must be true or false")
+    if overrides is None:
+        return status.render(status.of_folder(config.results_dir))
+    return status.render(status.of_runs(map(runner.Run.of, read_plan(config.grid, overrides).cells)))
+
+
 def one_line(error: BaseException) -> str:
     """What went wrong, with the nearest names where a name was unknown."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
@@ -199,9 +213,9 @@ def one_line(error: BaseException) -> str:
         return f"{group}={choice}: {nearest(choice, error.options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: must be NAME=VALUE"
+    if isinstance(error, InterpolationResolutionError) and error.__context__ is not None:
+        return one_line(error.__context__)  # what a resolver says
     cause = error.__cause__
-    if isinstance(cause, UserError):
-        return one_line(cause)
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
         if known and str(cause.key) not in known:

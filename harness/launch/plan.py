@@ -29,11 +29,12 @@ from typing import Any, TypeVar
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.launch.child import process_of
-from harness.settings.compose import Composer, compose, load, options
+from harness.model.described import shape_mapping
+from harness.settings.compose import Composer, chosen_model, compose, load, options
 from harness.settings.experiment import find
 from harness.settings.run import RunConfig
 
@@ -110,7 +111,10 @@ def share_of(cells: Sequence[RunConfig], share: str) -> tuple[RunConfig, ...]:
 
 def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...], composer: Composer) -> Plan:
     """The cells of one file, then those of the grids in it. within: the names of the grids around it."""
-    grid, written = (OmegaConf.to_container(node, resolve=resolve) for resolve in (True, False))
+    written = OmegaConf.to_container(node, resolve=False)
+    if "${model.shape." in str(written):
+        _take_shape(node._get_root(), overrides)
+    grid = OmegaConf.to_container(node, resolve=True)
     assert isinstance(grid, dict) and isinstance(written, dict)
     parts = [_part(str(name), grid, overrides, within, composer) for name in _list(grid, "grids")]
     entries = [_group(entry, "grid.cells") for entry in _list(grid, "cells")]
@@ -131,6 +135,14 @@ def _read(node: DictConfig, overrides: Sequence[str], within: tuple[str, ...], c
         left_out=(*left_out, *refused, *(cell for part in parts for cell in part.left_out)),
         minutes=minutes | _minutes(grid.get("minutes")),  # the outer grid's word holds
     )
+
+
+def _take_shape(config: Any, overrides: Sequence[str]) -> None:
+    """Put the shape of a source that the user gave in the place of the chosen entry's, for grids that go by it."""
+    model = chosen_model(config, overrides)
+    if model.shape is None:
+        with open_dict(config):
+            config.model.shape = shape_mapping(model)
 
 
 def _part(

@@ -49,8 +49,10 @@ class Run:
 
     @property
     def title(self) -> str:
-        """A few words for a progress line."""
-        return title(self.config)
+        """A few words for a progress line: experiment, shape, label, size."""
+        config = self.config
+        size = f"at {config.target_kv_frac:g}" if config.target_kv_frac is not None and not config.label_given else ""
+        return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
 
     def is_finished(self) -> bool:
         """Whether there is a finished record of it."""
@@ -138,7 +140,7 @@ def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
     with suppress(lock.HeldError), lock.holding(todo.path, wait=False):
         if not todo.is_finished():
-            records.write_record(todo.path, _unfinished(todo) | _failure(error))
+            _end(todo, _unfinished(todo) | _failure(error))
 
 
 def relabel(finished: Run) -> None:
@@ -163,12 +165,6 @@ def report(paths: Sequence[Path]) -> str:
         until_settled(folder, "*/record.json", update)
     everywhere = partial(full_runs, *dict.fromkeys(folder.parent.parent for folder in folders))
     return tables.summary((records.read_record(path) for path in dict.fromkeys(paths)), everywhere)
-
-
-def title(config: RunConfig) -> str:
-    """A few words for a progress line: experiment, shape, label, size."""
-    size = f"at {config.target_kv_frac:g}" if config.target_kv_frac is not None and not config.label_given else ""
-    return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
 
 
 def _record(todo: Run, resources: Resources) -> None:

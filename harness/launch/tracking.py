@@ -73,9 +73,9 @@ def _of_record(record: Mapping[str, Any], path: Path) -> Entry:
         key=record["run_id"],
         title=f"{record['experiment']} {config['label']}",
         started=datetime.fromisoformat(record["started"]).timestamp(),
-        seconds=record["seconds"],
+        seconds=record["seconds"] or 0.0,  # of a process that died nobody knows
         status=status,
-        metrics=dict(_numbers(record["metrics"])) | {"seconds": record["seconds"]},
+        metrics=dict(_numbers(record["metrics"] | {"seconds": record["seconds"]})),
         parameters=parameters(record),
         tags=tags if status == FINISHED else tags | {"error": record["error"]},
         files={"": [path]},

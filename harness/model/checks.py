@@ -1,51 +1,34 @@
-"""What is refused of a model before it runs: weights without room, or not finite, or quantized; foreign token ids."""
+"""What is refused of a model before it runs: weights that are not all there, not finite, or quantized."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from harness.errors import UserError
-from harness.files import available_memory
-from harness.model.checkpoint import num_elements
-from harness.model.described import shape_of
+from harness.errors import UserError, refused
+from harness.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-GIB = 2**30
+
+def count(what: str, described: PreTrainedConfig) -> int:
+    """Weights of a model that a configuration describes, without any memory; UserError where it describes none."""
+    from transformers import AutoModelForCausalLM
+
+    with refused(f"{what}: its configuration describes no model"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(described).num_parameters()
 
 
-def available_bytes(home: torch.device) -> int:
-    """What a new allocation in the memory of device `home` may use, droppable caches included."""
-    if home.type != "cuda":
-        return available_memory()
-    unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
-    return torch.cuda.mem_get_info(home)[0] + unused
-
-
-def require_room(name: str, num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UserError where so many weights do not fit into the free memory of `device`."""
-    needed, available = num_weights * dtype.itemsize, available_bytes(device)
-    if needed > available:
-        halved = ", or model.dtype=bfloat16" if dtype == torch.float32 else ""
-        raise UserError(
-            f"model {name}: its weights need {needed / GIB:.1f} GiB of {device.type} memory in {_word(dtype)} and "
-            f"{available / GIB:.1f} GiB are available; choose a smaller model{halved}"
-        )
-
-
-def require_filled(name: str, described: PreTrainedConfig, files: Sequence[Path]) -> int:
-    """How many weights the files hold; UserError where they are not half of those that the configuration describes,
-    which would be made up in memory before anybody could say which are missing."""
-    held = num_elements(files)
-    if shape_of(name, described).num_weights > 2 * held or _count(described) > 2 * held:
-        raise UserError(f"model {name}: {files[0].parent} holds {held} weights, its config.json describes many more")
-    return held
+def require_filled(what: str, described: PreTrainedConfig, num_weights: int) -> None:
+    """Raise UserError where files hold less than half of the weights that their configuration describes: all of them
+    would be made up in memory, before anybody could say which are missing."""
+    sizes = ModelShape.from_config(what, described.to_dict())
+    if sizes.num_weights > 2 * num_weights or count(what, described) > 2 * num_weights:
+        raise UserError(f"{what}: holds {num_weights} weights, far fewer than its configuration describes")
 
 
 def require_floats(name: str, mapping: Mapping[str, Any]) -> None:
@@ -77,13 +60,6 @@ def fits(tokenizer: Any, model: PreTrainedModel) -> bool:
     around = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     highest = max(tokenizer.vocab_size - 1, *(token or 0 for token in around))
     return highest < model.get_input_embeddings().num_embeddings
-
-
-def _count(described: PreTrainedConfig) -> int:
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(described).num_parameters()
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -56,16 +56,11 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
             raise UserError(f"model {name}: its shape is not valid: {key}={size} must be a whole number above 0")
     with refused(f"model {name}: its shape is not valid"):
         described = AutoConfig.for_model(model_type, **settings)
-        sizes = shape_of(name, described)
+        sizes = ModelShape.from_config(name, described.to_dict())
     if sizes.num_heads % sizes.num_kv_heads:
         several = f"num_attention_heads={sizes.num_heads} is no multiple of num_key_value_heads={sizes.num_kv_heads}"
         raise UserError(f"model {name}: its shape is not valid: {several}")
     return described
-
-
-def shape_of(name: str, described: PreTrainedConfig) -> ModelShape:
-    """The sizes in a transformers config."""
-    return ModelShape.from_config(name, {key: each for key, each in described.to_dict().items() if each is not None})
 
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:

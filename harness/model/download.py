@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,14 @@ LONGEST_WAIT_S = 30.0
 TRIES = 3
 """A busy hub is asked so often, and waited for so long each time."""
 
+Wanted = Callable[[str], bool]
+"""Whether to fetch a file, by its name in the repository."""
 Choose = Callable[["HfApi", str], "ModelInfo"]
 """The revision of a repository to fetch, with its files."""
 
 
-def fetch(hub_id: str, patterns: Sequence[str], choose: Choose) -> Path:
-    """The snapshot of a repository in the hub's cache, with the files that match `patterns`; those cached are kept.
+def fetch(hub_id: str, wanted: Wanted, choose: Choose) -> Path:
+    """The snapshot of a repository in the hub's cache, with its `wanted` files; those cached are kept.
 
     Raises:
         UserError: the hub is unreachable, or refuses, in its words; or what `choose` raises.
@@ -44,7 +46,7 @@ def fetch(hub_id: str, patterns: Sequence[str], choose: Choose) -> Path:
     while True:
         tries -= 1
         try:
-            return _fetch(hub_id, patterns, choose)
+            return _fetch(hub_id, wanted, choose)
         except UserError:
             raise
         except HFValidationError as error:
@@ -52,7 +54,7 @@ def fetch(hub_id: str, patterns: Sequence[str], choose: Choose) -> Path:
         except Exception as error:  # of the hub's client, and of all that is below it
             wait = wait_of(error)
             if wait is None or wait > LONGEST_WAIT_S or not tries:
-                raise refused(hub_id, f"not (wholly) cached, and {refusal(error)}") from error
+                raise not_had(hub_id, f"not (wholly) cached, and {refusal(error)}") from error
         print(f"{hub_id}: the hub is busy, asking again in {wait:g} s", file=sys.stderr)
         time.sleep(wait)
 
@@ -67,12 +69,7 @@ def names(found: ModelInfo) -> list[str]:
     return [file.rfilename for file in found.siblings or ()]
 
 
-def is_wanted(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a file is among those that are fetched."""
-    return any(fnmatch(name, pattern) for pattern in patterns)
-
-
-def refused(hub_id: str, why: str) -> UserError:
+def not_had(hub_id: str, why: str) -> UserError:
     """Why a model cannot be had, and what remains."""
     return UserError(
         f"model.hub_id={hub_id}: {why}; what remains: model.path=DIR with a local copy, "
@@ -80,15 +77,15 @@ def refused(hub_id: str, why: str) -> UserError:
     )
 
 
-def _fetch(hub_id: str, patterns: Sequence[str], choose: Choose) -> Path:
+def _fetch(hub_id: str, wanted: Wanted, choose: Choose) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
 
     with _progress_bars(), _no_long_waits():
         chosen = choose(HfApi(), hub_id)
-        size = sum(file.size or 0 for file in chosen.siblings or () if is_wanted(file.rfilename, patterns))
-        amount = tqdm.format_sizeof(size, "B")
+        files = {file.rfilename: file.size or 0 for file in chosen.siblings or () if wanted(file.rfilename)}
+        amount = tqdm.format_sizeof(sum(files.values()), "B")
         print(f"{hub_id}: fetching {amount} from {constants.ENDPOINT}, revision {chosen.sha}", file=sys.stderr)
-        return Path(snapshot_download(hub_id, revision=chosen.sha, allow_patterns=list(patterns)))
+        return Path(snapshot_download(hub_id, revision=chosen.sha, allow_patterns=[*map(escape, files)]))
 
 
 @contextmanager

@@ -6,17 +6,23 @@ in `cache_dir()`/gguf; it may be deleted at any time. A copy that is damaged is 
 """
 
 import copy
+import fcntl
 import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from harness.errors import UserError
+from safetensors import SafetensorError
+
+from harness.errors import UserError, refused
 from harness.files import cache_dir, content_sha256, file_sha256
 
 COPY_FORMAT = 1  # raise it when what `_convert` writes changes
 MANIFEST = "manifest.json"
+SCRATCH = "converting-"
 
 
 def converted(gguf: Path) -> Path:
@@ -29,38 +35,62 @@ def converted(gguf: Path) -> Path:
     directory = cache_dir() / "gguf" / f"{digest[:32]}-{COPY_FORMAT}"
     if _is_intact(directory, digest):
         return directory
-    print(f"{gguf.name}: converting once to float32 safetensors in {directory}", file=sys.stderr)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix="converting-") as scratch:
-            target = Path(scratch) / "model"
-            _convert(gguf, target)
-            _seal(target, digest)
+        with _alone(directory.parent):
             if not _is_intact(directory, digest):  # else another process was faster, and may be reading it
-                shutil.rmtree(directory, ignore_errors=True)  # a damaged copy
-                target.rename(directory)
-    except OSError as error:
+                _make(gguf, digest, directory)
+    except (OSError, SafetensorError) as error:
         if _is_intact(directory, digest):  # another process was faster
             return directory
         raise UserError(
-            f"the cache {cache_dir()} cannot be written ({error.strerror or error}); "
+            f"the cache {cache_dir()} cannot be written ({getattr(error, 'strerror', None) or error}); "
             "point KV_HARNESS_CACHE to a folder with room"
         ) from error
     return directory
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time convert, and remove what is left of those that were killed: the kernel ends a lock with
+    its process. Without locks, on some network file systems, nothing is removed, and the first copy to be whole stays.
+    """
+    with folder.with_suffix(".lock").open("w") as lock:
+        locked = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            locked = False
+        for scratch in folder.glob(f"{SCRATCH}*") if locked else ():
+            shutil.rmtree(scratch, ignore_errors=True)
+        yield
+
+
+def _make(gguf: Path, digest: str, directory: Path) -> None:
+    """Convert, and put the whole copy in its place in one step."""
+    print(f"{gguf.name}: converting once to float32 safetensors in {directory}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=SCRATCH) as scratch:
+        target = Path(scratch) / "model"
+        _convert(gguf, target)
+        _seal(target, digest)
+        shutil.rmtree(directory, ignore_errors=True)  # a damaged copy
+        target.rename(directory)
+
+
 def _convert(gguf: Path, target: Path) -> None:
     """Write config, fp32 weights and tokenizer of `gguf` to the new directory `target`."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from harness.model import checks, room
 
     origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    _check_gguf(gguf)
-    try:
+    num_weights = _num_elements(gguf)
+    room.require_room(f"{gguf}, converted", 2 * num_weights, torch.float32, torch.device("cpu"))  # once more below
+    with refused(f"{gguf}: transformers cannot read this GGUF"):
+        checks.require_filled(str(gguf), AutoConfig.from_pretrained(**origin), num_weights)
         loaded = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**origin)
-    except (ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"{gguf}: transformers cannot read this GGUF ({_first_line(error)})") from error
     # save_pretrained refuses a model that came from a GGUF, so an equal one is built without that memory.
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
@@ -71,16 +101,16 @@ def _convert(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def _check_gguf(gguf: Path) -> None:
-    """Refuse a file that is no GGUF, or whose tensors do not all lie within it."""
+def _num_elements(gguf: Path) -> int:
+    """Elements of all tensors; UserError for a file that is no GGUF, or whose tensors do not all lie within it."""
     from gguf import GGUFReader
 
-    try:
+    # The reader indexes a memory map unchecked: what it raises depends on where it is cut.
+    with refused(f"{gguf}: damaged or truncated GGUF; fetch the file again"):
         tensors = GGUFReader(gguf).tensors
-    except Exception as error:  # the reader indexes a memory map unchecked: what it raises depends on where it is cut
-        raise UserError(f"{gguf}: damaged or truncated GGUF ({_first_line(error)}); fetch the file again") from error
     if not tensors:
         raise UserError(f"{gguf}: damaged or truncated GGUF (it holds no tensors); fetch the file again")
+    return sum(int(tensor.n_elements) for tensor in tensors)
 
 
 def _seal(directory: Path, source: str) -> None:
@@ -97,7 +127,3 @@ def _is_intact(directory: Path, source: str) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.errors import UserError, nearest
-from harness.model.download import fetch, info, is_wanted, names, refused
+from harness.model.checkpoint import CONFIG, weight_files
+from harness.model.download import Wanted, fetch, info, names, not_had
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import ModelInfo
 
 WEIGHT_FILES = "model*.safetensors"  # as transformers names them; a repository may hold other formats
-TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+TEXT_FILES = (
+    "config.json", "generation_config.json", "model*.index.json", "tokenizer*", "*.model", "vocab.*", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*",
+)  # fmt: skip
+"""What transformers reads beside the weights. Other texts may lack in what another program has cached."""
+CODE_FILES = ("*.py", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CONVERTED_TITLE = "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
 CONVERTED_AUTHOR = "SFconvertbot"
@@ -33,20 +40,9 @@ class Snapshot(NamedTuple):
     revision: str  # commit hash
 
 
-def has_weights(directory: Path) -> bool:
-    """Whether a model directory holds all its weights as safetensors (every shard that its index names)."""
-    try:
-        index = json.loads((directory / "model.safetensors.index.json").read_text())
-        return all((directory / shard).is_file() for shard in set(index["weight_map"].values()))
-    except FileNotFoundError:
-        return (directory / "model.safetensors").is_file()
-    except (ValueError, KeyError, AttributeError, NotADirectoryError):
-        return False
-
-
 def cached_snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot | None:
     """The newest snapshot in the hub's cache with all that `snapshot` would fetch; None where there is none."""
-    return _newest(path for path in _loadable(hub_id) if _is_whole(hub_id, path, with_code))
+    return _newest(path for path in _loadable(hub_id) if _is_whole(path, with_code))
 
 
 def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
@@ -66,21 +62,21 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Snapshot:
     if cached is not None:
         return cached
     try:
-        directory = fetch(hub_id, _patterns(with_code), _with_safetensors)
+        directory = fetch(hub_id, _wanted(with_code), _with_safetensors)
     except UserError:
-        unlisted = _newest(path for path in _loadable(hub_id) if _listed(hub_id, path) is None)
+        unlisted = _newest(path for path in _loadable(hub_id) if _listed(path) is None)
         if unlisted is None:
             raise
         return unlisted
-    if not has_weights(directory):
-        raise refused(hub_id, f"its weights are not all in files named {WEIGHT_FILES}")
+    if not _is_loadable(directory):
+        raise not_had(hub_id, f"its weights are not all in files named {WEIGHT_FILES}")
     return Snapshot(directory, directory.name)
 
 
 def config_directory(hub_id: str) -> Path:
     """A directory with the repository's config.json, without weights; raises UserError like `snapshot`."""
-    found = cached_snapshot(hub_id) or _newest(path for path in _snapshots(hub_id) if (path / "config.json").is_file())
-    return found.directory if found else fetch(hub_id, ["config.json"], _with_safetensors)
+    found = cached_snapshot(hub_id) or _newest(path for path in _snapshots(hub_id) if (path / CONFIG).is_file())
+    return found.directory if found else fetch(hub_id, lambda name: name == CONFIG, _with_safetensors)
 
 
 def gguf(hub_id: str, name: str) -> Path:
@@ -98,11 +94,13 @@ def gguf(hub_id: str, name: str) -> Path:
         return main
 
     found = _newest(path for path in _snapshots(hub_id) if (path / name).is_file())
-    return (found.directory if found else fetch(hub_id, [name], with_file)) / name
+    return (found.directory if found else fetch(hub_id, lambda file: file == name, with_file)) / name
 
 
-def _patterns(with_code: bool) -> list[str]:
-    return [*TEXT_FILES, WEIGHT_FILES, *(["*.py"] if with_code else [])]
+def _wanted(with_code: bool) -> Wanted:
+    """Files at the top of a repository: folders hold the same model for other programs."""
+    patterns = (*TEXT_FILES, WEIGHT_FILES, *(CODE_FILES if with_code else ()))
+    return lambda name: "/" not in name and any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _snapshots(hub_id: str) -> list[Path]:
@@ -119,38 +117,45 @@ def _newest(paths: Iterable[Path]) -> Snapshot | None:
 
 
 def _loadable(hub_id: str) -> Iterator[Path]:
-    """Snapshots with a config and all weights."""
-    return (path for path in _snapshots(hub_id) if (path / "config.json").is_file() and has_weights(path))
+    return filter(_is_loadable, _snapshots(hub_id))
 
 
-def _is_whole(hub_id: str, directory: Path, with_code: bool) -> bool:
+def _is_loadable(directory: Path) -> bool:
+    """Whether a snapshot has a config and all weights."""
+    try:
+        return bool(weight_files(directory))
+    except UserError:
+        return False
+
+
+def _is_whole(directory: Path, with_code: bool) -> bool:
     """Whether a snapshot has what the hub lists; where its list is not cached, whether it has a tokenizer."""
-    listed = _listed(hub_id, directory)
+    listed = _listed(directory)
     if listed is None:
         return any((directory / name).is_file() for name in TOKENIZER_FILES)
-    return all((directory / name).is_file() for name in listed if is_wanted(name, _patterns(with_code)))
+    return all((directory / name).is_file() for name in filter(_wanted(with_code), listed))
 
 
-def _listed(hub_id: str, directory: Path) -> list[str] | None:
-    """The files that the hub has of a snapshot's revision; None where no download has left its list in the cache."""
-    from huggingface_hub import get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+def _listed(directory: Path) -> list[str] | None:
+    """The files that the hub has of a snapshot's revision; None where no download has left its list in the cache.
 
+    As `huggingface_hub.get_cached_repo_tree`, whose import would take longer than all that a skipped run does.
+    """
     try:
-        return [file.path for file in get_cached_repo_tree(hub_id, revision=directory.name)]
-    except CachedRepoTreeNotFoundError:
+        return list(json.loads((directory.parents[1] / "trees" / f"{directory.name}.json").read_text())["files"])
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
 def _with_safetensors(api: HfApi, hub_id: str) -> ModelInfo:
     """The main branch, or the conversion bot's where main has only pickled weights."""
     main = info(api, hub_id)
-    if any(is_wanted(name, [WEIGHT_FILES]) for name in names(main)):
+    if any(fnmatch(name, WEIGHT_FILES) for name in names(main)):
         return main
     for request in api.get_repo_discussions(hub_id, author=CONVERTED_AUTHOR, discussion_type="pull_request"):
         if request.title == CONVERTED_TITLE and request.author == CONVERTED_AUTHOR:
             return info(api, hub_id, f"refs/pr/{request.num}")
-    raise refused(
+    raise not_had(
         hub_id,
         f"it has no {WEIGHT_FILES}, and pickled weights are not loaded: convert a copy that you trust, tokenizer "
         f"included, with from_pretrained and save_pretrained of transformers, or have the hub convert it at {CONVERT}",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from harness.errors import UserError, missing, reason, refused
 from harness.files import text_sha256
 from harness.model import hub
-from harness.model.checkpoint import read_config, weight_files
+from harness.model.checkpoint import num_elements, read_config, weight_files
 from harness.model.described import as_config, model_config, require_as_described
 from harness.model.source import PACKAGE, PACKAGED_NAME, find_source
 from harness.settings.sources import ModelConfig
@@ -56,14 +56,14 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """
     from transformers.utils import logging
 
-    from harness.model import checks
+    from harness.model import checks, room
 
     logging.disable_progress_bar()
     device, dtype = _placement(config)
     shape = model_config(config)
     directory: Path | None
     if config.weights == "random":
-        checks.require_room(config.name, checks.shape_of(config.name, shape).num_weights, dtype, device)
+        room.require_room(f"model {config.name}", checks.count(f"model {config.name}", shape), dtype, device)
         directory, fingerprint = _tokenizer_directory(config), _random_fingerprint(shape, config.seed)
         model = _random(shape, seed=config.seed, device=device, dtype=dtype)
     else:
@@ -123,14 +123,14 @@ def _pretrained(
 ) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
-    from harness.model import checks
+    from harness.model import checks, room
 
     require_as_described(config, directory)
     described = read_config(directory)
     checks.require_floats(config.name, described)
-    files = weight_files(directory)
-    num_weights = checks.require_filled(config.name, as_config(config.name, described), files)
-    checks.require_room(config.name, num_weights, dtype, device)
+    num_weights = num_elements(weight_files(directory))
+    checks.require_filled(str(directory), as_config(config.name, described), num_weights)
+    room.require_room(f"model {config.name}", num_weights, dtype, device)
     with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -36,8 +36,9 @@ class ModelShape:
     num_vocab_matrices: int
 
     @classmethod
-    def from_config(cls, name: str, shape: Mapping[str, Any]) -> ModelShape:
+    def from_config(cls, name: str, config: Mapping[str, Any]) -> ModelShape:
         """The shape behind a transformers config as a plain mapping; the FFNs of OPT and GPT-NeoX are not gated."""
+        shape = {key: value for key, value in config.items() if value is not None}
         opt = shape["model_type"] == "opt"
         heads = shape["num_attention_heads"]
         tied = shape.get("tie_word_embeddings", opt)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harness.errors import UserError
 from harness.model.attach import Attached
-from harness.model.checks import available_bytes
+from harness.model.room import available_bytes
 from harness.offload.pinned import aligned
 
 OWN = 1

@@ -31,22 +31,28 @@ FORM: Mapping[str, Any] = {
     "seconds": (*NUMBER, NOTHING), "error": (str, NOTHING),
 }  # fmt: skip
 """A type, several, the words that are allowed, a mapping of names to forms, or `Each`."""
-METRICS: Mapping[str, Any] = {
-    "accuracy": Each(dict, dict),
+FINISHED: Mapping[str, Any] = {
+    "accuracy": {"metrics": Each(dict, dict), "samples": Each(dict, Each(list, dict))},
     "latency": {
-        "platform": str, "source": str, "batch_size": int, "prompt_len": int, "gen_len": int,
-        **dict.fromkeys(("prefill_s", "decode_s", "total_s"), NUMBER),
+        "metrics": {
+            "platform": str, "source": str, "batch_size": int, "prompt_len": int, "gen_len": int,
+            **dict.fromkeys(("prefill_s", "decode_s", "total_s"), NUMBER),
+        }
     },
-    "analysis": {"source": str, "points": Each(list, {"series": str, "metric": str, "value": (*NUMBER, NOTHING)})},
+    "analysis": {
+        "metrics": {
+            "source": str, "points": Each(list, {"series": str, "metric": str, "value": (*NUMBER, NOTHING)}),
+        }
+    },
 }  # fmt: skip
-"""The metrics of a finished run, by its shape of table."""
+"""What a finished run's has besides, by its shape of table."""
 
 
-def flaw(record: Any) -> str | None:
+def flaw(record: Mapping[str, Any]) -> str | None:
     """What a record lacks or has of another type, in words; None where it has all that one has."""
     found = _flaw(record, FORM, "")
     if found is None and record["status"] == "finished":
-        found = _flaw(record["metrics"], METRICS[record["table"]], "metrics")
+        found = _flaw(record, FINISHED[record["table"]], "")
     return found
 
 

@@ -107,12 +107,12 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """
     composed = OmegaConf.to_container(config, resolve=True)
     assert isinstance(composed, dict)
-    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key != "grid"}
+    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key not in ("grid", "status")}
     if settings.pop("export", None) is not None:
         raise UserError(f"export={composed['export']}: runs nothing, so it is no setting of a run")
     if settings.pop("cluster", None) is not None:
         raise UserError(f"cluster={composed['cluster']}: says where a command runs, so it is no setting of a run")
-    given = {override.split("=", 1)[0].lstrip("+") for override in overrides}
+    given = _given(overrides)
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
     settings["latency"] = build(LatencyConfig, group_latency(settings))
     settings["task"] = build(TaskConfig, group_tasks(settings))
@@ -139,6 +139,19 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     if checked.tracker != "none" and not experiment.keeps_record:
         raise UserError(f"tracker={checked.tracker}: experiment={checked.experiment} keeps no record to send")
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
+
+
+def chosen_model(config: DictConfig, overrides: Sequence[str]) -> ModelConfig:
+    """The model of a composed configuration, from the user's own source where the command line gives one."""
+    node = OmegaConf.to_container(config.model, resolve=True)
+    assert isinstance(node, dict)
+    settings = {str(key): value for key, value in node.items()}
+    return build(ModelConfig, _with_source(settings, _given(overrides)), "model")
+
+
+def _given(overrides: Sequence[str]) -> set[str]:
+    """The settings that the user gave."""
+    return {override.split("=", 1)[0].lstrip("+") for override in overrides}
 
 
 def choices(group: str, *without: str) -> list[str]:

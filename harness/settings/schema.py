@@ -19,6 +19,8 @@ PathText = Annotated[str, "path"]
 """The type of a setting that names a file or folder: text that is not empty, its `~` expanded."""
 MOST = 2**31 - 1
 """Of any whole number: more tokens, sequences or seeds than this mean a slip of the hand, and fit into no index."""
+LARGEST = 3e38
+"""Of any finite number: what float32 holds."""
 WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 """What a value of each type looks like to a user."""
 
@@ -115,7 +117,7 @@ def _scalar(value: Any, kind: Any, where: str) -> Any:
     if kind is int and number and isinstance(value, int):
         check_range(where, value, -MOST)
         return value
-    if kind is float and number and not math.isnan(value):
+    if kind is float and number and (abs(value) < LARGEST or value in (math.inf, -math.inf)):
         return float(value)
     if kind is str and (isinstance(value, str) or number):
         return str(value)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Device = Literal["cpu", "cuda"]
 Placement = Literal["device", "host", "managed"]
 """Where the cache lies: in the device's memory, in the host's, or in managed memory, which CUDA's driver pages."""
+SLOWEST_GBPS = 1e-3
+"""Of an emulated link: at a megabyte a second a step of the smallest model takes a minute."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,16 @@ class PlatformConfig:
     def __post_init__(self) -> None:
         if not 0 < self.weights_on_device <= 1:
             raise UserError(f"platform.weights_on_device={self.weights_on_device}: must be above 0 and at most 1")
-        self._check("link_gbps", "cpu", "sets the emulated link")
-        self._check("device_gib", "cuda", "makes a smaller card")
+        self._check("link_gbps", "cpu", "sets the emulated link", SLOWEST_GBPS)
+        self._check("device_gib", "cuda", "makes a smaller card", 0)
 
-    def _check(self, setting: str, platform: Device, does: str) -> None:
+    def _check(self, setting: str, platform: Device, does: str, low: float) -> None:
         value = getattr(self, setting)
         if value is None:
             return
         if self.name != platform:
             raise UserError(f"platform.{setting}={value}: {does} of platform={platform}; leave it null")
-        check_range(f"platform.{setting}", value, 0, above=True)
+        check_range(f"platform.{setting}", value, low, above=True)
 
 
 @dataclass(frozen=True)

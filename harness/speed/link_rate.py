@@ -7,16 +7,21 @@ from pinned memory, the ceiling of what the real link achieves, and beside it ho
 from __future__ import annotations
 
 import json
+import logging
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from harness.errors import reason
 from harness.files import write_atomic
 from harness.offload.links.emulated import default_bytes_per_s, measure_copy_rate
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from harness.records.environment import processor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,13 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
     known = _read(path)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        rate, tuning = _rate(known.get(name)), _tuning(known.get(f"{name}, tuning"))
+        rate, tuning = _rate(path, known, name), _tuning(known.get(f"{name}, tuning"))
         if rate is None or tuning is None:
             rate, tuning = _measure(device)
             _write(path, known | {name: rate, f"{name}, tuning": asdict(tuning)})
         return LinkRate(rate, rate, tuning)
     name = f"cpu, {processor()}"
-    rate = _rate(known.get(name))
+    rate = _rate(path, known, name)
     if rate is None:
         rate = measure_copy_rate()
         _write(path, known | {name: rate})
@@ -61,10 +66,13 @@ def _measure(device: torch.device) -> tuple[float, Tuning]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What is known; nothing where the file is not there yet, or damaged, and all is measured anew."""
+    """What is known; nothing where the file is not there yet, or damaged, which is said."""
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        log.warning("%s: damaged (%s); measured anew", path, reason(error))
         return {}
 
 
@@ -72,8 +80,14 @@ def _write(path: Path, known: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(known, indent=1) + "\n")
 
 
-def _rate(stored: Any) -> float | None:
-    return stored if isinstance(stored, float) else None
+def _rate(path: Path, known: dict[str, Any], name: str) -> float | None:
+    """The rate of a device; None where it is not known, or no rate, which is said."""
+    stored = known.get(name)
+    if isinstance(stored, float) and 0 < stored < math.inf:
+        return stored
+    if stored is not None:
+        log.warning("%s: %s=%s is no rate; measured anew", path, name, stored)
+    return None
 
 
 def _tuning(stored: Any) -> Tuning | None:

@@ -5,8 +5,9 @@ however long, so that all columns are seen together. Imports neither torch nor p
 """
 
 import csv
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,6 +249,15 @@ def typed(row: Mapping[str, str]) -> TableRow:
     that should be a number and is none."""
     named = todays_names(row).items()
     return {name: text if column(name).digits is None else float(text) if text else None for name, text in named}
+
+
+def check(columns: Sequence[Column], rows: Iterable[TableRow]) -> None:
+    """Raise ValueError for a cell of words where a number should stand, or the reverse, and for an infinite number."""
+    for row in rows:
+        for column in columns:
+            value, is_word = row.get(column.name), column.digits is None
+            if value is not None and (isinstance(value, str) != is_word or not (is_word or math.isfinite(value))):
+                raise ValueError(f"{column.name}={value!r}"[:60])
 
 
 def todays_names(row: Mapping[str, Any]) -> TableRow:

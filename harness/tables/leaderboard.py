@@ -5,6 +5,7 @@ size. Differences to the full cache are of the same windows and questions (`harn
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,26 @@ import yaml
 from harness.records.baseline import Baselines
 from harness.records.record import current, read_records
 from harness.records.samples import surprise
-from harness.tables.columns import BOARD_TASKS, DEVICE_FRAC, KL, KV_FRAC, NLL, RESIDENT_FRAC, TOP1, TableRow
+from harness.tables.columns import (
+    BOARD,
+    BOARD_TASKS,
+    DEVICE_FRAC,
+    KL,
+    KV_FRAC,
+    NLL,
+    RESIDENT_FRAC,
+    TOP1,
+    TableRow,
+    check,
+)
 from harness.tables.frontier import fronts, step_seconds
 
+log = logging.getLogger(__name__)
+
 Record = Mapping[str, Any]
+
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What a record raises that does not hold what its kind of run writes."""
 
 NAME, FRONTIER = "leaderboard", "frontier"
 """The tables that are made here."""
@@ -46,10 +63,22 @@ def _rows(scores: Sequence[Record], times: Sequence[Record]) -> Iterator[TableRo
         runs.setdefault((_method(record["config"]), record["config"]["target_kv_frac"]), []).append(record)
     full = Baselines(scores)
     timed = {_method(record["config"]): record for record in _by_age(times)}
-    rows = [_row(own, full) | _step(own[0], timed.get(method)) for (method, _), own in runs.items()]
-    for row in rows:
-        row |= _scaled(row)
+    made = (_made(own, timed.get(method), full) for (method, _), own in runs.items())
+    rows = [row for row in made if row is not None]
     yield from sorted(rows, key=lambda row: (row["model"], row["size"] or 1, row["label"], row["settings"]))
+
+
+def _made(runs: Sequence[Record], timed: Record | None, full: Baselines) -> TableRow | None:
+    """The row of a method at a size; None, with a warning, where a record does not have what a row is made of."""
+    try:
+        row = _row(runs, full) | _step(runs[0], timed)
+        row |= _scaled(row)
+        check(BOARD, [row])
+        return row
+    except DAMAGE as error:
+        named = ", ".join(f"{record['experiment']}/{record['run_id']}" for record in (*runs, *filter(None, [timed])))
+        log.warning("%s: damaged record (%r); left out of the leaderboard", named, error)
+        return None
 
 
 def _by_age(records: Sequence[Record]) -> list[Record]:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.errors import printable
 from harness.tables.columns import LABEL, MISSING, Column, column, quantity
 from harness.tables.pairing import NAMES, Change, Key
 from harness.tables.text import Sheet, aligned
@@ -73,7 +74,7 @@ class _Names:
         """What a number is of, as one line that a terminal takes as text, whoever wrote it."""
         named = dict(zip(NAMES, key, strict=False))
         said = [column(name).phrase.format(named[name]) for name in self.words if named[name] not in (None, "")]
-        return "".join(letter if letter.isprintable() else "?" for letter in ", ".join(said))
+        return printable(", ".join(said))
 
     def listed(self, keys: Sequence[Key]) -> str:
         """How many numbers, and the first of what they are of."""

@@ -63,8 +63,12 @@ def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
 
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
-    """The same tables in columns aligned by blanks, of accuracy the metrics that matter most; "" without rows."""
-    shown = [row for row in rows if _shape(row) != "accuracy" or accuracy.is_brief(row)]
+    """The same tables in columns aligned by blanks, of what matters most; "" without rows."""
+    shown = [
+        speed.brief(row) if _shape(row) == "latency" else row
+        for row in rows
+        if _shape(row) != "accuracy" or accuracy.is_brief(row)
+    ]
     return "\n\n".join(aligned(part) for sheet in sheets_of(shown) for part in folded(sheet))
 
 

@@ -15,6 +15,8 @@ TIMED_CELLS = "latency"
 """The experiment whose records are the cells of all figures of speed."""
 SHAPE = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 
+BRIEF = ("prefill_s", "tokens_per_s", "step_p50_s", "h2d_bytes", "peak_device_bytes")
+"""The numbers that are shown in a terminal, beside the shape and the share that is read."""
 TableRows = Sequence[TableRow]
 
 
@@ -35,6 +37,12 @@ def sheets(title: str, rows: TableRows) -> Iterator[Sheet]:
         for row in sorted(rows, key=_order)
     ]
     yield Sheet(title, [column.heading for column in (*words, *shown)], lines)
+
+
+def brief(row: TableRow) -> TableRow:
+    """A row as it is shown in a terminal."""
+    left_out = {column.name for column in LATENCY if column.digits is not None} - {*BRIEF, *SHAPE, KV_FRAC.name}
+    return {name: value for name, value in row.items() if name not in left_out}
 
 
 def _order(row: TableRow) -> tuple[Any, ...]:

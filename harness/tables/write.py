@@ -24,7 +24,7 @@ from harness.records.samples import Difference
 from harness.settings.choices import kind_of
 from harness.settings.experiment import find, foreign_settings
 from harness.tables import leaderboard, speed
-from harness.tables.columns import BOARD, TABLES, Column, TableRow, names, rank, todays_names
+from harness.tables.columns import BOARD, TABLES, Column, TableRow, check, names, rank, todays_names
 from harness.tables.depths import depth_rows
 from harness.tables.lines import Pairs, tell_apart
 from harness.tables.sheets import render_markdown, render_terminal
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 OLDER_CHUNK = 256
+DAMAGE = leaderboard.DAMAGE
+ROUND = str.maketrans("[]", "()")
 CONDITIONS = ("num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
@@ -205,11 +207,13 @@ def _compared(difference: Difference | None) -> TableRow:
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
-    """Task, or file name of a text, and the conditions under which its values hold."""
+    """Task, or file name of a text, and the conditions under which its values hold. Brackets of the name are round in
+    the table, where square ones say which part of a text or task a row is of."""
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     shared = {"seq_len": seq_len, "source": "measured"}
-    return shared | {"task": Path(name).name} | {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
+    conditions = {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
+    return shared | {"task": Path(name).name.translate(ROUND)} | conditions
 
 
 def _is_metric(name: str) -> bool:
@@ -237,7 +241,8 @@ def with_rows(
     for record in chosen:
         try:
             rows = rows_of(record, full)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            check(TABLES[record["table"]], rows)
+        except DAMAGE as error:
             path = f"{record.get('experiment')}/{record.get('run_id')}/record.json"
             log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from harness.model.described import model_config, shape_of
+from harness.model.described import model_config
 from harness.model.shape import ModelShape
 from harness.paper.analysis.points import Point
 from harness.settings.experiment import Outcome
@@ -22,7 +22,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 def run_memory(config: RunConfig) -> Outcome:
     """The points of `config.model`; UserError where its shape is not known."""
-    shape = shape_of(config.model.name, model_config(config.model))
+    shape = ModelShape.from_config(config.model.name, model_config(config.model).to_dict())
     return Outcome({"source": "modelled", "points": [asdict(point) for point in _points(shape)]})
 
 

@@ -4,6 +4,6 @@ python -m harness.paper.report --results-dir results
 python -m harness.paper.report --results-dir results.zip
 """
 
-from harness.paper.report.page import main, write_report
+from harness.paper.report.page import write_report
 
-__all__ = ["main", "write_report"]
+__all__ = ["write_report"]

@@ -7,7 +7,6 @@ admits none but its own. A sentence of finding stands where `results/findings.ya
     fig11: At a tenth of the cache InfiniGen loses ...
 """
 
-import argparse
 import re
 from base64 import b64encode
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.errors import UserError, exit_code
+from harness.errors import UserError
 from harness.files import write_atomic
 from harness.paper.catalogue import PAGES
 from harness.paper.report.charts.vega import with_library
@@ -97,14 +96,3 @@ def _template() -> Any:
 def is_number(cell: str) -> bool:
     """Whether a table's cell stands on the right."""
     return cell == MISSING or re.match(r"[-+]?\d", cell) is not None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and print its path; returns the exit code, 2 for a user's mistake."""
-    parser = argparse.ArgumentParser(prog="python -m harness.paper.report", description="Write the report of results.")
-    parser.add_argument(
-        "--results-dir", default="results", metavar="DIR", help="results to report, or an archive (default results)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="default: report.html in DIR, or beside the archive")
-    args = parser.parse_args(argv)
-    return exit_code(lambda: print(write_report(args.results_dir, args.output)))

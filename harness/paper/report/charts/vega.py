@@ -14,11 +14,11 @@ from harness.paper.report.charts.chart import Axis, Chart, Point
 from harness.tables.columns import MISSING
 
 VEGA_LITE = "6.4"
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8A8A")
-SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
+PAGE = "currentColor"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8A8A", PAGE)
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right")
 """Their number shares no factor with the colours', so that every pair comes before one comes again."""
 WIDTH, HEIGHT = 480, 300
-PAGE = "currentColor"
 LINE_HEIGHT = 11
 LARGEST = 1e100
 """What is larger, infinite or no number has no place on an axis."""

@@ -1,0 +1,147 @@
+"""Names that break what shows them: labels, texts and folders that look like markup, like no value, or like a part."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plots import WRITERS, write_accuracy, write_latency
+from test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save
+
+import plots
+from harness.errors import UserError
+from harness.records import record as records
+from harness.tables import write as tables
+from plots import data, style
+from plots.registry import DRAWINGS
+
+LABELS = (
+    "NA", "nan", "null", "None", "-", " ", "a\nb", "a\r\nb", "$\\foo$", "$x", "a|b", "a\\|b", "x" * 300,
+    "x" * 150 + "y" + "x" * 149, "_hidden", "x]", "a[b]", "*", "**", "`x`", "<b>", "%s", "{0}", "\x1b[2J", "a,b", '"q"',
+    "1.0", "True", "\\", "ü",
+)  # fmt: skip
+SIZES = {"kv_frac": 0.16, "kv_frac_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
+CHUNK = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": {"perplexity": 12.5, "perplexity_stderr": None}}
+
+
+def save_labelled(results: Path, experiment: str, metrics: dict[str, Any], **fields: Any) -> None:
+    """A finished record for each of `LABELS`."""
+    record = save(results, [f"experiment={experiment}"], metrics, **fields)
+    for number, label in enumerate(LABELS):
+        run = {"run_id": f"{number}", "settings_id": f"{number}", "config": record["config"] | {"label": label}}
+        records.write_record(records.record_path(results, experiment, f"{number}"), record | run)
+    shutil.rmtree(records.record_path(results, experiment, record["run_id"]).parent)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("a*[b]?")
+    save_labelled(folder, "fig11", {"passkey": TASK_METRICS | SIZES})
+    save_labelled(folder, "fig12", {"offline": TEXT_METRICS | SIZES}, chunks=[CHUNK])
+    save_labelled(folder, "latency", LATENCY_METRICS)
+    for experiment in ("fig11", "fig12", "latency"):
+        tables.update(folder, experiment)
+    return folder
+
+
+def markdown_cells(line: str) -> list[str]:
+    """The cells of a line of a Markdown table as a reader sees them."""
+    assert line.startswith("| ") and line.endswith(" |")
+    cells = re.split(r" \| ", line[2:-2])
+    return [re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", cell) for cell in cells]
+
+
+@pytest.mark.parametrize("name", ["fig11", "latency"])
+def test_a_table_has_every_label_as_it_is(name, results):
+    path = results / "tables" / f"{name}.csv"
+    with path.open(newline="") as stream:
+        assert {row["label"] for row in csv.DictReader(stream)} == set(LABELS)
+    lines = [line for line in path.with_suffix(".md").read_text().splitlines() if line.startswith("| ")]
+    header, _, *body = lines
+    assert len(body) == len(LABELS)
+    assert {len(markdown_cells(line)) for line in lines} == {len(markdown_cells(header))}
+    shown = {markdown_cells(line)[0] for line in body}
+    assert {"NA", "$\\foo$", "a|b", "a\\|b", "a\\nb", "a\\r\\nb", "\\x1b[2J", "<b>", "`x`", "*"} <= shown
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_what_a_terminal_shows_is_one_line_a_run_and_fits(results, monkeypatch):
+    for width in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        said = tables.summary(records.read_records(results, "latency"))
+        assert max(map(len, said.splitlines())) <= width and "\x1b" not in said
+        assert len(re.findall(r"^a\\nb ", said, re.MULTILINE)) == 1 + said.count(", continued")
+
+
+@pytest.mark.parametrize("name", ["fig11", "fig12", "fig14", "fig16a"])
+def test_a_figure_has_every_label(name, results):
+    shown = data.Tables(results / "tables")
+    with style.applied():
+        figure = DRAWINGS[name](shown, name)
+        figure.draw_without_rendering()
+    drawn = {text.get_text().replace("\n", "") for legend in figure.legends for text in legend.get_texts()}
+    drawn |= {tick.get_text().replace("\n", "") for axes in figure.axes for tick in axes.get_xticklabels()}
+    names = {shown._shown(label) for label in LABELS}
+    assert len(names) == len(LABELS) and max(map(len, names)) <= data.MAX_LETTERS + 1
+    found = {name for name in names if any(text.startswith(name) for text in drawn)}
+    assert {"NA", "nan", "$\\foo$", "a|b", "a\\nb", f"{data.NARROW_SPACE}_hidden"} <= found
+
+
+TEXTS = ("notes[draft].txt", "x]", "a [5, 0-20 %]", "offline[256:512]", "NA", "a\nb", "a|b", "$\\foo$", "[")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
+    for method in ("full", "h2o"):
+        metrics = {text: TEXT_METRICS | SIZES}
+        save(tmp_path, ["experiment=fig12", f"method={method}"], metrics, chunks=[CHUNK])
+    path = tables.update(tmp_path, "fig12")
+    with path.open(newline="") as stream:
+        tasks = {row["task"] for row in csv.DictReader(stream)}
+    name = text.replace("[", "(").replace("]", ")")
+    assert tasks == {name, f"{name}[256:512]"}
+    assert "12.500" in tables.summary(records.read_records(tmp_path, "fig12"))
+    frame = data.Tables(tmp_path / "tables").accuracy("fig12")
+    assert len(data.whole_texts(frame)) == len(frame) - 2
+    with style.applied():
+        figure = DRAWINGS["fig12"](data.Tables(tmp_path / "tables"), "fig12")
+        figure.draw_without_rendering()
+    assert len(figure.axes) == 1
+
+
+SPEED = ("fig14", "fig15", "fig16a", "fig16b", "fig18")
+
+
+def test_figures_of_one_label_are_drawn_or_left_out(tmp_path):
+    shape = {"model": "opt-13b", "prefill_s": 1, "decode_s": 2, "total_s": 3}
+    for label in ("offload", "infinigen"):
+        for name in SPEED:
+            write_latency(tmp_path, name, [shape | {"label": label, "attention_s": 0.1}])
+        found = {name for name in SPEED if DRAWINGS[name](data.Tables(tmp_path / "tables"), name) is not None}
+        assert found == ({*SPEED} if label == "infinigen" else {"fig14", "fig15", "fig18"})
+
+
+def test_a_figure_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch):
+    for name in ("fig11", "fig12"):
+        WRITERS[name](tmp_path)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("division by\nzero")
+
+    monkeypatch.setitem(DRAWINGS, "fig11", fail)
+    with pytest.raises(UserError) as refusal:
+        plots.main(tmp_path)
+    assert str(refusal.value) == "fig11: not drawn (ZeroDivisionError: division by zero)"
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"fig12.png", "fig12.pdf"}
+
+
+def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):
+    with pytest.raises(UserError, match="tables: no table yet; "):
+        plots.main(tmp_path)
+    write_accuracy(tmp_path, "perplexity", [])
+    with pytest.raises(UserError, match=r"tables: no figure is drawn from perplexity\.csv alone; "):
+        plots.main(tmp_path)
