@@ -4,10 +4,8 @@
 #   make speedup PLATFORM=cuda MODEL=opt-13b WEIGHTS=random      the paper's shapes on a GPU
 #   make paper DATA_ROOT=DIR                    all figures and tables on the default model, in under 75 minutes
 #   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub             the same with the paper's parameters, on one GPU
-# The same cells as eight jobs of a cluster, from this folder; started again, they go on where they stopped:
-#   .venv/bin/python run.py -m hydra/launcher=submitit_slurm hydra.launcher.gpus_per_node=1 \
-#     hydra.launcher.timeout_min=720 grid=paper model=opt-6.7b platform=cuda data=hub data.root=null \
-#     grid.data_root=hub grid.share=1/8,2/8,3/8,4/8,5/8,6/8,7/8,8/8
+# The same as eight jobs of Slurm; the command waits for them and goes on where they stopped (docs/sharing.md):
+#   make paper MODEL=opt-6.7b PLATFORM=cuda DATA=hub ARGS="cluster=slurm cluster.jobs=8"
 # As two processes of one machine, which is for accuracy only, as timed cells want it to themselves:
 #   OMP_NUM_THREADS=1 .venv/bin/python run.py -m hydra/launcher=joblib hydra.launcher.n_jobs=2 \
 #     grid=accuracy grid.share=1/2,2/2

@@ -1,6 +1,7 @@
 """What tests of runs share: a model that costs nothing and experiments that return at once."""
 
 import functools
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from harness.launch.runner import Run, run
 from harness.model import hub
 from harness.model import load as models
 from harness.resources import Resources
-from harness.settings.compose import compose, load, parse
+from harness.settings.compose import CONF_DIR, compose, load, parse
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 
@@ -69,6 +70,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
         setattr(module, f"run_{name}", runs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return runs
+
+
+def own_grids(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[str, str], object]:
+    """Put a copy in place of `conf/`; what is returned adds a grid to it, by name and text."""
+    shutil.copytree(CONF_DIR, conf)
+    for module in ("harness.settings.choices", "harness.settings.compose", "harness.launch.cli"):
+        monkeypatch.setattr(f"{module}.CONF_DIR", conf)
+    return lambda name, text: (conf / "grid" / f"{name}.yaml").write_text(text)
 
 
 def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:

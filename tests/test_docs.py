@@ -21,7 +21,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.launch.cli import main
+from harness.launch.cluster import Cluster
 from harness.settings.method import OF_THE_FILE
+from harness.settings.schema import build
 from methods.base import Method, Row, State
 from methods.selection import Selecting
 
@@ -34,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 MAKEFILE = (ROOT / "Makefile").read_text()
-LAUNCHERS = ("joblib", "submitit_slurm")
+LAUNCHERS = ("joblib",)
 
 
 class Block(NamedTuple):
@@ -129,7 +131,7 @@ def runs_of(arguments: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
             assert override.value() in LAUNCHERS
         elif override.key_or_group == "grid.share":
             assert all(re.fullmatch(r"\d+/\d+", value) for value in values)
-        elif not override.key_or_group.startswith("hydra"):
+        elif not override.key_or_group.startswith(("hydra", "cluster")):
             choices.append([f"{override.get_key_element()}={value}" for value in values])
     return tuple(itertools.product(*choices))
 
@@ -142,6 +144,9 @@ def check_run(arguments: list[str]) -> None:
     if arguments == ["--help"]:
         return
     arguments = [word for word in arguments if not word.startswith("export=")]  # beside it a run's settings are refused
+    asked = [word for word in arguments if word.lstrip("+").startswith("cluster")]
+    if asked:
+        build(Cluster, compose(asked).cluster, "cluster")
     own = str(ROOT / "harness" / "launch" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
@@ -257,7 +262,14 @@ FOLDERS = ("benchmarks", "conf", "docs", "harness", "methods", "plots", "results
 PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*|[\w.-]+/?\.(?:py|md|yaml|toml|lock|html)|Makefile")
 OF_RUNS = ("leaderboard", "frontier", "index", "long_decode")
 BOARDS = [f"{folder}{name}." for name in OF_RUNS for folder in ("", "tables/", "figures/")]
-MADE_BY_RUNS = ("results/runs/", "report.html", "results/report.html", "results/leaderboard.md", *BOARDS)
+MADE_BY_RUNS = (
+    "results/jobs",
+    "results/runs/",
+    "report.html",
+    "results/report.html",
+    "results/leaderboard.md",
+    *BOARDS,
+)
 
 
 def exists(path: str) -> bool:

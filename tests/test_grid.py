@@ -1,6 +1,5 @@
 """Grids: cells, overrides, going on where an interrupted one stopped, and what is reported in the end."""
 
-import shutil
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
 from harness.settings.compose import CONF_DIR, Composer, compose
-from tests.runs import outcome, stand_in
+from tests.runs import outcome, own_grids, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
 
@@ -234,16 +233,7 @@ def test_paper_grid_follows_the_family(model, expected):
 
 @pytest.fixture
 def library(monkeypatch, tmp_path):
-    """Takes the place of `conf/`; `grid(name, text)` adds a grid to it."""
-    conf = tmp_path / "conf"
-    shutil.copytree(CONF_DIR, conf)
-    for module in ("harness.settings.choices", "harness.settings.compose", "harness.launch.cli"):
-        monkeypatch.setattr(f"{module}.CONF_DIR", conf)
-
-    def grid(name: str, text: str) -> None:
-        (conf / "grid" / f"{name}.yaml").write_text(text)
-
-    return grid
+    return own_grids(monkeypatch, tmp_path / "conf")
 
 
 def test_a_grid_may_consist_of_grids(library):

@@ -19,10 +19,6 @@ from harness.model.tiny import tiny_model
 from harness.records import record as records
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHERS = {
-    "joblib": ("hydra_plugins.hydra_joblib_launcher", ["hydra.launcher.n_jobs=2"]),
-    "submitit_local": ("hydra_plugins.hydra_submitit_launcher", ["hydra.launcher.timeout_min=5"]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +34,13 @@ def toy(tmp_path_factory) -> list[str]:
     return [f"model.path={folder / 'model'}", *texts, "seq_len=200", "prefill_len=100", "num_windows=1"]
 
 
-def sweep(launcher: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """`run.py -m` in a process of its own, as a user starts it."""
-    plugin, settings = LAUNCHERS[launcher]
-    pytest.importorskip(plugin)
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "KV_HARNESS_CACHE": str(cwd / "cache"),
-    }
-    command = [sys.executable, str(ROOT / "run.py"), "-m", f"hydra/launcher={launcher}", *settings, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_shares_of_a_grid_run_as_jobs(launcher, toy, tmp_path):
+def test_shares_of_a_grid_run_as_jobs(toy, tmp_path):
     """One cell of conf/grid/choices.yaml exempts all four layers of the tiny model, which no other job notices."""
-    done = sweep(launcher, tmp_path, "grid=choices", "grid.share=1/2,2/2", "target_kv_frac=null", *toy)
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    launcher = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "grid.share=1/2,2/2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, str(ROOT / "run.py"), *launcher, "grid=choices", "target_kv_frac=null", *toy]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     found = records.read_records(tmp_path / "results", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}
     (failed,) = (label for label, status in statuses.items() if status != "finished")

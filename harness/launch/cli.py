@@ -24,6 +24,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from harness.errors import UnfinishedError, UserError, nearest
 from harness.files import until_settled
 from harness.launch import console, grid, interrupts, overrides, runner, status, tracking
+from harness.launch.cluster import Batch, own_overrides
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
@@ -47,7 +48,7 @@ class Jobs:
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
     exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker` gets as well.
-    is_copy: sent to another process.
+    is_copy: sent to another process. batch: what is to run on a cluster.
     resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
@@ -60,6 +61,7 @@ class Jobs:
     draws: bool = False
     tracker: str = tracking.NONE
     is_copy: bool = False
+    batch: Batch | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, is_copy=True)
@@ -80,6 +82,8 @@ class Jobs:
         if config.export is not None:
             print(export(config.export, config.results_dir, given))
             return
+        if config.get("cluster") is not None:
+            given = self._start_batch(config, given)
         has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
         if config.status:
             print(_status(config, given if has_grid else None))
@@ -93,6 +97,9 @@ class Jobs:
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
+        if self.batch is not None:
+            self.batch.deal(given, plan.cells)
+            return
         for path in grid.run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
 
@@ -101,6 +108,9 @@ class Jobs:
             if override.lstrip("+").startswith("grid."):
                 raise UserError(f"{override}: needs grid=NAME")
         checked = parse(config, overrides)
+        if self.batch is not None:
+            self.batch.add(overrides, [checked])
+            return
         runner.require_devices([checked])
         if find(checked.kind).keeps_record:
             run = runner.Run.of(checked)
@@ -108,6 +118,25 @@ class Jobs:
             self.paths.append(runner.run(run, self.resources))
         else:
             runner.show(checked, self.resources)
+
+    def _start_batch(self, config: DictConfig, given: list[str]) -> list[str]:
+        """From here on, gather what is to run on a cluster; returns the overrides that are not about it."""
+        batch = Batch.of(config, HydraConfig.get().runtime.choices.get("grid") or config.experiment)
+        if self.is_copy:
+            raise UserError("cluster=slurm: starts processes itself; leave hydra/launcher out")
+        if config.grid is not None and config.grid.share is not None:
+            raise UserError(f"grid.share={config.grid.share}: cluster=slurm deals the cells itself, cluster.jobs=N")
+        if self.batch is not None and self.batch.cluster != batch.cluster:
+            raise UserError("cluster: its settings are those of all jobs of a sweep, so none of them can vary")
+        self.batch, config.cluster = self.batch or batch, None
+        return own_overrides(given)
+
+    def run_batch(self) -> None:
+        """Run what was gathered for a cluster, and wait for it."""
+        if self.batch is not None and self.batch.jobs:
+            code = self.batch.run()
+            self.exit_code = self.exit_code or code
+            self.paths += self.batch.finished()
 
     def fail(self, error: Exception) -> None:
         """Say in one line on stderr what went wrong; nothing where nobody reads on."""
@@ -151,8 +180,9 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
         overrides.check(argv)
         with _as_command_line(argv):
             command()
+            jobs.run_batch()
     except KeyboardInterrupt as stop:
-        print(interrupts.SAID, file=sys.stderr)
+        print(f"interrupted; {stop}" if stop.args else interrupts.SAID, file=sys.stderr)
         jobs.exit_code = interrupts.exit_code(stop)
         jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag

@@ -85,7 +85,7 @@ def read_plan(node: DictConfig, overrides: Sequence[str]) -> Plan:
         if name not in known:
             raise UserError(f"grid.minutes.{name}={plan.minutes[name]}: {nearest(name, known)}")
     share = node.get("share")
-    return plan if share is None else replace(plan, cells=_share_of(plan.cells, str(share)))
+    return plan if share is None else replace(plan, cells=share_of(plan.cells, str(share)))
 
 
 def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list[T]]:
@@ -97,8 +97,11 @@ def groups(cells: Sequence[T], config_of: Callable[[T], RunConfig]) -> list[list
     return list(found.values())
 
 
-def _share_of(cells: Sequence[RunConfig], share: str) -> tuple[RunConfig, ...]:
-    """The groups dealt out in turn, so that neighbours, which cost about the same, go to different shares."""
+def share_of(cells: Sequence[RunConfig], share: str) -> tuple[RunConfig, ...]:
+    """The K-th of N shares of cells, `share` being "K/N": their groups dealt out in turn.
+
+    So neighbours, which cost about the same, go to different shares. UserError where `share` is none.
+    """
     match = re.fullmatch(r"(\d+)/(\d+)", share)
     number, shares = map(int, match.groups()) if match else (0, 0)
     if not 1 <= number <= shares:

@@ -110,6 +110,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key not in ("grid", "status")}
     if settings.pop("export", None) is not None:
         raise UserError(f"export={composed['export']}: runs nothing, so it is no setting of a run")
+    if settings.pop("cluster", None) is not None:
+        raise UserError(f"cluster={composed['cluster']}: says where a command runs, so it is no setting of a run")
     given = _given(overrides)
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
     settings["latency"] = build(LatencyConfig, group_latency(settings))

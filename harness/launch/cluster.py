@@ -1,0 +1,239 @@
+"""A command as jobs of a cluster: `cluster=slurm` submits what it would run, waits, and reports as if it had run here.
+
+python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cuda data=hub
+
+A job is one share of a grid, or one combination of a sweep; what is finished is not submitted. In `results/jobs`,
+a folder for each command has `job.sh`, which anybody can read and submit, `array`, the number that Slurm gave it, and
+a log for each job. Started again while jobs of it are alive, the command waits for those.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+import harness
+from harness.errors import UserError
+from harness.files import text_sha256, write_atomic
+from harness.launch import slurm
+from harness.launch.plan import share_of
+from harness.launch.runner import Run, relabel
+from harness.settings.choices import group
+from harness.settings.experiment import find
+from harness.settings.run import RunConfig
+from harness.settings.schema import build
+
+POLL_S = 10.0
+"""Between two questions to Slurm, in seconds."""
+RUN = Path(harness.__file__).resolve().parents[1] / "run.py"
+SHARE = "grid.share="
+DEFECT, USERS, UNFINISHED = 1, 2, 75
+"""Exit codes as `harness.launch.cli` has them."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The settings of `conf/cluster/slurm.yaml`, which says what each of them is.
+
+    Raises:
+        UserError: a value out of range.
+    """
+
+    name: Literal["slurm"]
+    jobs: int = 1
+    partition: str | None = None
+    account: str | None = None
+    minutes: int = 720
+    restarts: int = 3
+    cpus: int = 8
+    mem_gib: int = 64
+    gpus: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        least = {"jobs": 1, "minutes": 5, "restarts": 0, "cpus": 1, "mem_gib": 1}
+        for name, bound in (least | ({} if self.gpus is None else {"gpus": 0})).items():
+            if getattr(self, name) < bound:
+                raise UserError(f"cluster.{name}={getattr(self, name)}: must be at least {bound}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one job is to do: the settings of its command line, and its runs."""
+
+    overrides: tuple[str, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that it would run is finished."""
+        return all(run.is_finished() for run in self.runs)
+
+
+@dataclass
+class Batch:
+    """The jobs of one command, to be submitted together.
+
+    title: names them in Slurm. on_gpu: they compute on one.
+    """
+
+    cluster: Cluster
+    title: str
+    results_dir: Path
+    on_gpu: bool
+    jobs: list[Job] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: DictConfig, title: str) -> Batch:
+        """An empty one, as a composed command line asks for; UserError where a setting is wrong."""
+        node = group({"cluster": OmegaConf.to_container(config.cluster, resolve=True)}, "cluster")
+        on_gpu = config.platform.name == "cuda"
+        return cls(build(Cluster, node, "cluster"), title, Path(config.results_dir), on_gpu)
+
+    def add(self, overrides: Sequence[str], configs: Sequence[RunConfig]) -> None:
+        """Some runs, as one job; UserError for one of a kind that only prints what it finds."""
+        for config in configs:
+            if not find(config.kind).keeps_record:
+                raise UserError(f"experiment={config.experiment}: writes no record, so it is nothing for cluster=slurm")
+        self.jobs.append(Job(tuple(overrides), tuple(map(Run.of, configs))))
+
+    def deal(self, overrides: Sequence[str], cells: Sequence[RunConfig]) -> None:
+        """A grid, as `cluster.jobs` jobs."""
+        for share in (f"{number}/{self.cluster.jobs}" for number in range(1, self.cluster.jobs + 1)):
+            self.add([*overrides, SHARE + share], share_of(cells, share))
+
+    def run(self) -> int:
+        """Submit the jobs that are not finished, and wait for them; returns the exit code of the command.
+
+        Raises:
+            UserError: there is no Slurm here, or it refuses.
+            KeyboardInterrupt: Ctrl-C or SIGTERM. The jobs run on, and the message says how to end them.
+        """
+        finished = [run for job in self.jobs for run in job.runs if run.is_finished()]
+        for run in finished:
+            relabel(run)
+        array = self._alive()
+        if array is not None:
+            print(f"job {array} of this command is alive: waiting for it; scancel {array} ends it", flush=True)
+        else:
+            todo = {number: job for number, job in enumerate(self.jobs, start=1) if not job.is_done}
+            if not todo:
+                print(f"all {len(finished)} runs were finished before: no job")
+                return 0
+            array = self._submit(todo)
+        try:
+            return self._ends(array, self._wait(array))
+        except KeyboardInterrupt as stop:
+            stop.args = (f"job {array} runs on (scancel {array} ends it) and the same command waits for it again",)
+            raise
+
+    def finished(self) -> list[Path]:
+        """The records that are finished."""
+        return [run.path for job in self.jobs for run in job.runs if run.is_finished()]
+
+    @property
+    def _folder(self) -> Path:
+        """Of this command: the same settings, started in the same folder, in however many jobs."""
+        words = (word for job in self.jobs for word in job.overrides if not word.startswith(SHARE))
+        command = text_sha256(str(Path.cwd()), *dict.fromkeys(words))
+        return self.results_dir.resolve() / "jobs" / f"{self.title}-{command[:8]}"
+
+    def _alive(self) -> str | None:
+        """The array of an earlier start, where jobs of it are to run still."""
+        note = self._folder / "array"
+        array = note.read_text().strip() if note.is_file() else None
+        known = slurm.states(array) if array else {}
+        return array if known is None or any(not state.is_over for state in known.values()) else None
+
+    def _submit(self, todo: Mapping[int, Job]) -> str:
+        """Write the script, hand it to Slurm, and note its number."""
+        asked, folder = self.cluster, self._folder
+        gpus = int(self.on_gpu) if asked.gpus is None else asked.gpus
+        options = {
+            "job-name": f"kv-{self.title}",
+            "partition": asked.partition,
+            "account": asked.account,
+            "cpus-per-task": asked.cpus,
+            "mem": f"{asked.mem_gib}G",
+            "gpus-per-node": gpus or None,
+            "chdir": Path.cwd(),
+            "output": folder / "%A_%a.log",
+            **asked.options,
+        }
+        words = {number: [sys.executable, str(RUN), *job.overrides] for number, job in todo.items()}
+        path = folder / "job.sh"
+        write_atomic(path, slurm.script(options, words, asked.minutes, asked.restarts))
+        array = slurm.submit(path)
+        write_atomic(folder / "array", array + "\n")
+        logs = folder / f"{array}_*.log"
+        print(f"job {array}, {len(todo)} of {len(self.jobs)} parts; scancel {array} ends it; logs: {logs}", flush=True)
+        return array
+
+    def _wait(self, array: str) -> dict[int, slurm.State]:
+        """The last state of each job; says when one changes."""
+        last: dict[int, slurm.State] = {}
+        while True:
+            now = slurm.states(array)
+            if now is not None:
+                gone = {number: slurm.State(slurm.GONE) for number, state in last.items() if not state.is_over}
+                for number, state in sorted((gone | now).items()):
+                    if state != last.get(number):
+                        print(f"job {array}_{number}: {_said(state)}", flush=True)
+                last |= gone | now
+                if all(state.is_over for state in last.values()):
+                    return last
+            time.sleep(POLL_S)
+
+    def _ends(self, array: str, ends: Mapping[int, slurm.State]) -> int:
+        """The exit code for what became of the jobs; says of each that failed why."""
+        is_well = {"COMPLETED"} | ({slurm.GONE} if all(job.is_done for job in self.jobs) else set())
+        failed = {number: state for number, state in sorted(ends.items()) if state.word not in is_well}
+        for number, state in failed.items():
+            log = self._folder / f"{array}_{number}.log"
+            why = _last_error(log) if state.word == "FAILED" else ""
+            print(f"error: job {array}_{number}: {_said(state)}; {why}log: {log}", file=sys.stderr)
+        if failed:
+            again = f"error: {len(failed)} of {len(ends)} jobs did not finish; the same command goes on"
+            print(again, file=sys.stderr)
+        codes = set(map(_exit_code, failed.values()))
+        return next((code for code in (DEFECT, USERS, UNFINISHED) if code in codes), 0)
+
+
+def own_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides of what a job runs: those without the cluster's."""
+    return [each for each in overrides if each.lstrip("+~").partition("=")[0].partition(".")[0] != "cluster"]
+
+
+def _exit_code(state: slurm.State) -> int:
+    """What the end of a job is to its command: its own exit code, or something that the user can put right."""
+    if state.word == "TIMEOUT":
+        return UNFINISHED
+    return state.exit_code if state.word == "FAILED" and state.exit_code in (DEFECT, UNFINISHED) else USERS
+
+
+def _said(state: slurm.State) -> str:
+    """A state in words."""
+    if state.word == slurm.GONE:
+        return "Slurm knows it no more"
+    words = state.word.lower().replace("_", " ")
+    if state.word == "FAILED":
+        return f"{words}, exit code {state.exit_code}"
+    if state.is_over or not state.reason:
+        return words
+    return f"{words} on {state.reason}" if state.word in ("RUNNING", "COMPLETING") else f"{words} ({state.reason})"
+
+
+def _last_error(log: Path) -> str:
+    """What a job said last was wrong, from its log."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [line for line in lines if line.startswith(("error: ", "unfinished: "))]
+    return f"{said[-1]}; " if said else ""
