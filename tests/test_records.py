@@ -128,11 +128,12 @@ def test_inputs_of_local_data(tmp_path):
 
 def test_inputs_of_a_model_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
     config = load([f"model.path={tmp_path}"])
     first = inputs.digests(config)["model"]
     (tmp_path / "notes.md").write_text("not read by the model")
     assert inputs.digests(config)["model"] == first
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert inputs.digests(config)["model"] != first
 
 

@@ -36,7 +36,7 @@ SIZES = {key: value for key, value in TINY_SHAPE.items() if key != "model_type"}
 HUGE = (0xFF, 2**16, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64 - 1)
 NUMBERS = ("0", "-1", "1e400", "1000000000", "99999999999999999999", "null", '"many"', "[]", "{}", "true", "0.5", "NaN")
 MUTATIONS = {"model.safetensors": 50, "config.json": 60, "tokenizer.json": 30, "tiny.gguf": 30}
-"""So many of each kind here; a thousand of each were looked at once."""
+"""So many of each kind here; 250 of each were looked at once."""
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,16 @@ TOLD_ELSEWHERE = (
 """Settings of a run that its row has a column for, or that play no part: where files lie."""
 
 
-def tell_apart(pairs: Pairs) -> None:
+def tell_apart(pairs: Pairs, *, weights: bool = True) -> None:
     """Write `settings` into the rows: the same words for the same method and settings, others for others.
 
     A setting of the method is compared with the other runs of that method, any other setting of a run with those on
     the same task. Where speed is timed, both are compared with the runs of the same label, which names a system.
+
+    weights: those of the model count as a setting.
     """
     methods = [_method_settings(record["config"]) for record, _ in pairs]
-    runs = [_run_settings(record["config"]) | _weights(record) for record, _ in pairs]
+    runs = [_run_settings(record["config"]) | (_weights(record) if weights else {}) for record, _ in pairs]
     of_methods = _distinctive(methods, [set(map(_method, rows)) for _, rows in pairs])
     of_runs = _distinctive(runs, [set(map(_setup, rows)) for _, rows in pairs])
     for (_, rows), *words in zip(pairs, of_methods, of_runs, strict=True):
