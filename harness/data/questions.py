@@ -88,7 +88,9 @@ class _Checker:
 
     def check(self, doc: Any, number: int) -> None:
         """Raise UserError for a row that cannot be asked, or not be judged."""
-        self._raise(_problem(self._task, doc, self._source.labels), number)
+        problem = _problem(self._task, doc, self._source.labels)
+        if problem is not None:
+            raise self._refusal(problem, number)
 
     def checked(self, draw: Callable[..., Any]) -> Callable[..., Any]:
         """`draw` of examples, each of which is tried."""
@@ -97,7 +99,8 @@ class _Checker:
             found = draw(*args, **kwargs)
             for doc in found:
                 problem = _problem(self._task, doc, self._source.labels, self._task.fewshot_cfg)
-                self._raise(problem, _index(self._task.sampler.df, doc), example_split(self._settings))
+                if problem is not None:
+                    raise self._refusal(problem, _index(self._task.sampler.df, doc), example_split(self._settings))
             return found
 
         return drawn
@@ -113,15 +116,14 @@ class _Checker:
                 raise
             except Exception as error:  # of lm-eval, or of the task's own Python
                 number = _index(self._task.eval_docs, kwargs.get("doc", args[0] if args else None))
-                self._raise(f"lm-eval's {hook.__name__} fails ({reason(error)})", number)
+                raise self._refusal(f"lm-eval's {hook.__name__} fails ({reason(error)})", number) from error
 
         return named
 
-    def _raise(self, problem: str | None, number: int, split: str | None = None) -> None:
-        if problem is not None:
-            made = bool(self._settings.get("process_docs"))
-            place = self._source.place(split or scored_split(self._settings), number, made=made)
-            raise UserError(f"{place}: tasks={self._task.task_name}: {problem}")
+    def _refusal(self, problem: str, number: int, split: str | None = None) -> UserError:
+        made = bool(self._settings.get("process_docs"))
+        place = self._source.place(split or scored_split(self._settings), number, made=made)
+        return UserError(f"{place}: tasks={self._task.task_name}: {problem}")
 
 
 def _problem(task: Task, doc: Any, labels: Labels, templates: Any = None) -> str | None:
