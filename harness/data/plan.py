@@ -22,7 +22,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from harness.data import catalogue
 from harness.data.rows import Labels, layout
-from harness.errors import UserError, missing, nearest, reason
+from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import text_sha256
 from harness.settings.run import OFFLINE_TASKS, RunConfig
 from harness.settings.tasks import RULER_TASKS
@@ -103,12 +103,8 @@ class Planner(TaskFactory):
         if self._known is None:
             self._known = _registry(catalogue.packaged()) | self._folder
         catalogue.check_known(name, self._known)
-        try:
+        with refused(f"tasks={name}: its YAML cannot be read"):  # a group's, of which lm-eval makes anything
             return self.build(self._known[name], registry=self._known)
-        except UserError:
-            raise
-        except Exception as error:  # what lm-eval makes of a group's YAML
-            raise UserError(f"tasks={name}: its YAML cannot be read ({reason(error)})") from error
 
     def _own(self, name: str) -> Leaf:
         own = own_tasks()[name]
@@ -216,15 +212,15 @@ def _refuse(name: str, leaves: list[Leaf]) -> None:
     """Raise UserError where a task behind `name` cannot run."""
     if not leaves:
         raise UserError(f"tasks={name}: names no task")
-    refused: dict[str, list[Leaf]] = {}
+    by_reason: dict[str, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.why_not:
-            refused.setdefault(leaf.why_not, []).append(leaf)
-    if refused and [name] == [leaf.task_name for leaf in leaves]:
+            by_reason.setdefault(leaf.why_not, []).append(leaf)
+    if by_reason and [name] == [leaf.task_name for leaf in leaves]:
         raise UserError(f"tasks={name}: {_reason(leaves[0])}")
-    if refused:
-        words = "; ".join(f"{_first(tasks)}: {_reason(tasks[0])}" for tasks in refused.values())
-        count = sum(map(len, refused.values()))
+    if by_reason:
+        words = "; ".join(f"{_first(tasks)}: {_reason(tasks[0])}" for tasks in by_reason.values())
+        count = sum(map(len, by_reason.values()))
         raise UserError(f"tasks={name}: {count} of its {len(leaves)} tasks cannot run ({words})")
 
 

@@ -26,7 +26,7 @@ from harness.data.hub import from_hub, no_network
 from harness.data.plan import Leaf, plan
 from harness.data.questions import Rows, Source, check_questions
 from harness.data.rows import check_rows, example_split, find_files, layout, template_fields
-from harness.errors import UserError, missing, reason
+from harness.errors import UserError, missing, reason, refused
 from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
 from harness.settings.tasks import RULER_TASKS
@@ -83,14 +83,11 @@ def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
 @contextmanager
 def _in_words(name: str) -> Iterator[None]:
     """Whatever the YAML of a task, or the Python beside it, makes of its rows as a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except ImportError as error:
-        raise UserError(f"tasks={name}: {missing(error)}") from error
-    except Exception as error:
-        raise UserError(f"tasks={name}: lm-eval cannot build it from its rows ({reason(error)})") from error
+    with refused(f"tasks={name}: lm-eval cannot build it from its rows"):
+        try:
+            yield
+        except ImportError as error:
+            raise UserError(f"tasks={name}: {missing(error)}") from error
 
 
 def _works(make: Callable[[Rows], object], rows: Rows) -> bool:
