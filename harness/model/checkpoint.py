@@ -20,6 +20,7 @@ SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TEXT_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 """Of the configuration and of the tokenizer."""
@@ -29,6 +30,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The config.json of a model folder; UserError where it cannot be read."""
     with refused(f"{directory}: its {CONFIG} cannot be read"):
         return dict(json.loads((directory / CONFIG).read_text(encoding="utf-8")))
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a model folder holds a tokenizer, of any kind."""
+    return any((directory / name).is_file() for name in TOKENIZERS)
 
 
 def loaded_files(directory: Path, weights: bool, *, with_code: bool) -> list[Path]:

@@ -48,7 +48,7 @@ def require_finite(name: str, model: nn.Module) -> None:
     bounds = torch.stack([torch.stack(torch.aminmax(each)).float() for each in parameters])
     odd = (~bounds.isfinite().all(1)).nonzero().flatten().tolist()
     if odd:
-        dtype = _word(parameters[odd[0]].dtype)
+        dtype = str(parameters[odd[0]].dtype).removeprefix("torch.")
         raise UserError(f"model {name}: {len(odd)} of its weights are not finite in {dtype}, such as {names[odd[0]]}")
 
 
@@ -60,7 +60,3 @@ def fits(tokenizer: Any, model: PreTrainedModel) -> bool:
     around = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     highest = max(tokenizer.vocab_size - 1, *(token or 0 for token in around))
     return highest < model.get_input_embeddings().num_embeddings
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

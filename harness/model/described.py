@@ -14,7 +14,7 @@ from harness.model import hub
 from harness.model.checkpoint import read_config
 from harness.model.gguf import converted
 from harness.model.shape import ModelShape
-from harness.model.source import find_source, model_at
+from harness.model.source import PACKAGE, find_source, model_at
 from harness.settings.sources import ModelConfig
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def _directory(config: ModelConfig) -> Path:
     return hub.config_directory(config.hub_id) if config.hub_id else find_source(config).directory
 
 
-def require_as_described(config: ModelConfig, directory: Path) -> None:
-    """Raise UserError where the weights in `directory` are of another family or size than `config.shape` says, by
-    which grids and estimates go."""
-    expected, found = dict(config.shape or {}), read_config(directory)
+def require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Raise UserError where the config.json beside the weights, `found`, says another family or size than
+    `config.shape`, by which grids and estimates go."""
+    expected = dict(config.shape or {})
     other = [key for key in ("model_type", *SIZES) if key in expected and key in found and found[key] != expected[key]]
     if other:
         holds, says = (", ".join(f"{key}={each[key]}" for key in other) for each in (found, expected))
         raise UserError(
-            f"model={config.name}: {config.path or config.hub_id or directory} holds a model of {holds}, and "
+            f"model={config.name}: {config.path or config.hub_id or PACKAGE} holds a model of {holds}, and "
             f"conf/model says {says}; model.shape=null takes it as it is"
         )

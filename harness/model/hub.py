@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from harness.errors import UserError, nearest
-from harness.model.checkpoint import CONFIG, weight_files
+from harness.model.checkpoint import CONFIG, has_tokenizer, weight_files
 from harness.model.download import Wanted, fetch, info, names, not_had
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ TEXT_FILES = (
 )  # fmt: skip
 """What transformers reads beside the weights. Other texts may lack in what another program has cached."""
 CODE_FILES = ("*.py", "*.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CONVERTED_TITLE = "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
 CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
@@ -132,7 +131,7 @@ def _is_whole(directory: Path, with_code: bool) -> bool:
     """Whether a snapshot has what the hub lists; where its list is not cached, whether it has a tokenizer."""
     listed = _listed(directory)
     if listed is None:
-        return any((directory / name).is_file() for name in TOKENIZER_FILES)
+        return has_tokenizer(directory)
     return all((directory / name).is_file() for name in filter(_wanted(with_code), listed))
 
 

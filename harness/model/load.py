@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from harness.errors import UserError, missing, reason, refused
 from harness.files import text_sha256
 from harness.model import hub
-from harness.model.checkpoint import num_elements, read_config, weight_files
+from harness.model.checkpoint import has_tokenizer, num_elements, read_config, weight_files
 from harness.model.described import as_config, model_config, require_as_described
 from harness.model.source import PACKAGE, PACKAGED_NAME, find_source
 from harness.settings.sources import ModelConfig
@@ -60,9 +60,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
 
     logging.disable_progress_bar()
     device, dtype = _placement(config)
-    shape = model_config(config)
     directory: Path | None
     if config.weights == "random":
+        shape = model_config(config)
         room.require_room(f"model {config.name}", checks.count(f"model {config.name}", shape), dtype, device)
         directory, fingerprint = _tokenizer_directory(config), _random_fingerprint(shape, config.seed)
         model = _random(shape, seed=config.seed, device=device, dtype=dtype)
@@ -125,8 +125,8 @@ def _pretrained(
 
     from harness.model import checks, room
 
-    require_as_described(config, directory)
     described = read_config(directory)
+    require_as_described(config, described)
     checks.require_floats(config.name, described)
     num_weights = num_elements(weight_files(directory))
     checks.require_filled(str(directory), as_config(config.name, described), num_weights)
@@ -169,7 +169,7 @@ def _tokenizer(
 
     from harness.model import checks
 
-    if directory is None or not any((directory / name).is_file() for name in hub.TOKENIZER_FILES):
+    if directory is None or not has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
     lacks = "" if (directory / "tokenizer.json").is_file() else _needed_for(directory)
     with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{lacks}"):

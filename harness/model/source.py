@@ -49,7 +49,7 @@ def model_at(path: Path, gguf_file: str | None = None) -> Path:
         if not (path / gguf_file).is_file():
             raise UserError(f"model.gguf_file={gguf_file}: no such file in model.path={path}")
         return path / gguf_file
-    if path.is_file() and path.suffix == ".gguf" or (path / "config.json").is_file():
+    if path.is_file() and path.suffix == ".gguf" or (path / CONFIG).is_file():
         return path
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
