@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 NUMBER, NOTHING = (int, float), type(None)
 MISSING = object()
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What code raises of a record that holds what no run writes."""
 
 
 class Each(NamedTuple):

@@ -21,6 +21,7 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.records.archive import MANIFEST, RECORDS, SCHEMA, digest, inputs_of, origin
+from harness.records.form import ODD
 from harness.records.record import read_record
 
 MAX_BYTES = 2 * 2**30
@@ -51,7 +52,7 @@ def opened(source: Path) -> Iterator[Path]:
             yield folder
         except UserError as error:
             raise UserError(str(error).replace(str(folder), str(source))) from error
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # whoever wrote it
+        except ODD as error:
             raise UserError(f"{source}: holds what no run writes ({error!r})") from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from harness.records.baseline import Baselines
+from harness.records.form import ODD
 from harness.records.record import current, read_records
 from harness.records.samples import surprise
 from harness.tables.columns import (
@@ -32,9 +33,6 @@ from harness.tables.frontier import fronts, step_seconds
 log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
-
-DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What a record raises that does not hold what its kind of run writes."""
 
 NAME, FRONTIER = "leaderboard", "frontier"
 """The tables that are made here."""
@@ -75,7 +73,7 @@ def _made(runs: Sequence[Record], timed: Record | None, full: Baselines) -> Tabl
         row |= _scaled(row)
         check(BOARD, [row])
         return row
-    except DAMAGE as error:
+    except ODD as error:
         named = ", ".join(f"{record['experiment']}/{record['run_id']}" for record in (*runs, *filter(None, [timed])))
         log.warning("%s: damaged record (%r); left out of the leaderboard", named, error)
         return None

@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.files import write_atomic
 from harness.records.baseline import Baselines, full_runs
+from harness.records.form import ODD
 from harness.records.record import current, read_records
 from harness.settings.choices import kind_of
 from harness.settings.experiment import find
@@ -31,8 +32,6 @@ from harness.tables.sheets import render_markdown, render_terminal
 log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
-
-DAMAGE = leaderboard.DAMAGE
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
@@ -141,7 +140,7 @@ def with_rows(
         try:
             rows = rows_of(record, full)
             check(TABLES[record["table"]], rows)
-        except DAMAGE as error:
+        except ODD as error:
             path = f"{record.get('experiment')}/{record.get('run_id')}/record.json"
             log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
             continue
