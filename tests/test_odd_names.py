@@ -140,7 +140,7 @@ def test_a_figure_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch):
 
 
 def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):
-    with pytest.raises(UserError, match="tables: no table yet; "):
+    with pytest.raises(UserError, match="tables: no table yet; `make accuracy`"):
         plots.main(tmp_path)
     write_accuracy(tmp_path, "perplexity", [])
     with pytest.raises(UserError, match=r"tables: no figure is drawn from perplexity\.csv alone; "):

@@ -22,7 +22,7 @@ import plots
 from harness.errors import UserError
 from harness.paper.costmodel import published as costmodel
 from harness.tables import columns
-from plots import choices, data, fig7, fig11, fig13, fig18, registry, style
+from plots import choices, data, fig7, fig11, fig13, fig18, files, registry, style
 from plots.registry import DRAWINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -356,9 +356,11 @@ def test_reruns_give_equal_files(name: str, tmp_path: Path, monkeypatch: pytest.
     WRITERS[name](tmp_path)
     paths = plots.main(tmp_path)
     assert {path.name for path in paths} == {f"{name}.png", f"{name}.pdf"}
-    before = [path.read_bytes() for path in paths]
-    assert all(path.read_bytes() == old for path, old in zip(plots.main(tmp_path), before, strict=True))
-    assert b"CreationDate" not in (tmp_path / "figures" / f"{name}.pdf").read_bytes()
+    before = {path: path.read_bytes() for path in paths}
+    assert b"CreationDate" not in before[tmp_path / "figures" / f"{name}.pdf"]
+    again = {"png": files.FORMATS["png"]} if name != "fig12" else files.FORMATS  # a PDF takes long
+    monkeypatch.setattr(files, "FORMATS", again)
+    assert all(path.read_bytes() == before[path] for path in plots.main(tmp_path))
 
 
 def test_fig11_draws_lines_full_cache_chance_and_errors(tmp_path: Path) -> None:
@@ -735,11 +737,6 @@ def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path: Path)
     with pytest.raises(UserError, match=r"^fig14: several rows with label=ideal at tiny, batch 4[^;]*$"):
         plots.main(tmp_path)
     assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == ["fig12.pdf", "fig12.png"]
-
-
-def test_no_tables_says_which_command_makes_them(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"make accuracy"):
-        plots.main(tmp_path)
 
 
 def test_a_table_without_rows_is_no_figure(tmp_path: Path) -> None:
