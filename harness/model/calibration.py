@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.files import replacing
+from harness.files import replacing, text_sha256
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention
 from methods.base import Calibration, Method
@@ -54,7 +54,7 @@ def cached_calibration(
     settings = [getattr(method, name) for name in method.calibration_settings]
     code = [inspect.getsource(each) for each in (type(method).calibrate, sys.modules[type(method).__module__])]
     identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
-    path = cache_dir / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}.safetensors"
+    path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
     found = _read(path)
     if found is None:
         found = calibrate(attached, method, ids)

@@ -1,4 +1,4 @@
-"""Models, loaded the same way wherever they come from: evaluation mode, no gradients, fp32 on a CPU.
+"""Models, loaded the same way wherever they come from: evaluation mode, no gradients, in `model.dtype`.
 
 Sources, the first that is set: `weights: random` (the shape alone, nothing is downloaded), `path` (a
 directory with safetensors, or a GGUF), `hub_id` (the hub's cache, else a download), and for smollm2-135m the
