@@ -27,6 +27,11 @@ def kind_of(experiment: str) -> str | None:
     return None if said is None else str(said)
 
 
+def setting_of(override: str) -> str:
+    """The setting that an override gives, or takes away (`~`)."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The settings of a group in a composed run; UserError where one value stands in their place."""
     node = settings.get(name)

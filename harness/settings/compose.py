@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
 from harness.settings import method, systems
-from harness.settings.choices import CONF_DIR, group, kind_of, options
+from harness.settings.choices import CONF_DIR, group, kind_of, options, setting_of
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build, path_text
@@ -112,7 +112,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"export={composed['export']}: runs nothing, so it is no setting of a run")
     if settings.pop("cluster", None) is not None:
         raise UserError(f"cluster={composed['cluster']}: says where a command runs, so it is no setting of a run")
-    given = _given(overrides)
+    given = set(map(setting_of, overrides))
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
     settings["latency"] = build(LatencyConfig, group_latency(settings))
     settings["task"] = build(TaskConfig, group_tasks(settings))
@@ -146,12 +146,7 @@ def chosen_model(config: DictConfig, overrides: Sequence[str]) -> ModelConfig:
     node = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(node, dict)
     settings = {str(key): value for key, value in node.items()}
-    return build(ModelConfig, _with_source(settings, _given(overrides)), "model")
-
-
-def _given(overrides: Sequence[str]) -> set[str]:
-    """The settings that the user gave."""
-    return {override.split("=", 1)[0].lstrip("+") for override in overrides}
+    return build(ModelConfig, _with_source(settings, set(map(setting_of, overrides))), "model")
 
 
 def choices(group: str, *without: str) -> list[str]:
