@@ -71,9 +71,11 @@ def test_what_another_process_is_at_is_left_to_it(runs, configs):
     assert {path.name for path in todo.path.parent.iterdir()} == {"record.json"}
 
 
-def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, capsys):
+def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, monkeypatch):
     todo = Run.of(configs[0])
     begun, ends = threading.Event(), threading.Event()
+    said: list[str] = []
+    monkeypatch.setattr(runner, "print", lambda line: (said.append(line), ends.set()), raising=False)
 
     def slow(config):
         begun.set()
@@ -81,13 +83,12 @@ def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, cap
         return outcome(config)
 
     runs.measure = slow
-    first = threading.Thread(target=run, args=(todo, Resources(), lambda _: None))
+    first = threading.Thread(target=run, args=(todo, Resources()))
     first.start()
     assert begun.wait(60)
-    assert run(todo, Resources(), lambda line: (print(line), ends.set())) == todo.path
+    assert run(todo, Resources()) == todo.path
     first.join()
     assert len(runs.configs) == 1
-    said = capsys.readouterr().out.splitlines()
     assert "another process is at it; waiting" in said[0] and "finished before, skipped" in said[-1]
 
 
@@ -105,7 +106,7 @@ def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, con
         run(todo, Resources(), since=failed - 1)
     assert len(runs.configs) == 1
     runs.measure = outcome
-    assert run(todo, Resources(), lambda _: None, since=failed + 1) == todo.path and len(runs.configs) == 2
+    assert run(todo, Resources(), since=failed + 1) == todo.path and len(runs.configs) == 2
 
 
 @pytest.mark.parametrize("processes", [2, 4])
