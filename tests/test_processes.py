@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
+from harness.files import HeldError
 from harness.launch import child as apart
 from harness.launch import grid, interrupts, lock, runner
 from harness.launch.cli import Jobs, main
@@ -33,7 +34,7 @@ METHODS = ("full", "h2o", "int4")
 def runs(monkeypatch, tmp_path):
     """Stand-ins for model and experiments, in an empty current folder; processes ask for locks often."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lock, "POLL_S", 0.01)
+    monkeypatch.setattr("harness.files.POLL_S", 0.01)
     return stand_in(monkeypatch)
 
 
@@ -61,7 +62,7 @@ def test_what_another_process_is_at_is_left_to_it(runs, configs):
 
     def meanwhile(config):
         assert lock.is_held(todo.path)
-        with pytest.raises(lock.HeldError):
+        with pytest.raises(HeldError):
             run(todo, Resources(), since=0.0)
         return outcome(config)
 
@@ -135,6 +136,18 @@ def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog
     todo = Run.of(configs[0])
     assert run(todo, Resources()) == todo.path and todo.is_finished()
     assert "results: its file system has no locks; start one process at a time" in caplog.text
+
+
+def test_what_another_user_is_at_is_held(runs, configs, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    record = Path("results/runs/perplexity/theirs/record.json")
+    monkeypatch.setattr(lock, "lock_file", refuse)
+    assert not lock.is_held(record)
+    record.parent.mkdir(parents=True)
+    record.with_name(".lock").touch()
+    assert lock.is_held(record)
 
 
 # killed, or out of disk, at every write

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.files import HeldError
 from harness.launch.interrupts import STOPS
-from harness.launch.lock import HeldError
 from harness.launch.runner import Run, fail, run
 from harness.resources import Resources
 from harness.settings.experiment import find

@@ -17,9 +17,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from harness.errors import UnfinishedError, UserError
+from harness.files import HeldError
 from harness.launch import lock, tracking
 from harness.launch.child import process_of, run_apart
-from harness.launch.lock import HeldError
 from harness.launch.plan import counted, groups
 from harness.launch.runner import Run, relabel, require_devices, run
 from harness.resources import Resources

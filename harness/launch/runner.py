@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
-from harness.files import until_settled
+from harness.files import HeldError, until_settled
 from harness.launch import lock, tracking
 from harness.records import code, environment, inputs
 from harness.records import record as records
@@ -137,7 +137,7 @@ def _is_done(todo: Run, is_cell: bool) -> bool:
 
 def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
-    with suppress(lock.HeldError), lock.holding(todo.path, wait=False):
+    with suppress(HeldError), lock.holding(todo.path, wait=False):
         if not todo.is_finished():
             _end(todo, _unfinished(todo) | _failure(error))
 
