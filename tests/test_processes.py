@@ -133,9 +133,8 @@ def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    todo = Run.of(configs[0])
-    assert run(todo, Resources()) == todo.path and todo.is_finished()
-    assert "results: its file system has no locks; start one process at a time" in caplog.text
+    assert len(whole_grid(configs)) == len(configs)
+    assert caplog.text.count("results: its file system has no locks; start one process at a time") == 1
 
 
 def test_what_another_user_is_at_is_held(runs, configs, monkeypatch):

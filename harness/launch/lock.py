@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,5 +66,10 @@ def _acquired(record: Path, *, wait: bool) -> BaseFileLock | None:
     except OSError as error:
         raise UserError(f"results_dir: {record} cannot be written ({error.strerror or error})") from error
     if lock is None:
-        log.warning("%s: its file system has no locks; start one process at a time", record.parents[3])
+        _warn(record.parents[3])
     return lock
+
+
+@cache
+def _warn(results_dir: Path) -> None:
+    log.warning("%s: its file system has no locks; start one process at a time", results_dir)

@@ -14,6 +14,11 @@ from harness.errors import UserError, nearest
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
+def is_group(name: str) -> bool:
+    """Whether a setting chooses a file of `conf/`."""
+    return (CONF_DIR / name).is_dir()
+
+
 def options(name: str) -> list[str]:
     """The choices of a group: the files under `conf/<name>`."""
     return sorted(path.stem for path in (CONF_DIR / name).glob("*.yaml"))

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
 from harness.settings import method, systems
-from harness.settings.choices import CONF_DIR, group, kind_of, options, setting_of
+from harness.settings.choices import CONF_DIR, group, is_group, kind_of, options, setting_of
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build, path_text
@@ -56,11 +56,11 @@ class Composer:
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """As `compose(overrides)`."""
         try:
-            given = [_override(each) for each in overrides]
-            values = [each for each in given if not _chooses(each)]
+            given = [read_override(each) for each in overrides]
+            values = [each for each in given if not is_group(each.key_or_group)]
             if any(map(_is_special, given)):
                 return compose(overrides)
-            config = deepcopy(self._of(tuple(str(each.input_line) for each in given if _chooses(each))))
+            config = deepcopy(self._of(tuple(str(each.input_line) for each in given if is_group(each.key_or_group))))
             for each in values:
                 OmegaConf.update(config, each.key_or_group, each.value())
         except (HydraException, OmegaConfBaseException):
@@ -74,13 +74,9 @@ class Composer:
 
 
 @cache
-def _override(text: str) -> Override:
+def read_override(text: str) -> Override:
+    """A word of a command line, as Hydra reads it; HydraException where it cannot."""
     return OverridesParser.create().parse_override(text)
-
-
-def _chooses(override: Override) -> bool:
-    """Whether it chooses a file of a group."""
-    return (CONF_DIR / override.key_or_group).is_dir()
 
 
 def _is_special(override: Override) -> bool:
