@@ -243,7 +243,8 @@ def test_a_signal_ends_with_tables_and_an_interrupted_record(number, code, runs,
 
     runs.measure = interrupt
     assert interruptible(lambda: main(["-m", "method=full,h2o,int4"])) == code
-    assert capsys.readouterr().err.splitlines() == [interrupts.SAID]
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [interrupts.SAID] and "Full cache" in printed.out
     assert "Full cache" in tables()["perplexity.md"] and "H2O" not in tables()["perplexity.md"]
     statuses = Counter(record["status"] for record in records.read_records("results", "perplexity"))
     assert statuses == {"finished": 1, "interrupted": 1}
