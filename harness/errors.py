@@ -1,7 +1,7 @@
 """What a user got wrong, said in one line.
 
 Every refusal of the project is a `UserError` whose message names the setting, its value and what is allowed;
-`harness.launch.cli` prints it without a traceback and exits with code 2.
+`harness.launch.cli` prints it without a traceback and exits with code `USERS`.
 """
 
 import difflib
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 MAX_LISTED = 16
+DEFECT, USERS, UNFINISHED = 1, 2, 75
+"""Exit codes: a defect of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to try again."""
 
 
 class UserError(ValueError):
@@ -77,10 +79,10 @@ def shortened(text: str, length: int) -> str:
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Run a command: 0, or 2 after a line on stderr for what a user can put right."""
+    """Run a command: 0, or `USERS` after a line on stderr for what a user can put right."""
     try:
         command()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USERS
     return 0

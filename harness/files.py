@@ -1,8 +1,9 @@
-"""Files and memory: replacing a file in one step, digests, the cache folder, what is free. Imports no torch."""
+"""Files and memory: replacing a file in one step, locks, digests, the cache folder, what is free. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -11,17 +12,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
 from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 T = TypeVar("T")
 SETTLED_S = 2.0
 """A file changed less than so long ago may change once more within one tick of its file system's clock."""
 
 ABANDONED_S = 3600.0
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+POLL_S = 0.5
+"""How often a process that waits for a lock asks for it."""
+
+
+class HeldError(Exception):
+    """Another process holds the lock."""
 
 
 def cache_dir() -> Path:
@@ -72,6 +83,30 @@ def write_atomic(path: Path, text: str) -> None:
             scratch.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"results_dir: {path} cannot be written ({error.strerror or error})") from error
+
+
+def lock_file(path: Path, *, wait: bool) -> BaseFileLock | None:
+    """The lock of a file that is there for it, held until it is released or its process ends.
+
+    Returns None where the file system has no locks.
+
+    Raises:
+        HeldError: another process holds it, and wait is False.
+        OSError: the file cannot be written.
+    """
+    import filelock  # a tenth of a second, of which a run that is finished needs nothing
+
+    lock = filelock.FileLock(path, fallback_to_soft=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=wait, poll_interval=POLL_S)
+    except filelock.Timeout:
+        raise HeldError(path) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return None
+    return lock
 
 
 def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:

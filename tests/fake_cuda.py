@@ -42,9 +42,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness.model import room
 from harness.model.adapters import adapter_for
 from harness.model.attach import Attached, attach
-from harness.model.shape import CONF_DIR, read_yaml
+from harness.model.shape import read_yaml
 from harness.offload import copies, session
 from harness.offload.pinned import PinnedSlab
+from harness.settings.choices import CONF_DIR
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))

@@ -12,11 +12,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from harness.launch.overrides import GROUPS
 from harness.launch.runner import Run, run
 from harness.model import hub
 from harness.model import load as models
 from harness.resources import Resources
+from harness.settings.choices import is_group
 from harness.settings.compose import CONF_DIR, compose, load, parse
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
@@ -95,7 +95,7 @@ def composed(*choices: str):
 def load_quickly(command: str):
     """`compose.load`, but that each choice of groups is composed once."""
     words = command.split()
-    choices = [word for word in words if word.split("=")[0] in GROUPS]
+    choices = [word for word in words if is_group(word.split("=")[0])]
     config = composed(*choices).copy()
     for word in words:
         if word not in choices:

@@ -141,19 +141,6 @@ def test_out_of_memory(runs, capsys):
     assert only_error(capsys).startswith("error: out of memory: lower seq_len=512")
 
 
-def test_interrupted(runs, capsys):
-    def interrupt(config):
-        if config.method_name == "h2o":
-            raise KeyboardInterrupt
-        return outcome(config)
-
-    runs.measure = interrupt
-    assert main(["-m", "method=full,h2o,int4"]) == 130
-    printed = capsys.readouterr()
-    assert printed.err.startswith("interrupted") and printed.err.count("\n") == 1
-    assert "Full cache" in printed.out, "what was finished is shown and in the tables"
-
-
 def break_down(config):
     raise AttributeError("a defect")
 

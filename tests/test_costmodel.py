@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.model.shape import CONF_DIR, ModelShape, load_shape
+from harness.model.shape import ModelShape, load_shape
 from harness.paper.costmodel import counts, fit, hardware, published, schemes
 from harness.paper.costmodel.__main__ import main
 from harness.paper.costmodel.case import Case
@@ -24,6 +24,7 @@ from harness.paper.costmodel.overlap import BlockTimes, block_ends
 from harness.paper.costmodel.predict import predict
 from harness.paper.costmodel.published import FIGURES
 from harness.paper.costmodel.schemes import SCHEMES, tokens_read
+from harness.settings.choices import CONF_DIR
 from harness.settings.systems import LABELS
 from harness.tables.columns import LATENCY, OPTIONAL, PUBLISHED_CSV, names
 from methods.base import Method, Row

@@ -9,9 +9,8 @@ import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from harness.errors import UserError
+from harness.errors import UNFINISHED, UserError
 from harness.launch import cli
-from harness.launch.cli import UNFINISHED
 from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from harness.launch.cli import UNFINISHED
+from harness.errors import UNFINISHED
 from harness.settings.compose import load
 from harness.settings.sources import ModelConfig
 

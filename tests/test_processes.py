@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
+from harness.files import HeldError
 from harness.launch import child as apart
 from harness.launch import grid, interrupts, lock, runner
 from harness.launch.cli import Jobs, main
@@ -33,7 +34,7 @@ METHODS = ("full", "h2o", "int4")
 def runs(monkeypatch, tmp_path):
     """Stand-ins for model and experiments, in an empty current folder; processes ask for locks often."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lock, "POLL_S", 0.01)
+    monkeypatch.setattr("harness.files.POLL_S", 0.01)
     return stand_in(monkeypatch)
 
 
@@ -61,7 +62,7 @@ def test_what_another_process_is_at_is_left_to_it(runs, configs):
 
     def meanwhile(config):
         assert lock.is_held(todo.path)
-        with pytest.raises(lock.HeldError):
+        with pytest.raises(HeldError):
             run(todo, Resources(), since=0.0)
         return outcome(config)
 
@@ -71,9 +72,11 @@ def test_what_another_process_is_at_is_left_to_it(runs, configs):
     assert {path.name for path in todo.path.parent.iterdir()} == {"record.json"}
 
 
-def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, capsys):
+def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, monkeypatch):
     todo = Run.of(configs[0])
     begun, ends = threading.Event(), threading.Event()
+    said: list[str] = []
+    monkeypatch.setattr(runner, "print", lambda line: (said.append(line), ends.set()), raising=False)
 
     def slow(config):
         begun.set()
@@ -81,13 +84,12 @@ def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, cap
         return outcome(config)
 
     runs.measure = slow
-    first = threading.Thread(target=run, args=(todo, Resources(), lambda _: None))
+    first = threading.Thread(target=run, args=(todo, Resources()))
     first.start()
     assert begun.wait(60)
-    assert run(todo, Resources(), lambda line: (print(line), ends.set())) == todo.path
+    assert run(todo, Resources()) == todo.path
     first.join()
     assert len(runs.configs) == 1
-    said = capsys.readouterr().out.splitlines()
     assert "another process is at it; waiting" in said[0] and "finished before, skipped" in said[-1]
 
 
@@ -105,7 +107,7 @@ def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, con
         run(todo, Resources(), since=failed - 1)
     assert len(runs.configs) == 1
     runs.measure = outcome
-    assert run(todo, Resources(), lambda _: None, since=failed + 1) == todo.path and len(runs.configs) == 2
+    assert run(todo, Resources(), since=failed + 1) == todo.path and len(runs.configs) == 2
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -131,9 +133,20 @@ def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    todo = Run.of(configs[0])
-    assert run(todo, Resources()) == todo.path and todo.is_finished()
-    assert "results: its file system has no locks; start one process at a time" in caplog.text
+    assert len(whole_grid(configs)) == len(configs)
+    assert caplog.text.count("results: its file system has no locks; start one process at a time") == 1
+
+
+def test_what_another_user_is_at_is_held(runs, configs, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    record = Path("results/runs/perplexity/theirs/record.json")
+    monkeypatch.setattr(lock, "lock_file", refuse)
+    assert not lock.is_held(record)
+    record.parent.mkdir(parents=True)
+    record.with_name(".lock").touch()
+    assert lock.is_held(record)
 
 
 # killed, or out of disk, at every write
@@ -230,7 +243,8 @@ def test_a_signal_ends_with_tables_and_an_interrupted_record(number, code, runs,
 
     runs.measure = interrupt
     assert interruptible(lambda: main(["-m", "method=full,h2o,int4"])) == code
-    assert capsys.readouterr().err.splitlines() == [interrupts.SAID]
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [interrupts.SAID] and "Full cache" in printed.out
     assert "Full cache" in tables()["perplexity.md"] and "H2O" not in tables()["perplexity.md"]
     statuses = Counter(record["status"] for record in records.read_records("results", "perplexity"))
     assert statuses == {"finished": 1, "interrupted": 1}

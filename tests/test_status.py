@@ -26,7 +26,7 @@ def started(runs, method: str, ends) -> Run:
     runs.measure = ends
     todo = Run.of(load([f"method={method}"]))
     with suppress(UserError, KeyboardInterrupt):
-        run(todo, Resources(), lambda _: None)
+        run(todo, Resources())
     return todo
 
 

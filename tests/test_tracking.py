@@ -121,7 +121,10 @@ def test_one_that_cannot_be_used_is_refused_before_any_work(runs, client, grid, 
     client.down = True
     for command in (ONE, (grid,)):
         assert main(*command) == 2
-        assert capsys.readouterr().err == "error: tracker=mlflow: ConnectionError: no server at that address\n"
+        assert (
+            capsys.readouterr().err
+            == "error: tracker=mlflow: cannot be used (ConnectionError: no server at that address)\n"
+        )
     assert not runs.configs and not Path("results").exists()
 
 
@@ -143,7 +146,7 @@ def test_an_outage_costs_a_line_and_what_it_missed_can_be_sent(runs, client, cap
     line = f"warning: tracker=mlflow: {path} was not sent (ConnectionError: no server at that address)\n"
     assert record["status"] == "finished" and capsys.readouterr().err == line
     assert tracking.main(["mlflow"]) == 2
-    assert capsys.readouterr().err.startswith("error: tracker=mlflow: ConnectionError")
+    assert capsys.readouterr().err.startswith("error: tracker=mlflow: cannot be used (ConnectionError")
     client.down = False
     assert tracking.main(["mlflow"]) == 0
     assert capsys.readouterr().out == "mlflow has all 1 finished runs of results\n"

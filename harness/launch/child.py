@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.files import HeldError
 from harness.launch.interrupts import STOPS
-from harness.launch.lock import HeldError
 from harness.launch.runner import Run, fail, run
 from harness.resources import Resources
 from harness.settings.experiment import find
@@ -97,7 +97,7 @@ def _work(runs: Sequence[Run], since: float, results: Connection) -> None:
     resources = Resources()
     for each in runs:
         try:
-            results.send(run(each, resources, _silent, since=since))
+            results.send(run(each, resources, since=since))
         except HeldError as error:
             results.send(error)
         except Exception as error:
@@ -110,7 +110,3 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _silent(line: str) -> None:
-    """The parent says enough."""

@@ -21,21 +21,18 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from harness.errors import UnfinishedError, UserError, nearest
+from harness.errors import DEFECT, UNFINISHED, USERS, UnfinishedError, UserError, nearest
 from harness.files import until_settled
 from harness.launch import console, grid, interrupts, overrides, runner, status, tracking
 from harness.launch.cluster import Batch, own_overrides
 from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
-from harness.settings.compose import CONF_DIR, parse
+from harness.settings.choices import CONF_DIR, setting_of
+from harness.settings.compose import parse
 from harness.settings.experiment import find
 
 TRACEBACKS = "HYDRA_FULL_ERROR"
-UNFINISHED = 75
-"""EX_TEMPFAIL of sysexits.h: not done yet, invited to try again."""
-
-
 Draw = Callable[[Path], Sequence[Path]]
 """Draws the figures of a results folder; returns their paths."""
 
@@ -105,7 +102,7 @@ class Jobs:
 
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
         for override in overrides:
-            if override.lstrip("+").startswith("grid."):
+            if setting_of(override).startswith("grid."):
                 raise UserError(f"{override}: needs grid=NAME")
         checked = parse(config, overrides)
         if self.batch is not None:
@@ -145,7 +142,7 @@ class Jobs:
             console.mute()
             return
         users_fault = isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError)
-        self.exit_code = UNFINISHED if isinstance(error, UnfinishedError) else 2 if users_fault else 1
+        self.exit_code = UNFINISHED if isinstance(error, UnfinishedError) else USERS if users_fault else DEFECT
         if self.tracebacks:
             traceback.print_exception(error)
         hint = "" if users_fault else f" ({type(error).__name__}, a defect; {TRACEBACKS}=1 shows where)"

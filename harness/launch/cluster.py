@@ -19,22 +19,20 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 import harness
-from harness.errors import UserError
+from harness.errors import DEFECT, UNFINISHED, USERS, UserError
 from harness.files import text_sha256, write_atomic
 from harness.launch import slurm
 from harness.launch.plan import share_of
 from harness.launch.runner import Run, relabel
-from harness.settings.choices import group
+from harness.settings.choices import group, setting_of
 from harness.settings.experiment import find
 from harness.settings.run import RunConfig
-from harness.settings.schema import build
+from harness.settings.schema import build, check_range
 
 POLL_S = 10.0
 """Between two questions to Slurm, in seconds."""
 RUN = Path(harness.__file__).resolve().parents[1] / "run.py"
 SHARE = "grid.share="
-DEFECT, USERS, UNFINISHED = 1, 2, 75
-"""Exit codes as `harness.launch.cli` has them."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,9 @@ class Cluster:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        least = {"jobs": 1, "minutes": 5, "restarts": 0, "cpus": 1, "mem_gib": 1}
-        for name, bound in (least | ({} if self.gpus is None else {"gpus": 0})).items():
-            if getattr(self, name) < bound:
-                raise UserError(f"cluster.{name}={getattr(self, name)}: must be at least {bound}")
+        least = {"jobs": 1, "minutes": 5, "restarts": 0, "cpus": 1, "mem_gib": 1, "gpus": 0}
+        for name, bound in least.items():
+            check_range(f"cluster.{name}", getattr(self, name), bound)
 
 
 @dataclass(frozen=True)
@@ -148,8 +145,7 @@ class Batch:
         """The array of an earlier start, where jobs of it are to run still."""
         note = self._folder / "array"
         array = note.read_text().strip() if note.is_file() else None
-        known = slurm.states(array) if array else {}
-        return array if known is None or any(not state.is_over for state in known.values()) else None
+        return array if array and any(not state.is_over for state in _states(array).values()) else None
 
     def _submit(self, todo: Mapping[int, Job]) -> str:
         """Write the script, hand it to Slurm, and note its number."""
@@ -179,15 +175,14 @@ class Batch:
         """The last state of each job; says when one changes."""
         last: dict[int, slurm.State] = {}
         while True:
-            now = slurm.states(array)
-            if now is not None:
-                gone = {number: slurm.State(slurm.GONE) for number, state in last.items() if not state.is_over}
-                for number, state in sorted((gone | now).items()):
-                    if state != last.get(number):
-                        print(f"job {array}_{number}: {_said(state)}", flush=True)
-                last |= gone | now
-                if all(state.is_over for state in last.values()):
-                    return last
+            gone = {number: slurm.State(slurm.GONE) for number, state in last.items() if not state.is_over}
+            now = gone | _states(array)
+            for number, state in sorted(now.items()):
+                if state != last.get(number):
+                    print(f"job {array}_{number}: {_said(state)}", flush=True)
+            last |= now
+            if all(state.is_over for state in last.values()):
+                return last
             time.sleep(POLL_S)
 
     def _ends(self, array: str, ends: Mapping[int, slurm.State]) -> int:
@@ -207,7 +202,14 @@ class Batch:
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides of what a job runs: those without the cluster's."""
-    return [each for each in overrides if each.lstrip("+~").partition("=")[0].partition(".")[0] != "cluster"]
+    return [each for each in overrides if setting_of(each).partition(".")[0] != "cluster"]
+
+
+def _states(array: str) -> dict[int, slurm.State]:
+    """The jobs of an array that Slurm knows, once it answers."""
+    while (known := slurm.states(array)) is None:
+        time.sleep(POLL_S)
+    return known
 
 
 def _exit_code(state: slurm.State) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.records import archive
+from harness.settings.choices import setting_of
 from harness.settings.schema import path_text
 
 TAKES = ("export", "results_dir")
@@ -23,7 +24,7 @@ def export(setting: object, results_dir: str, overrides: Sequence[str]) -> str:
     Raises:
         UserError: a setting that belongs to a run, nothing to export, or a place that it cannot be written to.
     """
-    foreign = [override for override in overrides if override.lstrip("+~").partition("=")[0] not in TAKES]
+    foreign = [override for override in overrides if setting_of(override) not in TAKES]
     if foreign:
         raise UserError(f"{foreign[0]}: export={setting} runs nothing; beside it only results_dir= is allowed")
     results = Path(path_text(results_dir, "results_dir"))

@@ -17,11 +17,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from harness.errors import UnfinishedError, UserError
+from harness.files import HeldError
 from harness.launch import lock, tracking
 from harness.launch.child import process_of, run_apart
-from harness.launch.lock import HeldError
 from harness.launch.plan import counted, groups
-from harness.launch.runner import Run, require_devices, run
+from harness.launch.runner import Run, relabel, require_devices, run
 from harness.resources import Resources
 from harness.settings.run import RunConfig
 
@@ -46,7 +46,8 @@ def run_cells(
     todo: list[Run] = []
     for each in map(Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)):
         if each.is_finished():
-            yield run(each, start.resources, _silent)
+            relabel(each)
+            yield each.path
         else:
             todo.append(each)
     tracking.require(each.config.tracker for each in todo)
@@ -102,7 +103,7 @@ class Start:
 
     def _run_here(self, todo: Run) -> Path | Exception:
         try:
-            return run(todo, self.resources, _silent, since=self.began)
+            return run(todo, self.resources, since=self.began)
         except Exception as error:
             return error
 
@@ -150,7 +151,3 @@ def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put
         raise UserError(f"{len(failures)} of {total} cells failed; the first, {said}{more}") from first
     if put_off:
         raise UnfinishedError(later)
-
-
-def _silent(line: str) -> None:
-    """The progress bar says enough."""

@@ -6,26 +6,19 @@ A file system without locks gives none, and says so once: whoever writes results
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.errors import UserError
+from harness.files import HeldError, lock_file
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 log = logging.getLogger(__name__)
-
-POLL_S = 0.5
-"""How often a waiting process asks."""
-NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-
-
-class HeldError(Exception):
-    """Another process computes the record."""
 
 
 @contextlib.contextmanager
@@ -52,7 +45,7 @@ def is_held(record: Path) -> bool:
     try:
         with holding(record, wait=False):
             return False
-    except HeldError:
+    except (HeldError, UserError):  # a lock that cannot be opened is another user's
         return True
 
 
@@ -68,17 +61,15 @@ def _path(record: Path) -> Path:
 
 def _acquired(record: Path, *, wait: bool) -> BaseFileLock | None:
     """The lock, held; None where the file system has none."""
-    import filelock  # a tenth of a second, of which a run that is finished needs nothing
-
-    lock = filelock.FileLock(_path(record), fallback_to_soft=False)
     try:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=wait, poll_interval=POLL_S)
-    except filelock.Timeout:
-        raise HeldError(record) from None
+        lock = lock_file(_path(record), wait=wait)
     except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise UserError(f"results_dir: {record} cannot be written ({error.strerror or error})") from error
-        log.warning("%s: its file system has no locks; start one process at a time", record.parents[3])
-        return None
+        raise UserError(f"results_dir: {record} cannot be written ({error.strerror or error})") from error
+    if lock is None:
+        _warn(record.parents[3])
     return lock
+
+
+@cache
+def _warn(results_dir: Path) -> None:
+    log.warning("%s: its file system has no locks; start one process at a time", results_dir)

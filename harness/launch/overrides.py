@@ -9,15 +9,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, Sweep
 from hydra.errors import HydraException
 
 from harness.errors import UserError, nearest
-from harness.settings.choices import CONF_DIR, options
+from harness.settings.choices import is_group, options
+from harness.settings.compose import read_override
 from harness.settings.systems import LABELS
 
-GROUPS = {path.name for path in CONF_DIR.iterdir() if path.is_dir()}
 SWEEPS = {"-m", "--multirun"}
 
 
@@ -35,7 +34,7 @@ def _check(word: str, is_sweep: bool) -> None:
         raise UserError(f"{word}: is a sweep, which needs -m{_or_quoted(word)}")
     values = [_text(each) for each in value.list] if isinstance(value, ChoiceSweep) else [value]
     chooses = not override.is_delete() and not isinstance(value, Sweep | Glob)
-    if name in GROUPS and (chooses or isinstance(value, ChoiceSweep)) and not all(isinstance(v, str) for v in values):
+    if is_group(name) and (chooses or isinstance(value, ChoiceSweep)) and not all(isinstance(v, str) for v in values):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
     if name == "label" and isinstance(value, ChoiceSweep) and not {*values} <= {*LABELS}:
         raise UserError(f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}")
@@ -48,7 +47,7 @@ def _read(word: str) -> Override:
     except UnicodeEncodeError:
         raise UserError(f"{word}: is not UTF-8 text") from None
     try:
-        return OverridesParser.create().parse_override(word)
+        return read_override(word)
     except HydraException as error:
         how = _or_quoted(word) or f" ({' '.join(str(error).split())})"
         raise UserError(f"{word}: Hydra cannot read it{how}") from None
@@ -59,7 +58,7 @@ def _or_quoted(word: str) -> str:
     name, _, value = word.partition("=")
     quoted = f"{name}={QuotedString(value, Quote.double).with_quotes()}"
     try:
-        override = OverridesParser.create().parse_override(quoted)
+        override = read_override(quoted)
     except HydraException:
         return ""
     return f"; as text: {shlex.quote(quoted)}" if override.value() == value else ""

@@ -34,7 +34,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from harness.errors import UserError, nearest
 from harness.launch.child import process_of
 from harness.model.described import shape_mapping
-from harness.settings.compose import Composer, chosen_model, compose, load, options
+from harness.settings.choices import options, setting_of
+from harness.settings.compose import Composer, chosen_model, compose, load
 from harness.settings.experiment import find
 from harness.settings.run import RunConfig
 
@@ -163,7 +164,7 @@ def _cells(
     entries: Sequence[dict[str, Any]], settings: dict[str, Any], overrides: Sequence[str], composer: Composer
 ) -> tuple[list[RunConfig], list[tuple[str, str]]]:
     """The cells of one file, and what its entries leave out where it is refused."""
-    given = {_key(override): override for override in overrides if not _of_grid(override)}
+    given = {setting_of(override): override for override in overrides if not _of_grid(override)}
     lenient = [entry.pop("where_allowed", False) for entry in entries]
     every = [(cell, may) for entry, may in zip(entries, lenient, strict=True) for cell in _combinations(entry)]
     for key in given:
@@ -223,14 +224,9 @@ def _group(value: Any, where: str) -> dict[str, Any]:
     return {str(key): item for key, item in value.items()}
 
 
-def _key(override: str) -> str:
-    """The setting that an override gives."""
-    return override.split("=", 1)[0].lstrip("+~")
-
-
 def _of_grid(override: str) -> bool:
     """Whether an override chooses the grid or a setting of its own."""
-    return _key(override).partition(".")[0] == "grid"
+    return setting_of(override).partition(".")[0] == "grid"
 
 
 def _override(key: str, value: Any) -> str:

@@ -9,7 +9,7 @@ at the next start. The resources keep the model for the next run of the process,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
-from harness.files import until_settled
+from harness.files import HeldError, until_settled
 from harness.launch import lock, tracking
 from harness.records import code, environment, inputs
 from harness.records import record as records
@@ -27,9 +27,6 @@ from harness.resources import Resources
 from harness.settings.experiment import Outcome, find
 from harness.settings.run import RunConfig
 from harness.tables import write as tables
-
-Say = Callable[[str], object]
-"""Takes a line for the user."""
 
 
 @dataclass(frozen=True)
@@ -99,46 +96,48 @@ def require_devices(configs: Iterable[RunConfig]) -> None:
             raise UserError("platform=cuda: torch finds no CUDA device here; allowed: cpu")
 
 
-def run(todo: Run, resources: Resources, say: Say = print, *, since: float | None = None) -> Path:
+def run(todo: Run, resources: Resources, *, since: float | None = None) -> Path:
     """Do one run, unless its record is finished; one process at a time does. Returns the record's path.
 
     since: of a cell, when its grid began, in seconds since the epoch. What another process is at is not waited for
-    then, and what failed in one since has failed here.
+    then, what failed in one since has failed here, and nothing is printed.
 
     Raises:
         UserError: wrong input, an unwritable results folder, or out of memory (which setting to lower).
             The record then says `failed`, as for any other exception; after Ctrl-C it says `interrupted`.
         HeldError: another process is at this cell.
     """
-    if _is_done(todo, say):
+    is_cell = since is not None
+    if _is_done(todo, is_cell):
         return todo.path
-    if since is None and lock.is_held(todo.path):
-        say(f"{todo.title}: another process is at it; waiting")
-    with lock.holding(todo.path, wait=since is None):
-        if _is_done(todo, say):  # meanwhile
+    if not is_cell and lock.is_held(todo.path):
+        print(f"{todo.title}: another process is at it; waiting")
+    with lock.holding(todo.path, wait=not is_cell):
+        if _is_done(todo, is_cell):  # meanwhile
             return todo.path
         if since is not None and (failure := todo.failed_since(since)):
             raise UserError(f"failed in another process: {failure}")
-        if reason := todo.why_again():
-            say(reason)
+        if not is_cell and (reason := todo.why_again()):
+            print(reason)
         if todo.is_damaged():
             records.set_aside(todo.path)
         _record(todo, resources)
     return todo.path
 
 
-def _is_done(todo: Run, say: Say) -> bool:
+def _is_done(todo: Run, is_cell: bool) -> bool:
     """Whether its record is finished, which then has the user's label."""
     if not todo.is_finished():
         return False
     relabel(todo)
-    say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+    if not is_cell:
+        print(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return True
 
 
 def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
-    with suppress(lock.HeldError), lock.holding(todo.path, wait=False):
+    with suppress(HeldError), lock.holding(todo.path, wait=False):
         if not todo.is_finished():
             _end(todo, _unfinished(todo) | _failure(error))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.errors import UserError
+from harness.errors import UNFINISHED, UserError
 
 END_S = 120
 """How long before its time is over a job is told to end, in seconds; Slurm may say so a minute earlier."""
@@ -68,7 +68,7 @@ if [ -n "$late" ] && [ $code -ne 0 ]; then
   else
     echo "unfinished: the job's {minutes} minutes are over after {restarts} restarts; the same command goes on"
   fi
-  code=75
+  code={UNFINISHED}
 fi
 exit $code
 """

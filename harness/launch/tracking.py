@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from harness.errors import UserError, exit_code, missing, reason
+from harness.errors import UserError, exit_code, missing, reason, refused
 from harness.files import files_sha256
 from harness.launch.trackers import FINISHED, TRACKERS, Entry
 from harness.records import record as records
@@ -32,14 +32,11 @@ NONE = "none"
 def require(names: Iterable[str]) -> None:
     """Raise UserError where one of these trackers is not installed or cannot be sent to."""
     for name in sorted({*names} - {NONE}):
-        try:
-            TRACKERS[name]().check()
-        except ImportError as error:
-            raise UserError(f"tracker={name}: {missing(error)}; docs/sharing.md says how to add it") from error
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"tracker={name}: {reason(error)}") from error
+        with refused(f"tracker={name}: cannot be used"):
+            try:
+                TRACKERS[name]().check()
+            except ImportError as error:
+                raise UserError(f"tracker={name}: {missing(error)}; docs/sharing.md says how to add it") from error
 
 
 def send(name: str, path: Path) -> bool:

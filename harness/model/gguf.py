@@ -6,7 +6,6 @@ in `cache_dir()`/gguf; it may be deleted at any time. A copy that is damaged is 
 """
 
 import copy
-import fcntl
 import json
 import shutil
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from harness.errors import UserError, refused
-from harness.files import cache_dir, content_sha256, file_sha256
+from harness.files import cache_dir, content_sha256, file_sha256, lock_file
 
 COPY_FORMAT = 1  # raise it when what `_convert` writes changes
 MANIFEST = "manifest.json"
@@ -52,18 +51,18 @@ def converted(gguf: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time convert, and remove what is left of those that were killed: the kernel ends a lock with
-    its process. Without locks, on some network file systems, nothing is removed, and the first copy to be whole stays.
-    """
-    with folder.with_suffix(".lock").open("w") as lock:
-        locked = True
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            locked = False
-        for scratch in folder.glob(f"{SCRATCH}*") if locked else ():
+    """Let one process at a time convert, and remove what is left of those that were killed. Without locks, on some
+    network file systems, nothing is removed, and the first copy to be whole stays."""
+    lock = lock_file(folder.with_suffix(".lock"), wait=True)
+    if lock is None:
+        yield
+        return
+    try:
+        for scratch in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(scratch, ignore_errors=True)
         yield
+    finally:
+        lock.release()
 
 
 def _make(gguf: Path, digest: str, directory: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
+from harness.settings.choices import CONF_DIR, options
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 WEIGHT_BYTES = 2
 """Bytes of a weight, and of an element of the cache: fp16 throughout, as in the paper."""
 
@@ -99,9 +99,8 @@ class ModelShape:
 
 def load_shape(name: str) -> ModelShape:
     """The shape in `conf/model/<name>.yaml`; UserError for an unknown model."""
-    names = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
-    if name not in names:
-        raise UserError(f"model={name}: {nearest(name, names)}")
+    if name not in options("model"):
+        raise UserError(f"model={name}: {nearest(name, options('model'))}")
     return ModelShape.from_config(name, read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"])
 
 

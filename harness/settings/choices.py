@@ -14,6 +14,11 @@ from harness.errors import UserError, nearest
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
+def is_group(name: str) -> bool:
+    """Whether a setting chooses a file of `conf/`."""
+    return (CONF_DIR / name).is_dir()
+
+
 def options(name: str) -> list[str]:
     """The choices of a group: the files under `conf/<name>`."""
     return sorted(path.stem for path in (CONF_DIR / name).glob("*.yaml"))
@@ -25,6 +30,11 @@ def kind_of(experiment: str) -> str | None:
     path = CONF_DIR / "experiment" / f"{experiment}.yaml"
     said = yaml.safe_load(path.read_text(encoding="utf-8")).get("kind") if path.is_file() else None
     return None if said is None else str(said)
+
+
+def setting_of(override: str) -> str:
+    """The setting that an override gives, or takes away (`~`)."""
+    return override.partition("=")[0].lstrip("+~")
 
 
 def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:

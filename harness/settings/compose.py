@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
 from harness.settings import method, systems
-from harness.settings.choices import CONF_DIR, group, kind_of, options
+from harness.settings.choices import CONF_DIR, group, is_group, kind_of, options, setting_of
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build, path_text
@@ -56,11 +56,11 @@ class Composer:
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """As `compose(overrides)`."""
         try:
-            given = [_override(each) for each in overrides]
-            values = [each for each in given if not _chooses(each)]
+            given = [read_override(each) for each in overrides]
+            values = [each for each in given if not is_group(each.key_or_group)]
             if any(map(_is_special, given)):
                 return compose(overrides)
-            config = deepcopy(self._of(tuple(str(each.input_line) for each in given if _chooses(each))))
+            config = deepcopy(self._of(tuple(str(each.input_line) for each in given if is_group(each.key_or_group))))
             for each in values:
                 OmegaConf.update(config, each.key_or_group, each.value())
         except (HydraException, OmegaConfBaseException):
@@ -74,13 +74,9 @@ class Composer:
 
 
 @cache
-def _override(text: str) -> Override:
+def read_override(text: str) -> Override:
+    """A word of a command line, as Hydra reads it; HydraException where it cannot."""
     return OverridesParser.create().parse_override(text)
-
-
-def _chooses(override: Override) -> bool:
-    """Whether it chooses a file of a group."""
-    return (CONF_DIR / override.key_or_group).is_dir()
 
 
 def _is_special(override: Override) -> bool:
@@ -112,7 +108,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"export={composed['export']}: runs nothing, so it is no setting of a run")
     if settings.pop("cluster", None) is not None:
         raise UserError(f"cluster={composed['cluster']}: says where a command runs, so it is no setting of a run")
-    given = _given(overrides)
+    given = set(map(setting_of, overrides))
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
     settings["latency"] = build(LatencyConfig, group_latency(settings))
     settings["task"] = build(TaskConfig, group_tasks(settings))
@@ -146,12 +142,7 @@ def chosen_model(config: DictConfig, overrides: Sequence[str]) -> ModelConfig:
     node = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(node, dict)
     settings = {str(key): value for key, value in node.items()}
-    return build(ModelConfig, _with_source(settings, _given(overrides)), "model")
-
-
-def _given(overrides: Sequence[str]) -> set[str]:
-    """The settings that the user gave."""
-    return {override.split("=", 1)[0].lstrip("+") for override in overrides}
+    return build(ModelConfig, _with_source(settings, set(map(setting_of, overrides))), "model")
 
 
 def choices(group: str, *without: str) -> list[str]:

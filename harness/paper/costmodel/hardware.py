@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from harness.errors import UserError, nearest
-from harness.model.shape import CONF_DIR, read_yaml
+from harness.model.shape import read_yaml
+from harness.settings.choices import CONF_DIR
 from harness.settings.schema import build
 
 
