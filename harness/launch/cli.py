@@ -29,7 +29,7 @@ from harness.launch.export import export
 from harness.launch.plan import read_plan
 from harness.resources import Resources
 from harness.settings.choices import CONF_DIR, setting_of
-from harness.settings.compose import parse
+from harness.settings.compose import asks_status, parse
 from harness.settings.experiment import find
 
 TRACEBACKS = "HYDRA_FULL_ERROR"
@@ -82,7 +82,7 @@ class Jobs:
         if config.get("cluster") is not None:
             given = self._start_batch(config, given)
         has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
-        if config.status:
+        if asks_status(config.status):
             print(_status(config, given if has_grid else None))
             return
         if not has_grid:
@@ -196,8 +196,6 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
 
 def _status(config: DictConfig, overrides: Sequence[str] | None) -> str:
     """How far a grid is with these overrides; None: all of the results folder."""
-    if config.status is not True:
-        raise UserError(f"status={config.status}: must be true or false")
     if overrides is None:
         return status.render(status.of_folder(config.results_dir))
     return status.render(status.of_runs(map(runner.Run.of, read_plan(config.grid, overrides).cells)))

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from harness.errors import UserError, nearest
 from harness.settings.choices import CONF_DIR, options
 
@@ -107,6 +105,8 @@ def load_shape(name: str) -> ModelShape:
 @cache
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """A file of `conf/` as a plain mapping; read once."""
+    from omegaconf import OmegaConf  # needless where a model says its own shape
+
     node = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}

@@ -103,7 +103,8 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """
     composed = OmegaConf.to_container(config, resolve=True)
     assert isinstance(composed, dict)
-    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key not in ("grid", "status")}
+    settings: dict[str, Any] = {str(key): value for key, value in composed.items() if key != "grid"}
+    asks_status(settings.pop("status", False))
     if settings.pop("export", None) is not None:
         raise UserError(f"export={composed['export']}: runs nothing, so it is no setting of a run")
     if settings.pop("cluster", None) is not None:
@@ -148,6 +149,13 @@ def chosen_model(config: DictConfig, overrides: Sequence[str]) -> ModelConfig:
 def choices(group: str, *without: str) -> list[str]:
     """`${choices:method,full}` in a grid: the choices of a group but those named."""
     return [name for name in options(group) if name not in without]
+
+
+def asks_status(given: object) -> bool:
+    """Whether a command only looks how far its runs are; UserError where `status` is neither true nor false."""
+    if not isinstance(given, bool):
+        raise UserError(f"status={given}: must be true or false")
+    return given
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
