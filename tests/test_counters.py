@@ -26,6 +26,8 @@ EXACT, INT4 = 2 * 16 * 4, 2 * (4 + 8)
 """Bytes of a token and KV head: 16 elements of K and of V in fp32; or lo, step and 16 half bytes, twice."""
 LENGTHS = 2 * 8
 """A state knows its sequence's prompt and T, int64 each."""
+LIMITS = 2 * 8 / HEADS
+"""And one that evicts by worth, in each layer, its budget and recent tokens: a head's part."""
 CALIBRATION = sum(measured.nbytes for measured in calibration(HEADS, 16).values())
 """InfiniGen's, of every layer and head, for the whole batch."""
 
@@ -85,8 +87,8 @@ HANDS = {
         Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
         read=lambda t, final: BUDGET[final],
         buffer=8,
-        kept=lambda final: BUDGET[final] * (4 + 2),  # which token it is, int32, and its worth
-        state=(8 + 2) * (4 + 4),  # a slot for the own token, and one for what is not to be written
+        kept=lambda final: BUDGET[final] * (4 + 2) + LIMITS,  # which token it is, int32, and its worth
+        state=(8 + 2) * (4 + 4) + LIMITS,  # a slot for the own token, and one for what is not to be written
     ),
     "quest": Hand(
         Case(Quest(read_frac=0.4, page_size=3)),

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import socket
+import urllib.error
 import urllib.request
 from dataclasses import replace
 from functools import cache
@@ -387,12 +388,14 @@ def test_an_unreachable_hub(loaded, monkeypatch):
         raise ConnectionError(f"Couldn't reach {path}")
 
     def no_route(url, timeout):
-        raise OSError("no route")
+        raise urllib.error.URLError(OSError("no route"))
 
     monkeypatch.setattr(datasets, "load_dataset", not_cached)
     monkeypatch.setattr(urllib.request, "urlopen", no_route)
     config = settings("copa", data=DataConfig("hub"))
-    with pytest.raises(UserError, match=r"data=hub: aps/super_glue cannot be loaded \(not cached, .* unreachable\)"):
+    with pytest.raises(
+        UserError, match=r"data=hub: aps/super_glue cannot be loaded \(not cached, .* unreachable \(no route\)\)"
+    ):
         run_tasks(config, loaded)
 
 

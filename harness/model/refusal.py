@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
+from urllib.error import URLError
 from urllib.parse import urlsplit
 
 from harness.errors import reason
@@ -28,6 +29,8 @@ def refusal(error: Exception) -> str:
             return f"{constants.ENDPOINT} gave no answer in time ({type(each).__name__})"
         if isinstance(each, httpx.ConnectError | ConnectionError):
             return f"{constants.ENDPOINT} is unreachable ({type(each).__name__})"
+    if isinstance(error, URLError):  # such as a name that nobody knows
+        return f"{constants.ENDPOINT} is unreachable ({error.reason})"
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return reason(error)

@@ -80,10 +80,11 @@ def read_override(text: str) -> Override:
 
 
 def _is_special(override: Override) -> bool:
-    """Whether it does more than choose or set."""
+    """Whether it does more than choose or set, or chooses a file, which may be another one tomorrow."""
     of_hydra = override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
     changes = override.type == OverrideType.CHANGE and override.package is None
-    return of_hydra or not changes or override.is_sweep_override()
+    is_file = is_group(override.key_or_group) and ".py" in str(override.value())
+    return of_hydra or not changes or override.is_sweep_override() or is_file
 
 
 def load(overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose) -> RunConfig:
