@@ -152,15 +152,20 @@ def test_what_another_user_is_at_is_held(runs, configs, monkeypatch):
 # killed, or out of disk, at every write
 
 
-def in_a_process(act) -> int:
-    """What `act` does to this process, done to a copy; its exit code, negative for a signal."""
+def forked(act) -> int:
+    """What `act` does to this process, begun in a copy of it; returns its number."""
     copy = os.fork()
     if not copy:
         try:
             act()
         finally:
             os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+    return copy
+
+
+def in_a_process(act) -> int:
+    """The same, waited for; returns its exit code, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(forked(act), 0)[1])
 
 
 def at_write(number: int, after: bool, happens) -> None:
@@ -278,12 +283,7 @@ def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path)
         for pid, blocked in apart.run_apart([None], time.time()):
             os.write(sending, f"{pid} {sorted(blocked)}\n".encode())
 
-    parent = os.fork()
-    if not parent:
-        try:
-            act()
-        finally:
-            os._exit(0)
+    parent = forked(act)
     os.close(sending)
     with os.fdopen(receiving) as lines:
         pid, _, blocked = lines.readline().partition(" ")

@@ -144,8 +144,8 @@ def fail(todo: Run, error: Exception) -> None:
 
 def relabel(finished: Run) -> None:
     """Write the user's label into a finished record: the same measurement under another name."""
-    record = records.read_record(finished.path)
-    if finished.config.label_given and finished.config.label != record["config"]["label"]:
+    record = records.read_record(finished.path) if finished.config.label_given else None
+    if record is not None and finished.config.label != record["config"]["label"]:
         record["config"]["label"] = finished.config.label
         records.write_record(finished.path, record)
 

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from harness.errors import UserError, exit_code, missing, reason, refused
 from harness.files import files_sha256
 from harness.launch.trackers import FINISHED, TRACKERS, Entry
 from harness.records import record as records
-from harness.settings.experiment import foreign_settings
 
 NONE = "none"
 
@@ -72,7 +71,7 @@ def _of_record(record: Mapping[str, Any], path: Path) -> Entry:
         started=datetime.fromisoformat(record["started"]).timestamp(),
         seconds=record["seconds"] or 0.0,  # of a process that died nobody knows
         status=status,
-        metrics=dict(_numbers(record["metrics"] | {"seconds": record["seconds"]})),
+        metrics=_numbers(record["metrics"] | {"seconds": record["seconds"]}),
         parameters=parameters(record),
         tags=tags if status == FINISHED else tags | {"error": record["error"]},
         files={"": [path]},
@@ -90,27 +89,18 @@ def parameters(record: Mapping[str, Any]) -> dict[str, str]:
 
     Every record of one run_id has the same, so that a run that is repeated changes none.
     """
-    unheeded = foreign_settings(record["kind"])
-    settings = {name: value for name, value in record["config"].items() if name not in unheeded}
-    where = {f"{group}.{name}" for group, names in records.LOCATIONS.items() for name in names}
-    return {name: text for name, text in _texts(settings) if name not in where}
+    settings = records.flat(records.deciding(record["config"]))
+    return {name: _text(value) for name, value in settings.items() if value is not None}
 
 
-def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(item, f"{name}.{key}" if name else key)
-    elif value is not None:
-        yield name, value if isinstance(value, str) else json.dumps(value)
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of metrics, by name: `kv_recall/acc`."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _numbers(item, f"{name}/{key}" if name else key)
-    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        yield name, float(value)
+    numbers = {name: value for name, value in records.flat(metrics, "/").items() if type(value) in (int, float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def send_all(name: str, results_dir: str | Path) -> str:

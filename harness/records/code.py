@@ -110,8 +110,8 @@ def _plain(node: Any) -> Any:
         return [_plain(item) for item in node if not _is_docstring(item)]
     if not isinstance(node, ast.AST):
         return node
-    values = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
-    return (type(node).__name__, [(name, _plain(value)) for name, value in values])
+    values = [(name, getattr(node, name, None)) for name in node._fields]
+    return (type(node).__name__, [(name, _plain(value)) for name, value in values if value not in (None, [])])
 
 
 def _is_docstring(node: Any) -> bool:

@@ -50,17 +50,33 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return jsonable({name: value for name, value in asdict(config).items() if name != "label_given"})
 
 
+def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a `plain` configuration that decides numbers: without what its kind of run does not heed, and where
+    inputs lie."""
+    foreign = foreign_settings(config["kind"])
+    settings = {name: value for name, value in config.items() if name not in foreign}
+    for group, names in LOCATIONS.items():
+        if group in settings:
+            settings[group] = {name: value for name, value in settings[group].items() if name not in names}
+    return settings
+
+
+def flat(settings: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """What nested mappings hold, by one name: `method.alpha`."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, separator, name + separator) if isinstance(value, Mapping) else {name: value}
+    return found
+
+
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
     """Sixteen hex digits, the same for the same settings and contents of the input files, whatever the code.
 
     config: its label, where the results go and where inputs lie play no part, nor what its kind of run does not heed.
     inputs: sha256 of every input by name.
     """
-    foreign = foreign_settings(config.kind)
-    settings = {name: value for name, value in plain(config).items() if name not in foreign}
-    for group, names in LOCATIONS.items():
-        for name in names if group in settings else ():
-            settings[group].pop(name)
+    settings = deciding(plain(config))
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
     return text_sha256(json.dumps({"schema": IDENTITY, "config": settings, "inputs": read}, sort_keys=True))[:16]
 

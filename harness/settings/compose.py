@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
-from harness.settings import method, systems
+from harness.settings import method, own_method, systems
 from harness.settings.choices import CONF_DIR, group, is_group, kind_of, options, setting_of
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
@@ -80,11 +80,11 @@ def read_override(text: str) -> Override:
 
 
 def _is_special(override: Override) -> bool:
-    """Whether it does more than choose or set, or chooses a file, which may be another one tomorrow."""
+    """Whether it does more than choose or set, or chooses code of the user's, which may change."""
     of_hydra = override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
     changes = override.type == OverrideType.CHANGE and override.package is None
-    is_file = is_group(override.key_or_group) and ".py" in str(override.value())
-    return of_hydra or not changes or override.is_sweep_override() or is_file
+    is_own = override.key_or_group == "method" and own_method.is_own(str(override.value()))
+    return of_hydra or not changes or override.is_sweep_override() or is_own
 
 
 def load(overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose) -> RunConfig:

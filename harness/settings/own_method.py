@@ -51,6 +51,11 @@ def is_target(target: object) -> bool:
     return ":" in str(target)
 
 
+def is_own(choice: str) -> bool:
+    """Whether `method=<choice>` names a file or module of the user's, not one in `conf/method`."""
+    return any(mark in choice for mark in "./:")
+
+
 def find(choice: str) -> OwnMethod:
     """The method that `method=<choice>` names, its file run.
 
@@ -165,7 +170,7 @@ class OwnMethods(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         choice = config_path.removeprefix(GROUP)
-        return choice != config_path and any(mark in choice for mark in "./:")
+        return choice != config_path and is_own(choice)
 
     def is_group(self, config_path: str) -> bool:
         return False

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from harness.records.record import flat
 from harness.settings.experiment import foreign_settings
 from harness.settings.run import CODEC_WORDS
 from harness.tables.columns import TableRow
@@ -79,8 +80,8 @@ def _method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     left_out = {*TOLD_ELSEWHERE, *foreign_settings(config["kind"])}
-    flat = _flatten({name: value for name, value in config.items() if name not in left_out})
-    told = {name.removeprefix("task."): value for name, value in flat.items()}  # as the user writes it
+    settings = flat({name: value for name, value in config.items() if name not in left_out})
+    told = {name.removeprefix("task."): value for name, value in settings.items()}  # as the user writes it
     return {name: value for name, value in told.items() if name not in left_out}
 
 
@@ -88,10 +89,3 @@ def _weights(record: Record) -> dict[str, Any]:
     """The revision or digest of the model under its name, which may be replaced on the hub or on the disk."""
     digest = record.get("inputs", {}).get("model")
     return {} if digest is None else {"weights": digest[:8]}
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
