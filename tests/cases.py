@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.settings.compose import load, options
+from harness.settings.compose import options
 from harness.setup import codec_of
 from methods.base import Method, Rest
 from methods.channel_codec import ChannelCodec
@@ -33,6 +33,7 @@ from methods.snapkv import SnapKV
 from methods.sparq import SparQ
 from methods.streaming import Streaming
 from methods.tova import TOVA
+from tests.composed import load
 
 
 @dataclass(frozen=True)

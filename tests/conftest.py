@@ -3,9 +3,7 @@
 import importlib.util
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,13 +19,9 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 
 from harness.model.tiny import tiny_model
-from harness.settings import compose
 from tests.hub_standin import Hub, serving
 
 RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
-# Tests load settings as the cells of a grid do: what Hydra reads for the same choices of groups, it reads once.
-composers: defaultdict[Path, compose.Composer] = defaultdict(compose.Composer)
-compose.load.__defaults__ = ((), lambda overrides: composers[compose.CONF_DIR](overrides))
 
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 

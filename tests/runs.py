@@ -1,6 +1,5 @@
 """What tests of runs share: a model that costs nothing and experiments that return at once."""
 
-import functools
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -9,17 +8,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from harness.launch.runner import Run, run
 from harness.model import hub
 from harness.model import load as models
 from harness.resources import Resources
-from harness.settings.choices import is_group
-from harness.settings.compose import CONF_DIR, compose, load, parse
+from harness.settings.compose import CONF_DIR
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
+from tests.composed import load
 
 
 def outcome(config: RunConfig) -> Outcome:
@@ -37,9 +34,6 @@ def outcome(config: RunConfig) -> Outcome:
     values = {"perplexity": 12.5, "perplexity_stderr": None}
     chunk = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": values}
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
-
-
-READER = OverridesParser.create()
 
 
 @dataclass
@@ -83,22 +77,3 @@ def own_grids(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[str, str
 def start(overrides: Sequence[str], resources: Resources | None = None) -> Path:
     """A run as the command line starts it."""
     return run(Run.of(load(overrides)), resources or Resources())
-
-
-@functools.cache
-def composed(*choices: str):
-    config = compose(choices)
-    OmegaConf.set_struct(config, False)
-    return config
-
-
-def load_quickly(command: str):
-    """`compose.load`, but that each choice of groups is composed once."""
-    words = command.split()
-    choices = [word for word in words if is_group(word.split("=")[0])]
-    config = composed(*choices).copy()
-    for word in words:
-        if word not in choices:
-            override = READER.parse_override(word)
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=False)
-    return parse(config, words)

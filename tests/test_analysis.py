@@ -25,9 +25,9 @@ from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
 from harness.paper.analysis.memory import run_memory
 from harness.paper.analysis.study import run_analysis
 from harness.resources import Resources
-from harness.settings.compose import load
 from harness.settings.run import RunConfig
 from methods.infinigen import InfiniGen
+from tests.composed import load
 from tests.runs import start
 
 NUM_TOKENS = 60

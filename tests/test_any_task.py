@@ -24,10 +24,10 @@ from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.records import inputs
-from harness.settings.compose import load
 from harness.settings.run import RunConfig
 from harness.settings.sources import DataConfig
 from methods.h2o import H2O
+from tests.composed import load
 
 MAX_LENGTH = 2048
 CHOICE = {

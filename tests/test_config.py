@@ -10,11 +10,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.settings.compose import CONF_DIR, compose, load, options, parse
+from harness.settings.compose import CONF_DIR, options, parse
 from harness.settings.experiment import COMMON, find, foreign_settings, kinds
 from harness.settings.method import OF_THE_FILE
 from harness.settings.run import PAPER_TASKS, RunConfig
-from tests.runs import load_quickly
+from tests.composed import composed, load
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
 PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "pyramidkv")
@@ -356,7 +356,7 @@ OF_COMPOSING = (
 @pytest.mark.parametrize("command", [name for name, said in REFUSED.items() if said and name not in OF_COMPOSING])
 def test_refuses(command):
     with pytest.raises(UserError) as error:
-        load_quickly(command)
+        load(command.split())
     assert str(error.value).startswith(REFUSED[command]) and "\n" not in str(error.value)
 
 
@@ -386,12 +386,12 @@ def leaves(node, where=""):
 METHOD_SETTINGS = {
     f"method={choice} {key}": None
     for choice in options("method")
-    for key in leaves(OmegaConf.to_container(compose([f"method={choice}"]).method), "method.")
+    for key in leaves(OmegaConf.to_container(composed([f"method={choice}"]).method), "method.")
 }
 SETTINGS = [
     *(
         key
-        for key in leaves(OmegaConf.to_container(compose()))
+        for key in leaves(OmegaConf.to_container(composed()))
         if not key.startswith(("grid.", "method.", "model.shape."))
     ),
     "model.shape",
@@ -402,7 +402,7 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if not s.endswith(("_target_", "method.name"))])
 def test_every_setting_refuses_a_wrong_type(setting):
     *choice, key = setting.split()
-    config = compose(choice)
+    config = composed(choice)
     OmegaConf.set_struct(config, False)
     wrong = [["a"], {"b": 1}] if key != "model.shape" else "square"
     OmegaConf.update(config, key, wrong, merge=False)

@@ -22,15 +22,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.launch.cli import main
 from harness.launch.cluster import Cluster
+from harness.settings.compose import CONF_DIR, compose
 from harness.settings.method import OF_THE_FILE
 from harness.settings.schema import build
 from methods.base import Method, Row, State
 from methods.selection import Selecting
-
-try:
-    from harness.settings.compose import CONF_DIR, compose, load
-except ModuleNotFoundError:
-    from harness.settings.run import CONF_DIR, compose, load
+from tests.composed import load
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

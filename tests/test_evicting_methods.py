@@ -18,7 +18,6 @@ from test_field import BATCHES, Sequence, every_batch, every_model, replayed, so
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.records import inputs
-from harness.settings.compose import load
 from harness.sizes import kv_frac
 from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, Row
 from methods.duo import DuoAttention
@@ -30,6 +29,7 @@ from methods.prompt_evicting import PromptEvicting, adaptive, pyramid
 from methods.rkv import RKV
 from methods.snapkv import SnapKV
 from methods.tova import TOVA
+from tests.composed import load
 
 GEOMETRY = Geometry(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, family="llama")
 Kept = list[list[set[int]]]

@@ -19,8 +19,8 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.replay.session import ReplaySession
-from harness.settings.compose import load
 from harness.sizes import SHARES, ReadStats
+from tests.composed import load
 
 MAX_LENGTH = 256
 NEW = 12

@@ -23,8 +23,9 @@ from harness.data.complaints import COMPLAINTS
 from harness.errors import UserError
 from harness.launch.cli import main
 from harness.launch.overrides import check
+from harness.settings.compose import read_override
 from harness.settings.sources import DataConfig
-from tests.runs import READER, load_quickly
+from tests.composed import load
 
 HUGE = 10**30
 COUNTS = {
@@ -88,7 +89,7 @@ BAD_SETTINGS = [
 def test_a_setting_that_cannot_be(command):
     name = command.split()[-1].partition("=")[0].partition(".")[0]
     with pytest.raises(UserError) as error:
-        load_quickly(command)
+        load(command.split())
     said = str(error.value)
     assert "\n" not in said and (name in said or "experiment" in command), said
 
@@ -96,7 +97,7 @@ def test_a_setting_that_cannot_be(command):
 @pytest.mark.parametrize("name", [name for name, low in COUNTS.items() if name != "seq_len"])
 def test_the_lowest_count_is_allowed(name):
     others = {"gen_len": " warmup_steps=0 timed_steps=null repeats=1", "prefill_len": " method=full"}
-    load_quickly(f"{name}={COUNTS[name] + 1}{others.get(name, '')}")
+    load(f"{name}={COUNTS[name] + 1}{others.get(name, '')}".split())
 
 
 QUOTED = {
@@ -122,7 +123,7 @@ def test_what_needs_quotes_is_shown_in_them(word, runs, capsys):  # noqa: F811
     said = only_error(capsys)
     assert said.startswith(f"error: {word}: ") and QUOTED[word].strip("'") in said
     (typed,) = shlex.split(said.partition("as text: ")[2])
-    assert READER.parse_override(typed).value() == word.partition("=")[2]
+    assert read_override(typed).value() == word.partition("=")[2]
     check([typed])
 
 
@@ -214,7 +215,7 @@ def test_every_path_expands_the_home_folder_alike(tmp_path, monkeypatch):
     (tmp_path / "text").write_text("text")
     for name, choice in (*PATHS.items(), ("results_dir", "")):
         path = "~" if name in ("include_path", "data.root", "results_dir", "model.path") else "~/text"
-        config = load_quickly(f"{choice}{name}='{path}'")
+        config = load(f"{choice}{name}='{path}'".split())
         group, _, key = name.rpartition(".")
         node = getattr(config, group) if group else config.task if key == "include_path" else config
         assert getattr(node, key) == str(Path(path).expanduser()), name

@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from harness.errors import UNFINISHED
-from harness.settings.compose import load
 from harness.settings.sources import ModelConfig
+from tests.composed import load
 
 ROOT = Path(__file__).resolve().parent.parent
 

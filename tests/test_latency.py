@@ -29,7 +29,6 @@ from harness.offload.memory import SessionBytes
 from harness.offload.timeline import SEGMENTS, Timeline
 from harness.records.environment import processor
 from harness.records.record import settings_id
-from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import run as speed
@@ -42,6 +41,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
+from tests.composed import load
 from tests.dying import die
 
 BATCH, PROMPT = 2, 40

@@ -13,13 +13,14 @@ from harness.launch import cli
 from harness.launch.plan import read_plan
 from harness.paper.report import write_report
 from harness.records.samples import clustered_stderr
-from harness.settings.compose import choices, compose, load, options
+from harness.settings.compose import choices, compose, options
 from harness.tables import write as tables
 from harness.tables.board import sheets
 from harness.tables.columns import BOARD, TableRow, names, shape_of, typed
 from harness.tables.frontier import fastest, fronts, step_seconds
 from harness.tables.leaderboard import BOUNDS, GRID
 from harness.tables.sheets import render_markdown, sheets_of
+from tests.composed import load
 
 TASKS = "tasks=[kv_recall,passkey]"
 COMMON = ["sizing=nearest", "num_windows=2", "num_samples=4", TASKS]

@@ -24,13 +24,13 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.session import generate
 from harness.resources import Kept
-from harness.settings.compose import load
 from harness.settings.experiment import Outcome, find
 from harness.settings.run import RunConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.streaming import Streaming
+from tests.composed import load
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 128
 EXPERIMENT = find("long_decode")

@@ -20,7 +20,6 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload import managed
 from harness.offload.runtime import RUNTIME
-from harness.settings.compose import load
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import cell as timing
@@ -29,6 +28,7 @@ from harness.speed.run import run_latency
 from harness.tables.leaderboard import _step
 from methods.full import Full
 from methods.h2o import H2O
+from tests.composed import load
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 GIB = 2**30

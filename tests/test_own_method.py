@@ -18,7 +18,7 @@ from harness.model import load as models
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.records import record as records
-from harness.settings.compose import load
+from tests.composed import load
 from tests.runs import stand_in
 
 HEAD = """from dataclasses import dataclass, field

@@ -18,7 +18,6 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.resources import Kept
-from harness.settings.compose import load
 from harness.settings.experiment import find
 from harness.settings.run import RunConfig
 from harness.settings.sources import CalibrationConfig, CorpusConfig
@@ -26,6 +25,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
+from tests.composed import load
 
 MAX_LENGTH = 512
 METRICS = {

@@ -19,8 +19,8 @@ from harness.model.source import PACKAGED_SHA256
 from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.resources import Resources
-from harness.settings.compose import load
 from harness.settings.experiment import Outcome
+from tests.composed import load
 from tests.runs import outcome, stand_in, start
 
 CODE = ("code:method", "code:harness")

@@ -16,11 +16,11 @@ from test_field import BATCHES, check, every_batch, every_model, replayed, softm
 
 from harness.model.attach import attach
 from harness.replay import passes
-from harness.settings.compose import load
 from methods.base import Geometry, Lengths, Row
 from methods.pqcache import PQCache, kmeans
 from methods.quest import Quest
 from methods.shadowkv import ShadowKV
+from tests.composed import load
 
 GEOMETRY = Geometry(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, family="llama")
 

@@ -11,7 +11,7 @@ from harness.launch.cli import main
 from harness.launch.runner import Run, run
 from harness.records import record as records
 from harness.resources import Resources
-from harness.settings.compose import load
+from tests.composed import load
 from tests.runs import outcome, stand_in
 
 

@@ -14,11 +14,11 @@ import pytest
 from harness.errors import UserError
 from harness.records import record as records
 from harness.records.baseline import Baselines
-from harness.settings.compose import load
 from harness.tables import write as tables
 from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, SEGMENTS, TABLES, names, shape_of, typed
 from harness.tables.sheets import render_markdown, sheets_of
 from harness.tables.text import MAX_WIDTH
+from tests.composed import load
 
 TASK_METRICS = {
     "acc": 0.75,

@@ -15,7 +15,7 @@ from harness.launch.plan import read_plan
 from harness.launch.runner import Run, fail
 from harness.launch.trackers import PROJECT, TRACKERS, Entry
 from harness.records import record as records
-from harness.settings.compose import load
+from tests.composed import load
 from tests.runs import outcome, stand_in
 
 ONE = ("method=h2o", "experiment=fig12", "num_windows=2")

@@ -28,8 +28,9 @@ from harness.model.checkpoint import num_elements
 from harness.model.load import load_model
 from harness.model.tiny import tiny_model
 from harness.records import inputs
-from harness.settings.compose import compose, load
+from harness.settings.compose import compose
 from harness.settings.sources import ModelConfig
+from tests.composed import load
 
 IDS = torch.arange(3, 35)[None]
 SIZES = {key: value for key, value in TINY_SHAPE.items() if key != "model_type"}

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,9 +64,8 @@ def packaged() -> dict[str, Entry]:
     """What lm-eval brings, from the cache folder; a missing or damaged file there is made anew."""
     note = cache_dir() / "tasks" / f"{text_sha256(version(), str(location()))[:32]}.json"
     try:
-        known = {name: Entry(*fields) for name, fields in json.loads(note.read_text()).items()}
-        if known:
-            return known
+        if known := _read(note.read_text()):
+            return dict(known)
     except (OSError, ValueError, TypeError, AttributeError):
         pass  # no usable file: look again
     print(f"{note}: listing lm-eval's tasks once, which takes a while", file=sys.stderr)
@@ -73,6 +73,12 @@ def packaged() -> dict[str, Entry]:
     with contextlib.suppress(OSError), replacing(note) as scratch:
         scratch.write_text(json.dumps(found))
     return found
+
+
+@lru_cache(maxsize=1)
+def _read(note: str) -> dict[str, Entry]:
+    """What `packaged` wrote down: a run asks several times."""
+    return {name: Entry(*fields) for name, fields in json.loads(note).items()}
 
 
 def of_folder(folder: str | None) -> dict[str, Entry]:

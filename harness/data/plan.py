@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -84,14 +85,25 @@ def plan(config: RunConfig) -> Plan:
     return made
 
 
+class Registry(UserDict[str, Any]):
+    """Entries of the catalogue by name, each given as lm-eval's own when it is asked for: there are some 14,000."""
+
+    def __getitem__(self, name: str) -> Entry:
+        found = self.data[name]
+        if isinstance(found, Entry):  # one that lm-eval has put here
+            return found
+        kind, path, tasks = found
+        return Entry(name, Kind[kind], None if path is None else Path(path), tags=set(tasks))
+
+
 class Planner(TaskFactory):
     """lm-eval's way from names to tasks, stopped before a task reads its rows: it makes `Leaf` in place of them."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(meta=dict(config.task.metadata))
         self._config = config
-        self._folder = _registry(catalogue.of_folder(config.task.include_path))
-        self._known: dict[str, Entry] | None = None
+        self._folder = catalogue.of_folder(config.task.include_path)
+        self._known: Registry | None = None
 
     def find(self, name: str) -> Leaf | Group | list[Leaf]:
         """A task, a group, or the tasks of a tag. A user's own folder comes before all, the project's names before
@@ -101,7 +113,7 @@ class Planner(TaskFactory):
         if name in own_tasks() and name not in self._folder:
             return self._own(name)
         if self._known is None:
-            self._known = _registry(catalogue.packaged()) | self._folder
+            self._known = Registry(catalogue.packaged() | self._folder)
         catalogue.check_known(name, self._known)
         with refused(f"tasks={name}: its YAML cannot be read"):  # a group's, of which lm-eval makes anything
             return self.build(self._known[name], registry=self._known)
@@ -157,7 +169,7 @@ class Planner(TaskFactory):
         group_name: str,
         raw_cfg: dict[str, Any],
         overrides: dict[str, Any] | None,
-        registry: dict[str, Entry],
+        registry: MutableMapping[str, Entry],
     ) -> Group:
         """As lm-eval's, but a task that is described within the group is registered, and so becomes a leaf too."""
         members = raw_cfg.get("task")
@@ -185,13 +197,6 @@ def digest_of(resolved: Mapping[str, Any]) -> str:
     return text_sha256(
         catalogue.version(), json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name)
     )
-
-
-def _registry(entries: Mapping[str, catalogue.Entry]) -> dict[str, Entry]:
-    return {
-        name: Entry(name, Kind[kind], None if path is None else Path(path), tags=set(tasks))
-        for name, (kind, path, tasks) in entries.items()
-    }
 
 
 def _leaves(found: Any) -> Iterator[Leaf]:

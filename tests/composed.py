@@ -1,0 +1,23 @@
+"""Settings as the cells of a grid get them: what Hydra reads for the same choices of groups, it reads once."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from harness.settings import compose
+from harness.settings.run import RunConfig
+
+_composers: defaultdict[Path, compose.Composer] = defaultdict(compose.Composer)
+"""By the folder of settings, which a test may put another in place of."""
+
+
+def composed(overrides: Sequence[str] = ()) -> DictConfig:
+    """As `compose.compose`, in a copy that may be changed."""
+    return _composers[compose.CONF_DIR](overrides)
+
+
+def load(overrides: Sequence[str] = ()) -> RunConfig:
+    """As `compose.load`."""
+    return compose.load(overrides, composed)
