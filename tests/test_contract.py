@@ -1,8 +1,10 @@
 """The contract: live decoding gives the logits of replay, for every method, family, padding and placement, and what
 crosses the link is what the method selects and the exempt layers, not a row more."""
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,14 +19,15 @@ from living import (
     attached_with_link,
     force,
     largest_difference,
-    live,
     open_live,
     replay,
 )
+from living import live as live_session
 
+from harness.contract.decode import result_of
 from harness.offload.cache import LayerCache
 from harness.sizes import kv_frac
-from methods.base import Row
+from methods.base import Geometry, Row
 
 FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "int2": 0.3, "int1": 1.0}
 """A value at the border of two codes may fall to either side, since live and replay round differently; one code off
@@ -62,16 +65,56 @@ def replayed(family: str, name: str, padding: str, prefill_len: int | None = Non
         return replay(attached, CASES[name], PROMPTS[padding], prefill_len)
 
 
+class Decoded(NamedTuple):
+    """Live decoding, and what crossed the link: `selected`, the rows that the layers' selections name, whatever was
+    asked for; `crossed`, bytes by the count of the stores and by that of the fetches; `slot_bytes`, of an exempt layer
+    and of any other."""
+
+    result: Result
+    geometry: Geometry
+    selected: int
+    crossed: tuple[int, int]
+    slot_bytes: tuple[int, int]
+
+
 @cache
-def decoded(family: str, name: str, padding: str, placement: str = "device", reuse: bool = False) -> Result:
-    with attached_with_link(family) as (attached, link):
-        return live(attached, CASES[name], PROMPTS[padding], placement=placement, link=link, reuse=reuse)
+def decoded(family: str, name: str, padding: str, placement: str, reuse: bool) -> Decoded:
+    with (
+        attached_with_link(family) as (attached, link),
+        selected_rows() as selected,
+        closing(open_live(attached, CASES[name], placement=placement, link=link, reuse=reuse)) as session,
+    ):
+        result = result_of(session, force(session, PROMPTS[padding]))
+        crossed = (session.h2d_bytes, int(session.fetcher.h2d_bytes))
+        slot_bytes = (session.stores[0].slot_bytes, session.stores[-1].slot_bytes)
+        return Decoded(result, attached.geometry, sum(selected), crossed, slot_bytes)
+
+
+def live(family: str, name: str, padding: str, placement: str = "device", reuse: bool = False) -> Result:
+    return decoded(family, name, padding, placement, reuse).result
+
+
+@contextmanager
+def selected_rows() -> Iterator[list[int]]:
+    """Numbers of rows that selections name while this is open."""
+    numbers: list[int] = []
+    select = LayerCache.select
+
+    def counting(cache, query, true_scores):
+        selection = select(cache, query, true_scores)
+        heads = cache.store.slots.shape[1] // selection.mask.shape[1]
+        numbers.append(int(selection.mask[..., :-1].sum()) * heads)  # the own slot is the last
+        return selection
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerCache, "select", counting)
+        yield numbers
 
 
 @every_padding
 @every_case
 def test_live_is_replay(name, family, padding):
-    expected, got = replayed(family, name, padding), decoded(family, name, padding)
+    expected, got = replayed(family, name, padding), live(family, name, padding)
     assert got.logits.shape[1] == 1 + STEPS
     assert largest_difference(got.logits, expected.logits) <= tolerance(name)
     assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
@@ -80,14 +123,14 @@ def test_live_is_replay(name, family, padding):
 @every_padding
 @offloaded
 def test_host_is_device_bit_for_bit(name, family, padding):
-    device, host = (decoded(family, name, padding, placement) for placement in ("device", "host"))
+    device, host = (live(family, name, padding, placement) for placement in ("device", "host"))
     assert torch.equal(host.logits, device.logits)
     assert host[1:] == device[1:]
 
 
 @choosing
 def test_reuse_changes_the_order_of_rows_only(name, family):
-    plain, reused = (decoded(family, name, "padded", "host", reuse) for reuse in (False, True))
+    plain, reused = (live(family, name, "padded", "host", reuse) for reuse in (False, True))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
     assert reused.kv_frac == plain.kv_frac
 
@@ -97,7 +140,7 @@ WITHOUT_STEPS = [name for name in CASES if tolerance(name) == TOLERANCE]
 
 @in_families(WITHOUT_STEPS)  # of the others, `smooth` speaks
 def test_an_off_by_one_prefill_len_shows(name, family):
-    right = decoded(family, name, "padded").logits[:, 2:]
+    right = live(family, name, "padded").logits[:, 2:]
     wrong = replayed(family, name, "padded", PROMPT + 1).logits[:, 1:]
     difference = largest_difference(wrong, right)
     if name in PROMPT_LEAVES_NO_TRACE:
@@ -118,7 +161,7 @@ def of_shipped(name: str, padding: str, how: str, prefill_len: int | None = None
     with attached_with_link("gqa") as (attached, link):
         if how == "replay":
             return replay(attached, case, LONG[padding], prefill_len)
-        return live(attached, case, LONG[padding], placement=how, link=link)
+        return live_session(attached, case, LONG[padding], placement=how, link=link)
 
 
 @every_padding
@@ -153,43 +196,21 @@ def test_a_shipped_method_names_itself(name):
 # Bytes
 
 
-class Counted:
-    """Rows that the layers' selections name, whatever was asked for."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.rows = 0
-        select = LayerCache.select
-
-        def counting(cache, query, true_scores):
-            selection = select(cache, query, true_scores)
-            heads = cache.store.slots.shape[1] // selection.mask.shape[1]
-            self.rows += int(selection.mask[..., :-1].sum()) * heads  # the own slot is the last
-            return selection
-
-        monkeypatch.setattr(LayerCache, "select", counting)
-
-
 @every_padding
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_over_the_link_go_the_selected_rows_and_the_exempt_layers(name, padding, monkeypatch):
-    case, prompts, counted = CASES[name], PROMPTS[padding], Counted(monkeypatch)
-    with (
-        attached_with_link("gqa") as (attached, link),
-        closing(open_live(attached, case, placement="host", link=link)) as session,
-    ):
-        force(session, prompts)
-        geometry, exempt = attached.geometry, case.method.num_exempt_layers
-        columns = len(prompts) * geometry.num_kv_heads * sum(PROMPT + step for step in range(STEPS))
-        exact, coded = session.stores[0].slot_bytes, session.stores[-1].slot_bytes
-        whole = geometry.num_layers - exempt if case.method.reads_all else 0
-        stored = columns
-        if case.codec is not None and case.codec.residual:  # by token: the longest sequence says how many
-            of_head = sum(case.codec.stored(PROMPT + step) for step in range(STEPS))
-            stored = len(prompts) * geometry.num_kv_heads * of_head
-        expected = columns * exempt * exact + stored * whole * coded + counted.rows * coded
-        assert exempt == 0 or exact == 2 * geometry.head_dim * 4
-        assert session.h2d_bytes == expected
-        assert int(session.fetcher.h2d_bytes) == expected
+def test_over_the_link_go_the_selected_rows_and_the_exempt_layers(name, padding):
+    case, prompts = CASES[name], PROMPTS[padding]
+    _, geometry, selected, crossed, (exact, coded) = decoded("gqa", name, padding, "host", False)
+    exempt = case.method.num_exempt_layers
+    columns = len(prompts) * geometry.num_kv_heads * sum(PROMPT + step for step in range(STEPS))
+    whole = geometry.num_layers - exempt if case.method.reads_all else 0
+    stored = columns
+    if case.codec is not None and case.codec.residual:  # by token: the longest sequence says how many
+        of_head = sum(case.codec.stored(PROMPT + step) for step in range(STEPS))
+        stored = len(prompts) * geometry.num_kv_heads * of_head
+    expected = columns * exempt * exact + stored * whole * coded + selected * coded
+    assert exempt == 0 or exact == 2 * geometry.head_dim * 4
+    assert crossed == (expected, expected)
 
 
 SLOT, HEADS = 2 * 16 * 4, 2

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import datasets
 import pytest
+from hydra.errors import HydraException
 from test_cli import only_error, runs  # noqa: F401, a fixture
 from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtures
 
 from harness.accuracy.tasks import run_tasks
 from harness.data.complaints import COMPLAINTS
 from harness.errors import UserError
-from harness.launch.cli import main
+from harness.launch.cli import main, one_line
 from harness.launch.overrides import check
 from harness.settings.compose import read_override
 from harness.settings.sources import DataConfig
@@ -88,9 +89,9 @@ BAD_SETTINGS = [
 @pytest.mark.parametrize("command", BAD_SETTINGS)
 def test_a_setting_that_cannot_be(command):
     name = command.split()[-1].partition("=")[0].partition(".")[0]
-    with pytest.raises(UserError) as error:
+    with pytest.raises((UserError, HydraException)) as error:
         load(command.split())
-    said = str(error.value)
+    said = one_line(error.value) if isinstance(error.value, HydraException) else str(error.value)
     assert "\n" not in said and (name in said or "experiment" in command), said
 
 

@@ -91,8 +91,12 @@ def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) ->
 def live(attached: Attached, setup: Setup, prompts: tuple[int, ...], **options: Any) -> Result:
     """The same rows one step at a time."""
     with closing(open_live(attached, setup, **options)) as session:
-        logits, reads = force(session, prompts), session.reads
-        return Result(logits, reads.kv_frac, reads.device_frac, resident_frac(session))
+        return result_of(session, force(session, prompts))
+
+
+def result_of(session: LiveSession, logits: Tensor) -> Result:
+    """What a session decoded, before it is closed."""
+    return Result(logits, session.reads.kv_frac, session.reads.device_frac, resident_frac(session))
 
 
 def resident_frac(session: LiveSession) -> float:
