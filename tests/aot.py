@@ -3,10 +3,10 @@
     def launches():                       # at the top of a module that imports little, as `launches`
         gather_rows(slots, index, rows)   # on CPU tensors
 
-    for binary in compile_launches(launches):
+    for binary in compile_launches({launches: (80,)})[launches]:
         assert binary.registers <= 64
 
-The function runs in a process of its own, since Triton decides once in a process whether it interprets. There every
+The functions run in a process of their own, since Triton decides once in a process whether it interprets. There every
 launch is compiled instead, as it would be specialised and assembled on a GPU of that architecture.
 """
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -48,8 +48,12 @@ class Binary:
     digest: str
 
 
-def compile_launches(launches: Callable[[], object], archs: tuple[int, ...] = ARCHITECTURES) -> list[Binary]:
-    """The binaries of all launches in `launches`, a function of a module: in order, for one architecture after another.
+Launches = Callable[[], object]
+
+
+def compile_launches(asked: Mapping[Launches, tuple[int, ...]]) -> dict[Launches, list[Binary]]:
+    """The binaries of all launches in each function of a module, for the architectures asked for: in order, for one
+    after another.
 
     Raises AssertionError with what the process said where a launch does not compile.
     """
@@ -57,12 +61,13 @@ def compile_launches(launches: Callable[[], object], archs: tuple[int, ...] = AR
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join([str(root), str(root / "tests")])
         environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "PYTHONPATH": path}
-        names = [launches.__module__, launches.__qualname__, *map(str, archs)]
+        names = [f"{each.__module__}:{each.__qualname__}:{arch}" for each, archs in asked.items() for arch in archs]
         ran = subprocess.run(
             [sys.executable, __file__, *names], env=environment, cwd=root, capture_output=True, text=True
         )
     assert ran.returncode == 0, ran.stderr
-    return [Binary(**json.loads(line)) for line in ran.stdout.splitlines()]
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    return {each: [Binary(**about) for name, about in found if name == each.__qualname__] for each in asked}
 
 
 # In the process of its own
@@ -86,7 +91,7 @@ class _Driver:
         return 0
 
 
-def _print_binaries(module: str, function: str, archs: list[int]) -> None:
+def _print_binaries(module: str, function: str, arch: int) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -94,13 +99,14 @@ def _print_binaries(module: str, function: str, archs: list[int]) -> None:
 
     def compile_only(kernel, *args, grid, warmup, **options):
         compiled = run(kernel, *args, grid=grid, warmup=True, **options)
-        print(json.dumps(asdict(read(compiled, driver.active.arch))))
+        print(json.dumps([function, asdict(read(compiled, arch))]))
 
+    driver.set_active(_Driver(arch))
     JITFunction.run = compile_only
-    launches = getattr(importlib.import_module(module), function)
-    for arch in archs:
-        driver.set_active(_Driver(arch))
-        launches()
+    try:
+        getattr(importlib.import_module(module), function)()
+    finally:
+        JITFunction.run = run
 
 
 def _binary(compiled, arch: int) -> Binary:
@@ -139,4 +145,6 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    _print_binaries(sys.argv[1], sys.argv[2], [int(arch) for arch in sys.argv[3:]])
+    for each in sys.argv[1:]:
+        module, function, arch = each.split(":")
+        _print_binaries(module, function, int(arch))

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from aot import compile_launches
+from aot import Binary, Launches, compile_launches
 from cases import CASES, Case
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -151,8 +151,14 @@ def test_live_decoding_by_the_kernels(case, by_kernels, monkeypatch):
 # Machine code
 
 
-def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows():
-    binaries = compile_launches(launch_attention, (89,))
+@pytest.fixture(scope="module")
+def compiled() -> dict[Launches, list[Binary]]:
+    """By one process."""
+    return compile_launches({launch_attention: (89,), launch_attention_of_others: (80,)})
+
+
+def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows(compiled):
+    binaries = compiled[launch_attention]
     assert len(binaries) == 5
     assert len({(binary.kernel, binary.digest) for binary in binaries}) == 3
     for binary in binaries:
@@ -161,5 +167,6 @@ def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows
             assert binary.accesses["load 8"] >= 2, binary
 
 
-def test_other_shapes_spill_nothing():
-    assert all(binary.spill_bytes == 0 for binary in compile_launches(launch_attention_of_others, (80,)))
+def test_other_shapes_spill_nothing(compiled):
+    binaries = compiled[launch_attention_of_others]
+    assert binaries and all(binary.spill_bytes == 0 for binary in binaries)

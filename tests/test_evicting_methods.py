@@ -267,11 +267,11 @@ WHILE = {
     "duo": (DuoAttention(num_sinks=2, num_recent=4), duo_rule),
     "duo-most": (DuoAttention(sparsity=0.8, num_sinks=0, num_recent=3, num_exempt_layers=0), duo_rule),
 }
-every_calls = pytest.mark.parametrize("calls", [(), (1, 2, 9, 20)], ids=["one call", "calls"])
+CALLED = [("even", ()), ("padded", ()), ("padded", (1, 2, 9, 20))]
+"""Batches, and the calls that replay's rows are cut into: what that does is the same without padding, but simpler."""
 
 
-@every_calls
-@every_batch
+@pytest.mark.parametrize(("batch", "calls"), CALLED, ids=["even", "padded", "padded, in calls"])
 @every_model
 @pytest.mark.parametrize("name", WHILE)
 def test_what_evicts_while_decoding_reads_what_the_plain_rule_reads(model, name, batch, calls, monkeypatch):

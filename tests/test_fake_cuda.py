@@ -76,12 +76,14 @@ FAMILIES = {
     "opt": {"word_embed_proj_dim": 64},
 }
 SCANNED = (*WIDE, "int4", "snapkv-both", "infinigen-fixed", "infinigen-final", "pool-fifo", "pool-fills")
+REUSED = ("infinigen", "infinigen-fixed", "pool-fifo", "quest", "sparq", "shadowkv")
+"""What reuse does to a fetch is the same for every method that names rows: their number fixed or free, tokens or whole
+pages, and slots that are used again."""
 PLACED = [
     (name, placement, reuse)
     for name in SCANNED
     for placement, reuse in (("device", False), ("host", False), ("host", True))
-    if (placement == "device" or CASES[name].method.selects != "scores")
-    and (CASES[name].method.names_rows or not reuse)
+    if (placement == "device" or CASES[name].method.selects != "scores") and (name in REUSED or not reuse)
 ]
 
 

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from aot import ARCHITECTURES, Binary, compile_launches
+from aot import ARCHITECTURES, Binary, Launches, compile_launches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launches import COUNTS, launch_lists, launch_narrow_moves, launch_wide_moves
@@ -50,9 +50,16 @@ def check_moves(binaries: list[Binary], width: int) -> None:
         assert set(binary.accesses) == {f"load {width}", f"store {width}"} | lists, binary
 
 
-def test_rows_are_moved_16_bytes_at_once_by_binaries_compiled_at_the_start():
+@pytest.fixture(scope="module")
+def compiled() -> dict[Launches, list[Binary]]:
+    """By one process."""
     kernels("gather")
-    binaries = compile_launches(launch_wide_moves)
+    kernels("compact")
+    return compile_launches({launch_wide_moves: ARCHITECTURES, launch_narrow_moves: (90,), launch_lists: (80,)})
+
+
+def test_rows_are_moved_16_bytes_at_once_by_binaries_compiled_at_the_start(compiled):
+    binaries = compiled[launch_wide_moves]
     each = len(binaries) // len(ARCHITECTURES)
     for start in range(0, len(binaries), each):
         check_moves(binaries[start : start + each], 16)
@@ -60,17 +67,15 @@ def test_rows_are_moved_16_bytes_at_once_by_binaries_compiled_at_the_start():
     assert {binary.accesses["load 16"] for binary in binaries} == {wanted}
 
 
-def test_rows_of_other_widths_are_moved_8_or_4_bytes_at_once():
-    kernels("gather")
-    binaries = compile_launches(launch_narrow_moves, (90,))
+def test_rows_of_other_widths_are_moved_8_or_4_bytes_at_once(compiled):
+    binaries = compiled[launch_narrow_moves]
     half = len(binaries) // 2
     check_moves(binaries[:half], 8)
     check_moves(binaries[half:], 4)
 
 
-def test_lists_are_made_by_one_binary_of_few_registers():
-    kernels("compact")
-    binaries = by_launch(compile_launches(launch_lists, (80,)))
+def test_lists_are_made_by_one_binary_of_few_registers(compiled):
+    binaries = by_launch(compiled[launch_lists])
     assert [binary.kernel for binary in binaries] == ["_list_slots", "_list_missing"]
     for binary in binaries:
         check_registers(binary)

@@ -129,7 +129,7 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, kernels, monkeypatc
 
 
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_slots():
-    binaries = compile_launches(launch_selections, (90,))
+    binaries = compile_launches({launch_selections: (90,)})[launch_selections]
     kinds = {(binary.kernel, binary.digest) for binary in binaries}
     assert len(binaries) == 2 * len(kinds) == 6
     for binary in binaries:
