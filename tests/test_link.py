@@ -6,7 +6,6 @@ Times are bounded from below exactly and from above loosely, since other process
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -241,28 +240,22 @@ def test_an_error_while_transferring_leaves_no_thread():
     assert time.perf_counter() - began < 5
 
 
-def test_interrupting_a_wait_ends_the_process():
-    # A shell starts its background jobs with SIGINT ignored, and their children inherit that.
-    script = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from tests.test_link import *
-store, _, _ = filled_store()
-with EmulatedLink(ALL_BYTES / 600) as link:
-    ticket = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY))
-    print("waiting", flush=True)
-    ticket.wait()
-"""
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "waiting\n"
-            time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=5)
-        finally:
-            process.kill()
-    assert process.returncode != 0 and "KeyboardInterrupt" in errors
+def test_an_interrupt_ends_a_wait_and_the_link(monkeypatch):
+    """While ten minutes are waited for, and as a command line has it: a shell's background jobs ignore SIGINT."""
+    store, _, _ = filled_store()
+    before, waits = signal.signal(signal.SIGINT, signal.default_int_handler), []
+
+    def interrupted(seconds: float) -> None:
+        waits.append(seconds)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt), EmulatedLink(ALL_BYTES / 600) as link:
+            link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)).wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(waits) == 1 and 0 < waits[0] <= 600 and not link_threads()
 
 
 def resident_bytes():

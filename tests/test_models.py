@@ -308,10 +308,11 @@ def test_importing_the_module_loads_no_torch():
 # the hub
 
 
-def test_an_unreachable_hub_is_said_at_once_with_what_remains():
-    start = time.perf_counter()
+def test_an_unreachable_hub_is_said_at_once_with_what_remains(monkeypatch):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
     message = refused("unreachable", configured(hub_id="org/tiny"))
-    assert time.perf_counter() - start < 10
+    assert waits == [], "it is not asked again"
     assert all(option in message for option in ("model.path=DIR", "model=smollm2-135m", "data=local"))
 
 

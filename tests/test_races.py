@@ -28,9 +28,12 @@ from harness.offload.links.cuda import CudaLink
 STEPS = 4
 LINKED = {name: case for name, case in CASES.items() if case.method.selects != "scores"}
 RUNS = [
-    *((name, reuse, True) for name, case in LINKED.items() for reuse in (False, True)[: 1 + case.method.names_rows]),
-    *((name, False, False) for name in WIDE if name in LINKED),
+    *((name, False, True) for name in LINKED),
+    *((name, True, True) for name, case in LINKED.items() if case.method.names_rows and name in WIDE),
+    *((name, False, False) for name in ("full", "h2o", "quest", "infinigen")),
 ]
+"""Reuse is what a fetch does with the rows that a method names: a case of each method, and where slots are used again.
+Without overlap a transfer waits at its place whatever the method: one for each time at which rows are chosen."""
 
 
 class Access(NamedTuple):
