@@ -428,6 +428,20 @@ def test_a_failing_cell_does_not_stop_the_grid(runs, small, capsys):
     assert "INT4" in printed.out and "fig11.png" in printed.out
 
 
+def test_a_defect_in_any_cell_is_the_grids(runs, small, capsys):
+    def fail(config):
+        raise KeyError("a") if config.method_name == "int4" else UserError(f"{config.method_name} is not well")
+
+    runs.measure = fail
+    assert main(["grid=accuracy"]) == 1
+    printed = capsys.readouterr()
+    assert "failed: fig12 INT4: 'a' (KeyError, a defect)\n" in printed.out
+    said = "3 of 3 cells failed; the first defect, fig12 INT4: 'a' (KeyError, a defect)"
+    assert f"error: {said} (HYDRA_FULL_ERROR=1 shows where)\n" in printed.err
+    errors = {record["error"] for record in records.read_records("results", "fig12")}
+    assert errors == {"KeyError: 'a' (a defect)", "UserError: full is not well", "UserError: h2o is not well"}
+
+
 def test_each_failed_cell_is_named_at_the_end(runs, small, capsys):
     def fail(config):
         if config.method_name == "full":
