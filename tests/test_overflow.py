@@ -18,7 +18,6 @@ KINDS = {
     "tasks": "experiment=tasks method=full tasks=[kv_recall] num_samples=2",
     "long_decode": f"experiment=long_decode method=h2o {LENGTHS}",
     "analysis": "experiment=fig5 analysis.num_tokens=64",
-    "latency": "experiment=latency label=ideal batch_size=1 prompt_len=32 gen_len=24",
     "generate": "experiment=generate method=full prompt=hello max_new_tokens=4 placement=device",
 }
 SAID = "error: model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
