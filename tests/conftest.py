@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 
 from harness.model.tiny import tiny_model
 from harness.settings import compose
+from harness.settings.composer import Composer
 from tests.hub_standin import Hub, serving
 
 RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
 # Tests load settings as the cells of a grid do: what Hydra reads for the same choices of groups, it reads once.
-composers: defaultdict[Path, compose.Composer] = defaultdict(compose.Composer)
+composers: defaultdict[Path, Composer] = defaultdict(Composer)
 compose.load.__defaults__ = ((), lambda overrides: composers[compose.CONF_DIR](overrides))
 
 HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}

@@ -25,7 +25,7 @@ from harness.launch import console, grid, interrupts, overrides, runner, status,
 from harness.launch.cluster import Batch, own_overrides
 from harness.launch.export import export
 from harness.launch.hydra_front import OF_HYDRA, TRACEBACKS, as_command_line, in_words
-from harness.launch.plan import read_plan
+from harness.launch.plan import Plan, read_plan
 from harness.resources import Resources
 from harness.settings.choices import CONF_DIR, setting_of
 from harness.settings.compose import asks_status, parse
@@ -86,13 +86,13 @@ class Jobs:
             given = self._start_batch(config, given)
         has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
         if asks_status(config.status):
-            print(_status(config, given if has_grid else None))
+            print(_status(config, given) if has_grid else status.render(status.of_folder(config.results_dir)))
             return
         if not has_grid:
             self._run_one(config, given)
             return
         self.draws = True
-        plan = read_plan(config.grid, given)
+        plan = _plan(config, given)
         self.tracker = config.tracker
         self.gaps += plan.gaps()
         for line in plan.gaps():
@@ -217,8 +217,12 @@ def _code_of(end: SystemExit) -> int:
     return DEFECT
 
 
-def _status(config: DictConfig, overrides: Sequence[str] | None) -> str:
-    """How far a grid is with these overrides; None: all of the results folder."""
-    if overrides is None:
-        return status.render(status.of_folder(config.results_dir))
-    return status.render(status.of_runs(map(runner.Run.of, read_plan(config.grid, overrides).cells)))
+def _plan(config: DictConfig, overrides: Sequence[str]) -> Plan:
+    """What the chosen grid consists of, after a line that says that it is being read: that takes seconds."""
+    print(f"grid={HydraConfig.get().runtime.choices['grid']}: composing its cells", file=sys.stderr, flush=True)
+    return read_plan(config.grid, overrides)
+
+
+def _status(config: DictConfig, overrides: Sequence[str]) -> str:
+    """How far a grid is with these overrides."""
+    return status.render(status.of_runs(map(runner.Run.of, _plan(config, overrides).cells)))
