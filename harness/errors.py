@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 MAX_LISTED = 16
+A_DEFECT = " (a defect)"
 DEFECT, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a defect of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to try again."""
 
@@ -21,6 +22,36 @@ class UserError(ValueError):
 
 class UnfinishedError(UserError):
     """Nothing is wrong, and the same command goes on: a grid's time allotment is spent."""
+
+
+class DefectError(RuntimeError):
+    """A defect of ours, as another process or a grid of many cells tells it: what `told` says, or some of it."""
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether it is something that the user can put right; what the system refuses counts as such."""
+    return isinstance(error, UserError | OSError)
+
+
+def told(error: Exception) -> str:
+    """What ended a run, in one line that says whether it is a defect."""
+    said = one_line(error)
+    return said if is_users(error) or isinstance(error, DefectError) else f"{said} ({type(error).__name__}, a defect)"
+
+
+def recorded(error: Exception) -> str:
+    """What the record of a run says that an error ended: its type too, and whether it is a defect."""
+    return f"{type(error).__name__}: {error}{'' if is_users(error) else A_DEFECT}"
+
+
+def again(where: str, said: str) -> Exception:
+    """The error of which a record says `said`, to be raised once more: `where` and that."""
+    return (DefectError if said.endswith(A_DEFECT) else UserError)(f"{where}{said}")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, or its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:

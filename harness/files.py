@@ -27,6 +27,12 @@ SETTLED_S = 2.0
 
 ABANDONED_S = 3600.0
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+CGROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By controllers, none of version 2 and one of version 1: where groups lie, and what they call limit, use, and caches
+that can be dropped."""
 POLL_S = 0.5
 """How often a process that waits for a lock asks for it."""
 
@@ -110,7 +116,7 @@ def lock_file(path: Path, *, wait: bool) -> BaseFileLock | None:
 
 
 def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
-    """Do `derive` until no file matching `pattern` under `folder`, all that it reads, has changed meanwhile.
+    """Do `derive` until no file matching `pattern` under `folder`, all that it reads, has changed or gone meanwhile.
 
     Where several processes write the same table or figure, the last to write then has read what all of them left.
     """
@@ -123,8 +129,15 @@ def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
 
 def _stamps(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
     """Inode and time of change: every atomic write makes a new inode."""
-    stats = ((path, path.stat()) for path in folder.glob(pattern))
-    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats}
+    return {path: _stamp(path) for path in folder.glob(pattern)}
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return 0, 0  # gone since it was listed, which no other look at the folder will find
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def text_sha256(*texts: str) -> str:
@@ -174,10 +187,29 @@ def files_sha256(files: Iterable[Path]) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of main memory that a new allocation may use, droppable caches included."""
-    return psutil.virtual_memory().available
+    """Bytes of main memory that a new allocation may use, droppable caches included, within a container's limit."""
+    return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in memory_limits())])
 
 
 def total_memory() -> int:
-    """Bytes of main memory."""
-    return psutil.virtual_memory().total
+    """Bytes of main memory, or a container's limit where that is less."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
+
+
+def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """Limit and use in bytes, droppable caches apart, of each control group around this process that has a limit, as
+    containers and schedulers set them; `system`: where /proc and /sys lie. psutil knows of none."""
+    try:
+        lines = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # no Linux
+    for _, controllers, own in (line.split(":", 2) for line in lines):
+        if controllers in CGROUPS:
+            folder, limit, used, droppable = CGROUPS[controllers]
+            root = system / folder
+            group = root / own.strip("/")
+            for each in (group, *group.parents[: len(group.relative_to(root).parts)]):
+                with contextlib.suppress(OSError, ValueError):  # "max", or of the host, which a container cannot see
+                    stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+                    use = int((each / used).read_text()) - int(stat[droppable])
+                    yield int((each / limit).read_text()), use

@@ -7,9 +7,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from harness.settings import compose
+from harness.settings.composer import Composer
 from harness.settings.run import RunConfig
 
-_composers: defaultdict[Path, compose.Composer] = defaultdict(compose.Composer)
+_composers: defaultdict[Path, Composer] = defaultdict(Composer)
 """By the folder of settings, which a test may put another in place of."""
 
 

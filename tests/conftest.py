@@ -114,4 +114,5 @@ def hub_server(tmp_path, monkeypatch) -> Iterator[Hub]:
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.url)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
         yield served

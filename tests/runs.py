@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from harness.data import hub as data_hub
 from harness.launch.runner import Run, run
 from harness.model import hub
 from harness.model import load as models
@@ -59,6 +60,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     monkeypatch.setattr(models, "load_model", load_model)
     monkeypatch.setattr(hub, "snapshot", lambda hub_id, with_code=False: hub.Snapshot(Path("snapshots/1"), "1"))
+    monkeypatch.setattr(data_hub, "revision", lambda path, part, fetch, has_options=False: "1")
     for name in ("tasks", "perplexity", "long_decode"):
         module = ModuleType(f"harness.accuracy.{name}")
         setattr(module, f"run_{name}", runs)

@@ -99,6 +99,32 @@ def test_what_hydra_refuses_is_one_line(command, runs, capsys):
     assert only_error(capsys).startswith("error: ")
 
 
+@pytest.mark.parametrize("command", ["hydra=null", "hydra/launcher=null", "-m seed=range(1,2,0)", "-m hydra.sweeper=3"])
+def test_whatever_hydra_raises_of_a_command_line_is_the_users(command, runs, capsys):
+    assert main(command.split()) == 2
+    said = only_error(capsys)
+    assert command.split()[-1] in said and "a defect" not in said and runs.configs == []
+
+
+@pytest.mark.parametrize(("code", "ends", "said"), [("a text", 1, "a text\n"), (None, 0, ""), (3, 3, ""), (0, 0, "")])
+def test_the_code_of_an_exit_is_as_pythons(code, ends, said, runs, capsys):
+    def leave(config):
+        raise SystemExit(code)
+
+    runs.measure = leave
+    assert main([]) == ends
+    assert capsys.readouterr().err == said
+
+
+def test_a_defect_of_one_job_is_the_sweeps(runs, capsys):
+    def fail(config):
+        raise KeyError("a") if config.method_name == "full" else UserError("not well")
+
+    runs.measure = fail
+    assert main(["-m", "method=full,h2o"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
 def test_an_unknown_flag(runs, capsys):
     assert main(["--typo"]) == 2
     assert "unrecognized arguments: --typo" in capsys.readouterr().err

@@ -86,6 +86,9 @@ def runs(monkeypatch):
     return stand_in(monkeypatch)
 
 
+COMPOSING = "grid=pair: composing its cells\n"
+
+
 def jobs_of(*more: str) -> int:
     return main(["cluster=slurm", "cluster.jobs=2", "grid=pair", *more])
 
@@ -105,7 +108,7 @@ def test_a_grid_is_dealt_to_jobs_and_reported_as_one(fake, runs, capsys):
     logs_line = f"job 1, 2 of 2 parts; scancel 1 ends it; logs: {logs()}/1_*.log\n"
     _, end = printed.out.split(logs_line)
     assert "job 1_1: completed\njob 1_2: completed\n" in end, "states, then one table"
-    assert end.count("KV read") == 1 and "Full cache" in end and "H2O" in end and printed.err == ""
+    assert end.count("KV read") == 1 and "Full cache" in end and "H2O" in end and printed.err == COMPOSING
 
 
 def test_what_is_finished_is_not_submitted(fake, runs, capsys):
@@ -141,7 +144,7 @@ def test_every_failing_job_is_named_and_has_failed_for_slurm(fake, runs, capsys)
     fake.answers = [{1: "RUNNING 0", 2: "PENDING 0"}]
     assert jobs_of() == 2
     assert fake.ends["1"] == {1: "FAILED 512", 2: "FAILED 512"}
-    first, second, end = capsys.readouterr().err.splitlines()
+    _, first, second, end = capsys.readouterr().err.splitlines()
     for number, line, method in (1, first, "full"), (2, second, "h2o"):
         log = f"{logs()}/1_{number}.log"
         assert line.startswith(f"error: job 1_{number}: failed, exit code 2; error: ")
@@ -192,7 +195,7 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, 
         patch.setattr(cluster.time, "sleep", interrupt)
         assert jobs_of() == 130
     said = "interrupted; job 1 runs on (scancel 1 ends it) and the same command waits for it again\n"
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == COMPOSING + said
     fake.answers = [UNREACHABLE, alive]
     assert jobs_of("cluster.partition=other") == 2, "its jobs were cancelled meanwhile"
     printed = capsys.readouterr()

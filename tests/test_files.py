@@ -13,6 +13,42 @@ def test_memory_is_in_bytes():
     assert 2**20 < files.available_memory() <= files.total_memory()
 
 
+V2 = {
+    "proc/self/cgroup": "0::/job/step\n",
+    "sys/fs/cgroup/job/memory.max": "6000\n",
+    "sys/fs/cgroup/job/memory.current": "5000\n",
+    "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 700\n",
+    "sys/fs/cgroup/job/step/memory.max": "max\n",
+    "sys/fs/cgroup/job/step/memory.current": "10\n",
+    "sys/fs/cgroup/job/step/memory.stat": "inactive_file 5\n",
+}
+V1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:memory:/of/the/host\n0::/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "8000\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
+    "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 400\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "limits"),
+    [(V2, [(6000, 4300)]), (V1, [(8000, 2600)]), ({"proc/self/cgroup": "0::/\n"}, []), ({}, [])],
+    ids=["v2", "v1", "unlimited", "no Linux"],
+)
+def test_limits_of_the_control_groups_around_a_process(tree, limits, tmp_path):
+    for name, text in tree.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert list(files.memory_limits(tmp_path)) == limits
+
+
+def test_memory_ends_at_the_tightest_limit(monkeypatch):
+    monkeypatch.setattr(files, "memory_limits", lambda: [(6000, 4300), (8000, 7500), (2**62, 0)])
+    assert (files.available_memory(), files.total_memory()) == (500, 6000)
+    monkeypatch.setattr(files, "memory_limits", lambda: [(6000, 6100)])
+    assert files.available_memory() == 0
+
+
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [

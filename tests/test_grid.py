@@ -14,7 +14,8 @@ from harness.launch import cli
 from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
-from harness.settings.compose import CONF_DIR, Composer, compose
+from harness.settings.compose import CONF_DIR, compose
+from harness.settings.composer import Composer
 from tests.runs import outcome, own_grids, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
@@ -105,9 +106,31 @@ def test_many_are_composed_as_each_alone():
 
 def test_what_many_choose_is_read_once(monkeypatch):
     read = []
-    monkeypatch.setattr("harness.settings.compose.compose", lambda given: read.append(given) or compose(given))
+    monkeypatch.setattr("harness.settings.composer.compose", lambda given: read.append(given) or compose(given))
     made({"cells": [{"method": ["full", "h2o"], "seq_len": [300, 400, 500]}]}, "seed=3")
-    assert read == [("method='full'",), ("method='h2o'",)]
+    assert read == [("~method",)]
+
+
+WRITES = "# @package _global_\ndefaults: [perplexity, override /method: full]\nexperiment: {name}\n{more}"
+
+
+@pytest.mark.parametrize("more", ["", "method: {num_exempt_layers: 3}"], ids=["beside it", "into it"])
+def test_an_experiment_that_chooses_a_method_or_writes_into_it(more, monkeypatch, tmp_path):
+    library = own_grids(monkeypatch, tmp_path / "conf")
+    library("../experiment/mine", WRITES.format(name="mine", more=more))
+    composer = Composer()
+    for choices in (["experiment=mine"], ["experiment=mine", "method=h2o"], ["method=infinigen", "experiment=mine"]):
+        assert composer(choices) == compose(choices)
+
+
+def test_a_method_that_names_others_is_left_to_hydra(monkeypatch, tmp_path):
+    library = own_grids(monkeypatch, tmp_path / "conf")
+    library("../method/mine", "defaults: [h2o]\nheavy_frac: 0.2")
+    library("../method/odd", "# @package _global_\nseq_len: 77")
+    composer = Composer()
+    for choice in ("mine", "h2o", "odd"):
+        assert composer([f"method={choice}"]) == compose([f"method={choice}"])
+    assert composer(["method=mine"]).method.recent_frac == 0.1
 
 
 def test_values_of_every_type_arrive():
@@ -191,7 +214,8 @@ def with_hub(grid: str) -> Plan:
 
 
 @pytest.mark.parametrize("grid", [name for name in EVERY if not PARTS[name]])
-def test_every_grid_composes_and_repeats_nothing(grid):
+def test_every_grid_composes_and_repeats_nothing(grid, monkeypatch):
+    monkeypatch.setattr("harness.data.hub.revision", lambda *_, **__: "1")
     plan = with_hub(grid)
     digests = inputs.digests(plan.cells[0])
     ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)
@@ -372,6 +396,9 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     assert {config.num_windows for config in runs.configs} == {2}
     printed = capsys.readouterr()
+    assert printed.err.startswith("grid=accuracy: composing its cells\n"), (
+        "what takes seconds says so where no bar does"
+    )
     assert printed.out.count("KV read") == 1
     assert printed.out.endswith("results/figures/fig11.png\n")
     assert "3/3" in printed.err, "the progress bar"
@@ -382,7 +409,7 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
 def test_a_grid_on_a_platform_that_is_not_here_is_refused_once(runs, small, capsys):
     assert main(["grid=accuracy", "platform=cuda"]) == 2
     printed = capsys.readouterr()
-    assert printed.err == "error: platform=cuda: torch finds no CUDA device here; allowed: cpu\n"
+    assert printed.err.splitlines()[1:] == ["error: platform=cuda: torch finds no CUDA device here; allowed: cpu"]
     assert printed.out == "" and runs.configs == [] and not Path("results").exists()
 
 
@@ -426,6 +453,20 @@ def test_a_failing_cell_does_not_stop_the_grid(runs, small, capsys):
     assert "failed: fig12 H2O: h2o is not well" in printed.out
     assert printed.err.endswith("error: 1 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")
     assert "INT4" in printed.out and "fig11.png" in printed.out
+
+
+def test_a_defect_in_any_cell_is_the_grids(runs, small, capsys):
+    def fail(config):
+        raise KeyError("a") if config.method_name == "int4" else UserError(f"{config.method_name} is not well")
+
+    runs.measure = fail
+    assert main(["grid=accuracy"]) == 1
+    printed = capsys.readouterr()
+    assert "failed: fig12 INT4: 'a' (KeyError, a defect)\n" in printed.out
+    said = "3 of 3 cells failed; the first defect, fig12 INT4: 'a' (KeyError, a defect)"
+    assert f"error: {said} (HYDRA_FULL_ERROR=1 shows where)\n" in printed.err
+    errors = {record["error"] for record in records.read_records("results", "fig12")}
+    assert errors == {"KeyError: 'a' (a defect)", "UserError: full is not well", "UserError: h2o is not well"}
 
 
 def test_each_failed_cell_is_named_at_the_end(runs, small, capsys):

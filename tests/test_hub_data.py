@@ -1,6 +1,7 @@
 """Commands of the README with a hub that answers over HTTP: real names, tiny weights, data sets of a few rows."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,13 +11,15 @@ import pytest
 import yaml
 from tokens import byte_tokenizer
 
-from harness.data.hub import from_hub
+from harness.data.hub import from_hub, revision
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.launch.cli import main
 from harness.model import hub
 from harness.model.tiny import tiny_model
+from harness.records import inputs
 from harness.records.record import read_records
+from harness.settings.compose import load
 from harness.settings.run import PAPER_TASKS
 from harness.settings.sources import CorpusConfig, DataConfig
 from tests.hub_standin import Files, Repository, break_off, commit, status
@@ -149,6 +152,64 @@ def refused() -> str:
     assert message.startswith(f"data=hub: {WIKITEXT_HUB[0]} cannot be loaded (") and "\n" not in message
     assert "data=local data.root=DIR" in message and "data=offline" in message
     return message
+
+
+def test_a_data_set_replaced_on_the_hub_is_another_run(served, capfd):
+    """Once its rows are fetched anew; until then, offline too, it is what the cache holds."""
+    command = f"method=full model=llama2-7b experiment=perplexity data=hub corpus=wikitext2 {SHORT}"
+    assert run(command) == 0
+    assert f"{WIKITEXT_HUB[0]}: fetching up to " in capfd.readouterr().err
+    old = served.datasets[WIKITEXT_HUB[0]].branches["main"]
+    served.datasets[WIKITEXT_HUB[0]] = wikitext("Another line.\n")
+    served.requests.clear()
+    assert run(command) == 0 and "finished before, skipped" in capfd.readouterr().out and not served.requests
+    (record,) = read_records("results", "perplexity")
+    assert record["inputs"]["corpus"] == commit(old)
+    shutil.rmtree("datasets")
+    new = served.datasets[WIKITEXT_HUB[0]].branches["main"]
+    assert inputs.corpus(CORPUS, HUB) == {"corpus": commit(new)}
+    served.requests.clear()
+    assert inputs.corpus(CORPUS, HUB) == {"corpus": commit(new)} and not served.requests
+
+
+def test_rows_of_a_task_are_of_a_revision(served):
+    config = load([*COMMAND.split(), "tasks=[copa,rte]"])
+    before = inputs.tasks(config)
+    served.requests.clear()
+    assert inputs.tasks(config) == before and not served.requests
+    path, about = "aps/super_glue", TASKS["aps/super_glue"]
+    served.datasets[path] = data_set(about[0], about[1] | {"premise": "It snowed"})
+    assert inputs.tasks(config) == before
+    shutil.rmtree(Path("datasets") / path.replace("/", "___"))
+    after = inputs.tasks(config)
+    assert after["rte"] == before["rte"] and after["copa"] != before["copa"]
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "has_options", "expected"),
+    [
+        ("Org/CamelCase", "en", False, "22"),
+        ("Org/CamelCase", None, False, "33"),
+        ("Org/CamelCase", "en", True, "44"),
+        ("Org/CamelCase", "de", False, ""),
+        ("Org/Camel", "en", False, ""),
+    ],
+)
+def test_the_revision_is_that_of_the_newest_whole_rows(path, part, has_options, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    for age, name in enumerate(
+        ["en/0.0.0/55.incomplete", "default/0.0.0/33", "en/0.0.0/22", "en/0.0.0/11", "en-ab/0/44"]
+    ):
+        rows = tmp_path / "Org___camel_case" / name
+        rows.mkdir(parents=True)
+        (rows / "dataset_info.json").touch()
+        os.utime(rows, (1e9 - age - 9 * ("-" in name),) * 2)
+    (tmp_path / "Org___camel_case" / "en" / "0.0.0" / "66").mkdir()
+    if part is None:
+        os.utime(tmp_path / "Org___camel_case" / "default" / "0.0.0" / "33", (2e9,) * 2)
+    fetched = []
+    assert revision(path, part, lambda: fetched.append(path), has_options=has_options) == expected
+    assert bool(fetched) == (not expected)
 
 
 def test_a_text_is_fetched_once(served):

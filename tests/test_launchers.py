@@ -78,3 +78,19 @@ def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_
 
     assert files.until_settled(tmp_path, "*/record.json", derive) == ["2", "3"]
     assert seen == [["1"], ["1", "2"], ["2", "3"]]
+
+
+def test_what_goes_while_it_is_looked_at_is_derived_again(tmp_path, monkeypatch):
+    for name in "ab":
+        files.write_atomic(tmp_path / name / "record.json", name)
+    listed = Path.glob
+
+    def lists_one_that_goes(folder, pattern):
+        found = sorted(listed(folder, pattern))
+        (tmp_path / "b" / "record.json").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", lists_one_that_goes)
+    calls = []
+    files.until_settled(tmp_path, "*/record.json", lambda: calls.append(None))
+    assert len(calls) == 2

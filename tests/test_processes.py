@@ -10,10 +10,11 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from harness.errors import UserError
+from harness.errors import DefectError, UserError
 from harness.files import HeldError
 from harness.launch import child as apart
 from harness.launch import grid, interrupts, lock, runner
@@ -105,9 +106,21 @@ def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, con
     failed = todo.path.stat().st_mtime
     with pytest.raises(UserError, match="failed in another process: UserError: not well"):
         run(todo, Resources(), since=failed - 1)
+    runner.fail(todo, KeyError("a"))
+    with pytest.raises(DefectError, match=r"failed in another process: KeyError: 'a' \(a defect\)"):
+        run(todo, Resources(), since=failed - 1)
     assert len(runs.configs) == 1
     runs.measure = outcome
     assert run(todo, Resources(), since=failed + 1) == todo.path and len(runs.configs) == 2
+
+
+def test_a_child_tells_a_defect_from_what_a_user_can_mend(monkeypatch):
+    errors = [KeyError("a"), UserError("not well"), OSError(28, "disk full")]
+    monkeypatch.setattr(apart, "run", lambda error, *_, **__: (_ for _ in ()).throw(error))
+    sent: list[Exception] = []
+    apart._work(errors, 0.0, SimpleNamespace(send=sent.append))
+    assert [type(each) for each in sent] == [DefectError, UserError, UserError]
+    assert str(sent[0]) == "'a' (KeyError, a defect)" and str(sent[1]) == "not well"
 
 
 @pytest.mark.parametrize("processes", [2, 4])

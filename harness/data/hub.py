@@ -4,13 +4,20 @@ What is cached is used without asking the hub, so that a repeated run is the sam
 with a hub out of reach, is an error of one line within seconds.
 """
 
+import os
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
+from pathlib import Path
 from typing import TypeVar
 
+from tqdm import tqdm
+
 from harness.errors import UserError
+from harness.model.download import progress_bars
 from harness.model.refusal import refusal
 
 TIMEOUT_S = 5.0
@@ -52,12 +59,63 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
     except Exception:  # `datasets` has many for what is not cached, or not whole; online it says what is wrong
         pass
     _require_hub(name, files)
+    _announce(name)
     try:
-        return load()
+        with progress_bars():
+            return load()
     except ImportError:
         raise
     except Exception as error:
         raise _unavailable(name, refusal(error), files) from error
+
+
+def revision(path: str, part: str | None, fetch: Callable[[], object], *, has_options: bool = False) -> str:
+    """The commit on the hub of a data set's cached rows, which `fetch` puts into the cache where there are none; "" of
+    what leaves none there.
+
+    part: its configuration, None for the only one. has_options: it is loaded with settings of its own besides. Raises
+    as `from_hub`.
+    """
+    found = _cached_revision(path, part, has_options)
+    if found is None:
+        fetch()
+        found = _cached_revision(path, part, has_options)
+    return found or ""
+
+
+def _cached_revision(path: str, part: str | None, has_options: bool) -> str | None:
+    """That of the rows which `datasets` takes offline, the last that were made; its import would take longer than all
+    that a skipped run does.
+
+    Rows lie in OWNER___NAME/PART/VERSION/COMMIT, names in snake case, a dash and a digest after a part with options.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
+    configuration = f"{escape(part or 'default')}-*" if has_options else escape(part) if part else "*"
+    made = [
+        rows
+        for folder in cache.glob("*")
+        if _letters(folder.name) == _letters(path)
+        for rows in folder.glob(f"{configuration}/*/*/dataset_info.json")
+        if "." not in rows.parent.name  # .incomplete: on its way, or cut short
+    ]
+    return max(made, key=lambda rows: rows.parent.stat().st_mtime_ns).parent.name if made else None
+
+
+def _letters(name: str) -> str:
+    """A name that is the same in snake case."""
+    return name.replace("/", "").replace("_", "").lower()
+
+
+def _announce(name: str) -> None:
+    """Say that a download begins, and how large all parts of the data set are."""
+    from huggingface_hub import HfApi, constants
+
+    with suppress(Exception):  # refused, which loading it will say, or the name of a task that fetches by itself
+        files = HfApi().dataset_info(name, files_metadata=True, timeout=TIMEOUT_S).siblings or ()
+        amount = tqdm.format_sizeof(sum(file.size or 0 for file in files), "B")
+        print(f"{name}: fetching up to {amount} from {constants.ENDPOINT}", file=sys.stderr)
 
 
 def _require_hub(name: str, files: str | None) -> None:

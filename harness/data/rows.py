@@ -64,6 +64,11 @@ def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
     raise UserError(f"data.root={root}: tasks={task} needs {layout(task, config)}; there are none")
 
 
+def hub_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With which a task has its data set loaded from the hub; code that comes with one is never run."""
+    return {key: value for key, value in (config.get("dataset_kwargs") or {}).items() if key != "trust_remote_code"}
+
+
 def layout(task: str, config: Mapping[str, Any]) -> str:
     """Where the files of a task may lie, in words."""
     scored = scored_split(config)

@@ -25,7 +25,7 @@ from harness.data.generated import questions
 from harness.data.hub import from_hub, no_network
 from harness.data.plan import Leaf, plan
 from harness.data.questions import Rows, Source, check_questions
-from harness.data.rows import check_rows, example_split, find_files, layout, template_fields
+from harness.data.rows import check_rows, example_split, find_files, hub_options, layout, template_fields
 from harness.errors import UserError, missing, reason, refused
 from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
@@ -104,7 +104,7 @@ def _source(leaf: Leaf, config: RunConfig) -> Source:
         return Source(f"task {leaf.task_name}")
     if config.data.name == "local":
         return _local_rows(leaf, config)
-    rows = _hub_rows(leaf.task_name, leaf.config)
+    rows = hub_rows(leaf.task_name, leaf.config)
     source = Source(f"data=hub: {leaf.config.get('dataset_path')}", rows, labels=leaf.labels)
     _check_examples(leaf, source)
     return source
@@ -164,9 +164,9 @@ def _generated(name: str, config: RunConfig) -> dict[str, Any]:
     } | _given({"test": datasets.Dataset.from_list(rows)})
 
 
-def _hub_rows(name: str, own: dict[str, Any]) -> Any:
-    options = {key: value for key, value in (own.get("dataset_kwargs") or {}).items() if key != "trust_remote_code"}
-    path, part = own.get("dataset_path"), own.get("dataset_name")
+def hub_rows(name: str, own: dict[str, Any]) -> Any:
+    """The rows of a task's data set on the hub, from the cache if they are there; raises as `from_hub`."""
+    options, path, part = hub_options(own), own.get("dataset_path"), own.get("dataset_name")
     load: Callable[[], Any] = lambda: datasets.load_dataset(path=path, name=part, **options)  # noqa: E731
     return from_hub(str(path), load, f"{layout(name, own)} below it")
 

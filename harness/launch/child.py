@@ -19,7 +19,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import DefectError, UserError, is_users, told
 from harness.files import HeldError
 from harness.launch.interrupts import STOPS
 from harness.launch.runner import Run, fail, run
@@ -101,8 +101,7 @@ def _work(runs: Sequence[Run], since: float, results: Connection) -> None:
         except HeldError as error:
             results.send(error)
         except Exception as error:
-            said = str(error) or type(error).__name__
-            results.send(UserError(said) if isinstance(error, UserError) else RuntimeError(said))
+            results.send((UserError if is_users(error) else DefectError)(told(error)))
 
 
 def _end_with_parent() -> None:

@@ -7,32 +7,30 @@ HYDRA_FULL_ERROR=1 shows tracebacks.
 """
 
 import os
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from harness.errors import DEFECT, UNFINISHED, USERS, UnfinishedError, UserError, nearest
+from harness.errors import DEFECT, UNFINISHED, USERS, DefectError, UnfinishedError, UserError, is_users, reason
 from harness.files import until_settled
 from harness.launch import console, grid, interrupts, overrides, runner, status, tracking
 from harness.launch.cluster import Batch, own_overrides
 from harness.launch.export import export
-from harness.launch.plan import read_plan
+from harness.launch.hydra_front import OF_HYDRA, TRACEBACKS, as_command_line, in_words
+from harness.launch.plan import Plan, read_plan
 from harness.resources import Resources
 from harness.settings.choices import CONF_DIR, setting_of
 from harness.settings.compose import asks_status, parse
 from harness.settings.experiment import find
 
-TRACEBACKS = "HYDRA_FULL_ERROR"
 Draw = Callable[[Path], Sequence[Path]]
 """Draws the figures of a results folder; returns their paths."""
 
@@ -44,8 +42,8 @@ class Jobs:
     A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
 
     tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
-    exit_code: the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker` gets as well.
-    is_copy: sent to another process. batch: what is to run on a cluster.
+    exit_code: a defect's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker` gets
+    as well. has_copies, is_copy: sent to another process. batch: what is to run on a cluster.
     resources: what the jobs share. draw: makes the figures of a results folder.
     """
 
@@ -55,10 +53,15 @@ class Jobs:
     paths: list[Path] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
+    has_copies: bool = False
     draws: bool = False
     tracker: str = tracking.NONE
     is_copy: bool = False
     batch: Batch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.has_copies = True
+        return vars(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, is_copy=True)
@@ -83,13 +86,13 @@ class Jobs:
             given = self._start_batch(config, given)
         has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
         if asks_status(config.status):
-            print(_status(config, given if has_grid else None))
+            print(_status(config, given) if has_grid else status.render(status.of_folder(config.results_dir)))
             return
         if not has_grid:
             self._run_one(config, given)
             return
         self.draws = True
-        plan = read_plan(config.grid, given)
+        plan = _plan(config, given)
         self.tracker = config.tracker
         self.gaps += plan.gaps()
         for line in plan.gaps():
@@ -128,6 +131,16 @@ class Jobs:
         self.batch, config.cluster = self.batch or batch, None
         return own_overrides(given)
 
+    def start(self, command: Callable[[], None]) -> None:
+        """Hand over to Hydra, which calls this for each job. UserError for whatever it raises by itself: it knows
+        nothing but what the user typed."""
+        try:
+            command()
+        except Exception as error:
+            if self.has_copies or is_users(error) or isinstance(error, OF_HYDRA):
+                raise
+            raise UserError(f"{shlex.join(sys.argv[1:])}: Hydra refuses it ({reason(error)})") from error
+
     def run_batch(self) -> None:
         """Run what was gathered for a cluster, and wait for it."""
         if self.batch is not None and self.batch.jobs:
@@ -141,13 +154,15 @@ class Jobs:
             self.exit_code = console.BROKEN_PIPE
             console.mute()
             return
-        users_fault = isinstance(error, UserError | HydraException | OmegaConfBaseException | OSError)
-        self.exit_code = UNFINISHED if isinstance(error, UnfinishedError) else USERS if users_fault else DEFECT
+        users_fault = is_users(error) or isinstance(error, OF_HYDRA)
+        unfinished = isinstance(error, UnfinishedError)
+        if self.exit_code != DEFECT:  # of another job
+            self.exit_code = UNFINISHED if unfinished else USERS if users_fault else DEFECT
         if self.tracebacks:
             traceback.print_exception(error)
-        hint = "" if users_fault else f" ({type(error).__name__}, a defect; {TRACEBACKS}=1 shows where)"
-        word = "unfinished" if self.exit_code == UNFINISHED else "error"
-        print(f"{word}: {one_line(error)}{hint}", file=sys.stderr)
+        defect = "" if isinstance(error, DefectError) else f"{type(error).__name__}, a defect; "
+        hint = "" if users_fault else f" ({defect}{TRACEBACKS}=1 shows where)"
+        print(f"{'unfinished' if unfinished else 'error'}: {in_words(error)}{hint}", file=sys.stderr)
 
     def report(self) -> None:
         """Write the tables of what has run, print its table, and name the figures and what was left out."""
@@ -175,15 +190,15 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     command = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(jobs)
     try:
         overrides.check(argv)
-        with _as_command_line(argv):
-            command()
+        with as_command_line(argv):
+            jobs.start(command)
             jobs.run_batch()
     except KeyboardInterrupt as stop:
         print(f"interrupted; {stop}" if stop.args else interrupts.SAID, file=sys.stderr)
         jobs.exit_code = interrupts.exit_code(stop)
         jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag
-        jobs.exit_code = end.code if isinstance(end.code, int) else 0
+        jobs.exit_code = _code_of(end)
     except Exception as error:
         jobs.fail(error)
     try:
@@ -194,43 +209,20 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     return jobs.exit_code
 
 
-def _status(config: DictConfig, overrides: Sequence[str] | None) -> str:
-    """How far a grid is with these overrides; None: all of the results folder."""
-    if overrides is None:
-        return status.render(status.of_folder(config.results_dir))
-    return status.render(status.of_runs(map(runner.Run.of, read_plan(config.grid, overrides).cells)))
+def _code_of(end: SystemExit) -> int:
+    """The exit code that Python would end with, after what it would print."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return DEFECT
 
 
-def one_line(error: BaseException) -> str:
-    """What went wrong, with the nearest names where a name was unknown."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        return f"{group}={choice}: {nearest(choice, error.options)}"
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: must be NAME=VALUE"
-    if isinstance(error, InterpolationResolutionError) and error.__context__ is not None:
-        return one_line(error.__context__)  # what a resolver says
-    cause = error.__cause__
-    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
-        known = [str(key) for key in cause.parent_node if key not in ("hydra", "_target_")]
-        if known and str(cause.key) not in known:
-            return f"unknown setting {cause.full_key}: {nearest(cause.key, known)}"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+def _plan(config: DictConfig, overrides: Sequence[str]) -> Plan:
+    """What the chosen grid consists of, after a line that says that it is being read: that takes seconds."""
+    print(f"grid={HydraConfig.get().runtime.choices['grid']}: composing its cells", file=sys.stderr, flush=True)
+    return read_plan(config.grid, overrides)
 
 
-@contextmanager
-def _as_command_line(argv: Sequence[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv`, and hands errors on instead of printing them only when asked for full ones."""
-    before, sys.argv = sys.argv, ["run.py", *argv]
-    setting = os.environ.get(TRACEBACKS)
-    os.environ[TRACEBACKS] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = before
-        if setting is None:
-            del os.environ[TRACEBACKS]
-        else:
-            os.environ[TRACEBACKS] = setting
+def _status(config: DictConfig, overrides: Sequence[str]) -> str:
+    """How far a grid is with these overrides."""
+    return status.render(status.of_runs(map(runner.Run.of, _plan(config, overrides).cells)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from harness.errors import UnfinishedError, UserError
+from harness.errors import DefectError, UnfinishedError, UserError, is_users, told
 from harness.files import HeldError
 from harness.launch import lock, tracking
 from harness.launch.child import process_of, run_apart
@@ -39,6 +39,7 @@ def run_cells(
     Raises:
         UserError: at the end, where cells failed: how many, and the first error. The others have run. At the start,
             where nothing can run here.
+        DefectError: likewise at the end, where a defect was among them.
         UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
     require_devices(configs)
@@ -62,7 +63,7 @@ def run_cells(
             elif isinstance(outcome, Path):
                 yield outcome
             else:
-                failures.append((f"{each.title}: {str(outcome) or type(outcome).__name__}", outcome))
+                failures.append((f"{each.title}: {told(outcome)}", outcome))
                 tqdm.write(f"failed: {failures[-1][0]}")
     _raise_at_the_end(len(configs), failures, put_off)
 
@@ -146,8 +147,10 @@ def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put
     counts = counted(Counter(each.config.experiment for each in put_off))
     later = f"put off, as their minutes are spent: {counts}; the same command goes on"
     if failures:
-        said, first = failures[0]
+        defects = [failure for failure in failures if not is_users(failure[1])]
+        said, first = (defects or failures)[0]
         more = f"; {later}" if put_off else ""
-        raise UserError(f"{len(failures)} of {total} cells failed; the first, {said}{more}") from first
+        kind, which = (DefectError, "first defect") if defects else (UserError, "first")
+        raise kind(f"{len(failures)} of {total} cells failed; the {which}, {said}{more}") from first
     if put_off:
         raise UnfinishedError(later)

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 
 from harness.errors import UserError, nearest
 from harness.settings.choices import is_group, options
-from harness.settings.compose import read_override
+from harness.settings.composer import read_override
 from harness.settings.systems import LABELS
 
 SWEEPS = {"-m", "--multirun"}

@@ -35,7 +35,8 @@ from harness.errors import UserError, nearest
 from harness.launch.child import process_of
 from harness.model.described import shape_mapping
 from harness.settings.choices import options, setting_of
-from harness.settings.compose import Composer, chosen_model, compose, load
+from harness.settings.compose import chosen_model, compose, load
+from harness.settings.composer import Composer
 from harness.settings.experiment import find
 from harness.settings.run import RunConfig
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
+from harness.errors import UserError, again, recorded
 from harness.files import HeldError, until_settled
 from harness.launch import lock, tracking
 from harness.records import code, environment, inputs
@@ -105,6 +105,7 @@ def run(todo: Run, resources: Resources, *, since: float | None = None) -> Path:
     Raises:
         UserError: wrong input, an unwritable results folder, or out of memory (which setting to lower).
             The record then says `failed`, as for any other exception; after Ctrl-C it says `interrupted`.
+        DefectError: a defect has ended it in another process.
         HeldError: another process is at this cell.
     """
     is_cell = since is not None
@@ -116,7 +117,7 @@ def run(todo: Run, resources: Resources, *, since: float | None = None) -> Path:
         if _is_done(todo, is_cell):  # meanwhile
             return todo.path
         if since is not None and (failure := todo.failed_since(since)):
-            raise UserError(f"failed in another process: {failure}")
+            raise again("failed in another process: ", failure)
         if not is_cell and (reason := todo.why_again()):
             print(reason)
         if todo.is_damaged():
@@ -187,7 +188,7 @@ def _end(todo: Run, record: Mapping[str, Any]) -> None:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    return {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    return {"status": "failed", "error": recorded(error)}
 
 
 def _unfinished(todo: Run) -> dict[str, Any]:

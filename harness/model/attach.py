@@ -64,13 +64,22 @@ class Attached:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, positions: Tensor, handler: Handler) -> Tensor:
-        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`."""
+        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`.
+
+        UserError where activations overflow in float16, which every other format has the range for. A pass over one row
+        is not looked at: a decode step waits for no device, and the pass over its prompt was.
+        """
         self._handler = handler
         try:
             output = self.model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
         finally:
             self._handler = None
-        return output.last_hidden_state
+        hidden = output.last_hidden_state
+        if self.dtype == torch.float16 and ids.shape[1] > 1 and not hidden.sum(dtype=torch.float32).isfinite():
+            raise UserError(
+                "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
+            )
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

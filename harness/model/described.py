@@ -6,15 +6,13 @@ A shape that no decoder can have is refused here, before anything is built of it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, refused
-from harness.model import hub
 from harness.model.checkpoint import read_config
 from harness.model.gguf import converted
 from harness.model.shape import ModelShape
-from harness.model.source import PACKAGE, find_source, model_at
+from harness.model.source import PACKAGE, located
 from harness.settings.sources import ModelConfig
 
 if TYPE_CHECKING:
@@ -67,16 +65,8 @@ def shape_mapping(config: ModelConfig) -> dict[str, Any]:
     """What a model's source says of its shape, as in config.json; raises UserError where there is no such source."""
     if config.shape and not config.path:
         return dict(config.shape)
-    return read_config(_directory(config))
-
-
-def _directory(config: ModelConfig) -> Path:
-    if config.path:
-        found = model_at(Path(config.path), config.gguf_file)
-        return converted(found) if found.suffix == ".gguf" else found
-    if config.hub_id and config.gguf_file:
-        return converted(hub.gguf(config.hub_id, config.gguf_file))
-    return hub.config_directory(config.hub_id) if config.hub_id else find_source(config).directory
+    found = located(config, weights=False)
+    return read_config(converted(found) if found.suffix == ".gguf" else found)
 
 
 def require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ def not_had(hub_id: str, why: str) -> UserError:
 def _fetch(hub_id: str, wanted: Wanted, choose: Choose) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    with _progress_bars(), _no_long_waits():
+    with progress_bars(), _no_long_waits():
         chosen = choose(HfApi(), hub_id)
         files = {file.rfilename: file.size or 0 for file in chosen.siblings or () if wanted(file.rfilename)}
         amount = tqdm.format_sizeof(sum(files.values()), "B")
@@ -89,7 +89,7 @@ def _fetch(hub_id: str, wanted: Wanted, choose: Choose) -> Path:
 
 
 @contextmanager
-def _progress_bars() -> Iterator[None]:
+def progress_bars() -> Iterator[None]:
     """Inside, the hub's client shows its bars on a terminal, although loading a model switches them off."""
     from huggingface_hub import constants
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars

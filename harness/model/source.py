@@ -30,16 +30,29 @@ class Source(NamedTuple):
 
 def find_source(config: ModelConfig) -> Source:
     """Where the pretrained weights lie as safetensors on this machine, downloaded or converted if need be."""
+    found = located(config)
+    if found.suffix == ".gguf":
+        return Source(converted(found), file_sha256(found))
     if config.path:
-        found = model_at(Path(config.path), config.gguf_file)
-        return _from_gguf(found) if found.suffix == ".gguf" else _from_directory(found)
+        return Source(found, files_sha256([found / CONFIG, *weight_files(found)]))
+    return Source(found, text_sha256(str(config.hub_id), found.name))  # a snapshot is named by its revision
+
+
+def located(config: ModelConfig, *, weights: bool = True) -> Path:
+    """The model's folder, or its GGUF file, downloaded if need be.
+
+    weights: the folder has them; else it may have no more than a config.json. Raises UserError where there is none.
+    """
+    if config.path:
+        return model_at(Path(config.path), config.gguf_file)
     if config.hub_id and config.gguf_file:
-        return _from_gguf(hub.gguf(config.hub_id, config.gguf_file))
+        return hub.gguf(config.hub_id, config.gguf_file)
+    if config.hub_id and weights:
+        return hub.snapshot(config.hub_id, with_code=config.trust_remote_code).directory
     if config.hub_id:
-        snapshot = hub.snapshot(config.hub_id, with_code=config.trust_remote_code)
-        return Source(snapshot.directory, text_sha256(config.hub_id, snapshot.revision))
+        return hub.config_directory(config.hub_id)
     if config.name == PACKAGED_NAME:
-        return _from_gguf(packaged_gguf())
+        return packaged_gguf()
     raise UserError(f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load")
 
 
@@ -57,14 +70,6 @@ def model_at(path: Path, gguf_file: str | None = None) -> Path:
     several = f"{len(files)} GGUF files, name one of them or set model.gguf_file"
     found = several if files else "neither a config.json nor a GGUF"
     raise UserError(f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file")
-
-
-def _from_gguf(gguf: Path) -> Source:
-    return Source(converted(gguf), file_sha256(gguf))
-
-
-def _from_directory(directory: Path) -> Source:
-    return Source(directory, files_sha256([directory / CONFIG, *weight_files(directory)]))
 
 
 def model_files(config: ModelConfig, *, weights: bool = True) -> list[Path]:

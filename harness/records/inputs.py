@@ -1,17 +1,18 @@
 """The sha256 of everything a run reads, its code included, taken before a model loads: a change makes another run.
 
-What the Hugging Face hub serves is known by its revision (models) or its name (data sets); a model that is not on this
-machine yet is fetched first.
+What the Hugging Face hub serves is known by its revision; what is not on this machine yet is fetched first.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.data import hub as data_hub
 from harness.data import ruler_rows
-from harness.data.rows import find_files
-from harness.data.text import calibration_text, corpus_text, offline_text
+from harness.data.rows import find_files, hub_options
+from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import hub
 from harness.model.source import PACKAGED_NAME, PACKAGED_SHA256, model_files
@@ -58,15 +59,18 @@ def calibration(config: CalibrationConfig) -> dict[str, str]:
 
 
 def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
-    """The text that is scored; {} where the hub serves it."""
-    served = config.path is None and config.name != "offline" and data.name == "hub"
-    return {} if served else {"corpus": text_sha256(corpus_text(config, data))}
+    """The text that is scored."""
+    read = partial(corpus_text, config, data)
+    if config.path is None and config.name != "offline" and data.name == "hub":
+        return {"corpus": data_hub.revision(*WIKITEXT_HUB, read)}
+    return {"corpus": text_sha256(read())}
 
 
 def tasks(config: RunConfig) -> dict[str, str]:
-    """Each leaf task: lm-eval's version, its YAML as resolved and its local rows; or the text that it is made from.
+    """Each leaf task: lm-eval's version, its YAML as resolved and its rows, local or of a revision of the hub; or the
+    text that it is made from.
 
-    The rows that the hub serves are known by the data set's name alone. Of a user's own folder all files count.
+    Rows that a task's own Python fetches are known by that alone. Of a user's own folder all files count.
     """
     made = {name: _source(name) for name in config.tasks if name in OFFLINE_TASKS}
     if len(made) == len(config.tasks) and config.task.include_path is None:
@@ -85,10 +89,22 @@ def _source(task: str) -> str:
 
 
 def _task(leaf: Leaf, data: DataConfig) -> str:
-    if data.name != "local" or leaf.makes_rows:
+    if leaf.makes_rows or data.name == "offline":
         return leaf.digest
+    if data.name == "hub":
+        return text_sha256(leaf.digest, _revision(leaf))
     files = find_files(str(data.root), leaf.task_name, leaf.config)
     return text_sha256(leaf.digest, *(f"{split} {files_sha256(paths)}" for split, paths in sorted(files.items())))
+
+
+def _revision(leaf: Leaf) -> str:
+    def fetch() -> None:
+        from harness.data.tasks import hub_rows
+
+        hub_rows(leaf.task_name, leaf.config)
+
+    path, part = str(leaf.config.get("dataset_path")), leaf.config.get("dataset_name")
+    return data_hub.revision(path, part, fetch, has_options=bool(hub_options(leaf.config)))
 
 
 def _folder(include_path: str | None) -> dict[str, str]:

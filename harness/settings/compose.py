@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
-from harness.settings import method, own_method, systems
-from harness.settings.choices import CONF_DIR, group, is_group, kind_of, options, setting_of
+from harness.settings import method, systems
+from harness.settings.choices import CONF_DIR, group, kind_of, options, setting_of
 from harness.settings.experiment import Experiment, find
 from harness.settings.run import CODEC_WORDS, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
 from harness.settings.schema import build, path_text
@@ -41,50 +35,6 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
         return hydra.compose("config", list(overrides))
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return hydra.compose("config", list(overrides))
-
-
-class Composer:
-    """`compose` for many runs with few choices of groups: what Hydra reads for the same choices, it reads once.
-
-    Values are set on a copy as Hydra sets them. Whatever is neither a choice nor a value, and all that is refused, is
-    left to Hydra.
-    """
-
-    def __init__(self) -> None:
-        self._chosen: dict[tuple[str, ...], DictConfig] = {}
-
-    def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """As `compose(overrides)`."""
-        try:
-            given = [read_override(each) for each in overrides]
-            values = [each for each in given if not is_group(each.key_or_group)]
-            if any(map(_is_special, given)):
-                return compose(overrides)
-            config = deepcopy(self._of(tuple(str(each.input_line) for each in given if is_group(each.key_or_group))))
-            for each in values:
-                OmegaConf.update(config, each.key_or_group, each.value())
-        except (HydraException, OmegaConfBaseException):
-            return compose(overrides)  # in Hydra's words
-        return config
-
-    def _of(self, choices: tuple[str, ...]) -> DictConfig:
-        if choices not in self._chosen:
-            self._chosen[choices] = compose(choices)
-        return self._chosen[choices]
-
-
-@cache
-def read_override(text: str) -> Override:
-    """A word of a command line, as Hydra reads it; HydraException where it cannot."""
-    return OverridesParser.create().parse_override(text)
-
-
-def _is_special(override: Override) -> bool:
-    """Whether it does more than choose or set, or chooses code of the user's, which may change."""
-    of_hydra = override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
-    changes = override.type == OverrideType.CHANGE and override.package is None
-    is_own = override.key_or_group == "method" and own_method.is_own(str(override.value()))
-    return of_hydra or not changes or override.is_sweep_override() or is_own
 
 
 def load(overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose) -> RunConfig:
