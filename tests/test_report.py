@@ -22,7 +22,7 @@ from harness.paper.costmodel import published
 from harness.paper.report import sections
 from harness.paper.report.__main__ import main as report_main
 from harness.paper.report.charts import CHARTS
-from harness.paper.report.data import gaps, read_sheets
+from harness.paper.report.data import gaps, read_rows, sheets
 from harness.paper.report.published import published_sheet
 from harness.tables import write as tables
 from harness.tables.columns import ACCURACY, MISSING, names, published_rows
@@ -232,12 +232,12 @@ def test_a_table_of_an_older_version_has_a_line_a_run(tmp_path):
     save_task(tmp_path, "method=h2o", **RAN)
     save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=h2o", **RAN)
     path = tables.update(tmp_path, "fig11")
-    (sheet,) = read_sheets(path)
+    (sheet,) = sheets(path, read_rows(path))
     assert [line[:2] for line in sheet.lines] == [["H2O", MISSING]]
     lines = [line.split(",") for line in path.read_text().splitlines()]
     settings = lines[0].index("settings")
     path.write_text("\n".join(",".join(line[:settings] + line[settings + 1 :]) for line in lines))
-    (sheet,) = read_sheets(path)
+    (sheet,) = sheets(path, read_rows(path))
     assert [line[:2] for line in sheet.lines] == 2 * [["H2O", MISSING]]
 
 

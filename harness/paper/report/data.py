@@ -38,10 +38,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def read_sheets(path: Path) -> list[Sheet]:
-    """The same rows as people read them. Raises UserError for a file that is no table of results."""
+def sheets(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Sheet]:
+    """The rows of a table as people read them. Raises UserError for a file that is no table of results."""
     try:
-        return list(sheets_of([typed(row) for row in read_rows(path)]))
+        return list(sheets_of([typed(row) for row in rows]))
     except (ValueError, TypeError) as error:  # a number that is none, or is missing
         raise _not_a_table(path) from error
 

@@ -13,7 +13,7 @@ from harness.paper.catalogue import ENTRIES, Entry
 from harness.paper.report.beside import side_by_side
 from harness.paper.report.charts import CHARTS
 from harness.paper.report.charts.vega import Drawn, draw
-from harness.paper.report.data import findings, gaps, read_rows, read_sheets
+from harness.paper.report.data import findings, gaps, read_rows, sheets
 from harness.paper.report.published import published_sheet
 from harness.tables.columns import TableRow, typed
 from harness.tables.text import Sheet
@@ -61,6 +61,11 @@ class Section:
     parts: list[Part]
     panes: dict[str, list[Drawn]]
     beside: Sheet | None
+
+    @property
+    def drawn(self) -> list[Drawn]:
+        """Its charts in the order of the page."""
+        return [drawn for pane in self.panes.values() for drawn in pane]
 
     @property
     def sources(self) -> list[str]:
@@ -120,15 +125,16 @@ def embed(path: Path) -> str:
 def _part(where: str, folder: Path, entry: Entry, entries: Sequence[Entry], finding: str | None) -> Part:
     image = folder / "figures" / f"{entry.name}.png"
     paths = {table: folder / "tables" / f"{table}.csv" for table in entry.tables}
-    sheets = {table: found for table, path in paths.items() if (found := read_sheets(path))}
-    rows: list[Row] = [row for path in paths.values() for row in read_rows(path)]
-    own = {table: found for table, found in sheets.items() if _home(table, entries) == entry.name}
+    tables = {table: rows for table, path in paths.items() if (rows := read_rows(path))}
+    found = {table: sheets(paths[table], rows) for table, rows in tables.items()}
+    own = {table: shown for table, shown in found.items() if _home(table, entries) == entry.name}
+    rows = [row for read in tables.values() for row in read]
     return Part(
         where=where,
         finding=finding,
         image=embed(image) if image.exists() else None,
         sheets=own,
-        elsewhere={table: _home(table, entries) for table in sheets if table not in own},
+        elsewhere={table: _home(table, entries) for table in tables if table not in own},
         published=published_sheet(entry, rows),
         rows=rows,
     )
