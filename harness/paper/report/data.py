@@ -21,13 +21,11 @@ SHAPE_HEADINGS = tuple(column(name).heading for name in ("batch_size", "prompt_l
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a table's CSV as they stand there; none where there is no file.
+    """The rows of a table's CSV as they stand there.
 
     Raises:
         UserError: a file that is no table of results.
     """
-    if not path.exists():
-        return []
     try:
         lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
         rows = list(lines)

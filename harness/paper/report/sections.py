@@ -31,6 +31,8 @@ SOURCES = {
 }
 
 Row = Mapping[str, str]
+Tables = Mapping[str, Sequence[Row]]
+"""The rows of a results folder's tables by their names."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Part:
     sheets: dict[str, list[Sheet]]
     elsewhere: dict[str, str]
     published: Sheet | None
-    rows: list[Row]
+    rows: Sequence[Row]
 
     @property
     def gaps(self) -> list[str]:
@@ -100,9 +102,13 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
         UserError: a damaged table or figure, or findings about what is not there.
     """
     names = [entry.name for entry in entries]
+    tables = {where: _tables(folder) for where, folder in folders.items()}
     said = {where: findings(folder / "findings.yaml", names) for where, folder in folders.items()}
     for entry in entries:
-        found = [_part(where, folder, entry, entries, said[where].get(entry.name)) for where, folder in folders.items()]
+        found = [
+            _part(where, folder, tables[where], entry, entries, said[where].get(entry.name))
+            for where, folder in folders.items()
+        ]
         parts = [part for part in found if part.image or part.sheets]
         if parts:
             yield Section(entry, parts, _panes(entry, parts), _beside(parts))
@@ -122,19 +128,27 @@ def embed(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def _part(where: str, folder: Path, entry: Entry, entries: Sequence[Entry], finding: str | None) -> Part:
+def _tables(folder: Path) -> Tables:
+    """The rows of every table of a results folder."""
+    return {path.stem: read_rows(path) for path in sorted((folder / "tables").glob("*.csv"))}
+
+
+def _part(
+    where: str, folder: Path, tables: Tables, entry: Entry, entries: Sequence[Entry], finding: str | None
+) -> Part:
     image = folder / "figures" / f"{entry.name}.png"
-    paths = {table: folder / "tables" / f"{table}.csv" for table in entry.tables}
-    tables = {table: rows for table, path in paths.items() if (rows := read_rows(path))}
-    found = {table: sheets(paths[table], rows) for table, rows in tables.items()}
-    own = {table: shown for table, shown in found.items() if _home(table, entries) == entry.name}
-    rows = [row for read in tables.values() for row in read]
+    homes = {table: _home(table, entries) for table in entry.tables if tables.get(table)}
+    rows = [row for table in homes for row in tables[table]]
     return Part(
         where=where,
         finding=finding,
         image=embed(image) if image.exists() else None,
-        sheets=own,
-        elsewhere={table: _home(table, entries) for table in tables if table not in own},
+        sheets={
+            table: sheets(folder / "tables" / f"{table}.csv", tables[table])
+            for table, home in homes.items()
+            if home == entry.name
+        },
+        elsewhere={table: home for table, home in homes.items() if home != entry.name},
         published=published_sheet(entry, rows),
         rows=rows,
     )

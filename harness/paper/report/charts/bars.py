@@ -56,7 +56,7 @@ def _stacked(texts: Texts, pane: str, title: str, parts: Sequence[Column], metri
     rows = [typed(text) | {"text": text} for text in texts]
     for panel in grouped(rows, "model", "source", *(each.name for each in SHAPE)):
         for words, near in _with_close_up(panel).items():
-            points = [point for row in near for point in _parts(row, parts)]
+            points = [_part(row, part, parts) for part in parts for row in near if row[part.name] is not None]
             labels = {row["label"] for row in near}
             paper = [each for each in _published(panel, metric, ("batch_size",)) if each[0]["series"] in labels]
             points += [Point(PUBLISHED, value, line["series"], said, hollow=True) for line, value, said in paper]
@@ -72,13 +72,10 @@ def _with_close_up(panel: Sequence[TableRow]) -> Mapping[str, Sequence[TableRow]
     return {"": panel, f", {BASE} and faster": [row for row in panel if row["total_s"] <= longest[0]]}
 
 
-def _parts(row: TableRow, parts: Sequence[Column]) -> Iterator[Point]:
-    """A point for each part that a label has."""
-    said = {LABEL.heading: row["label"]} | {part.heading: part.show(row[part.name]) for part in parts}
-    for part in parts:
-        if row[part.name] is not None:
-            value = part.factor * row[part.name]
-            yield Point(part.words, value, row["label"], said | details(row, *SAID))
+def _part(row: TableRow, part: Column, parts: Sequence[Column]) -> Point:
+    """One of the parts of a label's time; a hover on it answers all of them."""
+    said = {LABEL.heading: row["label"]} | {each.heading: each.show(row[each.name]) for each in parts}
+    return Point(part.words, part.factor * row[part.name], row["label"], said | details(row, *SAID))
 
 
 def _speedup(row: TableRow, speedup: float, words: str) -> Point:

@@ -88,12 +88,13 @@ def _finite(chart: Chart) -> Chart:
 
 
 def _looks(charts: Sequence[Chart]) -> Looks:
-    """Of every series; a line that joins several has the page's colour."""
+    """Of every series; a line that joins several has the page's colour, and so has what is published alone."""
     points = [point for chart in charts for point in chart.points]
-    series = dict.fromkeys(point.series for point in points)
+    series = dict.fromkeys(point.series for point in points if not point.hollow)
+    published = {point.series for point in points} - {*series}
     joining = dict.fromkeys(point.line for point in points if point.line and point.line not in series)
     own = {name: (COLORS[i % len(COLORS)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(series)}
-    return own | dict.fromkeys(joining, (PAGE, "stroke"))
+    return own | dict.fromkeys(sorted(published), (PAGE, "diamond")) | dict.fromkeys(joining, (PAGE, "stroke"))
 
 
 def _spec(chart: Chart, looks: Looks, beside: Sequence[Chart]) -> Json:
