@@ -19,7 +19,13 @@ from harness.tables.columns import ACCURACY, BOARD, names, typed
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "results" / "tables"
-CHARTED = [entry for entry in ENTRIES if entry.chart]
+FOLDERS = (TABLES, ROOT / "results" / "qwen2.5-coder-0.5b" / "tables")
+CHARTED = [
+    (entry, folder)
+    for entry in ENTRIES
+    for folder in FOLDERS
+    if entry.chart and (folder / f"{entry.tables[0]}.csv").exists()
+]
 HOSTILE = "</script><svg onload='alert(1)'><!-- \u2028 \" datum['x'] ${alert(1)} {{7*7}} \\u003c a.b[0] \n'];alert(1)//"
 
 
@@ -130,11 +136,18 @@ def test_times_have_speedups_and_the_papers_points_where_the_setup_is_the_papers
     assert not charts("times", one_size), "nothing to draw against"
 
 
-@pytest.mark.parametrize("entry", CHARTED, ids=[entry.name for entry in CHARTED])
-def test_every_chart_of_the_results_has_titled_axes_and_a_source(entry) -> None:
+def test_every_figure_of_the_results_that_compares_methods_has_charts() -> None:
+    tabled = {entry.name for entry in ENTRIES if (TABLES / f"{entry.tables[0]}.csv").exists()}
+    assert {entry.name for entry, folder in CHARTED if folder == TABLES} == {
+        entry.name for entry in ENTRIES if entry.name in tabled and entry.page != "analysis"
+    } - {"perplexity", "latency"}, "these two are of all that the others chart"
+
+
+@pytest.mark.parametrize(("entry", "folder"), CHARTED, ids=[f"{each.name}-{of.parent.name}" for each, of in CHARTED])
+def test_every_chart_of_the_results_has_titled_axes_and_a_source(entry, folder) -> None:
     rows = []
-    for table in entry.tables:
-        with (TABLES / f"{table}.csv").open(encoding="utf-8", newline="") as lines:
+    for path in (path for table in entry.tables if (path := folder / f"{table}.csv").exists()):
+        with path.open(encoding="utf-8", newline="") as lines:
             rows += csv.DictReader(lines)
     found = charts(entry.chart, rows)
     assert found and len({(chart.pane, chart.title) for chart in found}) == len(found)
@@ -154,7 +167,7 @@ def points(count: int, **fields: Any) -> list[Point]:
 def test_series_are_told_apart_by_colour_and_shape() -> None:
     count = len(COLORS) * len(SHAPES)
     (drawn,) = draw([Chart("pane", "setup", Axis("x"), Axis("y"), points(count))])
-    encoding = drawn.spec["layer"][2]["encoding"]
+    (encoding,) = (layer["encoding"] for layer in drawn.spec["layer"] if "shape" in layer["encoding"])
     looks = set(zip(encoding["fill"]["scale"]["range"], encoding["shape"]["scale"]["range"], strict=True))
     assert len(looks) == count == len(encoding["fill"]["scale"]["domain"])
 

@@ -3,8 +3,9 @@
 // library, as any script. `ast` has expressions interpreted, as the policy allows no code made of text.
 {
   const options = { ast: true, renderer: "svg", actions: false, mode: "vega-lite" };
-  const unpacked = id => {
-    const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), letter => letter.charCodeAt(0));
+  const unpacked = name => {
+    const text = atob(document.querySelector(`[data-packed=${name}]`).textContent);
+    const bytes = Uint8Array.from(text, letter => letter.charCodeAt(0));
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   };
   const load = async () => {

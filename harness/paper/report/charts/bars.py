@@ -48,7 +48,7 @@ def by_model(texts: Texts) -> Iterator[Chart]:
         points += [Point(line["series"], value, line["x"], said, hollow=True) for line, value, said in paper]
         models = len({row["model"] for row in panel})
         title = setup({**panel[0], "model": f"{models} model{'s' if models > 1 else ''}"}, *SHAPE)
-        axes, note = (Axis(words, zero=True), Axis("", words=True)), OF_PAPER if paper else ONE_RUN
+        axes, note = (Axis(words, zero=True), Axis("model", words=True)), OF_PAPER if paper else ONE_RUN
         yield Chart(words.partition(" (")[0], title, *axes, points, [Level("x", 1, BASE)], note)
 
 
@@ -60,7 +60,7 @@ def _stacked(texts: Texts, pane: str, title: str, parts: Sequence[Column], metri
             labels = {row["label"] for row in near}
             paper = [each for each in _published(panel, metric, ("batch_size",)) if each[0]["series"] in labels]
             points += [Point(PUBLISHED, value, line["series"], said, hollow=True) for line, value, said in paper]
-            axes, note = (Axis(title, zero=True), Axis("", words=True)), OF_PAPER if paper else ONE_RUN
+            axes, note = (Axis(title, zero=True), Axis(LABEL.heading, words=True)), OF_PAPER if paper else ONE_RUN
             yield Chart(f"{pane}{words}", setup(panel[0], *SHAPE), *axes, points, note=note, stacked=True)
 
 

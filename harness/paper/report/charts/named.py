@@ -36,7 +36,9 @@ def pairs(rows: list[TableRow]) -> Iterator[Chart]:
     for metric in grouped(shown, "metric"):
         for panel in grouped(metric, "model", "source"):
             column = quantity(panel[0]["metric"])
-            yield _chart(column.heading, setup(panel[0]), column, [(row, row["task"], row["label"]) for row in panel])
+            yield _chart(
+                column.heading, setup(panel[0]), column, [(row, row["task"], row["label"]) for row in panel], "task"
+            )
 
 
 def changes(rows: list[TableRow]) -> Iterator[Chart]:
@@ -48,7 +50,7 @@ def changes(rows: list[TableRow]) -> Iterator[Chart]:
         for panel in grouped(metric, *KEYS):
             column = quantity(panel[0]["metric"])
             placed = [(row, _change(row["label"], series), series or row["label"]) for row in panel]
-            chart = _chart(f"{panel[0]['task']}: {column.heading}", setup(panel[0], *SETUP), column, placed)
+            chart = _chart(f"{panel[0]['task']}: {column.heading}", setup(panel[0], *SETUP), column, placed, "run")
             yield chart._replace(levels=_full(rows, panel[0]))
 
 
@@ -72,10 +74,10 @@ def _full(rows: Sequence[TableRow], of: TableRow) -> list[Level]:
     return [Level("x", value, "full cache") for value in values]
 
 
-def _chart(pane: str, title: str, shown: Column, placed: Sequence[tuple[TableRow, str, str]]) -> Chart:
-    """placed: a row, the name of its line, and its series."""
+def _chart(pane: str, title: str, shown: Column, placed: Sequence[tuple[TableRow, str, str]], kind: str) -> Chart:
+    """placed: a row, the name of its line, and its series. kind: what the names are of."""
     points = []
     for row, name, series in placed:
         point = scored(row, shown, shown.factor * row["value"], series)
         points.append(point._replace(y=name, line=""))
-    return Chart(pane, title, Axis(shown.heading, zero=True), Axis("", words=True), points, note=NOTE)
+    return Chart(pane, title, Axis(shown.heading, zero=True), Axis(kind, words=True), points, note=NOTE)

@@ -17,7 +17,7 @@ def encoding(name: str, chart: Chart, beside: Sequence[Chart]) -> Json:
         names = dict.fromkeys(point.y for each in beside for point in each.points)
         scale = {"type": "band", "domain": [*names], "paddingInner": 0.35, "paddingOuter": 0.2}
         looks = {"labelLimit": 200, "ticks": False, "grid": True}
-        return {"field": name, "type": "nominal", "title": None, "scale": scale, "axis": looks}
+        return {"field": name, "type": "nominal", "title": axis.title, "scale": scale, "axis": looks}
     values = [value for each in beside for value in _along(each, name)]
     return {"field": name, "type": "quantitative", "title": axis.title, **_numbers(axis, min(values), max(values))}
 
