@@ -3,6 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
+from harness.tables import columns
 from plots import data, style
 
 SETUP = ("model", "corpus", "seq_len", "num_samples", "source")
@@ -11,7 +12,7 @@ MAX_TICKS = 6
 
 def of(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of an accuracy table that are of ranges, such as `offline[256:512]`, as corpus, start and end."""
-    chunks = table.task.str.extract(r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$")
+    chunks = table.task.str.extract(columns.CHUNK_TASK)
     rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
     return rows[rows.start.notna()]
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from harness.tables import columns
 from plots import bars, data, style
 
-UNSKEWED = " without skewing"
+UNSKEWED = columns.WITHOUT_SKEWING
 CONDITIONS = ("num_samples", "num_fewshot", "seq_len")
 SETUP = ("model", "metric", "source")
 AXES = {"acc": "accuracy (%)", "kl_nats": "KL(full || method) (nats)"}

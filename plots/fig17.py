@@ -9,10 +9,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from harness.tables import columns
 from plots import data, style
 from plots.fig11 import CHANCE
 
-SETTINGS = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
 ACCURACY_SETUP = ("model", "task", "num_samples", "num_fewshot", "source")
 LATENCY_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 PANEL_INCHES = (4.2, 2.5)  # room for the second axis
@@ -23,12 +23,12 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     table = tables.accuracy(name)
     table = table[table.metric == "acc"]
     accuracy, latency = _with_setting(table), _with_setting(tables.latency(f"{name}-latency"))
-    named = [setting for setting in SETTINGS if setting in {*accuracy.setting, *latency.setting}]
+    named = [setting for setting in columns.SWEPT if setting in {*accuracy.setting, *latency.setting}]
     if not named:
         return None
     figure, all_axes = style.new(len(named), panel_inches=PANEL_INCHES)
     for axes, setting in zip(all_axes, named, strict=True):
-        axes.set(xlabel=SETTINGS[setting], ylabel="accuracy (%)")
+        axes.set(xlabel=columns.SWEPT[setting], ylabel="accuracy (%)")
         _draw_references(axes, table)
         _draw_lines(axes, accuracy[accuracy.setting == setting], ACCURACY_SETUP, "accuracy")
         timed = latency[latency.setting == setting]
@@ -41,7 +41,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
 
 def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
     """The rows whose label names a setting and a finite number, those in `setting` and `x`."""
-    parts = table.label.str.extract(r"^(?P<setting>\w+)=(?P<x>[\d.]+)$")
+    parts = table.label.str.extract(columns.SETTING_LABEL)
     return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
 
 

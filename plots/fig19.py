@@ -9,10 +9,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from harness.tables import columns
 from plots import data, style
 from plots.fig11 import KV_AXIS
 
-LABEL = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
 SIZE_SETUP = ("model", "task", "seq_len", "num_samples", "source")
 LENGTH_SETUP = ("model", "task", "kept", "source")
 
@@ -20,7 +20,7 @@ LENGTH_SETUP = ("model", "task", "kept", "source")
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `fig19.csv`."""
     table = data.whole_texts(tables.accuracy(name))
-    rows = table.join(table.label.str.extract(LABEL))
+    rows = table.join(table.label.str.extract(columns.KEPT_LABEL))
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
     halves = (rows[rows.kept.isna()], SIZE_SETUP, _draw_sizes), (rows[rows.kept.notna()], LENGTH_SETUP, _draw_lengths)
     parts = [(data.split(half, setup), draw_panel) for half, setup, draw_panel in halves if len(half)]

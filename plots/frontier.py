@@ -1,13 +1,15 @@
 """Closeness to the full cache against what it costs, from `leaderboard.csv`: KL by link bytes, and by step time.
 
 A point per method and size, its look by how the method reads less; hollow where the step is modelled. The line is the
-front, of points that no other beats in both, each with its name; the upper bound, which no link allows, is on none.
+front, of points that no other beats in both; the upper bound, which no link allows, is on none. Their names stand to
+the left and below, where by its meaning nothing else lies. Both axes are logarithmic, as the full cache costs so much.
 The full cache, whose KL is 0, is a line at its step time.
 """
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from harness.tables import columns
 from plots import data, style
@@ -28,6 +30,8 @@ FAMILIES = {
 ALL = "reads all"
 CLOSE = 2
 """Points of one size whose KL differs by a smaller factor share their names' place."""
+LEFT = 5
+"""The x axis begins at the least cost over this, which leaves the names room."""
 LEAST_KL = 1e-6
 """Nats: what is nearer to the full cache is the full cache, and off a logarithmic axis."""
 
@@ -60,16 +64,14 @@ def _is_modelled(rows: pd.DataFrame, cost: str) -> pd.Series:
 
 
 def _name(axes: Axes, front: pd.DataFrame) -> None:
-    """Names beside the points, a list beside those that lie too close for names of their own."""
+    """Names left of the points, a list beside those that lie too close for names of their own."""
     ordered = front.sort_values(KL, ascending=False)
     apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (ordered["size"] != ordered["size"].shift())
     for _, close in ordered.groupby(apart.cumsum()):
         sizes = ["" if pd.isna(row["size"]) else f" {100 * row.kv_frac:.0f} %" for _, row in close.iterrows()]
         names = "\n".join(map("".join, zip(close.label, sizes, strict=True)))
-        middle = (close[KL].iloc[0] * close[KL].iloc[-1]) ** 0.5
-        words = axes.annotate(names, (close.x.max(), middle), (5, 0), textcoords="offset points", va="center")
-        words.set(fontsize=5.5, linespacing=1.0)
-        words.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.5})
+        words = axes.annotate(names, (close.x.min(), close[KL].iloc[0]), (-4, -2), textcoords="offset points")
+        words.set(fontsize=5.5, linespacing=1.0, ha="right", va="top")
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
@@ -93,4 +95,8 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
         sources = sorted({*panel.step_source.dropna()} - {"modelled"})
         words = f"{words}, {' and '.join(sources)}" if sources else words
     axes.set(xlabel=words, ylabel="KL(full || method) (nats)")
-    axes.margins(x=0.15)
+    axes.set_xscale("log")
+    axes.set_xlim(panel.x.min() / LEFT, 1.3 * panel.x.max())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_formatter(NullFormatter())

@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from harness.tables import columns
 from plots import data, style
 
-CELL = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
 BAND = ["model", "setup", "needle"]
 SEEN = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
 """Settings that the cells show by themselves."""
@@ -31,7 +30,7 @@ CELL_INCHES = (0.52, 0.24)
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without rows of needles in `ruler.csv`."""
     table = tables.accuracy(name)
-    rows = table.join(table.task.str.extract(CELL)).dropna(subset="needle")
+    rows = table.join(table.task.str.extract(columns.NEEDLE_TASK)).dropna(subset="needle")
     if rows.empty:
         return None
     rows = rows.astype({"length": int, "begin": int, "end": int}).assign(setup=_setups(rows))

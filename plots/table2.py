@@ -39,7 +39,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes.set_title(f"{model}, published")
     for axes in all_axes:
         axes.margins(y=0.1)
-        axes.tick_params(axis="x", labelsize=6)  # with the artifact's evictions there are seven
+        axes.tick_params(axis="x", labelsize=5.5)  # with the artifact's evictions there are seven
         axes.set(xlabel="KV pool, of the sequence", ylabel="perplexity", ylim=(0, None))
     return style.finish(figure, f"{panels.shared}; {style.error_note(rows)}. Published: WikiText-2, 2,048 tokens")
 

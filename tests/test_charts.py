@@ -14,12 +14,19 @@ from harness.paper.costmodel.published import figure_rows
 from harness.paper.report.beside import side_by_side
 from harness.paper.report.charts import CHARTS
 from harness.paper.report.charts.chart import Axis, Chart, Level, Point
+from harness.paper.report.charts.slim import slim
 from harness.paper.report.charts.vega import COLORS, SHAPES, draw
 from harness.tables.columns import ACCURACY, BOARD, names, typed
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "results" / "tables"
-CHARTED = [entry for entry in ENTRIES if entry.chart]
+FOLDERS = (TABLES, ROOT / "results" / "qwen2.5-coder-0.5b" / "tables")
+CHARTED = [
+    (entry, folder)
+    for entry in ENTRIES
+    for folder in FOLDERS
+    if entry.chart and (folder / f"{entry.tables[0]}.csv").exists()
+]
 HOSTILE = "</script><svg onload='alert(1)'><!-- \u2028 \" datum['x'] ${alert(1)} {{7*7}} \\u003c a.b[0] \n'];alert(1)//"
 
 
@@ -130,11 +137,106 @@ def test_times_have_speedups_and_the_papers_points_where_the_setup_is_the_papers
     assert not charts("times", one_size), "nothing to draw against"
 
 
-@pytest.mark.parametrize("entry", CHARTED, ids=[entry.name for entry in CHARTED])
-def test_every_chart_of_the_results_has_titled_axes_and_a_source(entry) -> None:
+def test_every_figure_of_the_results_that_compares_methods_has_charts() -> None:
+    tabled = {entry.name for entry in ENTRIES if (TABLES / f"{entry.tables[0]}.csv").exists()}
+    assert {entry.name for entry, folder in CHARTED if folder == TABLES} == {
+        entry.name for entry in ENTRIES if entry.name in tabled and entry.page != "analysis"
+    } - {"perplexity", "latency"}, "these two are of all that the others chart"
+
+
+def test_skewing_is_compared_within_its_experiment_and_with_the_full_cache_asked_the_same() -> None:
+    rows = [
+        score("A", 0.25, 0.5, experiment="fig13"),
+        score("A without skewing", 0.25, 0.4, experiment="fig13"),
+        score("A", 0.1, 0.1),
+        score("Full", 1.0, 0.9),
+        score("Full", 1.0, 0.8, task="other"),
+        score("Full", 1.0, 0.7, num_samples=9),
+    ]
+    (chart,) = charts("pairs", rows)
+    assert [(point.series, point.x, point.y) for point in chart.points] == [
+        ("A", 50, "passkey"), ("A without skewing", 40, "passkey"), ("Full", 90, "passkey"),
+    ]  # fmt: skip
+    assert chart.points[0].stderr == 5 and chart.value_axis == "x"
+
+
+def test_changes_are_named_by_what_they_add_and_perplexity_has_the_full_caches() -> None:
+    text = {"metric": "perplexity", "task": "text"}
+    labels = ("A", "A, pool 80 %, lru")
+    rows = [score(label, 0.2, 20 + i, **text) for i, label in enumerate(labels)]
+    rows += [score(label, 0.2, 18, **text | {"metric": "perplexity_full"}) for label in labels]
+    (chart,) = charts("changes", rows)
+    assert [(point.series, point.y, point.x) for point in chart.points] == [
+        ("A", "default", 20), ("A", "pool 80 %, lru", 21),
+    ]  # fmt: skip
+    assert chart.levels == [Level("x", 18, "full cache")]
+
+
+def test_sweeps_run_along_the_setting_the_length_and_the_depth() -> None:
+    setting, *_ = charts("setting", [score(f"alpha={x}", 0.2, x / 10, method="m") for x in (5, 1)] + [score("F", 1, 1)])
+    assert [(point.x, point.y, point.line) for point in setting.points] == [(1, 10, "m"), (5, 50, "m")]
+    assert setting.x.title == "alpha (scaled logits)" and setting.levels == [Level("y", 100, "F")]
+    kept = [
+        score("A with 64 tokens", 0.1, value, task="text", metric=metric, seq_len=length)
+        for length in (2048, 1024)
+        for metric, value in (("perplexity", 30), ("perplexity_full", 20))
+    ]
+    (length,) = charts("length", kept)
+    assert {(point.series, point.x, point.y) for point in length.points} == {
+        (name, x, y) for name, y in (("A", 30), ("full cache", 20)) for x in (1024, 2048)
+    } and length.title.endswith("64 tokens kept")
+    needle = [score("A", 0.1, 0.5, task=f"n[512, {at}-{at + 20} %]", metric="512") for at in (40, 0)]
+    by_length, by_depth = charts("needles", [score("A", 0.1, 0.5, task="n", metric="512"), *needle])
+    assert [(point.x, point.y) for point in by_length.points] == [(512, 50)]
+    assert [(point.x, point.y) for point in by_depth.points] == [(10, 50), (50, 50)] and "512 tokens" in by_depth.title
+
+
+def modelled(figure: str) -> list[dict[str, str]]:
+    rows = figure_rows(figure, "a6000-pcie3")
+    return [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
+
+
+@pytest.mark.parametrize(("kind", "figure", "total"), [("run", "fig14", "total_s"), ("block", "fig18", None)])
+def test_parts_of_a_time_sum_to_it_and_the_papers_total_is_hollow(kind, figure, total) -> None:
+    rows = modelled(figure)
+    whole, near = charts(kind, rows)
+    ours = sum(point.x for point in whole.points if point.y == "infinigen" and not point.hollow)
+    (row,) = (row for row in rows if row["label"] == "infinigen")
+    parts = 1e3 * sum(float(row[f"{name}_s"] or 0) for name in ("attention", "ffn", "prediction", "transfer", "other"))
+    assert whole.stacked and ours == pytest.approx(float(row[total]) if total else parts)
+    (paper,) = (point for point in whole.points if point.hollow and point.y == "infinigen")
+    assert paper.x == {"fig14": 60.97, "fig18": 2.29}[figure] and paper.details["source"] == "published"
+    assert "offload-pageable" not in {point.y for point in near.points} and near.pane.endswith("offload and faster")
+    for drawn in draw([near]):
+        least, most = drawn.spec["layer"][0]["encoding"]["x"]["scale"]["domain"]
+        offload = sum(point.x for point in near.points if point.y == "offload" and not point.hollow)
+        assert least == 0 and most > offload
+        parts_of = {each["part"] for each in drawn.spec["data"]["values"]}
+        assert {0, 1, None} <= parts_of, "bars and points"
+
+
+def test_speedups_by_model_have_the_papers_where_it_has_some() -> None:
+    whole, decode = charts("models", modelled("fig16b"))
+    assert whole.title.startswith("3 models, modelled") and whole.levels == [Level("x", 1, "offload")]
+    assert {(point.series, point.y, point.x) for point in whole.points if point.hollow} >= {
+        ("infinigen", "opt-30b", 1.34)
+    }
+    assert not any(point.hollow for point in decode.points) and decode.points
+
+
+def test_a_drawing_loses_digits_and_groups_but_no_words() -> None:
+    drawing = """<svg xmlns="http://www.w3.org/2000/svg"><g class="a"><g transform="translate(1.23456,7)" fill="red">
+    <text x="0.123456" fill="blue">1.23456</text><text fill="blue">b</text></g><g></g></g></svg>"""
+    text = slim(drawing)
+    assert 'transform="translate(1.2,7)"' in text and ">1.23456<" in text and text.count("<g") == 2
+    assert text.count("blue") == 1 and "red" not in text, "what all children say stands once"
+
+
+@pytest.mark.parametrize(("entry", "folder"), CHARTED, ids=[f"{each.name}-{of.parent.name}" for each, of in CHARTED])
+def test_every_chart_of_the_results_has_titled_axes_and_a_source(entry, folder) -> None:
     rows = []
-    for table in entry.tables:
-        with (TABLES / f"{table}.csv").open(encoding="utf-8", newline="") as lines:
+    for path in (path for table in entry.tables if (path := folder / f"{table}.csv").exists()):
+        with path.open(encoding="utf-8", newline="") as lines:
             rows += csv.DictReader(lines)
     found = charts(entry.chart, rows)
     assert found and len({(chart.pane, chart.title) for chart in found}) == len(found)
@@ -154,7 +256,7 @@ def points(count: int, **fields: Any) -> list[Point]:
 def test_series_are_told_apart_by_colour_and_shape() -> None:
     count = len(COLORS) * len(SHAPES)
     (drawn,) = draw([Chart("pane", "setup", Axis("x"), Axis("y"), points(count))])
-    encoding = drawn.spec["layer"][2]["encoding"]
+    (encoding,) = (layer["encoding"] for layer in drawn.spec["layer"] if "shape" in layer["encoding"])
     looks = set(zip(encoding["fill"]["scale"]["range"], encoding["shape"]["scale"]["range"], strict=True))
     assert len(looks) == count == len(encoding["fill"]["scale"]["domain"])
 

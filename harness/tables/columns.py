@@ -209,6 +209,18 @@ METRICS = {
 """What `value` is, by `metric`, in the order in which people read them."""
 
 
+WITHOUT_SKEWING = " without skewing"
+"""The end of a label."""
+SETTING_LABEL = r"^(?P<setting>\w+)=(?P<x>[\d.]+)$"
+KEPT_LABEL = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
+CHUNK_TASK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
+NEEDLE_TASK = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
+"""What a label or a task of some figures says: the setting that is varied, the tokens kept, the tokens of a text or the
+depths of a needle that a score is of."""
+SWEPT = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
+"""Settings of `SETTING_LABEL` as an axis says them."""
+
+
 def quantity(metric: str) -> Column:
     """How the values of a metric read: one with a filter, such as `exact_match,strict-match`, as without it; RULER's is
     named by a length in tokens; any other stands as it is."""

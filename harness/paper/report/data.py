@@ -21,13 +21,11 @@ SHAPE_HEADINGS = tuple(column(name).heading for name in ("batch_size", "prompt_l
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a table's CSV as they stand there; none where there is no file.
+    """The rows of a table's CSV as they stand there.
 
     Raises:
         UserError: a file that is no table of results.
     """
-    if not path.exists():
-        return []
     try:
         lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
         rows = list(lines)
@@ -38,10 +36,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def read_sheets(path: Path) -> list[Sheet]:
-    """The same rows as people read them. Raises UserError for a file that is no table of results."""
+def sheets(path: Path, rows: Sequence[Mapping[str, str]]) -> list[Sheet]:
+    """The rows of a table as people read them. Raises UserError for a file that is no table of results."""
     try:
-        return list(sheets_of([typed(row) for row in read_rows(path)]))
+        return list(sheets_of([typed(row) for row in rows]))
     except (ValueError, TypeError) as error:  # a number that is none, or is missing
         raise _not_a_table(path) from error
 

@@ -7,6 +7,8 @@ admits none but its own. A sentence of finding stands where `results/findings.ya
     fig11: At a tenth of the cache InfiniGen loses ...
 """
 
+import gzip
+import json
 import re
 from base64 import b64encode
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from harness.errors import UserError
 from harness.files import write_atomic
 from harness.paper.catalogue import PAGES
-from harness.paper.report.charts.vega import with_library
+from harness.paper.report.charts.vega import library
 from harness.paper.report.data import environment, unfinished
 from harness.paper.report.sections import SOURCES, Section, entries_of, folders_of, sections_of
 from harness.records.record import read_all
@@ -57,14 +59,18 @@ def _render(folder: Path) -> str:
     if not sections:
         raise UserError(f"results_dir={folder}: neither table nor figure; `make accuracy` makes some")
     shown = {section.entry.name for section in sections}
-    scripts = _scripts(any(section.panes for section in sections))
+    pages = _pages(sections)
+    specs = [drawn.spec for page in pages.values() for section in page for drawn in section.drawn]
+    scripts = _scripts(bool(specs))
+    packed = {"library": library(), "charts": json.dumps(specs)} if specs else {}
     return _template().render(
-        pages=_pages(sections),
+        pages=pages,
         most_panes=max(len(section.panes) for section in sections),
         beside=[where for where in folders if where],
         sources=SOURCES,
         scripts=scripts,
-        digests=[f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts],
+        packed={name: b64encode(gzip.compress(text.encode(), mtime=0)).decode() for name, text in packed.items()},
+        digests=[_digest(script) for script in (*scripts, *([packed["library"]] if specs else []))],
         style=(HERE / "report.css").read_text(encoding="utf-8"),
         absent=[entry for entry in entries if entry.name not in shown],
         gaps=[gap for section in sections for part in section.parts for gap in part.gaps],
@@ -83,9 +89,13 @@ def _pages(sections: Sequence[Section]) -> dict[str, list[Section]]:
 
 
 def _scripts(charted: bool) -> list[str]:
-    """What runs on the page, each as it stands between its tags: a digest in the page's policy names it."""
-    tables, charts = ((HERE / name).read_text(encoding="utf-8") for name in ("tables.js", "charts.js"))
-    return [tables, with_library(charts)] if charted else [tables]
+    """What runs on the page, each as it stands between its tags."""
+    return [(HERE / name).read_text(encoding="utf-8") for name in ("tables.js", *(["charts.js"] if charted else []))]
+
+
+def _digest(script: str) -> str:
+    """As the page's policy names a script that may run."""
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
 def _template() -> Any:

@@ -13,7 +13,7 @@ from harness.paper.catalogue import ENTRIES, Entry
 from harness.paper.report.beside import side_by_side
 from harness.paper.report.charts import CHARTS
 from harness.paper.report.charts.vega import Drawn, draw
-from harness.paper.report.data import findings, gaps, read_rows, read_sheets
+from harness.paper.report.data import findings, gaps, read_rows, sheets
 from harness.paper.report.published import published_sheet
 from harness.tables.columns import TableRow, typed
 from harness.tables.text import Sheet
@@ -31,6 +31,8 @@ SOURCES = {
 }
 
 Row = Mapping[str, str]
+Tables = Mapping[str, Sequence[Row]]
+"""The rows of a results folder's tables by their names."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Part:
     sheets: dict[str, list[Sheet]]
     elsewhere: dict[str, str]
     published: Sheet | None
-    rows: list[Row]
+    rows: Sequence[Row]
 
     @property
     def gaps(self) -> list[str]:
@@ -61,6 +63,11 @@ class Section:
     parts: list[Part]
     panes: dict[str, list[Drawn]]
     beside: Sheet | None
+
+    @property
+    def drawn(self) -> list[Drawn]:
+        """Its charts in the order of the page."""
+        return [drawn for pane in self.panes.values() for drawn in pane]
 
     @property
     def sources(self) -> list[str]:
@@ -95,9 +102,13 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
         UserError: a damaged table or figure, or findings about what is not there.
     """
     names = [entry.name for entry in entries]
+    tables = {where: _tables(folder) for where, folder in folders.items()}
     said = {where: findings(folder / "findings.yaml", names) for where, folder in folders.items()}
     for entry in entries:
-        found = [_part(where, folder, entry, entries, said[where].get(entry.name)) for where, folder in folders.items()]
+        found = [
+            _part(where, folder, tables[where], entry, entries, said[where].get(entry.name))
+            for where, folder in folders.items()
+        ]
         parts = [part for part in found if part.image or part.sheets]
         if parts:
             yield Section(entry, parts, _panes(entry, parts), _beside(parts))
@@ -117,18 +128,27 @@ def embed(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def _part(where: str, folder: Path, entry: Entry, entries: Sequence[Entry], finding: str | None) -> Part:
+def _tables(folder: Path) -> Tables:
+    """The rows of every table of a results folder."""
+    return {path.stem: read_rows(path) for path in sorted((folder / "tables").glob("*.csv"))}
+
+
+def _part(
+    where: str, folder: Path, tables: Tables, entry: Entry, entries: Sequence[Entry], finding: str | None
+) -> Part:
     image = folder / "figures" / f"{entry.name}.png"
-    paths = {table: folder / "tables" / f"{table}.csv" for table in entry.tables}
-    sheets = {table: found for table, path in paths.items() if (found := read_sheets(path))}
-    rows: list[Row] = [row for path in paths.values() for row in read_rows(path)]
-    own = {table: found for table, found in sheets.items() if _home(table, entries) == entry.name}
+    homes = {table: _home(table, entries) for table in entry.tables if tables.get(table)}
+    rows = [row for table in homes for row in tables[table]]
     return Part(
         where=where,
         finding=finding,
         image=embed(image) if image.exists() else None,
-        sheets=own,
-        elsewhere={table: _home(table, entries) for table in sheets if table not in own},
+        sheets={
+            table: sheets(folder / "tables" / f"{table}.csv", tables[table])
+            for table, home in homes.items()
+            if home == entry.name
+        },
+        elsewhere={table: home for table, home in homes.items() if home != entry.name},
         published=published_sheet(entry, rows),
         rows=rows,
     )

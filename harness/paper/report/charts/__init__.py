@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from harness.paper.report.charts import boards, scores, times
+from harness.paper.report.charts import bars, boards, named, scores, sweeps, times
 from harness.paper.report.charts.chart import Chart
 from harness.tables.columns import TableRow, typed
 
@@ -21,5 +21,13 @@ CHARTS: Mapping[str, Callable[[Rows], Iterator[Chart]]] = {
     "decoded": _of_numbers(scores.decoded),
     "leaderboard": _of_numbers(boards.leaderboard),
     "frontier": _of_numbers(boards.frontier),
+    "pairs": _of_numbers(named.pairs),
+    "changes": _of_numbers(named.changes),
+    "setting": _of_numbers(sweeps.by_setting),
+    "length": _of_numbers(sweeps.by_length),
+    "needles": _of_numbers(sweeps.needles),
     "times": times.times,
+    "run": bars.run_times,
+    "block": bars.block_times,
+    "models": bars.by_model,
 }

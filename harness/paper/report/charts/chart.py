@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.tables.columns import MODEL, SOURCE, Column, TableRow
 
@@ -12,20 +12,23 @@ ERRORS = "Bars: one standard error."
 
 
 class Axis(NamedTuple):
-    """title: with the unit. log: whether it is logarithmic. zero: whether it begins at 0."""
+    """title: with the unit. log: whether it is logarithmic. zero: whether it begins at 0. words: of y, whether it has
+    names below each other instead of numbers; values then lie along x."""
 
     title: str
     log: bool = False
     zero: bool = False
+    words: bool = False
 
 
 class Point(NamedTuple):
-    """details: what a hover answers, by what it is. stderr: None where nothing is known. line: the one through it, ""
-    for none. hollow: it has another source than the chart. name: what stands beside it."""
+    """y: a number, or the word of an axis of words. details: what a hover answers, by what it is. stderr: None where
+    nothing is known. line: the one through it, "" for none. hollow: it has another source than the chart. name: what
+    stands beside it."""
 
     series: str
     x: float
-    y: float
+    y: Any
     details: Mapping[str, str]
     stderr: float | None = None
     line: str = ""
@@ -43,7 +46,7 @@ class Level(NamedTuple):
 
 class Chart(NamedTuple):
     """One quantity of one setup. pane: the quantity in words, the same of all charts that stand side by side. title:
-    the setup. note: what the signs mean."""
+    the setup. note: what the signs mean. stacked: the points of a name are bars end to end, but for the hollow ones."""
 
     pane: str
     title: str
@@ -52,6 +55,12 @@ class Chart(NamedTuple):
     points: Sequence[Point]
     levels: Sequence[Level] = ()
     note: str = ERRORS
+    stacked: bool = False
+
+    @property
+    def value_axis(self) -> str:
+        """The one along which values and their errors lie: "x" where the other has words."""
+        return "x" if self.y.words else "y"
 
 
 def grouped(rows: Sequence[TableRow], *names: str) -> Iterator[list[TableRow]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from harness.paper.report.charts.chart import LEAST, Axis, Chart, Level, Point, details, grouped, setup
 from harness.tables.accuracy import is_brief
 from harness.tables.columns import (
+    CHUNK_TASK,
     DEVICE_FRAC,
     DIFFERENCE,
     DIFFERENCE_STDERR,
@@ -24,8 +25,6 @@ from harness.tables.columns import (
     rank,
 )  # fmt: skip
 
-RANGE = re.compile(r"(.*)\[(\d+):(\d+)\]")
-"""A task that is a range of the tokens of a text: the text, the first token, and the one after the last."""
 FORMER = "index_frac"
 """A size that tables of an older version hold as a metric."""
 SETUP = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
@@ -48,7 +47,7 @@ def by_size(rows: list[TableRow], x: Column = KV_FRAC) -> Iterator[Chart]:
         shown, log = quantity(group[0]["metric"]), group[0]["metric"] == KL.name
         for panel in grouped(group, *KEYS):
             whole = [row for row in panel if row[KV_FRAC.name] == 1]
-            points = [_point(row, x, shown) for row in panel if row not in whole]
+            points = [scored(row, shown, x.factor * row[x.name], row["label"]) for row in panel if row not in whole]
             levels = [Level("y", shown.factor * row["value"], row["label"]) for row in whole if not log]
             pane, axis = f"{panel[0]['task']}: {shown.heading}", Axis(shown.heading, log=log)
             yield Chart(pane, setup(panel[0], *SETUP), Axis(x.heading, zero=True), axis, points, levels, NOTE)
@@ -61,7 +60,7 @@ def by_index(rows: list[TableRow]) -> Iterator[Chart]:
 
 def by_step(rows: list[TableRow]) -> Iterator[Chart]:
     """What was measured of ranges of a text, each at its middle; a line per label and size."""
-    found = [(row, RANGE.fullmatch(row["task"])) for row in rows if row["value"] is not None]
+    found = [(row, re.match(CHUNK_TASK, row["task"])) for row in rows if row["value"] is not None]
     own = [row | {"task": at[1], "range": at[0], "x": (int(at[2]) + int(at[3])) / 2} for row, at in found if at]
     for group in grouped([row for row in own if is_score(row)], "metric", "task"):
         shown, log = quantity(group[0]["metric"]), group[0]["metric"] == KL.name
@@ -90,13 +89,13 @@ def _said(row: TableRow, shown: Column) -> dict[str, str]:
     return said | details(row, *SHARES, NUM_SAMPLES, SETTINGS, SOURCE)
 
 
-def _point(row: TableRow, x: Column, shown: Column) -> Point:
-    at, value, label = x.factor * row[x.name], shown.factor * row["value"], row["label"]
-    return Point(label, at, value, _said(row, shown), _error(row, shown), line=label)
+def scored(row: TableRow, shown: Column, at: float, series: str) -> Point:
+    """The score of a row at a place along x, on the line of a series."""
+    return Point(series, at, shown.factor * row["value"], _said(row, shown), _error(row, shown), line=series)
 
 
 def _along(row: TableRow, shown: Column) -> Point:
     share = row[KV_FRAC.name]
     name = row["label"] if share in (None, 1) else f"{row['label']}, {share:.0%}"
-    said = _said(row, shown) | {"tokens": row["range"]}
-    return Point(name, row["x"], shown.factor * row["value"], said, _error(row, shown), line=name)
+    point = scored(row, shown, row["x"], name)
+    return point._replace(details={**point.details, "tokens": row["range"]})

@@ -78,9 +78,14 @@ def _point(row: TableRow, x: Column, shown: Column) -> Point:
 
 
 def _of_paper(panel: Sequence[TableRow], words: str, shown: Column) -> Iterator[Point]:
-    texts = [row["text"] for row in panel]
+    x_names = [name for name, side in PUBLISHED_X.items() if side == words]
+    for line in published_lines([row["text"] for row in panel], shown.name, x_names):
+        said = {LABEL.heading: line["series"], shown.heading: line["value"], SOURCE.name: "published"}
+        yield Point(line["series"], float(line["x"]), float(line["value"]), said, hollow=True)
+
+
+def published_lines(texts: Texts, metric: str, x_names: Sequence[str]) -> Iterator[Mapping[str, str]]:
+    """What the paper says of a quantity by one of these, where rows of ours are of the same setup."""
     for line in published_rows():
-        about = line["metric"] == shown.name and PUBLISHED_X.get(line["x_name"]) == words
-        if about and our_value(line, texts) is not None:
-            said = {LABEL.heading: line["series"], shown.heading: line["value"], SOURCE.name: "published"}
-            yield Point(line["series"], float(line["x"]), float(line["value"]), said, hollow=True)
+        if line["metric"] == metric and line["x_name"] in x_names and our_value(line, texts) is not None:
+            yield line

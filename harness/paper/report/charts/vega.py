@@ -7,10 +7,12 @@ specification, and never part of an expression or the name of a field.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from math import ceil, floor, inf, log10
+from math import inf, log10
 from typing import Any, NamedTuple
 
-from harness.paper.report.charts.chart import Axis, Chart, Point
+from harness.paper.report.charts.chart import Chart, Point
+from harness.paper.report.charts.scales import Json, encoding
+from harness.paper.report.charts.slim import slim
 from harness.tables.columns import MISSING
 
 VEGA_LITE = "6.4"
@@ -20,9 +22,10 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross"
 """Their number shares no factor with the colours', so that every pair comes before one comes again."""
 WIDTH, HEIGHT = 480, 300
 LINE_HEIGHT = 11
+ROW, OFFSET_ROW = 26, 13
+"""Pixels of a name's line, and of each series of one that has several."""
 LARGEST = 1e100
 """What is larger, infinite or no number has no place on an axis."""
-MANY_DECADES = 4
 DIGITS = 5
 """Of a number that is drawn; a hover answers with the table's own."""
 CONFIG = {
@@ -39,7 +42,6 @@ CONFIG = {
     },
 }  # fmt: skip
 
-Json = dict[str, Any]
 Looks = Mapping[str, tuple[str, str]]
 """Colour and shape of each series."""
 
@@ -62,16 +64,16 @@ def draw(charts: Iterable[Chart]) -> list[Drawn]:
     for chart in shown:
         spec = _spec(chart, looks, [other for other in shown if other.pane == chart.pane])
         svg = vl_convert.vegalite_to_svg(spec | {"width": WIDTH}, VEGA_LITE, allowed_base_urls=[])
-        drawn.append(Drawn(chart, spec, svg))
+        drawn.append(Drawn(chart, spec, slim(svg)))
     return drawn
 
 
 @cache
-def with_library(script: str) -> str:
-    """Vega, Vega-Lite and Vega-Embed (BSD-3-Clause), and after them a script that has them, as one script."""
+def library() -> str:
+    """Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) as one script, which sets `vegaEmbed`."""
     import vl_convert
 
-    return vl_convert.javascript_bundle(script, VEGA_LITE)
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
 
 
 def _finite(chart: Chart) -> Chart:
@@ -79,79 +81,112 @@ def _finite(chart: Chart) -> Chart:
     points = [
         point._replace(stderr=point.stderr if point.stderr and point.stderr < LARGEST else None)
         for point in chart.points
-        if abs(point.x) < LARGEST and abs(point.y) < LARGEST and (point.y > 1 / LARGEST or not chart.y.log)
+        if all(abs(value) < LARGEST for value in (point.x, point.y) if not isinstance(value, str))
+        and (not chart.y.log or point.y > 1 / LARGEST)
     ]
     return chart._replace(points=points, levels=[level for level in chart.levels if abs(level.value) < LARGEST])
 
 
 def _looks(charts: Sequence[Chart]) -> Looks:
-    """Of every series; a line that joins several has the page's colour."""
+    """Of every series; a line that joins several has the page's colour, and so has what is published alone."""
     points = [point for chart in charts for point in chart.points]
-    series = dict.fromkeys(point.series for point in points)
+    series = dict.fromkeys(point.series for point in points if not point.hollow)
+    published = {point.series for point in points} - {*series}
     joining = dict.fromkeys(point.line for point in points if point.line and point.line not in series)
     own = {name: (COLORS[i % len(COLORS)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(series)}
-    return own | dict.fromkeys(joining, (PAGE, "stroke"))
+    return own | dict.fromkeys(sorted(published), (PAGE, "diamond")) | dict.fromkeys(joining, (PAGE, "stroke"))
 
 
 def _spec(chart: Chart, looks: Looks, beside: Sequence[Chart]) -> Json:
-    x = _quantity("x", chart.x, [value for each in beside for value in _along_x(each)])
-    y = _quantity("y", chart.y, [value for each in beside for value in _along_y(each)])
+    axes = {name: encoding(name, chart, beside) for name in ("x", "y")}
     color, shape = (_look({name: looks[name][part] for name in _looks([chart])}) for part in (0, 1))
     headings = list(dict.fromkeys(heading for point in chart.points for heading in point.details))
     tooltip = [{"field": f"d{i}", "type": "nominal", "title": heading} for i, heading in enumerate(headings)]
-    solid = {"field": "solid", "type": "quantitative", "scale": None, "legend": None}
-    points = {"x": x, "y": y, "stroke": color, "fill": color, "shape": shape, "fillOpacity": solid, "tooltip": tooltip}
-    errors = {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}, "stroke": color}
-    name = {"x": x, "y": y | {"field": "named"}, "text": {"field": "name", "type": "nominal"}}
-    layers = [
-        *_levels(chart, {"x": x, "y": y}),
-        _layer("line", {"x": x, "y": y, "stroke": color | {"field": "line"}}, needs="line", strokeWidth=1.5),
-        _layer("rule", errors, needs="low"),
-        {"mark": {"type": "point", "size": 60, "opacity": 0.9, "aria": False}, "encoding": points},
-        _layer("text", name, needs="name", align="left", dx=7, fontSize=10, fill=PAGE),
-    ]
     return {
         "description": f"{chart.pane}, {chart.title}",
-        "height": HEIGHT,
+        "height": _height(chart, beside),
         "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": {"values": _data(chart, headings, y["scale"])},
-        "layer": layers,
+        "data": {"values": _data(chart, headings, axes[chart.value_axis]["scale"])},
+        "layer": [*_levels(chart, axes), *_layers(chart, axes, color, shape, tooltip)],
         "config": CONFIG,
     }
 
 
+def _height(chart: Chart, beside: Sequence[Chart]) -> int:
+    if not chart.y.words:
+        return HEIGHT
+    points = [point for each in beside for point in each.points]
+    names, series = ({getattr(point, field) for point in points} for field in ("y", "series"))
+    return len(names) * (ROW if chart.stacked else max(ROW, OFFSET_ROW * len(series)))
+
+
+def _layers(chart: Chart, axes: Mapping[str, Json], color: Json, shape: Json, tooltip: list[Json]) -> Iterator[Json]:
+    """Lines, errors, bars, points and names, in the order in which they lie on each other."""
+    along, apart = chart.value_axis, _apart(chart, color)
+    solid = {"field": "solid", "type": "quantitative", "scale": None, "legend": None}
+    looks = {"stroke": color, "fill": color, "shape": shape, "fillOpacity": solid, "tooltip": tooltip}
+    ends = {along: axes[along] | {"field": "low"}, f"{along}2": {"field": "high"}}
+    name = {"y": axes["y"] | {"field": "named"}, "text": {"field": "name", "type": "nominal"}}
+    if any(point.line for point in chart.points):
+        yield _layer("line", {**axes, "stroke": color | {"field": "line"}}, needs="line", strokeWidth=1.5)
+    if any(point.stderr is not None for point in chart.points):
+        yield _layer("rule", {**axes, **apart, **ends, "stroke": color}, needs="low")
+    if chart.stacked:
+        bar = {
+            **axes,
+            "x": axes["x"] | {"stack": "zero"},
+            "fill": color,
+            "order": {"field": "part"},
+            "tooltip": tooltip,
+        }
+        yield _layer("bar", bar, needs="part", stroke=PAGE, strokeWidth=0.5)
+    yield _layer("point", {**axes, **apart, **looks}, needs="dot", size=60, opacity=0.9)
+    if any(point.name for point in chart.points):
+        yield _layer("text", {**axes, **name}, needs="name", align="left", dx=7, fontSize=10, fill=PAGE)
+
+
+def _apart(chart: Chart, color: Json) -> Json:
+    """The encoding that keeps the series of a name off each other."""
+    if chart.stacked or not chart.y.words:
+        return {}
+    return {"yOffset": {"field": "s", "type": "nominal", "scale": {"domain": color["scale"]["domain"]}}}
+
+
 def _data(chart: Chart, headings: Sequence[str], scale: Json) -> list[Json]:
-    points = zip(chart.points, _name_places(chart, scale), strict=True)
-    return [_datum(point, headings, scale["domain"][0]) | {"named": place} for point, place in points]
+    order = [*_looks([chart])]
+    places = [None] * len(chart.points) if chart.y.words else _name_places(chart, scale)
+    return [
+        _datum(point, headings, chart.value_axis, scale["domain"][0])
+        | {"named": place}
+        | _mark(point, chart.stacked, order)
+        for point, place in zip(chart.points, places, strict=True)
+    ]
 
 
-def _datum(point: Point, headings: Sequence[str], least: float) -> Json:
+def _datum(point: Point, headings: Sequence[str], along: str, least: float) -> Json:
     """A point by the fields of the specification, None where it lacks one. An error bar ends where its axis does."""
-    spread = point.stderr
+    value, spread = getattr(point, along), point.stderr
     return {
         "s": point.series,
         "x": _rounded(point.x),
         "y": _rounded(point.y),
-        "low": None if spread is None else _rounded(max(point.y - spread, least)),
-        "high": None if spread is None else _rounded(point.y + spread),
+        "low": None if spread is None else _rounded(max(value - spread, least)),
+        "high": None if spread is None else _rounded(value + spread),
         "line": point.line or None,
         "name": point.name or None,
         "solid": 0 if point.hollow else 1,
     } | {f"d{i}": point.details.get(heading, MISSING) for i, heading in enumerate(headings)}
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+def _mark(point: Point, stacked: bool, order: Sequence[str]) -> Json:
+    """Whether it is part of a bar, and which, or a dot."""
+    is_part = stacked and not point.hollow
+    return {"part": order.index(point.series) if is_part else None, "dot": None if is_part else 1}
 
 
-def _along_x(chart: Chart) -> list[float]:
-    return [point.x for point in chart.points] + [level.value for level in chart.levels if level.axis == "x"]
-
-
-def _along_y(chart: Chart) -> list[float]:
-    ends = [end for point in chart.points for end in (point.y, point.y + (point.stderr or 0))]
-    lower = [] if chart.y.log else [point.y - (point.stderr or 0) for point in chart.points]
-    return ends + lower + [level.value for level in chart.levels if level.axis == "y"]
+def _rounded(value: Any) -> Any:
+    """A number as it is drawn; a word as it is."""
+    return value if isinstance(value, str) else float(f"{value:.{DIGITS}g}")
 
 
 def _name_places(chart: Chart, scale: Json) -> list[float | None]:
@@ -168,26 +203,6 @@ def _name_places(chart: Chart, scale: Json) -> list[float | None]:
     return places
 
 
-def _quantity(field: str, axis: Axis, values: Sequence[float]) -> Json:
-    """The encoding of an axis that shows all the values."""
-    least, most = min(values), max(values)
-    if axis.log:
-        scale: Json = {"type": "log", "domain": [least / 1.4, most * 1.4]}
-        shown: Json = {"format": "~g", "values": _decades(least / 1.4, most * 1.4)}
-    else:
-        room = 0.04 * (most - min(least, 0) if axis.zero else most - least) or 1
-        scale = {"domain": [min(least, 0) if axis.zero else least - room, most + room], "zero": False, "nice": False}
-        shown = {"tickCount": 6}
-    return {"field": field, "type": "quantitative", "title": axis.title, "scale": scale, "axis": shown}
-
-
-def _decades(least: float, most: float) -> list[float]:
-    """Powers of ten between these, and where they are few also twice and five times each."""
-    powers = range(floor(log10(least)), ceil(log10(most)))
-    steps = (1, 2, 5) if len(powers) < MANY_DECADES else (1,)
-    return [step * 10.0**power for power in powers for step in steps if least <= step * 10.0**power <= most]
-
-
 def _look(values: Mapping[str, str]) -> Json:
     """The encoding of a series by a colour or a shape each."""
     return {"field": "s", "type": "nominal", "scale": {"domain": [*values], "range": [*values.values()]}}
@@ -202,7 +217,7 @@ def _layer(mark: str, encoding: Json, *, needs: str, **looks: Any) -> Json:
 def _levels(chart: Chart, axes: Mapping[str, Json]) -> Iterator[Json]:
     """Dashed lines over the whole of the other axis, each with its name."""
     text = {"type": "text", "align": "right", "dx": -4, "dy": -5, "fontSize": 10, "fill": PAGE, "aria": False}
-    ends: Json = {"x": {"y": {"value": 12}}, "y": {"x": {"value": "width"}}}
+    ends: Json = {"x": {"y": {"value": 0}}, "y": {"x": {"value": "width"}}}
     for axis, end in ends.items():
         values = [{axis: level.value, "name": level.name} for level in chart.levels if level.axis == axis]
         if values:
