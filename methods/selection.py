@@ -13,18 +13,15 @@ from torch import Tensor
 
 from methods.base import Geometry, Lengths, Method, Row, Selects, floor_frac
 from methods.checks import require, require_fraction, require_one_of
+from methods.kernels import compiled_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 WHEN: dict[str, Selects] = {"layer": "query", "previous_layer": "rehearsed", "previous_step": "previous"}
 
 
-COMPILED = {"cuda"}
-"""Kinds of devices for which a choice is compiled (`methods.kernels`)."""
-
-
 def kernels_for(scores: Tensor) -> ModuleType | None:
     """The same functions as kernels, where there are any for the device of `scores`."""
-    if scores.device.type not in COMPILED:
+    if not compiled_for(scores):
         return None
     from methods.kernels import selection
 

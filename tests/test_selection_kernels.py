@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from launches import launch_selections
 from living import PROMPTS, attached_with_link, live
 
+from methods import kernels as compiled
 from methods import selection
 from methods.base import EMPTY, Geometry, Rows
 from methods.oracle import Oracle
@@ -47,7 +48,7 @@ def kernels(monkeypatch):
     """The module of kernels, which now serve the tensors of these tests."""
     from methods.kernels import selection as kernels
 
-    monkeypatch.setattr(selection, "COMPILED", {DEVICE.type})
+    monkeypatch.setattr(compiled, "COMPILED", {DEVICE.type})
     monkeypatch.setattr(kernels, "ELEMENTS", 64)
     return kernels
 
@@ -81,7 +82,7 @@ def test_selections_are_those_of_the_torch_code(case, method, elements):
     geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
     expected = method.select(scores.clone(), rows, final, geometry)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "COMPILED", {DEVICE.type})
+        patch.setattr(compiled, "COMPILED", {DEVICE.type})
         patch.setattr(kernels, "ELEMENTS", elements)
         got = method.select(scores.to(DEVICE), on_device(rows), final.to(DEVICE), geometry)
     assert torch.equal(got.mask.cpu(), expected.mask)
@@ -103,7 +104,7 @@ def test_the_largest_of_any_numbers(values, count):
     ranked = sorted((slot for slot, each in enumerate(values) if each > -math.inf), key=lambda slot: -values[slot])
     counts = torch.tensor([[count]], device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "COMPILED", {DEVICE.type})
+        patch.setattr(compiled, "COMPILED", {DEVICE.type})
         patch.setattr(kernels, "ELEMENTS", 16)
         spread = torch.tensor(values, device=DEVICE).repeat_interleave(2)[None, None, None, ::2]  # no piece of memory
         mask = selection.largest(spread, counts)
@@ -119,7 +120,7 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, kernels, monkeypatc
     with attached_with_link() as (attached, link):
         options = {"placement": "host", "link": link}
         got = live(attached, CASES[name], PROMPTS["padded"], **options)
-        monkeypatch.setattr(selection, "COMPILED", set())
+        monkeypatch.setattr(compiled, "COMPILED", set())
         expected = live(attached, CASES[name], PROMPTS["padded"], **options)
     assert served
     assert torch.equal(got.logits, expected.logits)

@@ -184,7 +184,7 @@ class StepPass(Handler):
         self._note(cache.layer, selection)
         if selection.bias is not None:
             scores[..., :-1] += selection.bias[..., :-1]
-        if selection.mask is not None:
+        if selection.mask is not None and not cache.evicts:  # what it keeps is visible, and it reads all of it
             scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 
     def _note_all(self, cache: LayerCache) -> None:
