@@ -105,8 +105,7 @@ class PartialKeysState(State):
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """What the scores of `positions` [batch, rows] tokens read, in tokens of 2 * head_dim elements."""
         width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
-        share = width * self.columns / (2 * self.geometry.head_dim)
-        return positions * torch.tensor(share, dtype=torch.float64)  # makes integers double in one launch
+        return positions.double() * (width * self.columns / (2 * self.geometry.head_dim))
 
 
 class ProjectedState(PartialKeysState):

@@ -1,4 +1,5 @@
-"""The selection kernels against the torch code, bit for bit, interpreted where there is no GPU; their machine code."""
+"""The selection kernels against the torch code, bit for bit, interpreted where there is no GPU; the machine code of all
+kernels of methods."""
 
 import math
 
@@ -8,7 +9,7 @@ from aot import compile_launches
 from cases import CASES
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from launches import launch_selections
+from launches import launch_methods
 from living import PROMPTS, attached_with_link, live
 
 from methods import kernels as compiled
@@ -112,16 +113,16 @@ def test_the_largest_of_any_numbers(values, count):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
-@pytest.mark.parametrize("name", ["infinigen", "loki", "pool-tokens"])
-def test_live_decoding_by_the_kernels_is_that_by_torch(name, kernels, monkeypatch):
+@pytest.mark.parametrize(("name", "prompts"), [("infinigen", "padded"), ("loki", "even"), ("pool-tokens", "even")])
+def test_live_decoding_by_the_kernels_is_that_by_torch(name, prompts, kernels, monkeypatch):
     served = []
     largest = kernels.largest
     monkeypatch.setattr(kernels, "largest", lambda *args, **named: served.append(1) or largest(*args, **named))
     with attached_with_link() as (attached, link):
         options = {"placement": "host", "link": link}
-        got = live(attached, CASES[name], PROMPTS["padded"], **options)
+        got = live(attached, CASES[name], PROMPTS[prompts], **options)
         monkeypatch.setattr(compiled, "COMPILED", set())
-        expected = live(attached, CASES[name], PROMPTS["padded"], **options)
+        expected = live(attached, CASES[name], PROMPTS[prompts], **options)
     assert served
     assert torch.equal(got.logits, expected.logits)
 
@@ -130,8 +131,8 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, kernels, monkeypatc
 
 
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_slots():
-    binaries = compile_launches(launch_selections, (90,))
+    binaries = compile_launches(launch_methods, (90,))
     kinds = {(binary.kernel, binary.digest) for binary in binaries}
-    assert len(binaries) == 2 * len(kinds) == 6
+    assert len(binaries) == 2 * len(kinds) == 14
     for binary in binaries:
         assert binary.registers <= 64 and binary.spill_bytes == 0, binary

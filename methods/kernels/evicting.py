@@ -22,6 +22,16 @@ SATURATED = tl.constexpr(255)
 NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
 
 
+@triton.jit
+def _move(slots, source, target, WIDTH: tl.constexpr, EMPTY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Of a head, and leave `EMPTY` behind."""
+    element = tl.arange(0, triton.next_power_of_2(WIDTH))
+    held = element < WIDTH
+    moved = tl.load(slots + source * WIDTH + element, mask=held)
+    tl.store(slots + target * WIDTH + element, moved, mask=held)
+    tl.store(slots + source * WIDTH + element, tl.full(moved.shape, EMPTY, moved.dtype), mask=held & (target != source))
+
+
 @triton.jit(do_not_specialize=["own", "num_slots"])
 def _place_own(  # type: ignore[no-untyped-def]
     tokens,
@@ -44,13 +54,7 @@ def _place_own(  # type: ignore[no-untyped-def]
     target = tl.where(gone, num_slots - 1, first)
     tl.store(free + head, tl.where(gone, -1, first).to(tl.int64))
     for each in tl.static_range(len(WIDTHS)):
-        width: tl.constexpr = WIDTHS[each]
-        element = tl.arange(0, triton.next_power_of_2(width))
-        of_head = data[each] + head * num_slots * width + element
-        moved = tl.load(of_head + own * width, mask=element < width)
-        nothing = tl.full(moved.shape, EMPTIES[each], moved.dtype)
-        tl.store(of_head + target * width, moved, mask=element < width)
-        tl.store(of_head + own * width, nothing, mask=(element < width) & (target != own))
+        _move(data[each] + head * num_slots * WIDTHS[each], own, target, WIDTHS[each], EMPTIES[each])
 
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
@@ -111,6 +115,7 @@ def _use(  # type: ignore[no-untyped-def]
         slot = start + tl.arange(0, TILE)
         count = tl.load(fetches + slot, mask=slot < slots, other=0)
         count += tl.load(chosen + slot, mask=slot < slots, other=0).to(tl.int32)
+        count = tl.where(tl.load(tokens + slot, mask=slot < slots, other=EMPTY) == position, 0, count)
         most = tl.maximum(most, tl.max(count, 0))
     saturated = (most >= SATURATED).to(tl.int32)
     rank = tl.minimum(tl.load(unprotected + head // heads), slots) - 1
@@ -118,14 +123,13 @@ def _use(  # type: ignore[no-untyped-def]
     least = tl.full((), NEVER, tl.int64)
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        fetched = tl.load(chosen + slot, mask=slot < slots, other=0) != 0
+        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
+        own, fetched = token == position, tl.load(chosen + slot, mask=slot < slots, other=0) != 0
         count = tl.load(fetches + slot, mask=slot < slots, other=0) + fetched.to(tl.int32)
-        count >>= saturated
-        last = tl.load(last_fetch + slot, mask=slot < slots, other=0)
-        last = tl.where(fetched, position, last)
+        count = tl.where(own, 0, count) >> saturated
+        last = tl.where(own | fetched, position, tl.load(last_fetch + slot, mask=slot < slots, other=0))
         tl.store(fetches + slot, count, mask=slot < slots)
         tl.store(last_fetch + slot, last, mask=slot < slots)
-        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
         worth = count if POLICY == "counter" else last if POLICY == "lru" else tl.zeros_like(count)
         order = (worth.to(tl.int64) << 31) + token
         least = tl.minimum(least, tl.min(tl.where(token <= newest, order, NEVER), 0))
@@ -170,7 +174,8 @@ def use(
     limits: tuple[Tensor, Tensor],
     policy: str,
 ) -> None:
-    """As `PoolState.use`. data: tokens, fetches and last fetches; limits: capacities and of these the unprotected."""
+    """As `PoolState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
+    capacities and what of them is unprotected, int64 [batch]."""
     tokens, heads = data[0], chosen.shape[1]
     sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
     grid = (len(tokens) * heads,)
