@@ -142,9 +142,10 @@ class EvictingState(State):
 class WorthState(EvictingState):
     """Keeps the tokens of the largest worth, the `recent` last ones whatever their worth.
 
-    worth[layer]: fp32, shaped like tokens[layer], of no meaning in slots that hold no token.
+    worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that its first token has yet to enter, of no meaning in
+    one that was freed.
     budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer. Asked at the prompt;
-    limits[layer]: both, int [batch, 2].
+    limits[layer]: both, fp64 [batch, 2], as reads are counted.
     """
 
     sequence_tensors = ("limits",)
@@ -172,7 +173,7 @@ class WorthState(EvictingState):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Evict down to the budget."""
         self.enter_prompt(layer, rows)
-        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1)
+        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1).double()
         tokens, prompt = self.tokens[layer], key.shape[2]
         worth = torch.zeros_like(tokens, dtype=torch.float32)
         worth[:, :, :prompt] = self.prompt_worth(layer, query, key, value, rows)
@@ -181,12 +182,13 @@ class WorthState(EvictingState):
         ascending = worth[:, :, :prompt].masked_fill(~old, INF).argsort(dim=-1, stable=True)
         evicted = torch.arange(prompt, device=key.device) < surplus[:, None, None]
         gone = torch.zeros_like(old).scatter_(-1, ascending, evicted.expand_as(old)) | ~rows.real[:, None]
+        worth[:, :, :prompt].masked_fill_(gone, 0.0)
         tokens[:, :, :prompt].masked_fill_(gone, EMPTY)
         self.worth[layer] = worth
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Scan the rows: each reads what is kept, is observed, and evicts a token if more than the budget are."""
-        self.worth[layer].scatter_(-1, self.enter(layer, rows), 0.0)
+        self.enter(layer, rows)
         scores = rows.true_scores()
         slots, num_rows = scores.shape[-1], scores.shape[3]
         used, held = self.worth[layer][..., :slots], self.tokens[layer][..., :slots]
@@ -198,7 +200,7 @@ class WorthState(EvictingState):
             self.observe(used, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
             self.evict(layer, slots, positions[:, row])
         budget = self.limits[layer][:, :1]
-        return Selection(mask, torch.minimum(rows.positions, budget).double())
+        return Selection(mask, torch.minimum(rows.positions, budget))
 
     def evict(self, layer: int, slots: int, positions: Tensor) -> None:
         """After a row, int [batch], -1 for padding: of the first `slots` slots, the least worthy that is not recent is
@@ -214,6 +216,11 @@ class WorthState(EvictingState):
         victim = worth[..., :slots].masked_fill(tokens[..., :slots] > newest, INF).argmin(-1, keepdim=True)
         victim.masked_fill_((positions < budget)[:, None, None], tokens.shape[-1] - 1)  # the dump
         tokens.scatter_(-1, victim, EMPTY)
+
+
+def over_group(probs: Tensor) -> Tensor:
+    """Sum of `probs` [batch, num_kv_heads, group, slots] over the group, without a copy of a single head's."""
+    return probs[:, :, 0] if probs.shape[2] == 1 else probs.sum(2)
 
 
 def received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, first: int = 0) -> Tensor:

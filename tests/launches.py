@@ -93,7 +93,7 @@ def launch_evictions() -> None:
     for slots in SLOTS:
         tokens = torch.empty(2, 40, slots + 1, dtype=torch.int32)
         worth, chosen = tokens.to(torch.float32), torch.empty(2, 40, slots, dtype=torch.bool)
-        evict_least(worth, tokens, slots, positions, torch.empty(2, 2, dtype=torch.int64))
+        evict_least(worth, tokens, slots, positions, torch.empty(2, 2, dtype=torch.float64))
         place_own({"tokens": tokens, "worth": worth}, {"tokens": 1, "worth": 0}, slots - 1)
         use(chosen, tokens[..., :-1], (tokens, tokens, tokens), positions, (lengths, lengths), "counter")
         partial_keys = torch.empty(2, 40, slots + 1, 39, dtype=torch.float16)

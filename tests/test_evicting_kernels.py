@@ -107,7 +107,7 @@ def test_the_least_worthy_leaves(case, recent, worths):
     lengths = Lengths(drawn.position.long(), drawn.position.long())
     state = H2O(heavy_frac=0.1, recent_frac=recent).new_state(GEOMETRY, lengths)
     state.tokens[LAYER], state.worth[LAYER] = drawn.tokens, drawn.like_tokens(worths, torch.float32)
-    state.limits[LAYER] = torch.stack((state.budget(LAYER), state.recent), -1)
+    state.limits[LAYER] = torch.stack((state.budget(LAYER), state.recent), -1).double()
     positions = drawn.position.masked_fill(torch.arange(drawn.batch) < case["padded"], -1)
     assert_alike(state, case, lambda state, device: state.evict(LAYER, drawn.slots, positions.to(device)))
 

@@ -23,7 +23,16 @@ from harness.offload import managed
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
-from harness.offload.memory import LayerSlots, SessionBytes, prompt_bytes, require_session, session_bytes, tensor_bytes
+from harness.offload.memory import (
+    LayerSlots,
+    SessionBytes,
+    layer_bytes,
+    prompt_bytes,
+    require_memory,
+    require_session,
+    session_bytes,
+    tensor_bytes,
+)
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.pinned import PinnedSlab
 from harness.offload.reads import StepReads
@@ -93,15 +102,15 @@ class LiveSession:
         column. Returns logits [batch, vocab] for the first new token.
         """
         self._open(real, prompt_bytes(self.attached, ids.numel()))
-        handler = PromptPass(self.caches, self.attached.geometry.scale, real)
+        handler = PromptPass(self._keep_prompt, self.attached.geometry.scale, real)
         hidden = self.attached.forward(ids, positions_of(real), handler)
         return self.attached.logits(hidden[:, -1])
 
     def start(self, prompt: PrefilledPrompt) -> Tensor:
         """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
         self._open(prompt.real, activations=0)
-        for cache, (query, key, value) in zip(self.caches, prompt.layers, strict=True):
-            cache.keep_prompt(query, key, value)
+        for layer, states in enumerate(prompt.layers):
+            self._keep_prompt(layer, *states)
         return self.attached.logits(prompt.hidden)
 
     def decode_step(self, ids: Tensor) -> Tensor:
@@ -192,6 +201,16 @@ class LiveSession:
         self.caches = [self._cache(layer, state, slots[layer].capacity) for layer in layers]
         self.reads = StepReads(self.attached, exempt, self.codec, self.stores[-1].slot_bytes)
         self.fetcher.open(self.stores, selected, ahead)
+
+    def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Hand a layer's prompt to its cache. The first that has a state shows what each of them keeps of a prompt, so
+        that is asked for before the others make it."""
+        cache = self.caches[layer]
+        cache.keep_prompt(query, key, value)
+        if cache.state is not None and layer == self.method.num_exempt_layers:
+            kept, others = layer_bytes(cache.state, layer), len(self.caches) - layer - 1
+            self.bytes_needed = self.bytes_needed._replace(device=self.bytes_needed.device + kept * (others + 1))
+            require_memory(kept * others, self.attached.device, "what the method keeps of the prompt")
 
     def _slots(self, layer: int, state: State | None) -> LayerSlots:
         geometry = self.attached.geometry
