@@ -126,8 +126,9 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
 
 
 def layer_bytes(state: State, layer: int) -> int:
-    """Of what a state keeps by layer, those of one."""
-    return sum(tensor_bytes(kept[layer]) for kept in vars(state).values() if isinstance(kept, dict) and layer in kept)
+    """Of what a state declares to keep by layer, those of one."""
+    declared = (getattr(state, name) for name in (*state.sequence_tensors, *state.slot_tensors))
+    return sum(tensor_bytes(kept[layer]) for kept in declared if isinstance(kept, dict) and layer in kept)
 
 
 def tensor_bytes(value: Any) -> int:
