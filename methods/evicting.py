@@ -15,13 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, attention_scores, floor_frac
+from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, floor_frac
 from methods.checks import require, require_fraction
+from methods.kernels import compiled_for
 
-PROMPT_CHUNK = 256
-"""Prompt rows whose probabilities are held at once."""
-PROMPT_BYTES = 2**28
-"""Of them, so of few sequences where these are long; a sequence's own are held whatever they take."""
 INF = float("inf")
 
 
@@ -120,30 +117,35 @@ class EvictingState(State):
 
         Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
         """
-        tokens, moved = self.tokens[layer], {}
+        data = {name: getattr(self, name)[layer] for name in self.slot_tensors}
+        tokens, moved = data["tokens"], {}
+        if compiled_for(tokens):
+            from methods.kernels import evicting as kernels
+
+            return kernels.place_own(data, self.slot_tensors, own)
         for name, empty in self.slot_tensors.items():
-            row = getattr(self, name)[layer][:, :, own : own + 1]
+            row = data[name][:, :, own : own + 1]
             moved[name] = row.clone()
             row.fill_(empty)
         gone = moved["tokens"] == EMPTY
         free = (tokens[..., : own + 1] == EMPTY).int().argmax(-1, keepdim=True)
         target = free.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
         for name, row in moved.items():
-            data = getattr(self, name)[layer]
-            data.scatter_(2, _like(target, data), row)
+            data[name].scatter_(2, _like(target, data[name]), row)
         return free.masked_fill(gone, -1)
 
 
 class WorthState(EvictingState):
     """Keeps the tokens of the largest worth, the `recent` last ones whatever their worth.
 
-    worth[layer]: fp32, shaped like tokens[layer], inf in slots that hold no token.
+    worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that its first token has yet to enter, of no meaning in
+    one that was freed.
     budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer. Asked at the prompt;
-    limits[layer]: both, int [batch, 2].
+    limits[layer]: both, fp64 [batch, 2], as reads are counted.
     """
 
     sequence_tensors = ("limits",)
-    slot_tensors = {**EvictingState.slot_tensors, "worth": INF}
+    slot_tensors = {**EvictingState.slot_tensors, "worth": 0}
     limits: dict[int, Tensor]
     worth: dict[int, Tensor]
 
@@ -167,82 +169,54 @@ class WorthState(EvictingState):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Evict down to the budget."""
         self.enter_prompt(layer, rows)
-        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1)
+        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1).double()
         tokens, prompt = self.tokens[layer], key.shape[2]
-        worth = torch.full_like(tokens, INF, dtype=torch.float32)
+        worth = torch.zeros_like(tokens, dtype=torch.float32)
         worth[:, :, :prompt] = self.prompt_worth(layer, query, key, value, rows)
         surplus = rows.lengths - self.budget(layer)
         old = tokens[:, :, :prompt] < (rows.lengths - self.recent)[:, None, None]
         ascending = worth[:, :, :prompt].masked_fill(~old, INF).argsort(dim=-1, stable=True)
         evicted = torch.arange(prompt, device=key.device) < surplus[:, None, None]
         gone = torch.zeros_like(old).scatter_(-1, ascending, evicted.expand_as(old)) | ~rows.real[:, None]
-        worth[:, :, :prompt].masked_fill_(gone, INF)
+        worth[:, :, :prompt].masked_fill_(gone, 0.0)
         tokens[:, :, :prompt].masked_fill_(gone, EMPTY)
         self.worth[layer] = worth
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Scan the rows: each reads what is kept, is observed, and evicts a token if more than the budget are."""
-        worth, tokens, slots = self.worth[layer], self.tokens[layer], rows.slot_positions.shape[-1]
-        own = self.enter(layer, rows)
-        worth.scatter_(-1, own, 0.0)
-        if rows.padded:
-            worth.masked_fill_(tokens == EMPTY, INF)
-        mask = tokens[:, :, None, :slots] < rows.positions[:, None, :, None]
-        died = self._scan(layer, rows)
-        if mask.shape[2] > 1:
-            mask &= died[:, :, None, :slots] >= torch.arange(mask.shape[2], device=mask.device)[:, None]
-        budget = self.limits[layer][:, :1]
-        return Selection(mask, torch.minimum(rows.positions, budget).double())
-
-    def _scan(self, layer: int, rows: Rows) -> Tensor:
-        """The row after which each slot's token was evicted, int [batch, num_kv_heads, slots and the rest]; the number
-        of rows if it was not."""
-        worth, tokens, slots = self.worth[layer], self.tokens[layer], rows.slot_positions.shape[-1]
-        scores, hidden = rows.true_scores(), (tokens == EMPTY).unsqueeze(2)
-        died = torch.full_like(tokens, scores.shape[3])
-        budget, recent = self.limits[layer][:, None].unbind(-1)
-        bound = (rows.positions - recent)[:, None, :, None]  # the newest that may leave
-        stays = rows.positions < budget
-        if rows.padded:
-            stays |= ~rows.real
-        used, held = worth[..., :slots], tokens[..., :slots]
-        for row in range(scores.shape[3]):
-            probs = scores[:, :, :, row].masked_fill(hidden[..., :slots], -INF).softmax(-1)
+        self.enter(layer, rows)
+        scores = rows.true_scores()
+        slots, num_rows = scores.shape[-1], scores.shape[3]
+        used, held = self.worth[layer][..., :slots], self.tokens[layer][..., :slots]
+        positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
+        mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
+        for row in range(num_rows):
+            torch.lt(held, rows.positions[:, row, None, None], out=mask[:, :, row])
+            probs = scores[:, :, :, row].masked_fill((held == EMPTY).unsqueeze(2), -INF).softmax(-1)
             self.observe(used, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
-            old = used.masked_fill(held > bound[:, :, row], INF)
-            victim = old.argmin(-1, keepdim=True)
-            victim.masked_fill_(stays[:, row, None, None], worth.shape[-1] - 1)  # the dump
-            worth.scatter_(-1, victim, INF)
-            tokens.scatter_(-1, victim, EMPTY)
-            hidden.scatter_(-1, victim.unsqueeze(2), True)
-            died.scatter_(-1, victim, row)
-        return died
+            self.evict(layer, slots, positions[:, row])
+        budget = self.limits[layer][:, :1]
+        return Selection(mask, torch.minimum(rows.positions, budget))
+
+    def evict(self, layer: int, slots: int, positions: Tensor) -> None:
+        """After a row, int [batch], -1 for padding: of the first `slots` slots, the least worthy that is not recent is
+        freed where more than the budget are held."""
+        worth, tokens, limits = self.worth[layer], self.tokens[layer], self.limits[layer]
+        if compiled_for(tokens):
+            from methods.kernels import evicting as kernels
+
+            kernels.evict_least(worth, tokens, slots, positions, limits)
+            return
+        budget, recent = limits.unbind(-1)
+        newest = (positions - recent)[:, None, None]  # that may leave
+        victim = worth[..., :slots].masked_fill(tokens[..., :slots] > newest, INF).argmin(-1, keepdim=True)
+        victim.masked_fill_((positions < budget)[:, None, None], tokens.shape[-1] - 1)  # the dump
+        tokens.scatter_(-1, victim, EMPTY)
 
 
-def received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, first: int = 0) -> Tensor:
-    """Attention that each prompt token received from the rows `first` on, summed over them and the group, fp32.
-
-    query: [batch, heads, prompt, head_dim]; key: [batch, num_kv_heads, prompt, head_dim]; real: [batch, prompt];
-    returns [batch, num_kv_heads, prompt].
-    """
-    of_sequence = query.shape[1] * PROMPT_CHUNK * key.shape[2] * torch.float32.itemsize
-    at_once = max(1, PROMPT_BYTES // max(1, of_sequence))  # there may be no prompt
-    parts = zip(query.split(at_once), key.split(at_once), real.split(at_once), strict=True)
-    return torch.cat([_received_attention(*part, scale, first) for part in parts])
-
-
-def _received_attention(query: Tensor, key: Tensor, real: Tensor, scale: float, first: int) -> Tensor:
-    batch, num_kv_heads, prompt, _ = key.shape
-    total = torch.zeros(batch, num_kv_heads, prompt, device=key.device)
-    column = torch.arange(prompt, device=key.device)
-    for start in range(first, prompt, PROMPT_CHUNK):
-        stop = min(start + PROMPT_CHUNK, prompt)
-        scores = attention_scores(query[:, :, start:stop], key[:, :, :stop], scale)
-        hidden = (column[:stop] > column[start:stop, None]) | ~real[:, None, None, None, :stop]
-        probs = scores.masked_fill_(hidden, -INF).softmax(-1)
-        rows = real[:, None, None, start:stop, None].to(probs.dtype)
-        total[:, :, :stop] += probs.nan_to_num_().mul_(rows).sum((2, 3))
-    return total
+def over_group(probs: Tensor) -> Tensor:
+    """Sum of `probs` [batch, num_kv_heads, group, slots] over the group, without a copy of a single head's."""
+    return probs[:, :, 0] if probs.shape[2] == 1 else probs.sum(2)
 
 
 def _like(index: Tensor, data: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from methods.base import Calibration, Geometry, Lengths, PromptRows, Row, floor_frac
 from methods.checks import require, require_fraction
-from methods.evicting import Evicting, WorthState, received_attention
+from methods.evicting import Evicting, WorthState, over_group
+from methods.received import received_attention
 
 
 @dataclass(frozen=True)
@@ -69,4 +70,4 @@ class H2OState(WorthState):
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
         """What a row gives to each token."""
-        worth += probs.sum(2)
+        worth += over_group(probs)

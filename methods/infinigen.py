@@ -141,8 +141,9 @@ class PooledState(InfiniGenState, PoolState):
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Steps 3 and 4, a row after the other."""
-        selection = self.choose(layer, rows, self.scores(layer, rows))
-        return selection._replace(side=self.index_read(layer, self.candidates(rows.positions)))
+        candidates = self.candidates(rows.positions)
+        selection = self.choose(layer, rows, self.scores(layer, rows), candidates)
+        return selection._replace(side=self.index_read(layer, candidates))
 
 
 def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, method: InfiniGen) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows, Selection, floor_frac
 from methods.checks import require, require_fraction, require_one_of
 from methods.evicting import EvictingState
+from methods.kernels import compiled_for
 from methods.threshold import ScoreSelecting
 
 POLICIES = ("fifo", "lru", "counter")
@@ -120,48 +121,58 @@ class PoolState(EvictingState):
         """Tokens among which a row at `positions` [batch, rows] chooses, int alike."""
         return positions if self.simulates else torch.minimum(positions, self.capacities[:, None])
 
-    def choose(self, layer: int, rows: Rows, scores: Tensor) -> Selection:
-        """Scan the rows: each selects by its scores [batch, num_kv_heads, group, rows, slots] among the pool, then its
-        own token enters."""
-        slots = scores.shape[-1]
+    def choose(self, layer: int, rows: Rows, scores: Tensor, candidates: Tensor) -> Selection:
+        """Scan the rows: each selects by its scores [batch, num_kv_heads, group, rows, slots] among its `candidates`,
+        then its own token enters."""
         own = self.enter(layer, rows)
-        self.fetches[layer].scatter_(-1, own, 0)
-        self.last_fetch[layer].scatter_(-1, own, rows.positions.int()[:, None].expand_as(own))
-        held = self.tokens[layer][..., :slots]
-        order = held.argsort(-1)  # live slots are reused; ties go to the lowest token
-        present = self.candidates(rows.positions)
+        held = self.tokens[layer][..., : scores.shape[-1]]
         masks, counts = [], []
         for row in range(scores.shape[3]):
-            candidates = scores[:, :, :, row : row + 1]
-            ordered = candidates.gather(-1, order[:, :, None, None].expand_as(candidates))
-            one = replace(rows, positions=rows.positions[:, row : row + 1], slot_positions=held.gather(-1, order))
-            cached = present[:, row : row + 1]
-            chosen = self.method.select(ordered, one, self.lengths.final, self.geometry, cached)
-            mask = torch.zeros_like(chosen.mask).scatter_(-1, order.unsqueeze(2), chosen.mask)
-            self._use(layer, rows, row, mask[:, :, 0])
-            masks.append(mask)
+            by_age = held.sort(-1)
+            this = slice(row, row + 1)
+            one = replace(rows, positions=rows.positions[:, this], real=rows.real[:, this], own_slots=own[..., this])
+            chosen = self.method.select(
+                scores[:, :, :, this],
+                replace(one, slot_positions=held),
+                self.lengths.final,
+                self.geometry,
+                cached=candidates[:, this],
+                order=by_age.indices,  # live slots are reused; ties go to the lowest token
+            )
+            self.use(layer, one, chosen.mask[:, :, 0], by_age.values)
+            masks.append(chosen.mask)
             # The artifact's cap is a share of all tokens, of which its FIFO may hold fewer.
-            counts.append(mask.sum(-1).double().mean(1) if self.simulates else chosen.num_read)
-        return Selection(torch.cat(masks, 2), torch.cat(counts, 1))
+            counts.append(chosen.mask.sum(-1).double().mean(1) if self.simulates else chosen.num_read)
+        return Selection(joined(masks, 2), joined(counts, 1))
 
-    def _use(self, layer: int, rows: Rows, row: int, mask: Tensor) -> None:
-        """Count what the row fetched, bool [batch, num_kv_heads, slots], and evict where the pool is full."""
-        slots, position, real = mask.shape[-1], rows.positions[:, row, None, None], rows.real[:, row, None, None]
+    def use(self, layer: int, row: Rows, mask: Tensor, ascending: Tensor) -> None:
+        """Count what a row fetched, bool [batch, num_kv_heads, slots], and its own token, and evict where the pool is
+        full.
+
+        ascending: the tokens in the slots, sorted.
+        """
+        slots, positions, tokens = mask.shape[-1], row.positions[:, 0], self.tokens[layer]
+        if row.padded:
+            mask, positions = mask & row.real[:, :, None], positions.masked_fill(~row.real[:, 0], -1)
+        if not self.simulates and compiled_for(tokens):
+            from methods.kernels import evicting as kernels
+
+            data = tokens, self.fetches[layer], self.last_fetch[layer]
+            limits = self.capacities, self.unprotected
+            kernels.use(mask, ascending, data, positions, limits, self.method.pool_policy)
+            return
+        position = positions[:, None, None]
         fetches, last_fetch = (data[layer][..., :slots] for data in (self.fetches, self.last_fetch))
-        chosen = mask & real if rows.padded else mask
-        count_fetch(fetches, last_fetch, chosen, position, saturates=not self.simulates)
-        tokens, policy = self.tokens[layer], self.method.pool_policy
-        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[policy]
+        fetches.scatter_(-1, row.own_slots, 0)
+        last_fetch.scatter_(-1, row.own_slots, position.int().expand_as(row.own_slots))
+        count_fetch(fetches, last_fetch, mask, position, saturates=not self.simulates)
+        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[self.method.pool_policy]
         if self.simulates:
-            positions = rows.slot_positions.expand(worth.shape)
-            leaving = artifact_victim(positions, policy, worth, self.capacities, position)
+            seen = row.slot_positions.expand(worth.shape)
+            leaving = artifact_victim(seen, self.method.pool_policy, worth, self.capacities, position)
         else:
-            held = tokens[..., :slots]
-            present = held.masked_fill(held >= position, EMPTY)
-            leaving = victim(present, worth, self.unprotected)
+            leaving = victim(tokens[..., :slots], worth, ascending, self.unprotected)
         stays = position < self.capacities[:, None, None]
-        if rows.padded:
-            stays |= ~real
         tokens.scatter_(-1, leaving.masked_fill_(stays, tokens.shape[-1] - 1), EMPTY)  # the dump
 
 
@@ -173,15 +184,15 @@ def count_fetch(fetches: Tensor, last_fetch: Tensor, chosen: Tensor, position: T
     torch.where(chosen, position.int(), last_fetch, out=last_fetch)
 
 
-def victim(present: Tensor, worth: Tensor, unprotected: Tensor) -> Tensor:
-    """The slot to free in each head, int64 [batch, num_kv_heads, 1].
+def victim(positions: Tensor, worth: Tensor, ascending: Tensor, unprotected: Tensor) -> Tensor:
+    """The slot to free in each head of a full pool, int64 [batch, num_kv_heads, 1].
 
-    present: int [batch, num_kv_heads, slots], positions of the tokens that may leave, `EMPTY` elsewhere; worth: int
-    alike, the smallest leaves, ties to the lowest position; unprotected: int [batch], so many of the lowest may.
+    positions: int [batch, num_kv_heads, slots], of the token in each slot; worth: int alike, the smallest leaves, ties
+    to the lowest position; ascending: the positions, sorted; unprotected: int [batch], so many of the lowest may leave.
     """
-    rank = (unprotected.clamp(max=present.shape[-1]) - 1)[:, None, None].expand(*present.shape[:2], 1)
-    newest = present.sort(-1).values.gather(-1, rank)
-    return _smallest(worth, present).masked_fill(present > newest, NEVER).argmin(-1, keepdim=True)
+    rank = (unprotected.clamp(max=positions.shape[-1]) - 1)[:, None, None].expand(*positions.shape[:2], 1)
+    newest = ascending.gather(-1, rank)
+    return _smallest(worth, positions).masked_fill(positions > newest, NEVER).argmin(-1, keepdim=True)
 
 
 def artifact_victim(positions: Tensor, policy: str, worth: Tensor, capacities: Tensor, position: Tensor) -> Tensor:
@@ -194,6 +205,11 @@ def artifact_victim(positions: Tensor, policy: str, worth: Tensor, capacities: T
     return _smallest(worth, positions).masked_fill(positions >= position // 2, NEVER).argmin(-1, keepdim=True)
 
 
-def _smallest(worth: Tensor, present: Tensor) -> Tensor:
+def _smallest(worth: Tensor, positions: Tensor) -> Tensor:
     """One number to order by: worth, then position."""
-    return ((worth.long() << 31) + present).masked_fill(present == EMPTY, NEVER)
+    return (worth.long() << 31) + positions
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    """`torch.cat`, which would copy a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

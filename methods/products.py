@@ -21,4 +21,5 @@ def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
         return left.float() @ right.float() * scale
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     left, right = (part.expand(*batch, *part.shape[-2:]).flatten(0, -3) for part in (left, right))
-    return torch.bmm(left, right, out_dtype=torch.float32).unflatten(0, batch).mul_(scale)
+    found = torch.bmm(left, right, out_dtype=torch.float32).unflatten(0, batch)
+    return found if scale == 1 else found.mul_(scale)

@@ -27,7 +27,8 @@ from methods.base import (
     share_above,
 )
 from methods.checks import require, require_fraction
-from methods.evicting import INF, PROMPT_CHUNK, EvictingState, EvictingToShare
+from methods.evicting import INF, EvictingState, EvictingToShare
+from methods.received import PROMPT_CHUNK
 
 ALIKE = 0.5
 """Keys of a larger cosine say the same: of those, the latest is not held to be like the others."""

@@ -13,18 +13,15 @@ from torch import Tensor
 
 from methods.base import Geometry, Lengths, Method, Row, Selects, floor_frac
 from methods.checks import require, require_fraction, require_one_of
+from methods.kernels import compiled_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 WHEN: dict[str, Selects] = {"layer": "query", "previous_layer": "rehearsed", "previous_step": "previous"}
 
 
-COMPILED = {"cuda"}
-"""Kinds of devices for which a choice is compiled (`methods.kernels`)."""
-
-
 def kernels_for(scores: Tensor) -> ModuleType | None:
     """The same functions as kernels, where there are any for the device of `scores`."""
-    if scores.device.type not in COMPILED:
+    if not compiled_for(scores):
         return None
     from methods.kernels import selection
 
@@ -168,14 +165,19 @@ def ascending(values: Tensor) -> Tensor:
     return values.sort(-1).values
 
 
-def largest(values: Tensor, count: Tensor, ordered: Tensor | None = None) -> Tensor:
+def largest(values: Tensor, count: Tensor, ordered: Tensor | None = None, order: Tensor | None = None) -> Tensor:
     """Mask of the `count` largest values; among equal ones those of the lowest slots. No device sync.
 
     values: [batch, num_kv_heads, rows, slots]; count: int [batch, rows], which may exceed the number of finite values,
-    of which all are then taken; ordered: the values sorted ascending, where they are at hand.
+    of which all are then taken; ordered: the values sorted ascending, where they are at hand; order: int64 [batch,
+    num_kv_heads, slots], the slots as equal values take them, where that is not as they lie.
     """
     if kernels := kernels_for(values):
-        return kernels.largest(values, **Cap(1.0, 0, count, count)._asdict())[0]
+        return kernels.largest(values, order=order, **Cap(1.0, 0, count, count)._asdict())[0]
+    if order is not None:
+        of_rows = order.unsqueeze(2).expand_as(values)
+        mask = largest(values.gather(-1, of_rows), count, ordered)
+        return torch.empty_like(mask).scatter_(-1, of_rows, mask)
     ordered = ascending(values) if ordered is None else ordered
     slots = values.shape[-1]
     rank = (slots - count).clamp(0, slots - 1)[:, None, :, None].expand(*values.shape[:-1], 1)

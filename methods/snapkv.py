@@ -15,8 +15,8 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from methods.base import PromptRows
 from methods.checks import require, require_one_of
-from methods.evicting import received_attention
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
+from methods.received import received_attention
 
 
 class SnapKVState(PromptEvictingState):

@@ -75,25 +75,31 @@ class ScoreSelecting(Selecting):
         return self.alpha
 
     def select(
-        self, scores: Tensor, rows: Rows, final: Tensor, geometry: Geometry, cached: Tensor | None = None
+        self,
+        scores: Tensor,
+        rows: Rows,
+        final: Tensor,
+        geometry: Geometry,
+        cached: Tensor | None = None,
+        order: Tensor | None = None,
     ) -> Selection:
         """Each KV head's best tokens.
 
         scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that are not visible play
         no part. final: int [batch], T; cached: int [batch, rows], number of visible tokens, where it is not that of the
-        rows.
+        rows. order: int64 [batch, num_kv_heads, slots], the slots as equal scores take them; None: the lowest first.
         """
         cap = self._cap_of_rows(rows.positions if cached is None else cached, final)
         if self._by_scores_alone and (kernels := kernels_for(scores)):
             relative, within = kernels.relative(self.by_set(scores), rows, self.threshold(geometry))
             within = None if self._counts_by_cap else within
-            return Selection(*kernels.largest(relative, within, **cap._asdict()))
+            return Selection(*kernels.largest(relative, within, order, **cap._asdict()))
         scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
         tokens, most = rows.slot_positions, cap.tokens()
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, most))
         ordered = ascending(relative)
         count = self._count(ordered, most, geometry)
-        return Selection(*self.joined(largest(relative, count, ordered), count, geometry))
+        return Selection(*self.joined(largest(relative, count, ordered, order), count, geometry))
 
     @property
     def _by_scores_alone(self) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from methods.base import Calibration, Geometry, Lengths, PromptRows
-from methods.evicting import EvictingToShare, WorthState, received_attention
+from methods.evicting import EvictingToShare, WorthState
+from methods.received import received_attention
 
 
 @dataclass(frozen=True)

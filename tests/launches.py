@@ -83,3 +83,25 @@ def launch_selections() -> None:
         relative(torch.empty(2, 8, 4, 1, slots), rows, 4.0)
         found, within = relative(torch.empty(2, 40, 1, 1, slots), rows, 4.0)
         largest(found, within, frac=0.2, least=1, whole=positions, cached=positions)
+
+
+def launch_evictions() -> None:
+    """A layer of H2O and one of a pool, of OPT-13B."""
+    from methods.kernels.evicting import evict_least, place_own, use
+
+    positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+    for slots in SLOTS:
+        tokens = torch.empty(2, 40, slots + 1, dtype=torch.int32)
+        worth, chosen = tokens.to(torch.float32), torch.empty(2, 40, slots, dtype=torch.bool)
+        evict_least(worth, tokens, slots, positions, torch.empty(2, 2, dtype=torch.float64))
+        place_own({"tokens": tokens, "worth": worth}, {"tokens": 1, "worth": 0}, slots - 1)
+        use(chosen, tokens[..., :-1], (tokens, tokens, tokens), positions, (lengths, lengths), "counter")
+        partial_keys = torch.empty(2, 40, slots + 1, 39, dtype=torch.float16)
+        data = {"partial_keys": partial_keys, "tokens": tokens, "fetches": tokens, "last_fetch": tokens}
+        place_own(data, dict.fromkeys(data, 0), slots - 1)
+
+
+def launch_methods() -> None:
+    """All kernels of methods, in one process."""
+    launch_selections()
+    launch_evictions()

@@ -170,16 +170,16 @@ BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
 BUDGETS = {
     "ideal": (18, 18),
     "uvm": (18, 18),
-    "uvm+h2o": (19, 68),
+    "uvm+h2o": (18, 40),
     "offload": (18, 18),
     "offload-pageable": (21, 21),
     "offload+int4": (18, 18),
-    "offload+h2o": (19, 68),
-    "infinigen": (19, 36),
-    "infinigen+reuse": (19, 37),
-    "infinigen+int4": (19, 35),
-    "infinigen (device)": (18, 38),
-    "pool": (20, 94),
+    "offload+h2o": (18, 40),
+    "infinigen": (18, 33),
+    "infinigen+reuse": (18, 34),
+    "infinigen+int4": (18, 32),
+    "infinigen (device)": (18, 37),
+    "pool": (18, 40),
 }
 """Launches in a layer that reads the full cache and in one of the others, the next layer's rehearsal included; at the
 shape of OPT-13B. A whole layer of a step costs them all, whatever the batch: at 5 us each, 40 of them in each of 40

@@ -14,7 +14,15 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
 from harness.offload import memory
-from harness.offload.memory import LayerSlots, SessionBytes, prompt_bytes, require_session, session_bytes
+from harness.offload.cache import LayerCache
+from harness.offload.memory import (
+    LayerSlots,
+    SessionBytes,
+    layer_bytes,
+    prompt_bytes,
+    require_session,
+    session_bytes,
+)
 from harness.offload.passes import run_prompt
 from harness.offload.pinned import aligned
 from harness.speed import run
@@ -38,7 +46,8 @@ def test_a_session_on_the_host_needs_its_slots_there_and_its_buffers_on_the_devi
             force(session, prompts)
             activations = prompt_bytes(attached, len(prompts) * PROMPT)
             slots = sum(aligned(store.nbytes) for store in session.stores)
-            assert session.bytes_needed == SessionBytes(slots, session.fetcher.device_bytes + activations)
+            needed = session.fetcher.device_bytes + activations + state_bytes(session)
+            assert session.bytes_needed == SessionBytes(slots, needed)
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen", "oracle"])
@@ -46,7 +55,24 @@ def test_a_session_on_the_device_needs_its_slots_there(name):
     with attached_with_link() as (attached, _), closing(open_live(attached, CASES[name])) as session:
         force(session, PROMPTS["even"])
         slots = sum(aligned(store.nbytes) for store in session.stores)
-        assert session.bytes_needed == SessionBytes(0, slots + prompt_bytes(attached, PROMPT))
+        assert session.bytes_needed == SessionBytes(0, slots + prompt_bytes(attached, PROMPT) + state_bytes(session))
+
+
+def state_bytes(session) -> int:
+    """What the method keeps beside the rows; its layers are alike."""
+    return sum(layer_bytes(cache.state, cache.layer) for cache in session.caches if cache.state is not None)
+
+
+def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):
+    kept, keep_prompt = [], LayerCache.keep_prompt
+    monkeypatch.setattr(LayerCache, "keep_prompt", lambda cache, *states: keep_prompt(cache, *states) or kept.append(1))
+    first = CASES["infinigen"].method.num_exempt_layers
+    monkeypatch.setattr(memory, "available_bytes", lambda home: 100 if len(kept) > first else 2**40)
+    with attached_with_link() as (attached, _), closing(open_live(attached, CASES["infinigen"])) as session:
+        message = r"^what the method keeps of the prompt needs 0\.0 GiB of cpu memory and .* lower batch_size"
+        with pytest.raises(UserError, match=message) as refusal:
+            force(session, PROMPTS["even"])
+        assert "\n" not in str(refusal.value) and len(kept) == first + 1 < len(session.caches)
 
 
 def test_bytes_by_hand():

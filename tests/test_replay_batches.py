@@ -28,7 +28,7 @@ from replaying import (
 
 from harness.model.attach import attach
 from harness.replay import passes
-from methods import evicting
+from methods import received
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
@@ -73,7 +73,7 @@ def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
         original(block, *arguments)
 
     monkeypatch.setattr(passes._Block, "__init__", count_block)
-    monkeypatch.setattr(evicting, "PROMPT_CHUNK", 7)
+    monkeypatch.setattr(received, "PROMPT_CHUNK", 7)
     for limit in ({"MAX_CHUNK": 16}, {"SCORES_PER_CHUNK": 1}):
         with monkeypatch.context() as patch:
             for constant, value in limit.items():

@@ -1,4 +1,5 @@
-"""The selection kernels against the torch code, bit for bit, interpreted where there is no GPU; their machine code."""
+"""The selection kernels against the torch code, bit for bit, interpreted where there is no GPU; the machine code of all
+kernels of methods."""
 
 import math
 
@@ -8,9 +9,10 @@ from aot import compile_launches
 from cases import CASES
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from launches import launch_selections
+from launches import launch_methods
 from living import PROMPTS, attached_with_link, live
 
+from methods import kernels as compiled
 from methods import selection
 from methods.base import EMPTY, Geometry, Rows
 from methods.oracle import Oracle
@@ -47,7 +49,7 @@ def kernels(monkeypatch):
     """The module of kernels, which now serve the tensors of these tests."""
     from methods.kernels import selection as kernels
 
-    monkeypatch.setattr(selection, "COMPILED", {DEVICE.type})
+    monkeypatch.setattr(compiled, "COMPILED", {DEVICE.type})
     monkeypatch.setattr(kernels, "ELEMENTS", 64)
     return kernels
 
@@ -81,7 +83,7 @@ def test_selections_are_those_of_the_torch_code(case, method, elements):
     geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
     expected = method.select(scores.clone(), rows, final, geometry)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "COMPILED", {DEVICE.type})
+        patch.setattr(compiled, "COMPILED", {DEVICE.type})
         patch.setattr(kernels, "ELEMENTS", elements)
         got = method.select(scores.to(DEVICE), on_device(rows), final.to(DEVICE), geometry)
     assert torch.equal(got.mask.cpu(), expected.mask)
@@ -103,7 +105,7 @@ def test_the_largest_of_any_numbers(values, count):
     ranked = sorted((slot for slot, each in enumerate(values) if each > -math.inf), key=lambda slot: -values[slot])
     counts = torch.tensor([[count]], device=DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "COMPILED", {DEVICE.type})
+        patch.setattr(compiled, "COMPILED", {DEVICE.type})
         patch.setattr(kernels, "ELEMENTS", 16)
         spread = torch.tensor(values, device=DEVICE).repeat_interleave(2)[None, None, None, ::2]  # no piece of memory
         mask = selection.largest(spread, counts)
@@ -111,16 +113,16 @@ def test_the_largest_of_any_numbers(values, count):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
-@pytest.mark.parametrize("name", ["infinigen", "loki", "pool-tokens"])
-def test_live_decoding_by_the_kernels_is_that_by_torch(name, kernels, monkeypatch):
+@pytest.mark.parametrize(("name", "prompts"), [("infinigen", "padded"), ("loki", "even"), ("pool-tokens", "even")])
+def test_live_decoding_by_the_kernels_is_that_by_torch(name, prompts, kernels, monkeypatch):
     served = []
     largest = kernels.largest
     monkeypatch.setattr(kernels, "largest", lambda *args, **named: served.append(1) or largest(*args, **named))
     with attached_with_link() as (attached, link):
         options = {"placement": "host", "link": link}
-        got = live(attached, CASES[name], PROMPTS["padded"], **options)
-        monkeypatch.setattr(selection, "COMPILED", set())
-        expected = live(attached, CASES[name], PROMPTS["padded"], **options)
+        got = live(attached, CASES[name], PROMPTS[prompts], **options)
+        monkeypatch.setattr(compiled, "COMPILED", set())
+        expected = live(attached, CASES[name], PROMPTS[prompts], **options)
     assert served
     assert torch.equal(got.logits, expected.logits)
 
@@ -129,8 +131,8 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, kernels, monkeypatc
 
 
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_slots():
-    binaries = compile_launches({launch_selections: (90,)})[launch_selections]
+    binaries = compile_launches({launch_methods: (90,)})[launch_methods]
     kinds = {(binary.kernel, binary.digest) for binary in binaries}
-    assert len(binaries) == 2 * len(kinds) == 6
+    assert len(binaries) == 2 * len(kinds) == 14
     for binary in binaries:
         assert binary.registers <= 64 and binary.spill_bytes == 0, binary

@@ -205,7 +205,9 @@ def test_a_step_takes_the_time_of_its_weights_and_rows(attached):
             timeline.begin_step()
             session.decode_step(ids[:, PROMPT + step])
         elapsed, segments = time.perf_counter() - began, timeline.take()
-        first = weights._layers[0].host.nbytes + session.stores[0].num_bytes(PROMPT + 4)  # there before, or for later
+        first = (
+            weights._layers[0].host.nbytes + session.stores[0].num_rows(PROMPT + 4) * session.stores[0].slot_bytes
+        )  # there before, or for later
         moved = session.fetcher.h2d_bytes - fetched + 3 * weights.host_bytes - first
         assert elapsed >= moved / rate > 0.1
         waited = sum(step["transfer"] for step in segments)

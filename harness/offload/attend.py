@@ -73,9 +73,11 @@ def attend_by_scores(
     parts: the n cached rows, together; own: [batch, num_kv_heads, 1, head_dim]; visible as in `attend`.
     """
     of_keys = (*(part.keys for part in parts), own.keys)
-    scores = torch.cat([attention_scores(query, keys, scale) for keys in of_keys], -1)
+    *cached, of_own_key = (attention_scores(query, keys, scale) for keys in of_keys)
     if visible is not None:
-        scores[..., :-1].masked_fill_(~visible.unsqueeze(2), float("-inf"))
+        seen = visible.unsqueeze(2).split([part.shape[-1] for part in cached], -1)
+        cached = [torch.where(*each, float("-inf")) for each in zip(seen, cached, strict=True)]
+    scores = torch.cat([*cached, of_own_key], -1)
     edit(scores)
     probs = scores.softmax(-1).to(own.values.dtype)
     *of_parts, of_own = probs[..., 0, :].split([keys.shape[2] for keys in of_keys], -1)

@@ -22,6 +22,7 @@ from harness.offload.compact import indices, places
 from harness.offload.links.link import Link, Ticket
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested, num_true
 from harness.offload.store import KVStore
+from harness.offload.traffic import Traffic
 
 
 class Fetched(NamedTuple):
@@ -59,8 +60,7 @@ class Fetcher:
     def __init__(self, link: Link | None, reuse: bool) -> None:
         self.link = link
         self.reuse = reuse
-        self.h2d_bytes: int | Tensor = 0
-        self.d2h_bytes: int | Tensor = 0
+        self._h2d, self._d2h = Traffic(), Traffic()
         self._pending: dict[int, _Pending] = {}
         self._buffers: list[Tensor] = []
         self._ahead: list[Tensor] = []
@@ -152,7 +152,7 @@ class Fetcher:
         store, request, present, bias, places, _ = self._pending.pop(layer)
         count = num_requested(request)
         if self.link is not None:
-            self.h2d_bytes = self.h2d_bytes + store.num_bytes(request)
+            self._h2d.add(store.num_rows(request), store.slot_bytes)
         if own is None:
             return Fetched(places[:, :, :count], present, bias)
         if not self._in_place(request):
@@ -167,8 +167,18 @@ class Fetcher:
             store.write(rows, at)
         else:
             target = at if isinstance(at, int) else chosen(at)
-            self.d2h_bytes = self.d2h_bytes + store.num_bytes(rows.shape[2] if isinstance(target, int) else target)
+            self._d2h.add(store.num_rows(rows.shape[2] if isinstance(target, int) else target), store.slot_bytes)
             self.link.write_back(store, rows, target)
+
+    @property
+    def h2d_bytes(self) -> int | Tensor:
+        """Of the rows taken."""
+        return self._h2d.num_bytes
+
+    @property
+    def d2h_bytes(self) -> int | Tensor:
+        """Of the rows written back."""
+        return self._d2h.num_bytes
 
     @property
     def device_bytes(self) -> int:

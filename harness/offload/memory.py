@@ -1,9 +1,10 @@
-"""What live decoding needs of the host's and the device's memory, and whether it fits: asked before any of it is made.
+"""What live decoding needs of the host's and the device's memory, and whether it fits: asked before it is made.
 
-Counted: the slots of all layers; under host placement the buffers for fetched rows; and what a layer of the prompt's
-dense pass holds at its peak, which is more than a decode step does. Not counted: the weights, which lie there already,
-and what a method keeps or needs beside the rows (partial keys, a prompt's scores), which its state alone knows.
-`LiveSession.device_bytes` has it once the prompt has run.
+Counted before a prompt runs: the slots of all layers; under host placement the buffers for fetched rows; and what a
+layer of the prompt's dense pass holds at its peak, which is more than a decode step does. What a method keeps beside
+the rows (partial keys, which token lies where) its state alone knows: its first layer shows it, and then as much is
+asked for in all others. Not counted: the weights and a calibration, which lie there already, and what a method needs
+only while it takes in a layer's prompt (its scores).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached
 from harness.model.room import available_bytes
 from harness.offload.pinned import aligned
+from methods.base import State
 
 OWN = 1
 """Behind the fetched rows of a head a buffer has room for the step's own one."""
@@ -121,6 +123,12 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
             f"{what} needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
             f"{available / 2**30:.1f} GiB are available; {LOWER}"
         )
+
+
+def layer_bytes(state: State, layer: int) -> int:
+    """Of what a state declares to keep by layer, those of one."""
+    declared = (getattr(state, name) for name in (*state.sequence_tensors, *state.slot_tensors))
+    return sum(tensor_bytes(kept[layer]) for kept in declared if isinstance(kept, dict) and layer in kept)
 
 
 def tensor_bytes(value: Any) -> int:

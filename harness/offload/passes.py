@@ -57,15 +57,15 @@ def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt
 
 
 class PromptPass(Handler):
-    """A dense pass that hands every layer to its cache as it comes."""
+    """A dense pass that hands every layer's number, query, key and value to `keep` as they come."""
 
-    def __init__(self, caches: Sequence[LayerCache], scale: float, real: Tensor) -> None:
-        self.caches = caches
+    def __init__(self, keep: Callable[[int, Tensor, Tensor, Tensor], None], scale: float, real: Tensor) -> None:
+        self.keep = keep
         self.scale = scale
         self.padding = padding(real)
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.caches[layer].keep_prompt(query, key, value)
+        self.keep(layer, query, key, value)
         return prompt_attention(query, key, value, self.scale, self.padding)
 
 
@@ -184,7 +184,7 @@ class StepPass(Handler):
         self._note(cache.layer, selection)
         if selection.bias is not None:
             scores[..., :-1] += selection.bias[..., :-1]
-        if selection.mask is not None:
+        if selection.mask is not None and not cache.evicts:  # what it keeps is visible, and it reads all of it
             scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 
     def _note_all(self, cache: LayerCache) -> None:

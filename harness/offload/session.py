@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload import managed
+from harness.offload import managed, memory
 from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
 from harness.offload.fetch import Fetcher
 from harness.offload.links.link import Link
-from harness.offload.memory import LayerSlots, SessionBytes, prompt_bytes, require_session, session_bytes, tensor_bytes
 from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.pinned import PinnedSlab
 from harness.offload.reads import StepReads
@@ -84,7 +83,7 @@ class LiveSession:
         self.tuning = link.tuning if link is not None else DEFAULT_TUNING
         self.caches: list[LayerCache] = []
         self.slab: PinnedSlab | None = None
-        self.bytes_needed = SessionBytes(0, 0)
+        self.bytes_needed = memory.SessionBytes(0, 0)
 
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
         """Run the prompts densely and write their rows to the cache.
@@ -92,16 +91,16 @@ class LiveSession:
         ids: int [batch, prompt]; real: bool alike, False for the padding on the left, so that prompts end in one
         column. Returns logits [batch, vocab] for the first new token.
         """
-        self._open(real, prompt_bytes(self.attached, ids.numel()))
-        handler = PromptPass(self.caches, self.attached.geometry.scale, real)
+        self._open(real, memory.prompt_bytes(self.attached, ids.numel()))
+        handler = PromptPass(self._keep_prompt, self.attached.geometry.scale, real)
         hidden = self.attached.forward(ids, positions_of(real), handler)
         return self.attached.logits(hidden[:, -1])
 
     def start(self, prompt: PrefilledPrompt) -> Tensor:
         """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
         self._open(prompt.real, activations=0)
-        for cache, (query, key, value) in zip(self.caches, prompt.layers, strict=True):
-            cache.keep_prompt(query, key, value)
+        for layer, states in enumerate(prompt.layers):
+            self._keep_prompt(layer, *states)
         return self.attached.logits(prompt.hidden)
 
     def decode_step(self, ids: Tensor) -> Tensor:
@@ -149,7 +148,7 @@ class LiveSession:
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         state = next((cache.state for cache in self.caches if cache.state is not None), None)
         resident = sum(cache.device_bytes for cache in self.caches)
-        return stores + resident + self.fetcher.device_bytes + tensor_bytes(vars(state) if state else None)
+        return stores + resident + self.fetcher.device_bytes + memory.tensor_bytes(vars(state) if state else None)
 
     @property
     def pinned_bytes(self) -> int:
@@ -181,22 +180,32 @@ class LiveSession:
         rows = {row for steps in range(self.max_new_tokens + 1) for row in self.batch.rows(steps)}
         selected = max(self.method.max_tokens_read(row, layer) for row in rows for layer in layers[exempt:])
         ahead = exempt if not self.method.reads_all or self.codec.bits < 16 else 0
-        self.bytes_needed = session_bytes(
+        self.bytes_needed = memory.session_bytes(
             slots, self.placement, ahead=ahead, selected=selected, reuse=self.fetcher.reuse, activations=activations
         )
         if self.placement == "managed":
             managed.require_memory(self.bytes_needed.managed, self.attached.device)
-        require_session(self.bytes_needed, self.attached.device)
+        memory.require_session(self.bytes_needed, self.attached.device)
         if self.pinned and self.bytes_needed.host:
             self.slab = PinnedSlab(self.bytes_needed.host)
         self.caches = [self._cache(layer, state, slots[layer].capacity) for layer in layers]
         self.reads = StepReads(self.attached, exempt, self.codec, self.stores[-1].slot_bytes)
         self.fetcher.open(self.stores, selected, ahead)
 
-    def _slots(self, layer: int, state: State | None) -> LayerSlots:
+    def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Hand a layer's prompt to its cache. The first that has a state shows what each of them keeps of a prompt, so
+        that is asked for before the others make it."""
+        cache = self.caches[layer]
+        cache.keep_prompt(query, key, value)
+        if cache.state is not None and layer == self.method.num_exempt_layers:
+            kept, others = memory.layer_bytes(cache.state, layer), len(self.caches) - layer - 1
+            self.bytes_needed = self.bytes_needed._replace(device=self.bytes_needed.device + kept * (others + 1))
+            memory.require_memory(kept * others, self.attached.device, "what the method keeps of the prompt")
+
+    def _slots(self, layer: int, state: State | None) -> memory.LayerSlots:
         geometry = self.attached.geometry
         size = slot_bytes(self._codec(layer), geometry.head_dim)
-        return LayerSlots(len(self.batch.prompts) * geometry.num_kv_heads, self._num_slots(layer, state), size)
+        return memory.LayerSlots(len(self.batch.prompts) * geometry.num_kv_heads, self._num_slots(layer, state), size)
 
     def _num_slots(self, layer: int, state: State | None) -> int:
         if isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers:

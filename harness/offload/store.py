@@ -105,10 +105,9 @@ class KVStore:
         """Payload bytes written over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
-    def num_bytes(self, request: int | Chosen) -> int | Tensor:
-        """Payload bytes of so many slots of every head, or of the slots that are chosen."""
-        rows = request * self.slots.shape[:2].numel() if isinstance(request, int) else request.num_rows
-        return rows * self.slot_bytes
+    def num_rows(self, request: int | Chosen) -> int | Tensor:
+        """Rows of so many slots of every head, or of the slots that are chosen."""
+        return request * self.slots.shape[:2].numel() if isinstance(request, int) else request.num_rows
 
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device for `places_in` up to num_rows."""

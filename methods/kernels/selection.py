@@ -80,6 +80,7 @@ def _take_largest(  # type: ignore[no-untyped-def]
     within,
     whole,
     cached,
+    order,  # None: slots are taken as they lie
     mask,
     taken,
     slots,
@@ -121,13 +122,18 @@ def _take_largest(  # type: ignore[no-untyped-def]
         wanted -= tl.sum(tl.where(found, above, 0), 0)
 
     equal_before = 0
+    if order is not None:
+        order += (program // rows).to(tl.int64) * slots
     for start in range(0, slots, TILE):
         slot = start + tl.arange(0, TILE)
-        ordered = _ordered(tl.load(values + slot, mask=slot < slots, other=float("-inf")))
+        within_row = slot < slots
+        if order is not None:
+            slot = tl.load(order + slot, mask=within_row, other=0)
+        ordered = _ordered(tl.load(values + slot, mask=within_row, other=float("-inf")))
         equal = ((ordered == least) & (ordered > 0)).to(tl.int32)
         rank = equal_before + tl.cumsum(equal, 0)
         chosen = (ordered > least) | ((equal > 0) & (rank <= wanted))
-        tl.store(mask + slot, chosen & (count > 0), mask=slot < slots)
+        tl.store(mask + slot, chosen & (count > 0), mask=within_row)
         equal_before += tl.sum(equal, 0)
 
 
@@ -162,13 +168,20 @@ def relative(scores: Tensor, rows: Rows, alpha: float) -> tuple[Tensor, Tensor]:
 
 
 def largest(
-    values: Tensor, within: Tensor | None = None, *, frac: float, least: int, whole: Tensor, cached: Tensor
+    values: Tensor,
+    within: Tensor | None = None,
+    order: Tensor | None = None,
+    *,
+    frac: float,
+    least: int,
+    whole: Tensor,
+    cached: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Mask of each row's largest values, the lowest slots' among equal ones, and how many, fp64 [batch, rows].
 
     values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows], whose mean over the sets,
     at least 1, says how many; None leaves it to the cap: floor(frac * whole), at least `least`, at most `cached`.
-    whole, cached: int [batch, rows].
+    whole, cached: int [batch, rows]. order: int64 [batch, sets, slots], in which slots are taken; None: as they lie.
     """
     batch, sets, num_rows, slots = values.shape
     values = values.contiguous()
@@ -179,6 +192,7 @@ def largest(
         values if within is None else within,
         whole.contiguous(),
         cached.contiguous(),
+        None if order is None else order.contiguous(),
         mask,
         taken,
         slots,

@@ -1,0 +1,183 @@
+"""Who leaves a cache that evicts, and where the own token goes then: `methods.evicting` and `methods.pool` in a kernel
+each instead of some ten and twenty launches. A program serves a head and reads its slots in tiles.
+
+Equal to the torch code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SLOTS = 1024
+"""That a program has in registers at a time."""
+EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
+"""As `methods.base.EMPTY`."""
+SATURATED = tl.constexpr(255)
+"""As `methods.pool.SATURATED`."""
+NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
+
+
+@triton.jit
+def _move(slots, source, target, WIDTH: tl.constexpr, EMPTY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Of a head, and leave `EMPTY` behind."""
+    element = tl.arange(0, triton.next_power_of_2(WIDTH))
+    held = element < WIDTH
+    moved = tl.load(slots + source * WIDTH + element, mask=held)
+    tl.store(slots + target * WIDTH + element, moved, mask=held)
+    tl.store(slots + source * WIDTH + element, tl.full(moved.shape, EMPTY, moved.dtype), mask=held & (target != source))
+
+
+@triton.jit(do_not_specialize=["own", "num_slots"])
+def _place_own(  # type: ignore[no-untyped-def]
+    tokens,
+    data,  # of every slot tensor
+    free,
+    own,
+    num_slots,
+    WIDTHS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals; elements of a slot
+    EMPTIES: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    head = tl.program_id(0).to(tl.int64)
+    tokens += head * num_slots
+    gone = tl.load(tokens + own) == EMPTY
+    first = own
+    for start in range(0, own, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < own, other=0)
+        first = tl.minimum(first, tl.min(tl.where(token == EMPTY, slot, own), 0))
+    target = tl.where(gone, num_slots - 1, first)
+    tl.store(free + head, tl.where(gone, -1, first).to(tl.int64))
+    for each in tl.static_range(len(WIDTHS)):
+        _move(data[each] + head * num_slots * WIDTHS[each], own, target, WIDTHS[each], EMPTIES[each])
+
+
+@triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
+def _evict_least(  # type: ignore[no-untyped-def]
+    worth,
+    tokens,
+    positions,
+    limits,
+    slots,
+    num_slots,
+    heads,
+    position_stride,
+    TILE: tl.constexpr,  # noqa: N803
+):
+    head = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + head // heads * position_stride).to(tl.int64)
+    limits += head // heads * 2
+    budget, recent = tl.load(limits).to(tl.int64), tl.load(limits + 1).to(tl.int64)
+    worth += head * num_slots
+    tokens += head * num_slots
+    least, victim = float("inf"), 0
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
+        old = (slot < slots) & (token <= position - recent)
+        each = tl.where(old, tl.load(worth + slot, mask=old, other=0), float("inf"))
+        lowest = tl.min(each, 0)
+        first = tl.min(tl.where(each == lowest, slot, slots), 0)
+        victim = tl.where(lowest < least, first, victim)
+        least = tl.minimum(least, lowest)
+    tl.store(tokens + victim, EMPTY, mask=position >= budget)
+
+
+@triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
+def _use(  # type: ignore[no-untyped-def]
+    chosen,
+    ascending,  # the tokens in the slots, sorted
+    tokens,
+    fetches,
+    last_fetch,
+    positions,
+    capacities,
+    unprotected,
+    slots,
+    num_slots,
+    heads,
+    position_stride,
+    POLICY: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    head = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + head // heads * position_stride)
+    chosen += head * slots
+    tokens += head * num_slots
+    fetches += head * num_slots
+    last_fetch += head * num_slots
+    most = 0
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        count = tl.load(fetches + slot, mask=slot < slots, other=0)
+        count += tl.load(chosen + slot, mask=slot < slots, other=0).to(tl.int32)
+        count = tl.where(tl.load(tokens + slot, mask=slot < slots, other=EMPTY) == position, 0, count)
+        most = tl.maximum(most, tl.max(count, 0))
+    saturated = (most >= SATURATED).to(tl.int32)
+    rank = tl.minimum(tl.load(unprotected + head // heads), slots) - 1
+    newest = tl.load(ascending + head * slots + rank)
+    least = tl.full((), NEVER, tl.int64)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
+        own, fetched = token == position, tl.load(chosen + slot, mask=slot < slots, other=0) != 0
+        count = tl.load(fetches + slot, mask=slot < slots, other=0) + fetched.to(tl.int32)
+        count = tl.where(own, 0, count) >> saturated
+        last = tl.where(own | fetched, position, tl.load(last_fetch + slot, mask=slot < slots, other=0))
+        tl.store(fetches + slot, count, mask=slot < slots)
+        tl.store(last_fetch + slot, last, mask=slot < slots)
+        worth = count if POLICY == "counter" else last if POLICY == "lru" else tl.zeros_like(count)
+        order = (worth.to(tl.int64) << 31) + token
+        least = tl.minimum(least, tl.min(tl.where(token <= newest, order, NEVER), 0))
+    victim = (least & EMPTY).to(tl.int32)  # the token
+    leaves = position >= tl.load(capacities + head // heads)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
+        tl.store(tokens + slot, tl.full((TILE,), EMPTY, tl.int32), mask=leaves & (slot < slots) & (token == victim))
+
+
+def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int) -> Tensor:
+    """As `EvictingState.place_own`. data: a layer's slot tensors, `tokens` among them; empties: see `slot_tensors`."""
+    tokens = data["tokens"]
+    assert all(each.is_contiguous() for each in data.values())
+    free = torch.empty((*tokens.shape[:2], 1), dtype=torch.int64, device=tokens.device)
+    _place_own[(free.numel(),)](
+        tokens,
+        tuple(data.values()),
+        free,
+        own,
+        tokens.shape[2],
+        WIDTHS=tuple(each[0, 0, 0].numel() for each in data.values()),
+        EMPTIES=tuple(empties[name] for name in data),
+        TILE=SLOTS,
+    )
+    return free
+
+
+def evict_least(worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor) -> None:
+    """As `WorthState.evict`."""
+    heads = tokens.shape[1]
+    sizes = (slots, tokens.shape[2], heads, positions.stride(0))
+    _evict_least[(len(tokens) * heads,)](worth, tokens, positions, limits, *sizes, TILE=SLOTS)
+
+
+def use(
+    chosen: Tensor,
+    ascending: Tensor,
+    data: tuple[Tensor, Tensor, Tensor],
+    positions: Tensor,
+    limits: tuple[Tensor, Tensor],
+    policy: str,
+) -> None:
+    """As `PoolState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
+    capacities and what of them is unprotected, int64 [batch]."""
+    tokens, heads = data[0], chosen.shape[1]
+    sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
+    grid = (len(tokens) * heads,)
+    _use[grid](chosen.contiguous(), ascending, *data, positions, *limits, *sizes, POLICY=policy, TILE=SLOTS)

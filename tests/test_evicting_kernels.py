@@ -1,0 +1,164 @@
+"""The kernels of methods that evict against the torch code, bit for bit, interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from cases import CASES
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from living import PROMPTS, attached_with_link, live
+from torch import Tensor
+
+from methods import kernels as compiled
+from methods.base import EMPTY, Geometry, Lengths, Rows
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.pool import SATURATED
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GEOMETRY = Geometry(1, 4, 2, 8, 1.0, "opt")
+LAYER = 0
+QUICK = settings(max_examples=8, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
+
+cases = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 3),
+        "slots": st.integers(2, 24),
+        "tile": st.sampled_from([8, 64]),
+        "padded": st.booleans(),
+        "seed": st.integers(0, 2**31),
+    }
+)
+
+
+class Drawn:
+    """Slots of two KV heads that hold tokens of different numbers, in any order; values from `generator`."""
+
+    def __init__(self, case) -> None:
+        self.case, self.generator = case, torch.Generator().manual_seed(case["seed"])
+        self.batch, self.slots = case["batch"], case["slots"]
+        tokens = torch.rand(self.batch, 2, self.slots + 1, generator=self.generator).argsort(-1).int()
+        self.tokens = tokens.masked_fill(tokens >= self.integers(1, self.slots + 2, (self.batch, 1, 1)), EMPTY)
+        self.tokens[..., -1] = EMPTY  # the dump
+        self.position = self.integers(1, self.slots + 9, (self.batch,)).int()
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def like_tokens(self, high: int, dtype: torch.dtype, width: tuple[int, ...] = ()) -> Tensor:
+        """Of few values, so that many are equal."""
+        return self.integers(0, high, (*self.tokens.shape, *width)).to(dtype)
+
+
+def on_device(state):
+    for name, held in list(vars(state).items()):
+        if isinstance(held, dict):
+            setattr(state, name, {layer: each.to(DEVICE) for layer, each in held.items()})
+        elif isinstance(held, Tensor):
+            setattr(state, name, held.to(DEVICE))
+    return state
+
+
+def assert_alike(state, case, step: Callable, real: slice = slice(None)) -> None:
+    """`step` changes a state by the kernels as by torch, of the `real` sequences all of it, and returns the same."""
+    by_kernel = on_device(deepcopy(state))
+    expected = step(state, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        from methods.kernels import evicting
+
+        patch.setattr(compiled, "COMPILED", {DEVICE.type})
+        patch.setattr(evicting, "SLOTS", case["tile"])
+        got = step(by_kernel, DEVICE)
+    assert expected is None or torch.equal(got.cpu(), expected)
+    for name in state.slot_tensors:
+        for layer, data in getattr(state, name).items():  # all but the dump
+            of = slice(None) if name == "tokens" else real
+            assert torch.equal(getattr(by_kernel, name)[layer][of, :, :-1].cpu(), data[of, :, :-1]), name
+
+
+def pool(case, drawn: Drawn, **chosen):
+    final = drawn.position.long() + 5
+    method = InfiniGen(skew=False, pool_tokens=max(1, case["slots"] // 2), **chosen)
+    return method.new_state(GEOMETRY, Lengths(final, final))
+
+
+@QUICK
+@given(case=cases, own_stays=st.booleans())
+def test_the_own_token_takes_the_first_free_slot(case, own_stays):
+    drawn = Drawn(case)
+    state, own = pool(case, drawn), drawn.slots - 1
+    drawn.tokens[..., own] = drawn.slots + 50 if own_stays else EMPTY
+    state.tokens[LAYER] = drawn.tokens
+    state.fetches[LAYER], state.last_fetch[LAYER] = (drawn.like_tokens(99, torch.int32) for _ in range(2))
+    state.partial_keys = {LAYER: drawn.like_tokens(99, torch.float16, (5,))}
+    assert_alike(state, case, lambda state, device: state.place_own(LAYER, own))
+
+
+@QUICK
+@given(case=cases, recent=st.sampled_from([0.0, 0.1, 0.9]), worths=st.sampled_from([1, 3, 1000]))
+def test_the_least_worthy_leaves(case, recent, worths):
+    drawn = Drawn(case)
+    lengths = Lengths(drawn.position.long(), drawn.position.long())
+    state = H2O(heavy_frac=0.1, recent_frac=recent).new_state(GEOMETRY, lengths)
+    state.tokens[LAYER], state.worth[LAYER] = drawn.tokens, drawn.like_tokens(worths, torch.float32)
+    state.limits[LAYER] = torch.stack((state.budget(LAYER), state.recent), -1).double()
+    positions = drawn.position.masked_fill(torch.arange(drawn.batch) < case["padded"], -1)
+    assert_alike(state, case, lambda state, device: state.evict(LAYER, drawn.slots, positions.to(device)))
+
+
+@QUICK
+@given(
+    case=cases,
+    policy=st.sampled_from(["fifo", "lru", "counter"]),
+    protect=st.sampled_from([0.0, 0.5, 1.0]),
+    saturates=st.booleans(),
+)
+def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, saturates):
+    drawn = Drawn(case)
+    state = pool(case, drawn, pool_policy=policy, protect_recent=protect)
+    own = drawn.integers(0, drawn.slots, (drawn.batch, 2, 1))
+    drawn.tokens = drawn.tokens.masked_fill(drawn.tokens >= drawn.position[:, None, None], EMPTY)
+    held = (drawn.tokens[..., :-1] != EMPTY).scatter(-1, own, False).sum(-1).amin(-1)
+    state.capacities = torch.minimum(state.capacities, held).clamp(min=1)  # what is full holds so many at least
+    state.unprotected = torch.minimum(state.unprotected, state.capacities)
+    drawn.position = drawn.position.masked_fill(held < 1, 0)
+    drawn.tokens = drawn.tokens.masked_fill(drawn.tokens >= drawn.position[:, None, None], EMPTY)
+    drawn.tokens.scatter_(-1, own, drawn.position[:, None, None].expand_as(own))
+    state.tokens[LAYER], state.last_fetch[LAYER] = drawn.tokens, drawn.like_tokens(6, torch.int32)
+    state.fetches[LAYER] = drawn.like_tokens(4, torch.int32) + saturates * (SATURATED - 3)
+    tokens = drawn.tokens[..., :-1]
+    chosen = (drawn.like_tokens(2, torch.bool)[..., :-1]) & (tokens < drawn.position[:, None, None])
+    real = torch.arange(drawn.batch)[:, None] >= case["padded"]
+
+    def step(state, device: torch.device) -> None:
+        at = drawn.position[:, None].to(device)
+        slots = state.tokens[LAYER][..., :-1]
+        row = Rows(None, at, real.to(device), slots, own.to(device), None, case["padded"])
+        state.use(LAYER, row, chosen.to(device), slots.sort(-1).values)
+
+    before = state.tokens[LAYER].clone()
+    assert_alike(state, case, step, slice(int(case["padded"]), None))
+    freed = (before != state.tokens[LAYER]).sum(-1)
+    assert torch.equal(freed > 0, ((drawn.position >= state.capacities) & real[:, 0])[:, None].expand_as(freed))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
+def test_live_decoding_by_the_kernels_is_that_by_torch(monkeypatch):
+    with attached_with_link() as (attached, link):
+        options = {"placement": "host", "link": link}
+        expected = live(attached, CASES["h2o"], PROMPTS["padded"], **options)
+        from methods.kernels import evicting
+
+        served = []
+        place_own = evicting.place_own
+        monkeypatch.setattr(evicting, "place_own", lambda *args: served.append(1) or place_own(*args))
+        monkeypatch.setattr(compiled, "COMPILED", {"cpu"})
+        got = live(attached, CASES["h2o"], PROMPTS["padded"], **options)
+    assert served
+    assert torch.equal(got.logits, expected.logits)
