@@ -87,8 +87,9 @@ class Rest(NamedTuple):
 class Selection(NamedTuple):
     """What a block of query rows may read besides each row's own token.
 
-    mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot.
-    num_read: tokens read, mean over the KV heads, fp64 [batch, rows].
+    mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot. Not asked for in live decoding of
+        a method that evicts, which reads all that it keeps.
+    num_read: tokens read, mean over the KV heads, fp64, or int where heads read alike, [batch, rows].
     side: what was read of an index to find them, in tokens (2 * head_dim elements), alike; None reads no index.
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite, fp32 [batch,
         num_kv_heads or 1, group or 1, rows, slots].

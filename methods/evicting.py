@@ -141,7 +141,7 @@ class WorthState(EvictingState):
     worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that its first token has yet to enter, of no meaning in
     one that was freed.
     budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer. Asked at the prompt;
-    limits[layer]: both, fp64 [batch, 2], as reads are counted.
+    limits[layer]: both, int [batch, 2].
     """
 
     sequence_tensors = ("limits",)
@@ -169,7 +169,7 @@ class WorthState(EvictingState):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Evict down to the budget."""
         self.enter_prompt(layer, rows)
-        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1).double()
+        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1)
         tokens, prompt = self.tokens[layer], key.shape[2]
         worth = torch.zeros_like(tokens, dtype=torch.float32)
         worth[:, :, :prompt] = self.prompt_worth(layer, query, key, value, rows)

@@ -16,7 +16,7 @@ from test_tasks import FILES, ROWS
 from tokens import byte_tokenizer
 
 from harness.accuracy.tasks import run_tasks
-from harness.data import catalogue
+from harness.data import catalogue, hub
 from harness.data import questions as data_questions
 from harness.data.plan import plan
 from harness.data.tasks import load_suite
@@ -552,6 +552,7 @@ def test_where_a_folder_of_tasks_lies_is_not_in_a_tasks_digest(folder, root, tmp
 
 def test_the_version_of_lm_eval_is_in_a_tasks_digest(monkeypatch):
     config = settings("copa", data=DataConfig("hub"))
+    monkeypatch.setattr(hub, "revision", lambda *_, **__: "a revision")
     first = inputs.tasks(config)
     monkeypatch.setattr(catalogue, "version", lambda: "0.0.0")
     assert inputs.tasks(config)["copa"] != first["copa"]

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.launch.cli import one_line
+from harness.launch.hydra_front import in_words
 from harness.settings.compose import CONF_DIR, options, parse
 from harness.settings.experiment import COMMON, find, foreign_settings, kinds
 from harness.settings.method import OF_THE_FILE
@@ -359,7 +359,7 @@ OF_COMPOSING = (
 def test_refuses(command):
     with pytest.raises((UserError, HydraException)) as error:
         load(command.split())
-    said = one_line(error.value) if isinstance(error.value, HydraException) else str(error.value)
+    said = in_words(error.value) if isinstance(error.value, HydraException) else str(error.value)
     assert said.startswith(REFUSED[command]) and "\n" not in said
 
 

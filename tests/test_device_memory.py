@@ -12,7 +12,7 @@ from fake_cuda import LIBC10, fake_gpu, fake_model
 from held import Held
 from test_fake_cuda import opened, system_of
 
-from harness.offload import session as session_of
+from harness.offload import memory
 from harness.offload.memory import tensor_bytes
 from methods.codec import Codec
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 BATCH, PROMPT_LEN, LAYERS = 20, 1920, 4
 PARTIAL_KEYS = 800 * 39 * 2 * (PROMPT_LEN + 128 + 128)
 """Of 800 heads and a layer: 39 of 128 columns of every key, and the projection to them."""
+KEEPS = "what the method keeps of the prompt"
 KEPT = {
     "offload+h2o": [800 * (204 + 204 + 2) * (4 + 4) + 20 * 2 * 8],
     "infinigen": [PARTIAL_KEYS],
@@ -33,7 +34,7 @@ KEPT = {
 @pytest.mark.parametrize("label", ["ideal", "offload", "offload+int4", "offload+h2o", "infinigen", "infinigen+reuse"])
 def test_the_refusal_knows_what_decoding_takes(label, monkeypatch):
     asked = []
-    monkeypatch.setattr(session_of, "require_memory", lambda num_bytes, *_: asked.append(num_bytes))
+    monkeypatch.setattr(memory, "require_memory", lambda num_bytes, _, what: what == KEEPS and asked.append(num_bytes))
     method, system = system_of(label)
     codec = Codec(system.codec) if system.codec else None
     options = {"placement": system.placement, "reuse": system.reuse, "codec": codec, "steps": 128}

@@ -170,7 +170,7 @@ BATCH, PROMPT_LEN, LAYERS = 2, 1920, 4
 BUDGETS = {
     "ideal": (18, 18),
     "uvm": (18, 18),
-    "uvm+h2o": (18, 40),
+    "uvm+h2o": (18, 42),
     "offload": (18, 18),
     "offload-pageable": (21, 21),
     "offload+int4": (18, 18),

@@ -22,9 +22,10 @@ from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtur
 from harness.accuracy.tasks import run_tasks
 from harness.data.complaints import COMPLAINTS
 from harness.errors import UserError
-from harness.launch.cli import main, one_line
+from harness.launch.cli import main
+from harness.launch.hydra_front import in_words
 from harness.launch.overrides import check
-from harness.settings.compose import read_override
+from harness.settings.composer import read_override
 from harness.settings.sources import DataConfig
 from tests.composed import load
 
@@ -91,7 +92,7 @@ def test_a_setting_that_cannot_be(command):
     name = command.split()[-1].partition("=")[0].partition(".")[0]
     with pytest.raises((UserError, HydraException)) as error:
         load(command.split())
-    said = one_line(error.value) if isinstance(error.value, HydraException) else str(error.value)
+    said = in_words(error.value) if isinstance(error.value, HydraException) else str(error.value)
     assert "\n" not in said and (name in said or "experiment" in command), said
 
 

@@ -24,6 +24,7 @@ from harness.model import load as models
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
+from harness.offload import memory
 from harness.offload.links.open import open_link
 from harness.offload.memory import SessionBytes
 from harness.offload.timeline import SEGMENTS, Timeline
@@ -461,9 +462,7 @@ def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, ca
 
 def test_the_cache_of_all_layers_and_its_buffers_are_asked_for_at_once(tiny_gqa, ids, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        "harness.offload.session.require_session", lambda needed, device: asked.append((needed, device.type))
-    )
+    monkeypatch.setattr(memory, "require_session", lambda needed, device: asked.append((needed, device.type)))
     timed(tiny_gqa, ids, Cell(Full(), SHAPE, codec=Codec("int4")))
     exact, coded = (PROMPT + 12) * EXACT, (PROMPT + 12) * INT4
     slots = 2 * (-(-exact // 256) + -(-coded // 256)) * 256  # each layer's begin at multiples of 256

@@ -149,7 +149,7 @@ def test_methods_import_torch_and_one_another_only(module):
 
 BASES = {
     "base", "checks", "codec", "bit_planes", "hadamard", "selection", "threshold", "evicting", "prompt_evicting",
-    "windowed", "retrieving", "projected", "balanced", "products", "kernels", "kernels.selection",
+    "received", "windowed", "retrieving", "projected", "balanced", "products", "kernels", "kernels.selection",
     "kernels.evicting",
 }  # fmt: skip
 """What methods derive from and build on; any other file of methods/ is a method, or a folder-mate of one."""

@@ -302,7 +302,7 @@ BREAKS = {
     "selection = super().select(layer, rows)\n        1 / 0": "ZeroDivisionError: division by zero ({here}/mine.py:",
     "return super().select(layer, rows)._replace(num_read=rows.positions.double())": "num_read is ",
     "selection = super().select(layer, rows)\n"
-    "        return selection._replace(mask=selection.mask & (rows.positions.shape[1] > 1))": "logits differ by ",
+    "        return selection._replace(mask=selection.mask & (rows.positions.shape[1] == 1))": "logits differ by ",
 }
 
 

@@ -66,20 +66,17 @@ class Attached:
     def forward(self, ids: Tensor, positions: Tensor, handler: Handler) -> Tensor:
         """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`.
 
-        UserError where activations overflow in float16, which every other format has the range for. A pass over one row
-        is not looked at: a decode step waits for no device, and the pass over its prompt was.
+        UserError where activations overflow in float16. A pass over one row is not looked at: a decode step waits for
+        no device, and the pass over its prompt was.
         """
         self._handler = handler
         try:
             output = self.model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
         finally:
             self._handler = None
-        hidden = output.last_hidden_state
-        if self.dtype == torch.float16 and ids.shape[1] > 1 and not hidden.sum(dtype=torch.float32).isfinite():
-            raise UserError(
-                "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
-            )
-        return hidden
+        if self.dtype == torch.float16 and ids.shape[1] > 1:
+            require_finite(output.last_hidden_state)
+        return output.last_hidden_state
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,6 +125,14 @@ class Attached:
     def _after(self, module: Any, *_: Any) -> None:
         if self._handler is not None:
             self._handler.layer_ends(module.layer_idx)
+
+
+def require_finite(hidden: Tensor) -> None:
+    """Raise UserError where float16's range, which no other format falls short of, did not hold activations."""
+    if not hidden.sum(dtype=torch.float32).isfinite():
+        raise UserError(
+            "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
+        )
 
 
 @contextmanager

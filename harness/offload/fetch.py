@@ -1,9 +1,9 @@
 """Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
 
-Under host placement a request starts a transfer into one of two buffers that take turns, since at most two layers'
-rows are under way: the one computing and the next. Under any other whole layers are read in place. In the
-buffers there is room behind each head's rows for the step's own one, so that attention finds all in one piece.
-With `reuse` each layer keeps a buffer of its own, and only rows that are not in it yet cross the link.
+Under host placement a request starts a transfer into one of two buffers that take turns, the layer computing and the
+next. Under any other whole layers are read in place. In the buffers a head's rows leave room behind them for the step's
+own one: attention finds all in one piece. With `reuse` each layer keeps a buffer of its own, and only rows that are not
+in it yet cross the link.
 
 Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
 ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from harness.offload import compact, gather
-from harness.offload.compact import indices, places
 from harness.offload.links.link import Link, Ticket
 from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested, num_true
 from harness.offload.store import KVStore
@@ -124,15 +123,15 @@ class Fetcher:
         """
         mask = mask.expand(-1, store.slots.shape[1], -1)
         if not self.reuse:
-            index = indices(mask, cap)
+            index = compact.indices(mask, cap)
             present = index >= 0
             request = Chosen(index, num_true(present))
             self._submit(layer, store, request, self._turn(), present=present, bias=_at(bias, index))
             return index
         if layer not in self._resident:
-            self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
+            self._resident[layer] = compact.indices(torch.zeros_like(mask), self.selected)
             self._kept[layer] = store.new_buffer(self.selected)
-        request, resident = places(mask, self._resident[layer])
+        request, resident = compact.places(mask, self._resident[layer])
         self._resident[layer] = resident
         self._submit(layer, store, request, self._kept[layer], present=resident >= 0, bias=_at(bias, resident))
         return resident

@@ -72,7 +72,7 @@ def _evict_least(  # type: ignore[no-untyped-def]
     head = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + head // heads * position_stride).to(tl.int64)
     limits += head // heads * 2
-    budget, recent = tl.load(limits).to(tl.int64), tl.load(limits + 1).to(tl.int64)
+    budget, recent = tl.load(limits), tl.load(limits + 1)
     worth += head * num_slots
     tokens += head * num_slots
     least, victim = float("inf"), 0
