@@ -2,8 +2,7 @@
 
 Under host placement a request starts a transfer into one of two buffers that take turns, the layer computing and the
 next. Under any other whole layers are read in place. In the buffers a head's rows leave room behind them for the step's
-own one: attention finds all in one piece. With `reuse` each layer keeps a buffer of its own, and only rows that are not
-in it yet cross the link.
+own one: attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it cross.
 
 Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
 ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
