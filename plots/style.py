@@ -23,6 +23,10 @@ from plots.data import Panels, split
 
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
+MARK_INCHES, LETTER_INCHES = 0.5, 0.05
+"""Of an entry of a legend: what it takes without its name, and for each letter of it."""
+ROOM_ROWS, ROW_INCHES = 4, 0.15
+"""Rows of a legend that a figure has room for; what each further one adds to its height."""
 WIDE = 10
 NOTE_LETTERS_PER_INCH, TICK_LETTERS = 22, 24
 
@@ -226,10 +230,12 @@ def finish(figure: Figure, note: str) -> Figure:
         handles |= dict(zip(texts, artists, strict=True))
     names = ordered(handles)
     if names:
-        fitting = max(1, round(figure.get_figwidth() / LEGEND_INCHES))
+        width, longest = figure.get_figwidth(), MARK_INCHES + LETTER_INCHES * max(map(len, names))
+        fitting = max(1, min(round(width / LEGEND_INCHES), int(width / longest)))
         rows = -(-len(names) // fitting)
         shown = [handles[name] for name in names]
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
+        figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
     width = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
     wrapped = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, width))
     figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=6, color="#444444")
