@@ -236,7 +236,7 @@ def finish(figure: Figure, note: str) -> Figure:
         shown = [handles[name] for name in names]
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
-    width = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
-    wrapped = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, width))
+    letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
+    wrapped = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, letters))
     figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=6, color="#444444")
     return figure

@@ -220,7 +220,7 @@ class Trace(TorchDispatchMode):
         modules = [adapter.attention(layer) for layer in adapter.layers(model)]
         hooks = [module.register_forward_pre_hook(partial(self._enter, at)) for at, module in enumerate(modules)]
         try:
-            with patch("harness.model.attach.require_finite"), attach(model) as attached:  # there are no numbers
+            with patch("harness.model.attach.require_in_range"), attach(model) as attached:  # there are no numbers
                 yield attached
         finally:
             for hook in hooks:

@@ -137,7 +137,7 @@ class Jobs:
         try:
             command()
         except Exception as error:
-            if self.has_copies or is_users(error) or isinstance(error, OF_HYDRA):
+            if self.has_copies or _is_users(error):
                 raise
             raise UserError(f"{shlex.join(sys.argv[1:])}: Hydra refuses it ({reason(error)})") from error
 
@@ -154,7 +154,7 @@ class Jobs:
             self.exit_code = console.BROKEN_PIPE
             console.mute()
             return
-        users_fault = is_users(error) or isinstance(error, OF_HYDRA)
+        users_fault = _is_users(error)
         unfinished = isinstance(error, UnfinishedError)
         if self.exit_code != DEFECT:  # of another job
             self.exit_code = UNFINISHED if unfinished else USERS if users_fault else DEFECT
@@ -207,6 +207,10 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     except Exception as error:
         jobs.fail(error)
     return jobs.exit_code
+
+
+def _is_users(error: Exception) -> bool:
+    return is_users(error) or isinstance(error, OF_HYDRA)
 
 
 def _code_of(end: SystemExit) -> int:

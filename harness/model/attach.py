@@ -75,7 +75,7 @@ class Attached:
         finally:
             self._handler = None
         if self.dtype == torch.float16 and ids.shape[1] > 1:
-            require_finite(output.last_hidden_state)
+            require_in_range(output.last_hidden_state)
         return output.last_hidden_state
 
     @torch.inference_mode()
@@ -127,7 +127,7 @@ class Attached:
             self._handler.layer_ends(module.layer_idx)
 
 
-def require_finite(hidden: Tensor) -> None:
+def require_in_range(hidden: Tensor) -> None:
     """Raise UserError where float16's range, which no other format falls short of, did not hold activations."""
     if not hidden.sum(dtype=torch.float32).isfinite():
         raise UserError(
