@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from harness.errors import exit_code
 from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
-from harness.offload.links.open import open_link
+from harness.offload.links import open_link
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS, System
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell

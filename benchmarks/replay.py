@@ -24,7 +24,7 @@ import torch
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import Attached, attach
 from harness.model.load import load_model
-from harness.replay.session import ReplaySession
+from harness.replay.replay import ReplaySession
 from harness.settings.compose import load
 from harness.setup import Setup, prepare
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from methods.base import Calibration, Geometry, Lengths, Rows, Selection, Selects, State
 from methods.checks import require
-from methods.threshold import ScoreSelecting
+from methods.selection import ScoreSelecting
 
 
 @dataclass(frozen=True)

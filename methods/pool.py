@@ -21,7 +21,7 @@ from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows, Select
 from methods.checks import require, require_fraction, require_one_of
 from methods.evicting import EvictingState
 from methods.kernels import compiled_for
-from methods.threshold import ScoreSelecting
+from methods.selection import ScoreSelecting
 
 POLICIES = ("fifo", "lru", "counter")
 EVICTIONS = ("corrected", "artifact")

@@ -44,8 +44,9 @@ from harness.model import room
 from harness.model.adapters import adapter_for
 from harness.model.attach import Attached, attach
 from harness.model.shape import read_yaml
-from harness.offload import copies, session
-from harness.offload.pinned import PinnedSlab
+from harness.offload import live as session
+from harness.offload import store as copies
+from harness.offload.memory import PinnedSlab
 from harness.settings.choices import CONF_DIR
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,11 +17,9 @@ from harness.contract.checks import TOLERANCE, largest_difference
 from harness.contract.decode import STEPS, Result, force, token_batch
 from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
-from harness.offload.links.emulated import EmulatedLink
-from harness.offload.links.link import Link
-from harness.offload.request import num_requested
-from harness.offload.session import LiveSession
-from harness.offload.store import KeyValue, KVStore
+from harness.offload.links import EmulatedLink, Link
+from harness.offload.live import LiveSession
+from harness.offload.store import KeyValue, KVStore, num_requested
 from harness.setup import Setup
 
 PROMPT = 24

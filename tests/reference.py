@@ -21,8 +21,8 @@ from methods.base import Method
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.oracle import Oracle
+from methods.selection import ScoreSelecting
 from methods.streaming import Streaming
-from methods.threshold import ScoreSelecting
 
 Vector = np.ndarray
 

@@ -13,8 +13,8 @@ import torch
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
-from harness.offload.session import LiveSession
-from harness.replay.session import ReplaySession
+from harness.offload.live import LiveSession
+from harness.replay.replay import ReplaySession
 from methods.infinigen import InfiniGen, InfiniGenState
 
 PROMPT, STEPS = 160, 32

@@ -27,8 +27,8 @@ from harness.errors import UserError
 from harness.model.adapters import Adapter
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
-from harness.offload.passes import run_prompt
-from harness.replay import passes
+from harness.offload.step import run_prompt
+from harness.replay import decode_rows as passes
 
 # Order of calls, refusals
 

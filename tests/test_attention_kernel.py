@@ -12,8 +12,8 @@ from launches import launch_attention, launch_attention_of_others
 from living import TOLERANCE, attached_with_link, force, open_live
 
 from harness.model.attach import Attached
-from harness.offload import coded
-from harness.offload.attend import attend_by_scores, attend_to_codes
+from harness.offload import store as coded
+from harness.offload.step import attend_by_scores, attend_to_codes
 from harness.offload.store import KeyValue, KVStore
 from methods.channel_codec import ChannelCodec
 from methods.codec import Codec, SplitCodec

@@ -13,12 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.offload import copies
-from harness.offload.copies import copy_heads, copy_part, rectangles
-from harness.offload.pinned import PinnedSlab
-from harness.offload.request import Part
-from harness.offload.runtime import RUNTIME, cuda_runtime
-from harness.offload.store import KVStore
+from harness.offload import store as copies
+from harness.offload.memory import RUNTIME, PinnedSlab, cuda_runtime
+from harness.offload.store import KVStore, Part, copy_heads, copy_part, rectangles
 from harness.offload.tuning import DEFAULT_TUNING
 from methods.codec import Codec
 

@@ -11,9 +11,9 @@ from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, replay, tiny, token_batch
 
 from harness.model.attach import attach
-from harness.offload.links.open import open_link
-from harness.offload.session import LiveSession
-from harness.replay.session import ReplaySession
+from harness.offload.links import open_link
+from harness.offload.live import LiveSession
+from harness.replay.replay import ReplaySession
 from harness.speed.cell import _forget_peak
 
 PROMPT_LENGTHS = PROMPTS["padded"]

@@ -19,9 +19,9 @@ from living import PROMPTS, calibration, token_batch
 from torch import Tensor
 
 from harness.model.tiny import tiny_model
-from harness.offload import managed
-from harness.offload.links.cuda import CudaLink
-from harness.offload.session import LiveSession
+from harness.offload import memory as managed
+from harness.offload.links import CudaLink
+from harness.offload.live import LiveSession
 from harness.settings.systems import LABELS, System
 from methods.base import Method
 from methods.codec import Codec
@@ -36,8 +36,10 @@ pytestmark = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Trace]:
     """A fake GPU whose memory may be managed."""
-    monkeypatch.setattr(managed, "require_memory", lambda num_bytes, device: None)
-    monkeypatch.setattr(managed, "empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device))
+    monkeypatch.setattr(managed, "require_managed", lambda num_bytes, device: None)
+    monkeypatch.setattr(
+        managed, "managed_empty", lambda shape, device: torch.empty(shape, dtype=torch.uint8, device=device)
+    )
     with fake_gpu() as trace:
         yield trace
 
@@ -141,7 +143,7 @@ def test_the_trace_finds_what_it_is_for(gpu):
 
 
 def test_the_trace_looks_at_what_a_kernel_gets(gpu):
-    from harness.offload import gather
+    from harness.offload import store as gather
 
     slots, rows = torch.empty(2, 2, 8, 64, dtype=torch.uint8, pin_memory=True), torch.empty(2, 2, 3, 64, device=CUDA)
     index = torch.empty(2, 2, 3, dtype=torch.int64, device=CUDA)

@@ -13,8 +13,8 @@ from living import PROMPT, PROMPTS, attached_with_link, force, live, open_live, 
 from torch._subclasses.fake_tensor import FakeTensor
 
 from harness.model.attach import attach
-from harness.offload.links.emulated import EmulatedLink
-from harness.offload.session import generate
+from harness.offload.links import EmulatedLink
+from harness.offload.live import generate
 from harness.offload.store import KVStore
 
 EVEN = PROMPTS["even"]

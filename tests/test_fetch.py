@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from living import PROMPTS, STEPS, attached_with_link, force, live, loaded, open_live
 from torch import Tensor
 
-from harness.offload.compact import indices, places
-from harness.offload.fetch import Fetcher
-from harness.offload.links.emulated import EmulatedLink
-from harness.offload.links.link import Link, Ticket, Transfer
-from harness.offload.request import Chosen, Part, SlotRequest
-from harness.offload.store import KVStore
+from harness.offload.fetch import Fetcher, indices, places
+from harness.offload.links import EmulatedLink, Link, Ticket, Transfer
+from harness.offload.store import Chosen, KVStore, Part, SlotRequest
 from methods.codec import Codec
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from cases import CASES, Case
 from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_ragged, token_ids
 
 from harness.model.attach import attach
-from harness.replay import passes
+from harness.replay import decode_rows as passes
 from methods.base import EMPTY, Geometry, Lengths, Row
 from methods.quest import Quest
 from methods.snapkv import SnapKV

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.offload import gather
-from harness.offload.request import Chosen, chosen
+from harness.offload import store as gather
+from harness.offload.store import Chosen, chosen
 from harness.offload.tuning import Tuning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

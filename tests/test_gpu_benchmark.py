@@ -17,7 +17,7 @@ from benchmarks.gpu import command, rates, steps
 from benchmarks.gpu.plan import CPU, CUDA, LONG, PLANS, SYSTEMS, Shape
 from benchmarks.gpu.report import Report
 from harness.errors import UserError
-from harness.offload import pinned
+from harness.offload import memory as pinned
 from harness.offload.tuning import Tuning
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS

@@ -12,8 +12,8 @@ from living import attached_with_link, force, largest_difference, open_live, tin
 from replaying import open_session
 
 from harness.model.attach import attach
-from harness.offload import passes as live_passes
-from harness.replay import passes as replay_passes
+from harness.offload import step as live_passes
+from harness.replay import decode_rows as replay_passes
 from methods.channel_codec import ChannelCodec
 from methods.codec import Codec, SplitCodec
 from methods.full import Full

@@ -25,7 +25,7 @@ from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload import memory
-from harness.offload.links.open import open_link
+from harness.offload.links import open_link
 from harness.offload.memory import SessionBytes
 from harness.offload.timeline import SEGMENTS, Timeline
 from harness.records.environment import processor

@@ -82,7 +82,7 @@ def packages(names: set[str]) -> set[str]:
 def test_the_reader_of_imports_sees_what_there_is():
     assert {"torch", "methods.evicting"} <= imports("methods.h2o", lazy=False)
     assert "harness.errors" in reachable("harness.tables.write")
-    assert "torch" in packages(reachable("harness.replay.session"))
+    assert "torch" in packages(reachable("harness.replay.replay"))
     text = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    import c\n"
     for lazy, expected in ((False, {"b"}), (True, {"a", "b", "c"})):
         nodes = [node for node in walk(ast.parse(text), lazy) if isinstance(node, ast.Import)]
@@ -148,7 +148,7 @@ def test_methods_import_torch_and_one_another_only(module):
 
 
 BASES = {
-    "base", "checks", "codec", "bit_planes", "hadamard", "selection", "threshold", "evicting", "prompt_evicting",
+    "base", "checks", "codec", "bit_planes", "hadamard", "selection", "evicting", "prompt_evicting",
     "received", "windowed", "retrieving", "projected", "balanced", "products", "kernels", "kernels.selection",
     "kernels.evicting",
 }  # fmt: skip
@@ -225,16 +225,6 @@ def test_light_modules_load_neither_torch_nor_a_model_library():
     code = f"import sys, {', '.join(names)}; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
-
-
-MAX_LINES = 250
-
-
-@pytest.mark.parametrize("module", OURS_ALL)
-def test_a_long_module_says_why(module):
-    """A docstring that names the reason holds the word `page`; there is no other way past the limit."""
-    text = source(module).read_text()
-    assert text.count("\n") <= MAX_LINES or "page" in (ast.get_docstring(ast.parse(text)) or "")
 
 
 SIZES = {"h2o": 120, "streaming": 70, "quest": 70, "snapkv": 70, "tova": 70, "infinigen": 200}

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import UserError
-from harness.offload.links.emulated import EmulatedLink, default_bytes_per_s, measure_copy_rate
-from harness.offload.links.open import open_link
-from harness.offload.pinned import PinnedSlab, aligned
+from harness.offload.links import EmulatedLink, default_bytes_per_s, measure_copy_rate, open_link
+from harness.offload.memory import PinnedSlab, aligned
 from harness.offload.store import KVStore
 from methods.codec import Codec
 

@@ -22,12 +22,12 @@ from transformers import AttentionInterface
 
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.offload import links as emulated
 from harness.offload import timeline as timelines
 from harness.offload.cache import LayerCache
-from harness.offload.links import emulated
-from harness.offload.links.emulated import EmulatedLink
-from harness.offload.passes import run_prompt
-from harness.offload.session import LiveSession, generate
+from harness.offload.links import EmulatedLink
+from harness.offload.live import LiveSession, generate
+from harness.offload.step import run_prompt
 from harness.offload.timeline import SEGMENTS, Timeline
 from methods.base import EMPTY
 from methods.codec import Codec

@@ -22,7 +22,7 @@ from harness.accuracy.texts import Pair, Text, curve, first_divergence, repetiti
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.offload.session import generate
+from harness.offload.live import generate
 from harness.resources import Kept
 from harness.settings.experiment import Outcome, find
 from harness.settings.run import RunConfig

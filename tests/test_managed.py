@@ -18,8 +18,8 @@ from living import PROMPTS, attached_with_link, live, open_live, tiny, token_bat
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.offload import managed
-from harness.offload.runtime import RUNTIME
+from harness.offload import memory as managed
+from harness.offload.memory import RUNTIME
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import cell as timing
@@ -152,7 +152,7 @@ def test_labels_of_managed_memory_are_systems_of_a_gpu():
 
 
 def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
-    tensor = managed.empty((2, 3, 4), CUDA)
+    tensor = managed.managed_empty((2, 3, 4), CUDA)
     assert (tensor.shape, tensor.dtype) == ((2, 3, 4), torch.uint8)
     assert [*runtime.blocks] == [tensor.data_ptr()] and len(runtime.blocks[tensor.data_ptr()]) == 24
     view = tensor[1]
@@ -166,13 +166,13 @@ def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
 def test_an_error_of_cudas_is_told_in_its_words(runtime):
     runtime.fails = "cudaMallocManaged"
     with pytest.raises(RuntimeError, match="^cudaMallocManaged: out of memory$"):
-        managed.empty((8,), CUDA)
+        managed.managed_empty((8,), CUDA)
     assert not runtime.blocks
 
 
 def refusals(device=CUDA, num_bytes=GIB):
     """What is said of managed memory on a device, by either way to ask for it."""
-    for ask in (managed.require_memory, lambda num_bytes, device: managed.empty((num_bytes,), device)):
+    for ask in (managed.require_managed, lambda num_bytes, device: managed.managed_empty((num_bytes,), device)):
         with pytest.raises(UserError) as refused:
             ask(num_bytes, device)
         yield str(refused.value)
@@ -189,14 +189,14 @@ def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch):
 
 
 def test_a_cache_that_would_only_thrash_or_not_fit_is_refused(runtime, monkeypatch):
-    managed.require_memory(50 * GIB, CUDA)
+    managed.require_managed(50 * GIB, CUDA)
     with pytest.raises(UserError, match="needs 50.0 GiB of host memory, where its pages go, and 49.9 GiB are avail"):
         monkeypatch.setattr(managed, "available_memory", lambda: int(49.9 * GIB))
-        managed.require_memory(50 * GIB, CUDA)
+        managed.require_managed(50 * GIB, CUDA)
     monkeypatch.setattr(managed, "available_memory", lambda: 100 * GIB)
-    managed.require_memory(60 * GIB, CUDA)
+    managed.require_managed(60 * GIB, CUDA)
     with pytest.raises(UserError, match=r"KV cache of 61.0 GiB may be at most 1.5 times the 40.0 GiB of device memory"):
-        managed.require_memory(61 * GIB, CUDA)
+        managed.require_managed(61 * GIB, CUDA)
 
 
 def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):
@@ -243,7 +243,7 @@ def test_managed_is_the_device_bit_for_bit(name, padding, anywhere):
 
 def test_a_session_asks_for_all_layers_at_once_and_counts_no_page(anywhere, monkeypatch):
     asked = []
-    monkeypatch.setattr(managed, "require_memory", lambda num_bytes, device: asked.append(num_bytes))
+    monkeypatch.setattr(managed, "require_managed", lambda num_bytes, device: asked.append(num_bytes))
     ids, real = token_batch(PROMPTS["even"])
     with attached_with_link() as (attached, link):
         session = open_live(attached, CASES["full"], placement="managed", link=link)
@@ -287,7 +287,7 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
 
 def test_a_warm_up_leaves_the_memory_to_the_session_that_is_timed(anywhere, monkeypatch):
     held = []
-    monkeypatch.setattr(managed, "require_memory", lambda *_: held.append(len(anywhere.blocks)))
+    monkeypatch.setattr(managed, "require_managed", lambda *_: held.append(len(anywhere.blocks)))
     with attach(tiny("gqa")) as attached:
         time_cell(attached, torch.full((2, 20), 7), Cell(Full(), SHAPE, "managed"))
     assert held == [0, 0] and not anywhere.blocks
@@ -313,7 +313,7 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     cards = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
     monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
-    monkeypatch.setattr(managed, "require_memory", lambda *_: cards.append([*anywhere.blocks]))
+    monkeypatch.setattr(managed, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
     outcome = run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64))
     assert cards == [[12 * GIB]], "of 60 GiB"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
@@ -329,8 +329,8 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @gpu
 def test_managed_memory_is_the_gpus_in_place_and_is_given_back():
     before = managed.available_bytes(CUDA)
-    managed.require_memory(GIB, CUDA)
-    tensor = managed.empty((2, GIB // 2), CUDA)
+    managed.require_managed(GIB, CUDA)
+    tensor = managed.managed_empty((2, GIB // 2), CUDA)
     assert tensor.device == CUDA and torch.cuda.memory_allocated() < GIB, "no copy"
     tensor.fill_(3)
     assert tensor[1].sum(dtype=torch.int64).item() == 3 * (GIB // 2)
@@ -344,7 +344,7 @@ def test_a_cache_larger_than_a_smaller_card_keeps_what_is_written():
     held = torch.cuda.memory_reserved() / GIB
     with managed.smaller_card(CUDA, held + 1):
         assert managed.available_bytes(CUDA) <= 1.05 * GIB
-        pages = managed.empty((5, GIB // 4), CUDA)
+        pages = managed.managed_empty((5, GIB // 4), CUDA)
         for number, part in enumerate(pages):
             part.fill_(number)
         assert [int(part.max()) for part in pages] == [int(part.min()) for part in pages] == [0, 1, 2, 3, 4]

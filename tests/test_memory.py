@@ -18,13 +18,13 @@ from harness.offload.cache import LayerCache
 from harness.offload.memory import (
     LayerSlots,
     SessionBytes,
+    aligned,
     layer_bytes,
     prompt_bytes,
     require_session,
     session_bytes,
 )
-from harness.offload.passes import run_prompt
-from harness.offload.pinned import aligned
+from harness.offload.step import run_prompt
 from harness.speed import run
 
 GIB = 2**30

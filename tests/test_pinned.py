@@ -11,8 +11,9 @@ from cases import CASES
 from living import attached_with_link, open_live
 
 from harness.errors import UserError
-from harness.offload import pinned, session
-from harness.offload.pinned import ALIGNMENT, PinnedSlab, aligned
+from harness.offload import live as session
+from harness.offload import memory as pinned
+from harness.offload.memory import ALIGNMENT, PinnedSlab, aligned
 
 REFUSED = 2  # cudaErrorMemoryAllocation
 

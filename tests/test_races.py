@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.model.attach import attach
-from harness.offload.links.cuda import CudaLink
+from harness.offload.links import CudaLink
 
 STEPS = 4
 LINKED = {name: case for name, case in CASES.items() if case.method.selects != "scores"}

@@ -26,7 +26,7 @@ from replaying import (
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.replay import passes
+from harness.replay import decode_rows as passes
 from harness.sizes import ReadStats
 from methods.codec import Codec
 from methods.full import Full

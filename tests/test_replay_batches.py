@@ -27,7 +27,7 @@ from replaying import (
 )
 
 from harness.model.attach import attach
-from harness.replay import passes
+from harness.replay import decode_rows as passes
 from methods import received
 from methods.codec import Codec
 from methods.full import Full

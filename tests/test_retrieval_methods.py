@@ -15,7 +15,7 @@ from replaying import PROMPT, assert_close, run_one, run_ragged
 from test_field import BATCHES, check, every_batch, every_model, replayed, softmax
 
 from harness.model.attach import attach
-from harness.replay import passes
+from harness.replay import decode_rows as passes
 from methods.base import Geometry, Lengths, Row
 from methods.pqcache import PQCache, kmeans
 from methods.quest import Quest

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.offload.links import measure
-from harness.offload.links.open import open_link
+from harness.offload import links as measure
+from harness.offload.links import open_link
 from harness.offload.tuning import CLOSE, Tuning, choose_gather, choose_min_copy
 from harness.speed import link_rate as rates
 from harness.speed.link_rate import link_rate

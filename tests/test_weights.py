@@ -13,8 +13,7 @@ from test_pinned import Cudart
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
-from harness.offload.links.emulated import EmulatedLink
-from harness.offload.links.open import open_link
+from harness.offload.links import EmulatedLink, open_link
 from harness.offload.timeline import Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
 from methods.full import Full

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.offload.compact import indices
-from harness.offload.links.open import open_link
-from harness.offload.pinned import PinnedSlab
+from harness.offload.fetch import indices
+from harness.offload.links import open_link
+from harness.offload.memory import PinnedSlab
 from harness.offload.store import KVStore, slot_bytes
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from methods.codec import Codec

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.contract.decode import STEPS, Result, link_bytes, live, open_replay, replay, token_batch
 from harness.model.attach import Attached
-from harness.offload.links.link import Link
+from harness.offload.links import Link
 from harness.setup import Setup
 from harness.sizes import kv_frac
 from methods.base import Row

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from harness.model.attach import Attached
 from harness.model.tiny import VOCAB_SIZE
-from harness.offload.links.link import Link
-from harness.offload.session import LiveSession
-from harness.replay.session import ReplaySession
+from harness.offload.links import Link
+from harness.offload.live import LiveSession
+from harness.replay.replay import ReplaySession
 from harness.setup import Setup
 from harness.sizes import resident_share
 from methods.base import Rows, Selection

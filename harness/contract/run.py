@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.tiny import VOCAB_SIZE, tiny_model
-from harness.offload.links.open import open_link
+from harness.offload.links import open_link
 from harness.settings.run import RunConfig
 from harness.setup import Setup
 from methods.base import Method

@@ -13,12 +13,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from harness.offload.coded import has_kernels
-from harness.offload.fetch import Fetched, Fetcher
-from harness.offload.store import KeyValue, KVStore
+from harness.offload.fetch import Fetched, Fetcher, indices
+from harness.offload.store import KeyValue, KVStore, has_kernels
 from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
-from methods.codec import FLOAT_DTYPES
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, SplitCodec
 from methods.evicting import EvictingState
 
 
@@ -242,3 +242,166 @@ class LayerCache:
         method, rows = self.method, self.batch.rows(self.batch.steps + steps_ahead)
         asked = (method.tokens_kept, method.tokens_read)
         return len({count(row, self.layer) for count in asked for row in rows}) == 1
+
+
+def slots_stored(codec: AnyCodec, batch: Batch, steps: int) -> int:
+    """Slots that hold a token after `steps` steps, at the most of any sequence."""
+    return max(codec.stored(row.cached) for row in batch.rows(steps))
+
+
+@dataclass
+class ResidualCache(LayerCache):
+    """Of a layer that reads all; see `LayerCache`."""
+
+    def __post_init__(self) -> None:
+        store, codec = self.store, self.store.codec
+        assert isinstance(codec, SplitCodec) and self.state is None
+        self.codec = codec
+        self.places = codec.residual + codec.keys.span
+        """Of the ring: token t lies in t % places. One more takes what belongs nowhere."""
+        shape = (*store.slots.shape[:2], self.places + 1)
+        self.keys, self.values = torch.zeros(2, *shape, store.head_dim, dtype=store.dtype, device=store.device)
+        self.rows = torch.zeros(*shape, store.slot_bytes, dtype=torch.uint8, device=store.device)
+        if self.batch.padded:
+            store.slots.zero_()  # a shorter sequence's are read before they are written, and must be numbers
+
+    @property
+    def device_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
+
+    def slots_in_use(self, steps_ahead: int = 0) -> int:
+        return slots_stored(self.codec, self.batch, self.batch.steps + steps_ahead)
+
+    @property
+    def joins_own(self) -> bool:
+        return False  # the ring lies between
+
+    def parts(self, fetched: Fetched) -> list[KeyValue]:
+        return [*super().parts(fetched), KeyValue(self.keys[:, :, : self.places], self.values[:, :, : self.places])]
+
+    def visible(self, fetched: Fetched) -> Tensor:
+        cached = self.batch.positions[:, None]
+        stored = self.codec.stored(cached)
+        slots = torch.arange(self.slots_in_use(), device=cached.device)
+        return torch.cat([slots < stored, self._tokens(cached) >= stored], -1)[:, None, None]
+
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        key, value = self._by_token(key), self._by_token(value)
+        prompts, tokens = self.batch.prompts, self._tokens(self.batch.positions[:, None])
+        for ring, fresh in ((self.keys, key), (self.values, value)):
+            ring[:, :, : self.places] = _at(fresh, tokens)
+        stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
+        packed = self.store.pack(key[:, :, :coded], value[:, :, :coded])
+        if stored:
+            self.fetcher.write_back(self.layer, self.store, packed[:, :, :stored].contiguous(), 0)
+        begin = min(map(self.codec.stored, prompts))
+        if begin < coded:
+            self._take_packed(packed[:, :, begin:], tokens, begin)
+
+    def _take_packed(self, packed: Tensor, tokens: Tensor, begin: int) -> None:
+        """Put the prompt's packed rows, of the tokens from `begin` on, into the ring, which has `tokens`."""
+        cached, index = self.batch.positions[:, None], tokens - begin
+        self.rows[:, :, : self.places] = _at(packed, index)
+        coded = (tokens < self.codec.coded_keys(cached), tokens < self.codec.coded_values(cached))
+        for ring, decoded, which in zip((self.keys, self.values), self.store.unpack(packed), coded, strict=True):
+            ring = ring[:, :, : self.places]
+            ring.copy_(torch.where(which[:, None, :, None], _at(decoded, index), ring))
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        own, rows, codec = self.batch.positions[:, None], self.batch.rows(self.batch.steps + 1), self.codec
+        for ring, fresh in ((self.keys, key), (self.values, value)):
+            ring.scatter_(2, _along(own % self.places, ring), fresh)
+        oldest, end = own - codec.residual, self.store.key_bytes
+        self._code(codec.values, self.values, self.rows[..., end:], oldest)
+        keys = codec.keys, self.keys, self.rows[..., :end]
+        if codec.keys.span == 1:
+            self._code(*keys, oldest)
+        elif any(row.cached % codec.residual == 0 for row in rows):
+            block = oldest + 1 + torch.arange(codec.residual, device=own.device)
+            self._code(*keys, block, ((own + 1) % codec.residual == 0))
+        if any(codec.stored(row.cached) > codec.stored(row.cached - 1) for row in rows):
+            self._store(own + 1)
+
+    def _code(self, codec: Codec, ring: Tensor, packed: Tensor, tokens: Tensor, due: Tensor | None = None) -> None:
+        """Pack one half of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1]; None is all.
+
+        ring: the half as it is read; packed: its bytes of `rows`, maybe with padding behind. A token before the first
+        one has a place that is still empty.
+        """
+        places = tokens % self.places
+        fresh = codec.encode(_at(ring, places))
+        target = places if due is None else torch.where(due, places, self.places)
+        packed[..., : fresh.shape[-1]].scatter_(2, _along(target, fresh), fresh)
+        decoded = codec.decode(fresh, self.store.head_dim, self.store.dtype)
+        ring.scatter_(2, _along(target, decoded), decoded)
+
+    def _store(self, cached: Tensor) -> None:
+        """Write to the store what is fetched from now on; cached: int [batch, 1], the step's own token included."""
+        stored = self.codec.stored(cached)
+        tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
+        leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
+        at = leaving[:, None].expand(-1, self.rows.shape[1], -1).contiguous()
+        self.fetcher.write_back(self.layer, self.store, _at(self.rows, tokens % self.places), at)
+
+    def _tokens(self, cached: Tensor) -> Tensor:
+        """The token in each place of the ring, below 0 for none: int [batch, places]; cached: int [batch, 1]."""
+        places = torch.arange(self.places, device=cached.device)
+        return cached - 1 - (cached - 1 - places) % self.places
+
+    def _by_token(self, states: Tensor) -> Tensor:
+        """A prompt's rows [batch, num_kv_heads, prompt, head_dim] from its first token on, anything behind the last."""
+        if not self.batch.padded:
+            return states
+        columns = states.shape[2]
+        padding = columns - self.batch.lengths.prompt[:, None]
+        return _at(states, padding + torch.arange(columns, device=states.device))
+
+
+def _along(index: Tensor, rows: Tensor) -> Tensor:
+    """`index` [batch, n] for a gather or scatter along the third axis of `rows` [batch, num_kv_heads, any, width]."""
+    return index[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[-1])
+
+
+def _at(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows at `index` [batch, n], or at the nearest there is."""
+    return rows.gather(2, _along(index.clamp(0, rows.shape[2] - 1), rows))
+
+
+@dataclass
+class ValuesCache(LayerCache):
+    """See `LayerCache`."""
+
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        super().keep_prompt(query, key, value)
+        assert self.state is not None
+        mask = self.state.resident(self.layer)
+        slots = indices(mask, max(self.method.tokens_resident(row, self.layer) for row in self.batch.rows(0)))
+        index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
+        room = (0, 0, 0, self.batch.max_new_tokens)
+        self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
+        self.present = slots >= 0
+        self.num_prompt = slots.shape[-1]
+
+    def parts(self, fetched: Fetched) -> list[KeyValue]:
+        rows = self.num_prompt + self.batch.steps
+        rebuilt = KeyValue(self.fetched_keys, self.store.unpack(fetched.rows).values)
+        return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
+
+    def visible(self, fetched: Fetched) -> Tensor:
+        assert fetched.present is not None
+        generated = self.present.new_ones(*self.present.shape[:2], self.batch.steps)
+        return torch.cat([fetched.present, self.present, generated], -1).unsqueeze(2)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.present.nbytes
+
+    def request_selected(self, selection: Selection) -> Tensor:
+        slots = super().request_selected(selection)
+        assert self.state is not None
+        self.fetched_keys = self.state.rebuild(self.layer, slots)  # beside the transfer
+        return slots
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        own = self.num_prompt + self.batch.steps
+        self.keys[:, :, own : own + 1], self.values[:, :, own : own + 1] = key, value

@@ -16,11 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.offload import compact, gather
-from harness.offload.links.link import Link, Ticket
-from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested, num_true
-from harness.offload.store import KVStore
-from harness.offload.traffic import Traffic
+from harness.offload.links import Link, Ticket
+from harness.offload.store import (
+    Chosen,
+    KVStore,
+    Part,
+    SlotRequest,
+    chosen,
+    num_requested,
+    num_true,
+    warm_gather,
+)
 
 
 class Fetched(NamedTuple):
@@ -72,8 +78,8 @@ class Fetcher:
         self.selected = selected
         for store in {store.slot_bytes: store for store in stores}.values():
             if store.reachable:
-                gather.warm(store.slots, store.device, store.tuning)
-        compact.warm(stores[0].device, reuse=self.reuse)
+                warm_gather(store.slots, store.device, store.tuning)
+        warm_lists(stores[0].device, reuse=self.reuse)
         if self.link is not None:
             self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]
             largest = max(stores[ahead:], key=lambda store: store.nbytes)
@@ -122,15 +128,15 @@ class Fetcher:
         """
         mask = mask.expand(-1, store.slots.shape[1], -1)
         if not self.reuse:
-            index = compact.indices(mask, cap)
+            index = indices(mask, cap)
             present = index >= 0
             request = Chosen(index, num_true(present))
             self._submit(layer, store, request, self._turn(), present=present, bias=_at(bias, index))
             return index
         if layer not in self._resident:
-            self._resident[layer] = compact.indices(torch.zeros_like(mask), self.selected)
+            self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
             self._kept[layer] = store.new_buffer(self.selected)
-        request, resident = compact.places(mask, self._resident[layer])
+        request, resident = places(mask, self._resident[layer])
         self._resident[layer] = resident
         self._submit(layer, store, request, self._kept[layer], present=resident >= 0, bias=_at(bias, resident))
         return resident
@@ -248,3 +254,87 @@ def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
         return None
     index = slots.clamp(min=0).unsqueeze(2).expand(-1, -1, bias.shape[2], -1)
     return bias.expand(-1, slots.shape[1], -1, -1).gather(-1, index).unsqueeze(3)
+
+
+def indices(mask: Tensor, cap: int) -> Tensor:
+    """Slots where `mask` [batch, heads, slots] holds, in order: int64 [batch, heads, cap], -1 behind the last.
+
+    At most `cap` may hold in a head. No device sync.
+    """
+    if mask.is_cuda:
+        from harness.offload.kernels import compact as kernels
+
+        return kernels.indices(mask, cap)
+    order = torch.where(mask, mask.cumsum(-1) - 1, cap)
+    slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
+    found = order.new_full((*mask.shape[:-1], cap + 1), -1)
+    return found.scatter_(-1, order, slots)[..., :cap]
+
+
+def places(mask: Tensor, resident: Tensor) -> tuple[Chosen, Tensor]:
+    """Where the selected slots go in a kept buffer, those that are there already staying.
+
+    mask: bool [batch, heads, slots]; resident: int64 [batch, heads, places], the slot in each place, -1 for none.
+    Returns the slots to fetch with their places, those of a head first, and the new `resident`, which holds exactly the
+    selection.
+    """
+    if mask.is_cuda:
+        from harness.offload.kernels import compact as kernels
+
+        missing, free, after = kernels.places(mask, resident)
+        return Chosen(missing, num_true(missing >= 0), free), after
+    stays = (resident >= 0) & mask.gather(-1, resident.clamp(min=0))
+    room = resident.shape[-1]
+    missing, free = indices(mask & ~_held(mask, resident, stays), room), indices(~stays, room)
+    fetch = Chosen(missing, num_true(missing >= 0), free)
+    return fetch, torch.where(stays, resident, fetch.by_place())
+
+
+def warm_lists(device: torch.device, *, reuse: bool) -> None:
+    """Under CUDA compile and load the kernel for lists of slots, or with `reuse` of places."""
+    if device.type == "cuda":
+        nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=device)
+        if reuse:
+            places(nothing, torch.full((1, 1, 1), -1, device=device))
+        else:
+            indices(nothing, 1)
+
+
+def _held(mask: Tensor, resident: Tensor, stays: Tensor) -> Tensor:
+    """Slots that stay in the buffer, bool shaped like `mask`."""
+    slots = mask.shape[-1]
+    padded = mask.new_zeros((*mask.shape[:-1], slots + 1))
+    return padded.scatter_(-1, torch.where(stays, resident, slots), True)[..., :slots]
+
+
+AT_ONCE = 1024
+"""Counts of the device that are kept until they are summed."""
+
+
+class Traffic:
+    """Rows of any width, counted one transfer after another."""
+
+    def __init__(self) -> None:
+        self._num_bytes: int | Tensor = 0
+        self._counts: dict[int, list[Tensor]] = {}
+
+    def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
+        """num_rows: under CUDA 0-d on the device."""
+        if isinstance(num_rows, int):
+            self._num_bytes = self._num_bytes + num_rows * row_bytes
+            return
+        counts = self._counts.setdefault(row_bytes, [])
+        counts.append(num_rows)
+        if len(counts) == AT_ONCE:
+            self._sum()
+
+    @property
+    def num_bytes(self) -> int | Tensor:
+        """So far; 0-d on the device where a number came from there."""
+        self._sum()
+        return self._num_bytes
+
+    def _sum(self) -> None:
+        for row_bytes, counts in self._counts.items():
+            self._num_bytes = self._num_bytes + torch.stack(counts).sum() * row_bytes
+        self._counts.clear()

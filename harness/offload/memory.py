@@ -9,16 +9,22 @@ only while it takes in a layer's prompt (its scores).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import mmap
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from harness.errors import UserError
+from harness.files import available_memory
 from harness.model.attach import Attached
 from harness.model.room import available_bytes
-from harness.offload.pinned import aligned
 from methods.base import State
 
 OWN = 1
@@ -136,3 +142,200 @@ def tensor_bytes(value: Any) -> int:
     if isinstance(value, Mapping | tuple):
         return sum(map(tensor_bytes, value.values() if isinstance(value, Mapping) else value))
     return value.nbytes if isinstance(value, Tensor) else 0
+
+
+ALIGNMENT = 256
+"""Bytes on whose multiples every piece begins, as those of a device's own allocations do."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Bytes that a piece of `num_bytes` takes of a slab."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class PinnedSlab:
+    """`num_bytes` of page-locked memory, handed out in pieces. Raises UserError where so much cannot be locked."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.nbytes = num_bytes
+        self._used = 0
+        try:
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are never huge
+        except OSError as error:
+            raise _refusal(num_bytes, str(error)) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+        self._memory[:: mmap.PAGESIZE].zero_()  # on all threads; locking alone would do it on one
+        address = self._memory.data_ptr()
+        _lock(address, num_bytes)
+        self._unlock = weakref.finalize(self, _unlock, address)
+        self._unlock.atexit = False
+
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """The next piece, uint8 of this shape, all bytes 0; not to be touched after `close`."""
+        begin, size = self._used, math.prod(shape)
+        assert begin + size <= self.nbytes, "a slab is as large as its pieces"
+        self._used = begin + aligned(size)
+        return self._memory[begin : begin + size].view(*shape)
+
+    def close(self) -> None:
+        """Unlock the memory, which is the machine's again once no piece is held any more. Idempotent; waits for the
+        device, that may still be reading."""
+        self._unlock()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.nbytes = 0
+
+
+def _lock(address: int, num_bytes: int) -> None:
+    runtime = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(address, num_bytes, 0))  # mapped and portable, as any unified address
+    if error:
+        _forget_error()
+        raise _refusal(num_bytes, runtime.cudaGetErrorString(runtime.cudaError(error)))
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.synchronize()
+    runtime = torch.cuda.cudart()
+    error = int(runtime.cudaHostUnregister(address))
+    if error:
+        raise RuntimeError(f"cudaHostUnregister: {runtime.cudaGetErrorString(runtime.cudaError(error))}")
+
+
+def _forget_error() -> None:
+    """CUDA keeps a refusal as the last error, which the next kernel's check would report as its own."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+def _refusal(num_bytes: int, reason: str) -> UserError:
+    return UserError(
+        f"platform.pinned=true: {num_bytes / 2**30:.1f} GiB of host memory cannot be page-locked ({reason}); lower "
+        "batch_size, prompt_len or gen_len, or set platform.pinned=false"
+    )
+
+
+MOST = 1.5
+"""Managed bytes over free device memory, at most: beyond it nearly every page of a step faults, and a cell takes hours
+to say so again."""
+GIB = 2**30
+
+
+def require_managed(num_bytes: int, device: torch.device) -> None:
+    """Refuse managed memory that `device` has not, or of which so many bytes are no use.
+
+    Raises UserError: no CUDA device, one without concurrent managed access, less host memory than num_bytes, or less
+    device memory than num_bytes / `MOST`.
+    """
+    _require_device(device)
+    cache, host, free = (size / GIB for size in (num_bytes, available_memory(), available_bytes(device)))
+    if cache > host:
+        raise UserError(
+            f"placement=managed: the KV cache needs {cache:.1f} GiB of host memory, where its pages go, and "
+            f"{host:.1f} GiB are available; {LOWER}"
+        )
+    if cache > MOST * free:
+        raise UserError(
+            f"placement=managed: the KV cache of {cache:.1f} GiB may be at most {MOST} times the {free:.1f} GiB of "
+            f"device memory that are free; {LOWER}"
+        )
+
+
+def managed_empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Managed memory without content, uint8 [*shape] on `device`; freed with the last tensor that views it.
+
+    Raises UserError for a device without it, RuntimeError for an error of CUDA's.
+    """
+    _require_device(device)
+    return _as_tensor(_Block(math.prod(shape), device), device).view(shape)
+
+
+@contextmanager
+def smaller_card(device: torch.device, gib: float | None) -> Iterator[None]:
+    """Leave `gib` GiB of device memory to this process's tensors, those that are there included, until the block ends.
+
+    None leaves all. Raises UserError for more than there is, and for less than the tensors take.
+    """
+    if gib is None:
+        yield
+        return
+    torch.cuda.empty_cache()  # so that what torch holds is tensors
+    held = torch.cuda.memory_reserved(device)
+    whole = held + available_bytes(device)
+    if not held < gib * GIB <= whole:
+        raise UserError(
+            f"platform.device_gib={gib:g}: must be above {held / GIB:.1f}, which the weights take, and at most "
+            f"{whole / GIB:.1f}, which they and what is free on this card make"
+        )
+    _select(device)
+    pointer = _call("cudaMalloc", whole - int(gib * GIB))
+    try:
+        yield
+    finally:
+        _call("cudaFree", pointer)
+
+
+class _Block:
+    """num_bytes of managed memory, told to torch by the interface that CUDA libraries share; freed with this object."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        _select(device)
+        self.pointer = int(_call("cudaMallocManaged", num_bytes, _runtime().cudaMemAttachGlobal))
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (self.pointer, False), "strides": None, "version": 2,
+        }  # fmt: skip
+        weakref.finalize(self, _free, self.pointer, device).atexit = False  # a process that ends gives all back
+
+
+def _as_tensor(block: _Block, device: torch.device) -> Tensor:
+    """`block` as a flat uint8 tensor, which keeps it."""
+    tensor = torch.as_tensor(block, device=device)
+    assert tensor.data_ptr() == block.pointer, "a copy would be device memory"
+    return tensor
+
+
+def _free(pointer: int, device: torch.device) -> None:
+    _select(device)
+    _call("cudaDeviceSynchronize")  # torch knows nothing of this memory, so kernels that read it may be under way
+    _call("cudaFree", pointer)
+
+
+def _require_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError(f"placement=managed: needs platform=cuda; allowed on {device.type}: device, host")
+    attribute = _runtime().cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess
+    if not _call("cudaDeviceGetAttribute", attribute, device.index or 0):
+        raise UserError("placement=managed: this GPU has no concurrent managed access; allowed on it: device, host")
+
+
+def _select(device: torch.device) -> None:
+    _call("cudaSetDevice", device.index or 0)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """The result of a function of CUDA's runtime; RuntimeError in CUDA's words where it fails."""
+    runtime = _runtime()
+    error, *results = getattr(runtime, name)(*arguments)
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(error)[1].decode()}")
+    return results[0] if results else None
+
+
+def _runtime() -> Any:
+    """CUDA's runtime, which a machine without CUDA lacks."""
+    if (runtime := cuda_runtime()) is None:
+        raise UserError("placement=managed: needs the package cuda-bindings, which torch's CUDA build brings")
+    return runtime
+
+
+RUNTIME = "cuda.bindings.runtime"
+
+
+def cuda_runtime() -> ModuleType | None:
+    """The module, imported where it is needed first; None where it is not installed."""
+    try:
+        return import_module(RUNTIME)
+    except ImportError:
+        return None

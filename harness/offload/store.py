@@ -17,23 +17,21 @@ store belongs to the link, which keeps the order of its reads and writes.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, get_args
+from itertools import pairwise
+from types import ModuleType
+from typing import NamedTuple, TypeGuard, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.errors import UserError
-from harness.offload import managed
-from harness.offload.coded import has_kernels
-from harness.offload.copies import copy_heads, copy_part
-from harness.offload.gather import gather_rows, gather_staged, scatter_rows
-from harness.offload.memory import OWN, require_memory
-from harness.offload.pinned import PinnedSlab
-from harness.offload.request import Chosen, Part, SlotRequest, chosen, num_requested
+from harness.offload import memory
+from harness.offload.memory import OWN, PinnedSlab, cuda_runtime, require_memory
 from harness.offload.tuning import DEFAULT_TUNING, Tuning
 from harness.settings.speed import Placement
-from methods.codec import AnyCodec
+from methods.codec import AnyCodec, Codec
 
 
 class KeyValue(NamedTuple):
@@ -220,7 +218,7 @@ class KVStore:
         if slab is not None:
             return slab.take(shape)
         if self.placement == "managed":
-            return managed.empty(shape, self.device)
+            return memory.managed_empty(shape, self.device)
         home = self.device if self.placement == "device" else torch.device("cpu")
         require_memory(math.prod(shape), home)
         return torch.empty(shape, dtype=torch.uint8, device=home)
@@ -234,3 +232,216 @@ class KVStore:
 def slot_bytes(codec: AnyCodec, head_dim: int) -> int:
     """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
     return -(-(codec.keys.row_bytes(head_dim) + codec.values.row_bytes(head_dim)) // 4) * 4
+
+
+class Part(NamedTuple):
+    """Rows `begin` to `end` of a read of the first `num_slots`, counted through one head after another: a read that
+    comes in several parts into one buffer, each of few long copies."""
+
+    begin: int
+    end: int
+    num_slots: int
+
+    def place(self, row: int) -> int:
+        """Where a row so counted lies in the buffer: behind each head's there is one place more."""
+        return row + row // self.num_slots
+
+
+class Chosen(NamedTuple):
+    """Slots of each head's own, and how many they are, which is counted once for all who account for them.
+
+    slots: int64 [batch, num_kv_heads, n], negative ones moving nothing. num_rows: those that are not negative, under
+    CUDA 0-d on the device. places: which of n rows each slot belongs to, alike; distinct in a head, and of no meaning
+    beside a negative slot. None: in order.
+    """
+
+    slots: Tensor
+    num_rows: int | Tensor
+    places: Tensor | None = None
+
+    def by_place(self) -> Tensor:
+        """The slot of each row, -1 for none."""
+        if self.places is None:
+            return self.slots
+        n = self.slots.shape[-1]
+        found = self.slots.new_full((*self.slots.shape[:-1], n + 1), -1)
+        return found.scatter_(-1, self.places.masked_fill(self.slots < 0, n), self.slots)[..., :n]
+
+
+SlotRequest = int | Part | Chosen | Tensor
+
+
+def chosen(index: Chosen | Tensor) -> Chosen:
+    """Slot indices, counted."""
+    return index if isinstance(index, Chosen) else Chosen(index, num_true(index >= 0))
+
+
+def num_true(mask: Tensor) -> int | Tensor:
+    """How many of a mask hold; asked of no device, where it is 0-d."""
+    count = mask.sum()
+    return int(count) if count.is_cpu else count
+
+
+def num_requested(request: int | Chosen | Tensor) -> int:
+    """Rows per batch element and KV head that a request asks for, negative indices included."""
+    if isinstance(request, int):
+        return request
+    return (request.slots if isinstance(request, Chosen) else request).shape[-1]
+
+
+def tensors_of(request: SlotRequest) -> list[Tensor]:
+    """What a transfer reads to know its rows."""
+    parts = request if isinstance(request, Chosen) else (request,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def copy_heads(source: Tensor, target: Tensor) -> None:
+    """`target.copy_(source)`, [batch, num_kv_heads, n, slot_bytes], the rows of a head side by side on either side.
+
+    Asynchronous on the current stream between the device and page-locked memory; raises as `copy_rectangle`.
+    """
+    copy_rectangle(_lines(source), _lines(target))
+
+
+def copy_part(slots: Tensor, rows: Tensor, part: Part) -> None:
+    """Copies the slots [batch, num_kv_heads, capacity, slot_bytes] of a part to its rows [n, slot_bytes], in at most
+    three rectangles; otherwise as `copy_heads`."""
+    for source, target in rectangles(slots, rows, part):
+        copy_rectangle(source, target)
+
+
+def rectangles(slots: Tensor, rows: Tensor, part: Part) -> list[tuple[Tensor, Tensor]]:
+    """The slots of a part and the rows that they fill, as pairs of views [heads, bytes of a head]: the rest of a first
+    head, whole heads, and the begin of a last one, as far as the part has them.
+
+    rows: [places from the part's first row to its last, slot_bytes], contiguous.
+    """
+    if part.begin == part.end:
+        return []
+    count, heads = part.num_slots, slots.flatten(0, 1)
+    to_next_head = part.place(count) * rows.shape[-1]
+    whole = min(-(-part.begin // count) * count, part.end)
+    last = max(part.end // count * count, whole)
+    found = []
+    for begin, end in pairwise((part.begin, whole, last, part.end)):
+        if begin < end:
+            (head, slot), width = divmod(begin, count), min(end - begin, count)
+            height = (end - begin) // width
+            lines = heads[head : head + height, slot : slot + width].flatten(1)
+            first = rows[part.place(begin) - part.place(part.begin) :]
+            found.append((lines, first.as_strided((height, lines.shape[1]), (to_next_head, 1))))
+    return found
+
+
+def copy_rectangle(source: Tensor, target: Tensor) -> None:
+    """`target.copy_(source)`, uint8 [lines, bytes of a line]. RuntimeError with CUDA's name of what went wrong."""
+    if source.device == target.device:
+        target.copy_(source)
+    elif (runtime := cuda_runtime()) is None:
+        for from_line, to_line in zip(source, target, strict=True):
+            to_line.copy_(from_line, non_blocking=True)
+    elif source.numel():
+        _memcpy_2d(runtime, source, target)
+
+
+def _memcpy_2d(runtime: ModuleType, source: Tensor, target: Tensor) -> None:
+    kinds = runtime.cudaMemcpyKind
+    kind = kinds.cudaMemcpyHostToDevice if target.is_cuda else kinds.cudaMemcpyDeviceToHost
+    stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device).cuda_stream
+    height, width = source.shape
+    (error,) = runtime.cudaMemcpy2DAsync(
+        target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0), width, height, kind, stream
+    )
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"cudaMemcpy2DAsync of {height} x {width} bytes: {error.name}")
+
+
+def _lines(rows: Tensor) -> Tensor:
+    """[batch, num_kv_heads, n, slot_bytes] as [heads, bytes of a head], a view."""
+    return rows.flatten(2).flatten(0, 1)
+
+
+def gather_rows(
+    slots: Tensor, index: Tensor, rows: Tensor, places: Tensor | None = None, tuning: Tuning = DEFAULT_TUNING
+) -> None:
+    """`rows[b, h, places[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is negative.
+
+    places: int64 like `index`, distinct in a head, of no meaning beside a negative index; None is i itself. A row that
+    is given nothing keeps its content. Raises IndexError for an index beyond the capacity, on the CPU only.
+    """
+    if rows.is_cuda:
+        from harness.offload.kernels import gather as kernels
+
+        kernels.gather_rows(slots, index, rows, places, tuning)
+        return
+    _check(slots, index)
+    words = slots.view(torch.int32), rows.view(torch.int32)
+    for head in np.ndindex(*index.shape[:2]):
+        _gather_head(words[0][head], index[head], words[1][head], None if places is None else places[head])
+
+
+def gather_staged(slots: Tensor, index: Tensor, rows: Tensor) -> None:
+    """`gather_rows` to a device that cannot address `slots`: by the host, which waits for the index."""
+    staged = torch.zeros(rows.shape, dtype=torch.uint8)
+    gather_rows(slots, index.cpu(), staged)
+    rows[index >= 0] = staged.to(rows.device)[index >= 0]
+
+
+def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING) -> None:
+    """`slots[b, h, index[b, h, i]] = rows[b, h, i]`, nothing where the index is negative.
+
+    A slot may occur once in a head's index. Raises as `gather_rows`.
+    """
+    if rows.is_cuda:
+        from harness.offload.kernels import gather as kernels
+
+        kernels.scatter_rows(slots, index, rows, tuning)
+        return
+    position, moving = _positions(slots, index)
+    _flat_words(slots).index_copy_(0, position[moving], _flat_words(rows)[moving])
+
+
+def warm_gather(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TUNING) -> None:
+    """Under CUDA compile and load the kernels for rows as wide as those of `slots`, moving none."""
+    if device.type == "cuda":
+        from harness.offload.kernels import gather as kernels
+
+        kernels.warm(slots, device, tuning)
+
+
+def _gather_head(slots: Tensor, index: Tensor, rows: Tensor, places: Tensor | None) -> None:
+    """The same of one head, in words; where nothing is left out or moved without an intermediate copy."""
+    moving = (index >= 0).nonzero().view(-1)
+    if places is None and len(moving) == len(index):
+        torch.index_select(slots, 0, index, out=rows)
+    elif len(moving):
+        rows.index_copy_(0, moving if places is None else places[moving], slots.index_select(0, index[moving]))
+
+
+def _flat_words(rows: Tensor) -> Tensor:
+    """[..., num_rows, bytes] as 32-bit words [all rows, words], a view."""
+    return rows.view(torch.int32).view(-1, rows.shape[-1] // 4)
+
+
+def _positions(slots: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each indexed row lies among all flattened slots, and which of the indices are not negative."""
+    _check(slots, index)
+    batch, num_kv_heads, capacity, _ = slots.shape
+    first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
+    return (first + index).view(-1), (index >= 0).view(-1).nonzero().view(-1)
+
+
+def _check(slots: Tensor, index: Tensor) -> None:
+    capacity, largest = slots.shape[2], int(index.max()) if index.numel() else -1
+    if largest >= capacity:
+        raise IndexError(f"slot index {largest} is beyond the capacity of {capacity} slots")
+
+
+COMPILED = {"cuda"}
+"""Kinds of devices for which the kernels are compiled."""
+
+
+def has_kernels(codec: AnyCodec, device: torch.device) -> TypeGuard[Codec]:
+    """Whether they know the format: K and V coded alike, in groups along head_dim, without a rotation."""
+    plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
+    return plain and device.type in COMPILED

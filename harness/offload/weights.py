@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from harness.errors import UserError
 from harness.files import available_memory
 from harness.model.attach import Attached
-from harness.offload.links.link import Link, Ticket
-from harness.offload.pinned import PinnedSlab, aligned
+from harness.offload.links import Link, Ticket
+from harness.offload.memory import PinnedSlab, aligned
 from harness.offload.timeline import Timeline
 
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload.links.link import Link, Transfer
-from harness.offload.passes import PrefilledPrompt, run_prompt
-from harness.offload.session import LiveSession
+from harness.offload.links import Link, Transfer
+from harness.offload.live import LiveSession
+from harness.offload.step import PrefilledPrompt, run_prompt
 from harness.offload.timeline import Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.speed import LatencyConfig, Placement

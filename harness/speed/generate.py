@@ -16,8 +16,8 @@ from harness.data.text import token_ids
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.offload.managed import smaller_card
-from harness.offload.session import LiveSession, generate
+from harness.offload.live import LiveSession, generate
+from harness.offload.memory import smaller_card
 from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.run import RunConfig
 from harness.setup import prepare

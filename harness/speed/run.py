@@ -22,10 +22,8 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
-from harness.offload.links.link import Link
-from harness.offload.links.open import open_link
-from harness.offload.managed import smaller_card
-from harness.offload.memory import prompt_bytes, require_memory
+from harness.offload.links import Link, open_link
+from harness.offload.memory import prompt_bytes, require_memory, smaller_card
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig

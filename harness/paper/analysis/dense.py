@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention
-from harness.replay.passes import MAX_CHUNK, SCORES_PER_CHUNK
+from harness.replay.decode_rows import MAX_CHUNK, SCORES_PER_CHUNK
 from methods.base import attention_scores
 
 

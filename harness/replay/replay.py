@@ -14,8 +14,8 @@ from copy import copy
 from torch import Tensor
 
 from harness.model.attach import Attached
+from harness.replay.decode_rows import DecodePass, PromptPass
 from harness.replay.history import History
-from harness.replay.passes import DecodePass, PromptPass
 from harness.sizes import ReadStats, resident_share
 from methods.base import Calibration, Lengths, Method, State
 from methods.checks import require

@@ -16,22 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
-from harness.offload import managed, memory
-from harness.offload.cache import Batch, LayerCache, positions_of, slots_needed
+from harness.offload import memory
+from harness.offload.cache import (
+    Batch,
+    LayerCache,
+    ResidualCache,
+    ValuesCache,
+    positions_of,
+    slots_needed,
+    slots_stored,
+)
 from harness.offload.fetch import Fetcher
-from harness.offload.links.link import Link
-from harness.offload.passes import PrefilledPrompt, PromptPass, StepPass
-from harness.offload.pinned import PinnedSlab
-from harness.offload.reads import StepReads
-from harness.offload.residual import ResidualCache, slots_stored
+from harness.offload.links import Link
+from harness.offload.memory import PinnedSlab
+from harness.offload.step import PrefilledPrompt, PromptPass, StepPass
 from harness.offload.store import KVStore, slot_bytes
 from harness.offload.timeline import Timeline
 from harness.offload.tuning import DEFAULT_TUNING
-from harness.offload.values import ValuesCache
 from harness.settings.speed import Placement, check_combination
+from harness.sizes import share_of_cache
 from methods.base import Calibration, Method, State
 from methods.checks import require
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
@@ -184,7 +191,7 @@ class LiveSession:
             slots, self.placement, ahead=ahead, selected=selected, reuse=self.fetcher.reuse, activations=activations
         )
         if self.placement == "managed":
-            managed.require_memory(self.bytes_needed.managed, self.attached.device)
+            memory.require_managed(self.bytes_needed.managed, self.attached.device)
         memory.require_session(self.bytes_needed, self.attached.device)
         if self.pinned and self.bytes_needed.host:
             self.slab = PinnedSlab(self.bytes_needed.host)
@@ -247,3 +254,50 @@ def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None)
         if step + 1 == session.max_new_tokens:
             return
         logits = session.decode_step(logits.argmax(-1) if forced is None else forced[:, step])
+
+
+class StepReads:
+    """Sums over the steps and sequences so far; the shares are those of `harness.sizes`.
+
+    codec: of the rows in the non-exempt layers, which take `slot_bytes` a token and KV head.
+    num_bytes: fp64, 0-d: the rows that attention read as they are stored, what was read of an index in the dtype that
+    is computed in, and the own token of every layer; of real tokens only, padding is not counted.
+    """
+
+    def __init__(self, attached: Attached, num_exempt: int, codec: AnyCodec, slot_bytes: int) -> None:
+        geometry = attached.geometry
+        self.num_layers, self.num_kv_heads = geometry.num_layers, geometry.num_kv_heads
+        self.num_exempt = num_exempt
+        self.width = codec.bits_per_element(geometry.head_dim) / 16
+        self.token_bytes = 2 * geometry.head_dim * attached.dtype.itemsize  # exact, of a KV head
+        self.slot_bytes = slot_bytes
+        self.rows = 0
+        self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(3, dtype=torch.float64, device=attached.device)
+
+    def count(self, cached: Tensor, reads: list[Tensor], index_reads: list[Tensor]) -> None:
+        """Add a step: int [batch] tokens cached before it; of each non-exempt layer [batch] tokens read, and read of an
+        index, mean over KV heads."""
+        read, index_read = (_sum(cached, each) for each in (reads, index_reads))
+        self.rows += len(cached)
+        share = share_of_cache(cached, read, self.width, self.num_exempt, self.num_layers)
+        index_share = share_of_cache(cached, index_read, 1.0, 0, self.num_layers)
+        exact = self.num_exempt * cached + index_read + self.num_layers
+        num_bytes = self.num_kv_heads * (exact * self.token_bytes + read * self.slot_bytes)
+        self.frac_sum = self.frac_sum + share.sum()
+        self.index_sum = self.index_sum + index_share.sum()
+        self.num_bytes = self.num_bytes + num_bytes.sum()
+
+    @property
+    def kv_frac(self) -> float:
+        """What was read of the cache / the full cache, mean over the steps and sequences so far."""
+        return float(self.frac_sum) / self.rows
+
+    @property
+    def device_frac(self) -> float:
+        """What was read in device memory / the full cache, alike."""
+        return float(self.frac_sum + self.index_sum) / self.rows
+
+
+def _sum(cached: Tensor, layers: list[Tensor]) -> Tensor:
+    """Over the layers, one launch for all: fp64, shaped like `cached`, zeros of none."""
+    return torch.stack(layers).sum(0, dtype=torch.float64) if layers else torch.zeros_like(cached, dtype=torch.float64)
