@@ -18,7 +18,7 @@ Shapes: batch, heads (query heads), num_kv_heads, group = heads / num_kv_heads, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -27,22 +27,95 @@ import torch
 from torch import Tensor
 
 from methods.checks import require
-from methods.products import product
 
 EMPTY = torch.iinfo(torch.int32).max
 """Position of a slot without a token, and of padding: later than every query, hence never visible."""
 
-Selects = Literal["ahead", "previous", "rehearsed", "query", "scores"]
+When = Literal["kept", "earlier_layer", "previous_step", "previous_layer", "own_query", "true_scores"]
+"""When live decoding knows which rows a layer reads, earliest first; one word from the YAML to the fetch:
+
+`kept`            always: the layer reads all that it keeps. `select` sees the true scores and may evict
+`earlier_layer`   since an earlier layer of the same step selected; `select` looks at no query
+`previous_step`   one layer ahead, by the layer's query of the previous step
+`previous_layer`  one layer ahead, by a query rehearsed from the attention input of the previous layer
+`own_query`       in the layer itself, by its own query; the rows cross the link while the layer waits
+`true_scores`     in the layer itself, by the true scores of all keys, which therefore cannot lie behind a link
+"""
+NAMES_ROWS: frozenset[When] = frozenset(("earlier_layer", "previous_step", "previous_layer", "own_query"))
+"""Here `select` runs before the fetch and names the rows that are fetched."""
+
 Calibration = Mapping[str, Tensor]
 """What `Method.calibrate` measured, by name, the layers stacked first: [num_layers, ...]."""
 
 
+class Softmax(NamedTuple):
+    """How a layer turns products of queries and keys into attention weights.
+
+    scale: factor of the products. softcap: scores become softcap * tanh(score / softcap) (Gemma 2). sinks: fp32
+    [heads], one more score a query head, whose weight goes to no token (gpt-oss).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's fused attention computes it."""
+        return self.softcap is None and self.sinks is None
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+        """Scaled and capped scores in fp32; shapes as in `attention_scores`."""
+        return self.capped(attention_scores(query, key, self.scale))
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Scaled scores below the softcap. Overwrites them."""
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Attention weights from scores [batch, num_kv_heads, group, rows, slots]. Overwrites the scores."""
+        if self.sinks is None:
+            return torch.softmax(scores, -1, out=scores)
+        sinks = self.sinks.view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+    def total(self, scores: Tensor) -> Tensor:
+        """Logarithm of the sum of the exponentials, the sink's included: [batch, num_kv_heads, group, rows]."""
+        total = torch.logsumexp(scores, -1)
+        return total if self.sinks is None else torch.logaddexp(total, self.sinks.view(*scores.shape[1:3], 1))
+
+
+class Window(NamedTuple):
+    """The tokens that a local layer sees: the last `size`, the row's own included; or, if `is_chunk`, those of the
+    row's own chunk of `size` positions. weight: bytes of a token in this layer / bytes in a layer under the method."""
+
+    size: int
+    is_chunk: bool = False
+    weight: float = 1.0
+
+    def first_visible(self, positions: Tensor) -> Tensor:
+        """The first position that each row sees, int like `positions`."""
+        if self.is_chunk:
+            return positions - positions % self.size
+        return (positions - (self.size - 1)).clamp(min=0)
+
+    def num_cached(self, cached: Tensor) -> Tensor:
+        """Of `cached` tokens, how many a row sees beside its own."""
+        return cached % self.size if self.is_chunk else cached.clamp(max=self.size - 1)
+
+
 @dataclass(frozen=True)
 class Geometry:
-    """The part of a model's shape that a method needs; `scale` is the model's softmax scale.
+    """What a method needs to know of a model's shape.
 
+    num_layers: attention layers that see every token, which is how a method counts layers: local and recurrent layers
+        are not among them. scale: the softmax scale, the same in all of them. value_dim: elements of a value; None: as
+        many as of a key. values_in_keys: a value is the first `value_dim` elements of its key, and takes no memory of
+        its own (multi-head latent attention). softmaxes: one for each layer; none: all are plain. windows: those of the
+        local layers.
     rotate: applies the model's positions to keys or queries [batch, heads, n, head_dim] at positions int [batch, n], or
-    takes them off again (`inverse=True`); the identity in families without rotary positions.
+        takes them off again (`inverse=True`); the identity where a model has no rotary positions. Raises ValueError
+        where the model applies its positions in another way.
     """
 
     num_layers: int
@@ -52,11 +125,24 @@ class Geometry:
     scale: float
     family: str
     rotate: Callable[..., Tensor] = lambda states, positions, inverse=False: states
+    value_dim: int | None = None
+    values_in_keys: bool = False
+    softmaxes: tuple[Softmax, ...] = ()
+    windows: tuple[Window, ...] = ()
 
     @property
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def elements(self) -> int:
+        """Elements that a token takes in a KV head's cache, key and value."""
+        return self.head_dim if self.values_in_keys else self.head_dim + (self.value_dim or self.head_dim)
+
+    def softmax(self, layer: int) -> Softmax:
+        """The softmax of a layer."""
+        return self.softmaxes[layer] if self.softmaxes else Softmax(self.scale)
 
 
 class Row(NamedTuple):
@@ -90,7 +176,7 @@ class Selection(NamedTuple):
     mask: bool [batch, num_kv_heads or 1, rows, slots]; None reads every visible slot. Not asked for in live decoding of
         a method that evicts, which reads all that it keeps.
     num_read: tokens read, mean over the KV heads, fp64, or int where heads read alike, [batch, rows].
-    side: what was read of an index to find them, in tokens (2 * head_dim elements), alike; None reads no index.
+    side: what was read of an index to find them, in tokens (`Geometry.elements`), alike; None reads no index.
     bias: added to the scaled scores of cached tokens, such as the log-weights of samples; finite, fp32 [batch,
         num_kv_heads or 1, group or 1, rows, slots].
     rest: what stands for the tokens not read; None for nothing.
@@ -107,14 +193,15 @@ class Selection(NamedTuple):
 class Rows:
     """A block of query rows of one layer and the slots they look at.
 
-    query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the one that `selects` says.
+    query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the one that `when` says. Of no
+        meaning where the layer's `when` is `earlier_layer`.
     positions: int [batch, rows], t = the row's position = its number of cached tokens.
     real: bool [batch, rows], False for padding.
     slot_positions: int [batch, 1 or num_kv_heads, slots], `EMPTY` where there is no token.
     own_slots: int [batch, 1 or num_kv_heads, rows], where each row's own token lies.
     true_scores: makes the scaled scores of the true query over the visible slots and the own one, -inf elsewhere,
         fp32 [batch, num_kv_heads, group, rows, slots]; valid until the block's attention is computed. Not to be
-        written to. Only where `selects` is `ahead` or `scores`.
+        written to. Only where `when` is `kept` or `true_scores`.
     padded: whether any row is padding, known without asking the device.
     """
 
@@ -183,7 +270,13 @@ class State:
         """
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """What each of `rows` reads in `layer`; carries the state past these rows. The only selection function."""
+        """What each of `rows` reads in `layer`; carries the state past these rows. The only selection function.
+
+        Live decoding calls it once a step and layer, layer by layer. Replay calls it with many rows at once: in a layer
+        for one block of rows after another, in the order of the rows, and only then in the next layer. So a block's
+        selection may depend on earlier blocks of its layer and on all blocks of earlier layers, and a layer that takes
+        over an earlier layer's selection has to keep it by row (`rows.positions`). The size of a block changes nothing.
+        """
         raise NotImplementedError
 
     def resident(self, layer: int) -> Tensor:
@@ -230,15 +323,11 @@ class Method:
 
     num_exempt_layers: the first layers, which read the full cache and count as such in every size.
 
-    selects: when live decoding calls `select`, which fetches just what its mask names:
-        `ahead`      what is read is all that is kept, known a layer ahead; `select` sees its true scores and may evict
-        `previous`   a layer ahead, by the layer's query of the step before
-        `rehearsed`  a layer ahead, by a query made from the attention input of the layer before
-        `query`      in the layer, by its true query, before any row is fetched
-        `scores`     by the true scores of all keys, which therefore cannot lie behind a link
+    when: when live decoding knows which rows a layer reads (`When`); `when_of` says it of each layer.
     """
 
     num_exempt_layers: int = 2
+    when: ClassVar[When] = "kept"
 
     title: ClassVar[str] = ""
     """What tables and legends call it."""
@@ -250,7 +339,7 @@ class Method:
     needs_prompt: ClassVar[bool] = False
     """Learns from the prompt's rows, so there must be one."""
     calibration_settings: ClassVar[tuple[str, ...]] = ()
-    """Fields that `calibrate` heeds."""
+    """Fields that `calibrate` depends on."""
     size_setting: ClassVar[str | None] = None
     """The field that is the share of the cache, where one number sizes the method."""
 
@@ -262,15 +351,14 @@ class Method:
         """The title, and what of the settings makes it another method."""
         return self.title
 
-    @property
-    def selects(self) -> Selects:
-        """When `select` is called."""
-        return "ahead"
+    def when_of(self, layer: int) -> When:
+        """When it is known which rows `layer`, which is not exempt, reads."""
+        return self.when
 
     @property
     def names_rows(self) -> bool:
-        """Whether `select` says which rows are fetched, before they are."""
-        return self.selects in ("previous", "rehearsed", "query")
+        """True if `select` runs before the fetch and names the rows that are fetched."""
+        return self.when in NAMES_ROWS
 
     @property
     def needs_calibration(self) -> bool:
@@ -293,6 +381,13 @@ class Method:
         query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from position 0 on.
         """
         raise NotImplementedError
+
+    def calibrate_layer(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """`calibrate` for a method that compares layers. earlier: what this function returned for the layers before, so
+        that `len(earlier)` is the layer's number."""
+        return self.calibrate(query, key, geometry)
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
         """A fresh sequence state for a batch; ValueError where the method cannot work at these lengths."""
@@ -331,6 +426,23 @@ class Method:
     def artifact_budget(self) -> float:
         """Share of a sequence that `prefill=artifact` takes as its dense prompt (the artifact's `budget`)."""
         return 1.0 if self.size_setting is None else getattr(self, self.size_setting)
+
+
+def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
+    """`left` [..., rows, n] times `right` [..., n, columns] times `scale`: fp32 [..., rows, columns].
+
+    The sum of half precision factors is not rounded to half precision again: in bf16 a score of 60 would be rounded to
+    a quarter, and other tokens would score best. CUDA multiplies half precision factors as they are; on a CPU they are
+    converted first.
+    """
+    if left.dtype == right.dtype == torch.float32:
+        return left @ (right if scale == 1 else right * scale)
+    if left.device.type != "cuda" or left.dtype != right.dtype:
+        return left.float() @ right.float() * scale
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    left, right = (part.expand(*batch, *part.shape[-2:]).flatten(0, -3) for part in (left, right))
+    found = torch.bmm(left, right, out_dtype=torch.float32).unflatten(0, batch)
+    return found if scale == 1 else found.mul_(scale)
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

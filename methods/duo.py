@@ -8,6 +8,7 @@ gate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, Method, Row, attention_scores
+from methods.base import Calibration, Geometry, Lengths, Method, Row
 from methods.checks import require, require_fraction
 from methods.windowed import WindowState
 
@@ -53,13 +54,16 @@ class DuoAttention(Method):
         """Without a pattern."""
         return self.pattern is None
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def calibrate_layer(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
         """gates: fp32 [num_kv_heads], the group's mean."""
         text, ahead = (torch.arange(n, device=query.device)[None] for n in (query.shape[1], 500))
         plain = (geometry.rotate(states[None], text, inverse=True).float() for states in (query, key))
         means = (states.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1) for states in plain)
         mean_query, mean_key = (geometry.rotate(states, ahead) for states in means)
-        probs = attention_scores(mean_query[:, :, -1:], mean_key, geometry.scale).softmax(-1)
+        softmax = geometry.softmax(len(earlier))
+        probs = softmax.weights(softmax.scores(mean_query[:, :, -1:], mean_key))
         return {"gates": probs[0, :, :, 0].cumsum(-1).mean((1, 2))}
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> DuoState:

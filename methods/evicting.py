@@ -192,7 +192,8 @@ class WorthState(EvictingState):
         mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
         for row in range(num_rows):
             torch.lt(held, rows.positions[:, row, None, None], out=mask[:, :, row])
-            probs = scores[:, :, :, row].masked_fill((held == EMPTY).unsqueeze(2), -INF).softmax(-1)
+            of_row = scores[:, :, :, row : row + 1].masked_fill((held == EMPTY)[:, :, None, None], -INF)
+            probs = self.geometry.softmax(layer).weights(of_row)[:, :, :, 0]
             self.observe(used, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
             self.evict(layer, slots, positions[:, row])
         budget = self.limits[layer][:, :1]

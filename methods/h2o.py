@@ -66,7 +66,7 @@ class H2OState(WorthState):
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         """The prompt's own attention."""
-        return received_attention(query, key, rows.real, self.geometry.scale)
+        return received_attention(query, key, rows.real, self.geometry.softmax(layer))
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
         """What a row gives to each token."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from methods.balanced import balanced, moments
-from methods.base import Calibration, Geometry, Lengths, PromptRows, Rows, Selection, State
+from methods.base import Calibration, Geometry, Lengths, PromptRows, Rows, Selection, State, When
 from methods.checks import require_fraction, require_one_of
 from methods.pool import Pooled, PoolState
 from methods.projected import ProjectedState, require_index_bits, right_vectors
@@ -44,7 +44,7 @@ class InfiniGen(Pooled):
     statistics: str = "both"
     index_bits: int | None = None
 
-    when: str = "previous_layer"
+    when: When = "previous_layer"  # type: ignore[misc]
 
     title = "InfiniGen"
     needs_prompt = True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from methods.base import Calibration, Geometry, Lengths, Rows, Selection, Selects, State
-from methods.checks import require
+from methods.base import Calibration, Geometry, Lengths, Rows, Selection, State, When
 from methods.selection import ScoreSelecting
 
 
@@ -13,16 +13,10 @@ from methods.selection import ScoreSelecting
 class Oracle(ScoreSelecting):
     """Selects by the true scores. They need every key on the device, so this is no offloading method."""
 
+    when: ClassVar[When] = "true_scores"  # type: ignore[misc]  # known no earlier
+    own_query_layers: ClassVar[int] = 0  # type: ignore[misc]
+
     title = "Oracle"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.when == "layer", "when", self.when, "layer: the true scores are known no earlier")
-
-    @property
-    def selects(self) -> Selects:
-        """By the true scores."""
-        return "scores"
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> OracleState:
         """No calibration, nothing carried."""

@@ -93,7 +93,7 @@ class PQCacheState(RetrievingState):
         """The codes of every token, and the centroids once."""
         head_dim, method = self.geometry.head_dim, self.method
         bits = positions.double() * method.sub_vectors * method.bits + 2**method.bits * head_dim * 16
-        return bits / (2 * head_dim * 16)
+        return bits / (16 * self.geometry.elements)
 
     def _cut(self, vectors: Tensor) -> Tensor:
         """[batch, num_kv_heads, n, head_dim] as sub-vectors [batch, num_kv_heads, sub_vectors, n, elements], fp32."""

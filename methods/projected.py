@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, PromptRows, Rows, State
+from methods.base import Geometry, Lengths, PromptRows, Rows, State, product
 from methods.checks import require, require_fraction
 from methods.codec import INTEGER_BITS, Codec
-from methods.products import product
 from methods.retrieving import Retrieving, RetrievingState
 
 
@@ -103,9 +102,9 @@ class PartialKeysState(State):
         return product(query.flatten(2, 3).to(keys.dtype), keys.mT).unflatten(2, query.shape[2:4])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """What the scores of `positions` [batch, rows] tokens read, in tokens of 2 * head_dim elements."""
+        """What the scores of `positions` [batch, rows] tokens read, in tokens (`Geometry.elements`)."""
         width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
-        return positions.double() * (width * self.columns / (2 * self.geometry.head_dim))
+        return positions.double() * (width * self.columns / self.geometry.elements)
 
 
 class ProjectedState(PartialKeysState):

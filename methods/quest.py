@@ -66,5 +66,6 @@ class QuestState(RetrievingState):
         return bound.view(batch, num_kv_heads, self.geometry.group, -1, pages)
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """Two vectors a full page: as much as a token."""
-        return (positions // self.method.page_size).double()
+        """Two vectors a full page."""
+        tokens = 2 * self.geometry.head_dim / self.geometry.elements
+        return (positions // self.method.page_size).double() * tokens

@@ -89,7 +89,7 @@ class RetrievingState(State):
         raise NotImplementedError
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor | None:
-        """What the scores read, in tokens of 2 * head_dim elements, [batch, rows]; None where they read no index."""
+        """What the scores read, in tokens (`Geometry.elements`), [batch, rows]; None where they read no index."""
         return None
 
     def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:

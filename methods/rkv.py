@@ -23,7 +23,6 @@ from methods.base import (
     Row,
     Rows,
     Selection,
-    attention_scores,
     share_above,
 )
 from methods.checks import require, require_fraction
@@ -165,16 +164,16 @@ class RKVState(EvictingState):
         keys = self.kept_keys[layer].gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, self.geometry.head_dim))
         place = torch.arange(held.shape[-1], device=held.device)
         competes = place < (held != EMPTY).sum(-1, keepdim=True) - window
-        attention = self._attention(queries, keys, competes)
+        attention = self._attention(layer, queries, keys, competes)
         worth = self.method.mix_lambda * attention - (1 - self.method.mix_lambda) * similarity(keys, held != EMPTY)
         best = worth.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
         loses = (place >= (self.method.budgets(self.lengths.final) - window)[:, None, None]) & due[:, None, None]
         gone = competes & torch.zeros_like(competes).scatter_(-1, best, loses.expand_as(best))
         tokens.scatter_(-1, slots, tokens.gather(-1, slots).masked_fill(gone, EMPTY))
 
-    def _attention(self, queries: Tensor, keys: Tensor, competes: Tensor) -> Tensor:
+    def _attention(self, layer: int, queries: Tensor, keys: Tensor, competes: Tensor) -> Tensor:
         """Attention of the last rows, a group by its largest scores; their mean, smoothed: [batch, num_kv_heads, n]."""
-        scores = attention_scores(queries, keys, self.geometry.scale).amax(2)
+        scores = self.geometry.softmax(layer).scores(queries, keys).amax(2)
         probs = scores.masked_fill_(~competes.unsqueeze(2), -INF).softmax(-1).nan_to_num_().mean(2)
         return max_pool1d(probs, self.method.kernel, stride=1, padding=self.method.kernel // 2)
 

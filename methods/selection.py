@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, Method, Row, Rows, Selection, Selects, floor_frac
+from methods.base import Geometry, Lengths, Method, Row, Rows, Selection, When, floor_frac
 from methods.checks import require, require_fraction, require_one_of
 from methods.kernels import compiled_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
-WHEN: dict[str, Selects] = {"layer": "query", "previous_layer": "rehearsed", "previous_step": "previous"}
+CHOICES_OF_WHEN = ("previous_step", "previous_layer", "own_query")
 
 
 def kernels_for(scores: Tensor) -> ModuleType | None:
@@ -51,14 +51,16 @@ class Selecting(Method):
     group: how the scores of a KV head's query heads become one (see `reduce_group`); `union` reads what is best for any
         of them, so that the number read depends on the data.
     covers: a selection is made for each `kv_head`, or one for all heads of a `layer`.
-    when: by which query: the `layer`'s own, one rehearsed in the `previous_layer`, or that of the `previous_step`. The
-        last two let rows cross the link while the layer before computes.
+    when: by which query: the layer's `own_query`, one rehearsed in the `previous_layer`, or that of the
+        `previous_step`. The last two let rows cross the link while the previous layer computes.
+    own_query_layers: so many layers, the first that are not exempt, select by their own query whatever `when` says.
     num_sinks: so many first tokens are always read. recent_frac: share of the tokens read that are the most recent.
     """
 
     group: str = "best"
     covers: str = "kv_head"
-    when: str = "layer"
+    when: When = "own_query"  # type: ignore[misc]  # a setting here, a constant in other methods
+    own_query_layers: int = 0
     num_sinks: int = 0
     recent_frac: float = 0.0
 
@@ -66,17 +68,14 @@ class Selecting(Method):
         super().__post_init__()
         require_one_of("group", self.group, GROUPS)
         require_one_of("covers", self.covers, ("kv_head", "layer"))
-        require_one_of("when", self.when, tuple(WHEN))
+        require_one_of("when", self.when, CHOICES_OF_WHEN)
+        require(self.own_query_layers >= 0, "own_query_layers", self.own_query_layers, "an integer >= 0")
         require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
         require_fraction("recent_frac", self.recent_frac, zero=True)
-        because = "an integer >= 1: layer 0 has no layer before it to rehearse in"
-        rehearses = self.selects == "rehearsed"
-        require(not rehearses or self.num_exempt_layers >= 1, "num_exempt_layers", self.num_exempt_layers, because)
 
-    @property
-    def selects(self) -> Selects:
-        """As `when` says."""
-        return WHEN[self.when]
+    def when_of(self, layer: int) -> When:
+        """As `when` says, but for the first layers."""
+        return "own_query" if layer - self.num_exempt_layers < self.own_query_layers else self.when
 
     def min_size(self, row: Row) -> float:
         """The least that reads a token beside the sinks at the first row."""

@@ -181,7 +181,7 @@ class ShadowKVState(State):
         most, head_dim = self.right[layer].shape[-2:]
         rank = self.lengths.prompt.clamp(max=most)[:, None]  # a shorter prompt has fewer
         index = self.fetchable[:, None] * head_dim + num_read * rank + rank * head_dim
-        return index / (2 * head_dim) + positions - self.fetchable[:, None] * self.method.page_size
+        return index / self.geometry.elements + positions - self.fetchable[:, None] * self.method.page_size
 
     def _positions(self, columns: Tensor) -> Tensor:
         """Of the prompt's `columns` [n] or [batch, n], below 0 in the padding: [batch, n]."""

@@ -25,7 +25,7 @@ class SnapKVState(PromptEvictingState):
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         """The window's own tokens neither give nor take in the smoothing."""
         before = max(0, key.shape[2] - self.method.window)
-        worth = received_attention(query, key, rows.real, self.geometry.scale, first=before)
+        worth = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=before)
         pool = max_pool1d if self.method.pooling == "max" else avg_pool1d
         if before:
             width = self.method.kernel

@@ -37,8 +37,10 @@ class SparQ(Projected):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_layer = self.when == "layer" or not self.mean_value
-        require(in_layer, "when", self.when, "layer, where the own token's weight is known; or set mean_value=false")
+        in_layer = self.when == "own_query" or not self.mean_value
+        require(
+            in_layer, "when", self.when, "own_query, where the own token's weight is known; or set mean_value=false"
+        )
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
         """No calibration."""
@@ -94,14 +96,16 @@ class SparQState(PartialKeysState, RetrievingState):
         own = rows.own_slots.unsqueeze(-1)
         seen = rows.visible().scatter(-1, own, True).unsqueeze(2)
         read = mask.scatter(-1, own.expand(-1, mask.shape[1], -1, -1), True).unsqueeze(2)
-        share = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(read, 0.0).sum(-1)
+        softmax = self.geometry.softmax(layer)
+        weights = softmax.weights(softmax.capped(scores).masked_fill(~seen, -math.inf))
+        share = weights.masked_fill(read, 0.0).sum(-1)
         through, row = self.through[layer], rows.positions - self.first[layer][:, None]
         index = row.clamp(0, through.shape[2] - 1).long()[:, None, :, None]
         total = through.gather(2, index.expand(-1, through.shape[1], -1, through.shape[-1]))
         return Rest(share, total / (rows.positions + 1)[:, None, :, None])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """The channels of each key, and the mean value, half a token."""
-        head_dim = self.geometry.head_dim
-        channels = positions.double() * self.method.num_columns(head_dim) / (2 * head_dim)
-        return channels + 0.5 * self.method.mean_value
+        """The channels of each key, and the mean value."""
+        head_dim, elements = self.geometry.head_dim, self.geometry.elements
+        channels = positions.double() * self.method.num_columns(head_dim) / elements
+        return channels + self.method.mean_value * (self.geometry.value_dim or head_dim) / elements

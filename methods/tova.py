@@ -43,7 +43,7 @@ class TOVAState(WorthState):
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         """The attention of the prompt's last row."""
-        worth = received_attention(query, key, rows.real, self.geometry.scale, first=max(0, key.shape[2] - 1))
+        worth = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=max(0, key.shape[2] - 1))
         return worth.mean(1, keepdim=True).expand_as(worth)
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:

@@ -1,159 +1,160 @@
-"""Put our attention under a loaded Hugging Face decoder, and take it away again.
+"""Attach our attention to a loaded Hugging Face decoder, once it is known to give the model's own numbers.
 
-`attach(model)` registers an attention function, hooks the input of every attention module, and undoes all of it on
-exit. While attached, a forward pass hands each layer's fresh query, key and value to a *handler*, which owns the
-history; the model itself keeps no cache and is given explicit positions. No mask function is registered: validity,
-causality and selection are the handler's, and transformers then skips its own mask code, which looks at the positions
-of every step and so would synchronise with the device.
+What was read off a model is not trusted. At its first use some tokens run through our attention in several passes, the
+later ones over the history of the earlier ones, and the logits are compared with those of the model's own forward. Each
+early query is compared with the layer's true one, and a batch with padding with its sequences alone.
+
+    with attach(model) as attached:
+        hidden = attached.forward(ids, positions, handler)
+        logits = attached.logits(hidden)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from harness.errors import UserError
-from harness.model.adapters import Adapter, adapter_for
-from methods.base import Geometry
+from harness.errors import UserError, reason
+from harness.model.attached import Attached, Handler, PromptPass, attached_unchecked
+from harness.model.attention import dense_attention
+from harness.model.decoder import Call, Decoder, read_decoder, refusal
 
-_names = (f"kv_harness_{number}" for number in count())
-
-
-class Handler:
-    """Who computes attention during a forward pass. Only `attention` must be given."""
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a layer's fresh rows.
-
-        query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value: [batch,
-        num_kv_heads, rows, head_dim]. Returns [batch, rows, heads, head_dim].
-        """
-        raise NotImplementedError
-
-    def rehearses(self, layer: int) -> bool:
-        """Whether the query of `layer` is wanted early."""
-        return False
-
-    def rehearse(self, layer: int, query: Tensor) -> None:
-        """The query `layer` would have, made from the attention input of the layer before; called there."""
-
-    def layer_begins(self, layer: int) -> None:
-        """A layer's attention module has its input."""
-
-    def layer_ends(self, layer: int) -> None:
-        """A layer's attention module is done."""
-
-
-class Attached:
-    """A model with our attention under it. Valid inside `attach`."""
-
-    def __init__(self, model: Any, adapter: Adapter) -> None:
-        self.model = model
-        self.adapter = adapter
-        self.geometry: Geometry = adapter.geometry(model)
-        self.attentions: list[nn.Module] = [adapter.attention(layer) for layer in adapter.layers(model)]
-        self.device: torch.device = model.device
-        self.dtype: torch.dtype = model.dtype
-        self._handler: Handler | None = None
-
-    @torch.inference_mode()
-    def forward(self, ids: Tensor, positions: Tensor, handler: Handler) -> Tensor:
-        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`.
-
-        UserError where activations overflow in float16. A pass over one row is not looked at: a decode step waits for
-        no device, and the pass over its prompt was.
-        """
-        self._handler = handler
-        try:
-            output = self.model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
-        finally:
-            self._handler = None
-        if self.dtype == torch.float16 and ids.shape[1] > 1:
-            require_in_range(output.last_hidden_state)
-        return output.last_hidden_state
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Output head over hidden states [..., hidden_size]: fp32 [..., vocab]."""
-        return self.model.get_output_embeddings()(hidden).float()
-
-    def require_window(self, num_tokens: int) -> None:
-        """UserError where the model's sliding window is shorter than the sequence: its layers would see less.
-
-        Likewise where its rotary frequencies follow the length of the sequence (longrope): rows cached before would
-        have been placed otherwise.
-        """
-        config = self.model.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        limits = {}
-        if rope.get("rope_type") == "longrope":
-            limits["length up to which longrope keeps its positions"] = rope.get("original_max_position_embeddings")
-        if getattr(config, "use_sliding_window", True):
-            limits["sliding window"] = getattr(config, "sliding_window", None)
-        for name, limit in limits.items():
-            if limit and num_tokens > limit:
-                raise UserError(
-                    f"a sequence of {num_tokens} tokens: {limit} is the model's {name}; lower seq_len, or prompt_len, "
-                    "gen_len or max_new_tokens"
-                )
-
-    def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
-        if self._handler is None:
-            raise RuntimeError("the model is attached: run it through Attached.forward")
-        if self.adapter.prescaled:
-            query = query / self.geometry.scale
-        return self._handler.attention(module.layer_idx, query, key, value), None
-
-    def _before(self, module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:
-        if self._handler is None:
-            return
-        self._handler.layer_begins(module.layer_idx)
-        following = module.layer_idx + 1
-        if following < len(self.attentions) and self._handler.rehearses(following):
-            hidden = args[0] if args else call["hidden_states"]
-            query = self.adapter.query(self.attentions[following], hidden, call)
-            self._handler.rehearse(following, query)
-
-    def _after(self, module: Any, *_: Any) -> None:
-        if self._handler is not None:
-            self._handler.layer_ends(module.layer_idx)
-
-
-def require_in_range(hidden: Tensor) -> None:
-    """Raise UserError where float16's range, which no other format falls short of, did not hold activations."""
-    if not hidden.sum(dtype=torch.float32).isfinite():
-        raise UserError(
-            "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
-        )
+PASSES = (4, 3, 1)
+"""Rows of each pass."""
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
+COARSE = 0.08
+"""Largest difference of a logit over the largest logit; `COARSE` in bfloat16."""
 
 
 @contextmanager
 def attach(model: Any) -> Iterator[Attached]:
     """Run `model` (eval mode) through our attention inside the `with` block.
 
-    Raises UserError for an unsupported family.
+    The first time, the model is read and checked. Raises UserError for a model whose attention is not transformers'
+    attention interface, or which fails a check.
     """
-    attached = Attached(model, adapter_for(model))
-    name = next(_names)
-    before = model.config._attn_implementation
-    hooks = []
-    try:
-        AttentionInterface.register(name, attached._attend)
-        for module in attached.attentions:
-            hooks.append(module.register_forward_pre_hook(attached._before, with_kwargs=True))
-            hooks.append(module.register_forward_hook(attached._after))
-        model.set_attn_implementation(name)
+    decoder = read_decoder(model)
+    if not decoder.is_checked:
+        check_decoder(model, decoder)
+    with attached_unchecked(model, decoder) as attached:
         yield attached
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.set_attn_implementation(before)
-        AttentionInterface._global_mapping.pop(name, None)
+
+
+@torch.inference_mode()
+def check_decoder(model: Any, decoder: Decoder) -> None:
+    """Raise UserError where our attention under the model gives other logits than the model's own.
+
+    Where only a rehearsal or only a padded batch does, the decoder takes down why, and these alone are refused.
+    """
+    ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
+    tolerance = TOLERANCE.get(model.dtype, COARSE)
+    expected = model(ids, use_cache=False).logits.float()
+    uses_latents = any(layer.latent is not None for layer in decoder.layers)
+    try:
+        off = _difference(model, decoder, ids, expected)
+        if decoder.recurrent and not off <= tolerance:
+            decoder.takes_rows = False
+            off = _difference(model, decoder, ids, expected)
+        if uses_latents and not off <= tolerance:
+            decoder.expand_latents()
+            off = _difference(model, decoder, ids, expected)
+    except (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError) as error:
+        raise error if isinstance(error, UserError) else refusal(model, reason(error)) from error
+    if not off <= tolerance:
+        raise refusal(model, f"under our attention its logits are off by {off:.1e} of the largest")
+    decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
+    decoder.no_padding = _why_no_padding(model, decoder, ids, tolerance)
+    decoder.is_checked = True
+
+
+def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:
+    """How far off the logits of several passes are, relative to the largest."""
+    with attached_unchecked(model, decoder) as attached:
+        handler, cache, logits = _History(attached), attached.new_cache(), []
+        for part in ids.split(PASSES, 1):
+            positions = torch.arange(cache.num_columns, cache.num_columns + part.shape[1], device=ids.device)[None]
+            logits.append(attached.logits(attached.forward(part, positions, handler, cache)))
+    return _relative(torch.cat(logits, 1), expected)
+
+
+def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
+    """Why early queries are not to be had; None where each is the true one."""
+    for layer in decoder.layers:
+        tensors = {name for name, each in layer.call.kwargs.items() if isinstance(each, Tensor)}
+        unknown = sorted(tensors - {"hidden_states", "position_ids", "position_embeddings", "attention_mask"})
+        if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
+            unknown.append("position_embeddings")
+        if unknown:
+            return f"its queries depend on {', '.join(unknown)}"
+    off = _early_difference(model, decoder, ids)
+    if not off <= tolerance and any(layer.unused for layer in decoder.layers):
+        for layer in decoder.layers:  # a submodule may decide something though no derivative passes through it
+            layer.query_modules, layer.unused = (*layer.query_modules, *layer.unused), {}
+        off = _early_difference(model, decoder, ids)
+    return None if off <= tolerance else f"a query made ahead of its layer is off by {off:.1e} of the largest"
+
+
+def _early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
+    """How far off early queries are, each made of its layer's own input, relative to the largest."""
+    early: dict[int, Tensor] = {}
+    with attached_unchecked(model, decoder) as attached, ExitStack() as hooks:
+
+        def make_early(index: int, _: Any, args: Any, kwargs: Any) -> None:
+            early[index] = attached.early_query(index, Call(args, kwargs).hidden)
+
+        for index, layer in enumerate(decoder.layers):
+            hook = layer.module.register_forward_pre_hook(partial(make_early, index), with_kwargs=True)
+            hooks.callback(hook.remove)
+        true: dict[int, Tensor] = {}
+        keep = PromptPass(attached, keep=lambda index, query, *_: true.update({index: query}))
+        attached.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], keep)
+    return max(_relative(early[index], true[index]) for index in true)
+
+
+def _why_no_padding(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
+    """Why a batch with padding is not to be had; None where its sequences are as each alone."""
+    shorter = ids.shape[1] - 3
+    batch = torch.cat([ids, ids.roll(3, 1)])
+    real = torch.ones_like(batch, dtype=torch.bool)
+    real[1, :3] = False
+    positions = (real.cumsum(-1) - 1).clamp(min=0)
+    with attached_unchecked(model, decoder) as attached:
+        together = attached.logits(attached.forward(batch, positions, _History(attached, real), real=real))
+        own = torch.arange(shorter, device=ids.device)[None]
+        alone = attached.logits(attached.forward(ids[:, :shorter], own, _History(attached)))
+    off = _relative(together[1:, 3:], alone)
+    return None if off <= tolerance else f"a sequence beside a longer one is off by {off:.1e} of the largest logit"
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+class _History(Handler):
+    """Dense attention over all passes so far. real: bool [batch, rows] of the only pass; None: all rows are."""
+
+    def __init__(self, attached: Attached, real: Tensor | None = None) -> None:
+        self.attached = attached
+        self.real = real
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if layer in self.stored:
+            before = self.stored[layer]
+            key, value = (torch.cat(pair, 2) for pair in zip(before, (key, value), strict=True))
+        self.stored[layer] = key, value
+        tokens = torch.arange(key.shape[2], device=key.device)
+        rows = tokens[-query.shape[2] :]
+        visible = tokens <= rows[:, None]
+        window = self.attached.layers[layer].window
+        if window is not None:
+            visible &= tokens >= window.first_visible(rows)[:, None]
+        visible = visible.expand(len(key), 1, *visible.shape)
+        if self.real is not None:  # a row of padding sees itself, so that its softmax is of something
+            visible = visible & (self.real[:, None, None] | (tokens == rows[:, None]))
+        return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)

@@ -1,4 +1,4 @@
-"""Attention kernels shared by replay, calibration and live decoding. Grouped-query heads throughout."""
+"""Attention of many rows, as replay, prompts and calibration compute it. Grouped-query heads throughout."""
 
 from __future__ import annotations
 
@@ -8,70 +8,119 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from methods.base import Rest
+from methods.base import Rest, Softmax, Window
+
+ROWS = 256
+"""Query rows whose scores or masks are held at once, where they are."""
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None = None) -> Tensor:
-    """torch's fused attention.
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, visible: Tensor | None = None
+) -> Tensor:
+    """Attention to all visible tokens, by torch's fused kernel where it computes this softmax.
 
-    query: [batch, heads, rows, head_dim]; key, value: [batch, num_kv_heads, slots, head_dim];
+    query: [batch, heads, rows, head_dim]; key, value: [batch, num_kv_heads, slots, head_dim or value_dim];
     visible: bool [batch, 1, rows, slots]; None is causal over equal rows and slots. Returns [batch, rows, heads,
-    head_dim].
+    value_dim].
     """
+    if not softmax.is_plain:
+        return _attention_by_scores(query, key, value, softmax, visible)
     if query.shape[2] == 1 and visible is not None:
-        return heads_last(row_attention(query, key, value, scale, visible))
+        return heads_last(row_attention(query, key, value, softmax.scale, visible))
+    value_dim = value.shape[3]
+    if value_dim < key.shape[3]:  # the fused kernel wants keys and values of one size
+        value = F.pad(value, (0, key.shape[3] - value_dim))
     group = query.shape[1] // key.shape[1]
     if group > 1:
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, is_causal=visible is None, scale=scale
+        query, key, value, attn_mask=visible, is_causal=visible is None, scale=softmax.scale
     )
-    return output.transpose(1, 2)
+    return output[..., :value_dim].transpose(1, 2)
+
+
+def _attention_by_scores(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, visible: Tensor | None) -> Tensor:
+    """With a softcap or sinks, which the fused kernel does not know; some rows at a time."""
+    outputs = []
+    for begin in range(0, query.shape[2], ROWS):
+        rows = slice(begin, begin + ROWS)
+        scores = softmax.scores(query[:, :, rows], key)
+        if visible is None:
+            tokens = torch.arange(key.shape[2], device=key.device)
+            hidden = tokens > tokens[rows, None]
+        else:
+            hidden = ~visible[:, None, :, rows]
+        outputs.append(weighted_values(scores.masked_fill_(hidden, float("-inf")), value, softmax)[0])
+    return heads_last(torch.cat(outputs, 3))
 
 
 def row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """torch's fused attention of one row: the heads of a group are its rows, so that no key is copied.
 
     query: [batch, heads, 1, head_dim]; mask: bool, True where visible, or added to the scores, [batch, 1 or
-    num_kv_heads, 1 or group, slots]; None hides nothing. Returns [batch, num_kv_heads, group, 1, head_dim].
+    num_kv_heads, 1 or group, slots]; None hides nothing. Returns [batch, num_kv_heads, group, 1, value_dim].
     """
     stacked = query.reshape(*key.shape[:2], -1, query.shape[3])
     return F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale).unsqueeze(3)
 
 
-def prompt_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, unused: Sequence[int]) -> Tensor:
-    """Causal attention of prompts padded on the left; `unused` [batch] counts the rows before each, which give zeros.
+def prompt_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax: Softmax,
+    padding: Sequence[int] = (),
+    window: Window | None = None,
+) -> Tensor:
+    """Causal attention of prompts that are padded on the left. padding: rows before each prompt, which give zeros.
 
-    Shapes as in `dense_attention`. Prompts of unequal length go one by one: causal attention does half the work of one
-    under a mask, which would also hold batch x prompt x prompt elements.
+    Shapes as in `dense_attention`. Prompts of unequal length run one by one: causal attention does half the work of
+    attention under a mask, which would also hold batch x prompt x prompt elements.
     """
-    if not any(unused):
-        return dense_attention(query, key, value, scale)
-    output = torch.zeros_like(query.transpose(1, 2))
-    for at, first in enumerate(unused):
+    if not any(padding):
+        return _causal_attention(query, key, value, softmax, window)
+    output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    for at, first in enumerate(padding):
         own = slice(at, at + 1), slice(None), slice(first, None)
-        output[at : at + 1, first:] = dense_attention(query[own], key[own], value[own], scale)
+        output[at : at + 1, first:] = _causal_attention(query[own], key[own], value[own], softmax, window)
     return output
 
 
-def padding(real: Tensor) -> list[int]:
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, window: Window | None) -> Tensor:
+    """Of rows without padding."""
+    num_rows = query.shape[2]
+    if window is None or num_rows <= window.size:
+        return dense_attention(query, key, value, softmax)
+    outputs = []
+    for begin in range(0, num_rows, ROWS):
+        rows = torch.arange(begin, min(begin + ROWS, num_rows), device=query.device)
+        first_visible = window.first_visible(rows)
+        seen = slice(int(window.first_visible(torch.tensor(begin))), int(rows[-1]) + 1)
+        tokens = torch.arange(seen.start, seen.stop, device=query.device)
+        visible = (tokens >= first_visible[:, None]) & (tokens <= rows[:, None])
+        of_rows = query[:, :, begin : begin + ROWS], key[:, :, seen], value[:, :, seen]
+        outputs.append(dense_attention(*of_rows, softmax, visible.expand(len(key), 1, *visible.shape)))
+    return torch.cat(outputs, 1)
+
+
+def padding_of(real: Tensor) -> list[int]:
     """Rows of padding before each prompt; real: bool [batch, prompt]."""
     return (~real).sum(-1).tolist()
 
 
-def weighted_values(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of `scores` [batch, num_kv_heads, group, rows, slots] over `value` [batch, num_kv_heads, slots, d].
+def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """`scores` [batch, num_kv_heads, group, rows, slots] as weights of `value` [batch, num_kv_heads, slots, value_dim].
 
-    Overwrites `scores`. Returns the output [batch, num_kv_heads, group, rows, head_dim] and the probabilities.
+    Overwrites `scores`. Returns the output [batch, num_kv_heads, group, rows, value_dim] and the weights.
     """
     batch, num_kv_heads, group, rows, slots = scores.shape
-    probs = torch.softmax(scores, -1, out=scores)
-    stacked = probs.view(batch, num_kv_heads, group * rows, slots).to(value.dtype)
-    return (stacked @ value).view(batch, num_kv_heads, group, rows, -1), probs
+    weights = softmax.weights(scores)
+    stacked = weights.reshape(batch, num_kv_heads, group * rows, slots).to(value.dtype)
+    return (stacked @ value).view(batch, num_kv_heads, group, rows, -1), weights
 
 
 def with_rest(output: Tensor, rest: Rest | None) -> Tensor:
-    """`output` [batch, num_kv_heads, group, rows, head_dim] mixed with what stands for the tokens not read."""
+    """`output` [batch, num_kv_heads, group, rows, value_dim] mixed with what stands for the tokens not read."""
     if rest is None:
         return output
     share = rest.share.unsqueeze(-1).to(output.dtype)
@@ -79,5 +128,5 @@ def with_rest(output: Tensor, rest: Rest | None) -> Tensor:
 
 
 def heads_last(output: Tensor) -> Tensor:
-    """[batch, num_kv_heads, group, rows, head_dim] as [batch, rows, heads, head_dim]."""
+    """[batch, num_kv_heads, group, rows, value_dim] as [batch, rows, heads, value_dim]."""
     return output.flatten(1, 2).transpose(1, 2)

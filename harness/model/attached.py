@@ -1,0 +1,387 @@
+"""A decoder with our attention under it.
+
+`attached_unchecked` registers an attention function, hooks what mixes tokens in each decoder layer, and undoes all of
+it on exit. While attached, a forward pass hands each attention layer's fresh query, key and value to a *handler*, which
+owns the history; the model itself stores no keys and values and is given explicit positions. Use
+`harness.model.attach.attach`, which checks the model first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from harness.errors import UserError
+from harness.model.attention import padding_of, prompt_attention
+from harness.model.decoder import (
+    Call,
+    Decoder,
+    Layer,
+    PositionSource,
+    Reached,
+    attention_function,
+    options_of,
+    refusal,
+    replaced_forward,
+)
+from harness.model.model_cache import ModelCache
+from harness.model.rotary import Rotary, rotary_of
+from methods.base import Geometry
+
+
+class Handler:
+    """What computes attention during a forward pass. Layers are counted over all attention layers of the model."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of a layer's fresh rows.
+
+        query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value: [batch,
+        num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim].
+        """
+        raise NotImplementedError
+
+    def rehearses(self, layer: int) -> bool:
+        """Whether the query of `layer` is wanted early."""
+        return False
+
+    def rehearse(self, layer: int, query: Tensor) -> None:
+        """The query `layer` would have, made from the attention input of the previous layer; called there."""
+
+    def layer_begins(self, layer: int) -> None:
+        """The layer's attention module has its input."""
+
+    def layer_ends(self, layer: int) -> None:
+        """The layer's attention module is done."""
+
+
+class PromptPass(Handler):
+    """A dense causal pass over prompts. `keep` is given every layer's number, query, key and value as they come.
+
+    real: bool [batch, prompt], False for the padding on the left; None: there is none.
+    """
+
+    def __init__(self, attached: Attached, real: Tensor | None = None, keep: Any = None) -> None:
+        self.attached = attached
+        self.padding = () if real is None else padding_of(real)
+        self.keep = keep
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.keep is not None:
+            self.keep(layer, query, key, value)
+        softmax, window = self.attached.softmaxes[layer], self.attached.layers[layer].window
+        return prompt_attention(query, key, value, softmax, self.padding, window)
+
+
+class Attached:
+    """A model with our attention under it. Valid inside `attach`.
+
+    layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them. numbers: by layer, its
+    number among those that see every token, which is how methods count; None for a local layer. longest: tokens of the
+    longest sequence that the layers see whole, where all of them are local; None: they see any.
+    """
+
+    def __init__(self, model: Any, decoder: Decoder) -> None:
+        self.model = model
+        self.decoder = decoder
+        self.layers: list[Layer] = decoder.layers
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        windows = [layer.window for layer in self.layers]
+        all_local = all(window is not None for window in windows)
+        self.longest = min(window.size for window in windows if window) if all_local else None
+        self.numbers: list[int | None] = []
+        for window in windows:
+            is_global = all_local or window is None
+            self.numbers.append(sum(number is not None for number in self.numbers) if is_global else None)
+        self.geometry = self._geometry()
+        self.softmaxes = [
+            layer.softmax._replace(scale=self.geometry.scale) if number is not None else layer.softmax
+            for layer, number in zip(self.layers, self.numbers, strict=True)
+        ]
+        self._index = {id(layer.module): index for index, layer in enumerate(self.layers)}
+        self._rehearsed_in: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.before is not None and self.numbers[index] is not None:
+                self._rehearsed_in.setdefault(id(layer.before), []).append(index)
+        self._rotaries: dict[int, Rotary | None] = {}
+        self._handler: Handler | None = None
+        self._cache: ModelCache | None = None
+        self._rows: Tensor | None = None
+        self._is_padded = False
+        self._positions: Tensor | None = None
+        self._made: dict[PositionSource, Any] = {}
+        self._rehearsing = False
+
+    def _geometry(self) -> Geometry:
+        """Of the layers that see every token; all of them must have one shape."""
+        layers = [layer for layer, number in zip(self.layers, self.numbers, strict=True) if number is not None]
+        first = layers[0]
+        sizes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements) for each in layers}
+        if len(sizes) > 1:
+            raise refusal(self.model, "its layers that see every token have several shapes")
+        # A module that scales its queries itself hands over a scale of 1; its own scale is the one that methods see.
+        scale = float(getattr(first.module, "scaling", None) or first.softmax.scale)
+        softmaxes = tuple(each.softmax._replace(scale=scale) for each in layers)
+        token = first.num_kv_heads * first.elements
+        return Geometry(
+            num_layers=len(layers),
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            scale=scale,
+            family=self.model.config.model_type,
+            rotate=self._rotate,
+            value_dim=first.value_dim,
+            values_in_keys=first.latent is not None,
+            softmaxes=() if all(each.is_plain for each in softmaxes) else softmaxes,
+            windows=tuple(
+                layer.window._replace(weight=layer.num_kv_heads * layer.elements / token)
+                for layer, number in zip(self.layers, self.numbers, strict=True)
+                if number is None and layer.window is not None
+            ),
+        )
+
+    def new_cache(self) -> ModelCache:
+        """What the model is to be given as its cache of one batch: it keeps the states of recurrent layers."""
+        return ModelCache(self.decoder.stack.config)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        handler: Handler,
+        cache: ModelCache | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`.
+
+        cache: the batch's, from `new_cache`; None: these are its first and only rows. real: bool [batch, rows], False
+        for padding, which recurrent layers must not see; None: there is none. Raises UserError where activations
+        overflow in float16. A pass over one row is not looked at: a decode step waits for no device, and the pass over
+        its prompt was.
+        """
+        self._handler, self._positions = handler, positions
+        self._cache = self.new_cache() if cache is None else cache
+        self._rows = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+        self._is_padded = bool(self.decoder.recurrent) and real is not None and not bool(real.all())
+        try:
+            output = self.decoder.stack(
+                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=False
+            )
+        finally:
+            self._handler = None
+            self._made.clear()
+        self._cache.num_columns += ids.shape[1]
+        if self.dtype == torch.float16 and ids.shape[1] > 1:
+            require_in_range(output.last_hidden_state)
+        return output.last_hidden_state
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's output head over final hidden states [..., hidden_size], its softcap and scale included: fp32
+        [..., vocab]."""
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        made = self.decoder.output_type(last_hidden_state=flat)  # what the model's own code is given instead
+        with replaced_forward(self.decoder.stack, lambda *_, **__: made):
+            logits = self.model(input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False).logits
+        return logits.view(*hidden.shape[:-1], -1).float()
+
+    def require_length(self, num_tokens: int) -> None:
+        """Raise UserError for a sequence on which the model's rows would see other tokens, or be placed otherwise, than
+        in one pass over the whole: beyond the window of a model that has local layers only, and beyond the length from
+        which rotary frequencies follow the sequence's length (dynamic, longrope)."""
+        limits = {"sliding window": self.longest} | _rope_limits(self.decoder.stack.config)
+        for name, limit in limits.items():
+            if limit and num_tokens > limit:
+                raise UserError(
+                    f"a sequence of {num_tokens} tokens: {limit} is the model's {name}; lower seq_len, or prompt_len, "
+                    "gen_len or max_new_tokens"
+                )
+
+    def require_even(self, real: Tensor) -> None:
+        """Raise UserError for a batch with padding, real bool [batch, prompt], where the model's rows depend on it."""
+        if self.decoder.no_padding and not bool(real.all()):
+            raise UserError(
+                f"model family {self.geometry.family!r} takes no batch of prompts of unequal lengths: "
+                f"{self.decoder.no_padding}; run them one by one"
+            )
+
+    def early_query(self, layer: int, hidden: Tensor) -> Tensor:
+        """The query that `layer` would make of `hidden` [batch, rows, hidden_size], as its handler would get it."""
+        wanted = self.layers[layer]
+        if self.decoder.no_rehearsal:
+            raise UserError(
+                f"model family {self.geometry.family!r} takes no method that rehearses a layer's query "
+                f"(when=previous_layer): {self.decoder.no_rehearsal}"
+            )
+        call = wanted.call.with_hidden(
+            hidden,
+            position_embeddings=None if wanted.positions is None else self._made.get(wanted.positions),
+            position_ids=self._positions,
+            attention_mask=None,
+            past_key_values=self._cache,
+        )
+        self._rehearsing = True
+        try:
+            with ExitStack() as stack:
+                for name, size in wanted.unused.items():
+                    stack.enter_context(replaced_forward(wanted.module.get_submodule(name), partial(_zeros, size)))
+                query = self.decoder.run_to_attention(wanted, call).query
+        finally:
+            self._rehearsing = False
+        return self._as_handled(layer, query)
+
+    def _as_handled(self, layer: int, query: Tensor) -> Tensor:
+        """A module's query as handlers get it: for the softmax scale that all layers share, and for latent keys."""
+        known = self.layers[layer]
+        if known.softmax.scale != self.softmaxes[layer].scale:
+            query = query * (known.softmax.scale / self.softmaxes[layer].scale)
+        return query @ known.latent.to_query if known.latent is not None else query
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        """The attention function under the model."""
+        if self._rehearsing:
+            raise Reached(query, key, value)
+        if self._handler is None:
+            raise RuntimeError("the model is attached: run it through Attached.forward")
+        index = self._index[id(module)]
+        latent = self.layers[index].latent
+        query = self._as_handled(index, query)
+        if latent is None:
+            return self._handler.attention(index, query, key, value), None
+        assert self._cache is not None and self._cache.latest is not None
+        key = torch.cat(self._cache.latest, -1)
+        output = self._handler.attention(index, query, key, key[..., : latent.rank])
+        return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A module that mixes tokens has its input: the place of later layers' rehearsals."""
+        if self._handler is None or self._rehearsing:
+            return
+        if id(module) in self._index:
+            self._handler.layer_begins(self._index[id(module)])
+        for index in self._rehearsed_in.get(id(module), ()):
+            if self._handler.rehearses(index):
+                self._handler.rehearse(index, self.early_query(index, Call(args, kwargs).hidden))
+
+    def _after(self, module: Any, *_: Any) -> None:
+        if self._handler is not None and not self._rehearsing:
+            self._handler.layer_ends(self._index[id(module)])
+
+    def _positions_made(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Position embeddings of this pass, which a rehearsal hands to another layer."""
+        self._made[PositionSource(module, options_of(args, kwargs))] = made
+
+    def _rotate(self, states: Tensor, positions: Tensor, inverse: bool = False, layer: int = 0) -> Tensor:
+        """`Geometry.rotate`."""
+        if layer not in self._rotaries:
+            self._rotaries[layer] = rotary_of(self.decoder, self.layers[self.numbers.index(layer)])
+        rotary = self._rotaries[layer]
+        if rotary is None:
+            raise ValueError(f"model family {self.geometry.family!r} applies its positions in a way that is not known")
+        return rotary.apply(states, positions, inverse)
+
+    def _recurrent(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A recurrent module. In a padded batch each sequence's own rows run alone, with its own state; rows run one by
+        one where the module's code cannot go on from a state with several."""
+        cache, columns = self._cache, self._rows
+        assert cache is not None and columns is not None
+        one_by_one = not self.decoder.takes_rows and cache.num_columns > 0 and columns.shape[1] > 1
+        if not self._is_padded and not one_by_one:
+            return forward(*args, **kwargs)
+
+        def run(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
+            """The module's output for the rows [n] of some sequences."""
+
+            def part(each: Any) -> Any:
+                if each is cache:
+                    return cache_of_part
+                has_rows = isinstance(each, Tensor) and each.shape[:2] == columns.shape
+                return each[at, rows.to(each.device)] if has_rows else each
+
+            named = {name: part(each) for name, each in kwargs.items() if name != "attention_mask"}
+            return forward(*map(part, args), **named)
+
+        def run_all(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
+            if not one_by_one:
+                return run(cache_of_part, at, rows)
+            return tree_map(lambda *parts: torch.cat(parts, 1), *(run(cache_of_part, at, row) for row in rows.split(1)))
+
+        if not self._is_padded:
+            return run_all(cache, slice(None), torch.arange(columns.shape[1]))
+        layer, states, outputs = int(module.layer_idx), [], []  # type: ignore[arg-type]
+        for at, real in enumerate(columns):
+            states.append(cache.fork(torch.tensor([at]), layer))
+            outputs.append(run_all(states[-1], slice(at, at + 1), real.nonzero().flatten()))
+        cache.join(states, layer)
+
+        def padded(*parts: Tensor) -> Tensor:
+            joined = parts[0].new_zeros(*columns.shape, *parts[0].shape[2:])
+            joined[columns.to(joined.device)] = torch.cat([each[0] for each in parts])
+            return joined
+
+        return tree_map(padded, *outputs)
+
+
+def require_in_range(hidden: Tensor) -> None:
+    """Raise UserError where float16's range, which no other format falls short of, did not hold activations."""
+    if not hidden.sum(dtype=torch.float32).isfinite():
+        raise UserError(
+            "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
+        )
+
+
+def _rope_limits(config: Any) -> dict[str, int | None]:
+    """Tokens up to which rotary frequencies do not follow the length of the sequence, by what they are called."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
+    limits: dict[str, int | None] = {}
+    for rope in kinds:
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope":
+            limits["length up to which longrope keeps its positions"] = original
+        elif rope.get("rope_type") == "dynamic":
+            limits["length up to which dynamic rope keeps its positions"] = original or config.max_position_embeddings
+    return limits
+
+
+_blanks: dict[Any, Tensor] = {}
+
+
+def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A projection that is not computed: zeros that nobody writes to, made once for each shape of a decode step."""
+    shape = (*states.shape[:-1], size)
+    if states.shape[-2] > 1:
+        return states.new_zeros(shape)
+    key = shape, states.dtype, states.device
+    if key not in _blanks:
+        _blanks[key] = states.new_zeros(shape)
+    return _blanks[key]
+
+
+@contextmanager
+def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
+    """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
+    attached = Attached(model, decoder)
+    mixers = {id(each): each for layer in decoder.layers for each in (layer.before, layer.module) if each is not None}
+    sources = {id(layer.positions.module): layer.positions.module for layer in decoder.layers if layer.positions}
+    with ExitStack() as stack:
+        for module in mixers.values():
+            hook = module.register_forward_pre_hook(attached._before, with_kwargs=True)
+            stack.callback(hook.remove)
+        for layer in decoder.layers:
+            stack.callback(layer.module.register_forward_hook(attached._after).remove)
+        for module in sources.values():
+            hook = module.register_forward_hook(attached._positions_made, with_kwargs=True)
+            stack.callback(hook.remove)
+        for module in decoder.recurrent:
+            stack.enter_context(replaced_forward(module, partial(attached._recurrent, module, module.forward)))
+        stack.enter_context(attention_function(model, attached._attend))
+        yield attached

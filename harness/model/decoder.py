@@ -1,0 +1,479 @@
+"""What a decoder is made of, read off the loaded model: no model family is known by its name.
+
+The model runs two tokens once. What its attention modules hand to transformers' attention function says how many heads
+there are, how scores become weights and which tokens a layer sees; what they hand to the cache says what is stored of a
+token. Nothing here is trusted: `harness.model.attach` compares the result with the model's own logits.
+
+    decoder = read_decoder(model)
+    decoder.layers[3].window, decoder.layers[3].softmax, decoder.num_recurrent
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from harness.errors import UserError, reason
+from harness.model.model_cache import ModelCache
+from methods.base import Softmax, Window
+
+HARMLESS_OPTIONS = frozenset(
+    (
+        *("attention_mask", "cache_position", "cross_attn_layer_idx", "dropout", "encoder_attention_mask"),
+        *("encoder_hidden_states", "head_mask", "is_causal", "layer_head_mask", "logits_to_keep", "output_attentions"),
+        *("output_hidden_states", "output_router_logits", "past_key_value", "past_key_values", "per_layer_input"),
+        *("position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "shared_kv_states"),
+        *("sliding_window", "softcap", "token_type_ids", "use_cache", "use_kernels"),
+    )
+)
+"""Arguments of an attention function that are handled here, or change no number of it."""
+FAR = 2**20
+"""A position beyond every window: whether a row there sees the first token tells a window from full attention."""
+
+_names = (f"kv_harness_{number}" for number in count())
+
+
+class Call(NamedTuple):
+    """The arguments of a module's call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The module's input [batch, rows, hidden_size]."""
+        return self.args[0] if self.args else self.kwargs["hidden_states"]
+
+    def with_hidden(self, hidden: Tensor, **changed: Any) -> Call:
+        """The same call for another input. changed: replaces those keyword arguments that the call has."""
+        kwargs = dict(self.kwargs) | {name: value for name, value in changed.items() if name in self.kwargs}
+        if not self.args:
+            return Call((), kwargs | {"hidden_states": hidden})
+        # A module that takes the inputs of query, key and value apart was given the same tensor three times.
+        return Call(tuple(hidden if each is self.hidden else each for each in self.args), kwargs)
+
+
+class PositionSource(NamedTuple):
+    """The submodule that makes a layer's position embeddings, and the arguments it takes beside tensors."""
+
+    module: nn.Module
+    options: tuple[Any, ...]
+
+
+class Latent(NamedTuple):
+    """How multi-head latent attention runs on what its cache stores of a token: one key of `rank` latent elements and
+    its rotary ones, for all heads.
+
+    to_query: [heads, head_dim, rank + rotary], turns a head's query into one for this key. to_value: [heads, rank,
+    value_dim], turns a head's mean latent into its output (DeepSeek-V2, section 2.1.2, "absorbed" matrices).
+    """
+
+    to_query: Tensor
+    to_value: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Latent elements of a token."""
+        return self.to_value.shape[1]
+
+
+@dataclass
+class Layer:
+    """An attention layer. The sizes are those of its cache, so under latent attention there is one KV head.
+
+    block: the decoder layer that it is a part of. window: which tokens a row sees; None for all. before: the module
+    whose input stands in for this layer's in a rehearsal, which is what mixes tokens in the previous block; None in the
+    first. positions: where its position embeddings come from, None where it is given none. call: how it was called.
+    unused: submodules that the query does not depend on, and the size of their output. query_modules: those it does
+    depend on.
+    """
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    softmax: Softmax
+    window: Window | None
+    positions: PositionSource | None
+    call: Call
+    block: nn.Module = field(default_factory=nn.Identity)
+    before: nn.Module | None = None
+    unused: dict[str, int] = field(default_factory=dict)
+    query_modules: tuple[str, ...] = ()
+    latent: Latent | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return next(self.module.parameters()).device
+
+    @property
+    def elements(self) -> int:
+        """Elements that a token takes in a KV head's cache."""
+        return self.head_dim + (0 if self.latent else self.value_dim)
+
+
+class Reached(Exception):  # noqa: N818 - no error: it ends a module's run
+    """An attention module has come to the attention function, and is to be run no further."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.query, self.key, self.value = query, key, value
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """`module` computes `forward` inside the `with` block."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = before
+
+
+@contextmanager
+def attention_function(
+    model: Any, attend: Callable[..., Any], mask: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """`attend` is the model's attention function inside the `with` block, `mask` makes its masks.
+
+    Without a `mask` transformers makes none: its code would look at the positions of every step and so wait for the
+    device. Validity and causality are then up to `attend`.
+    """
+    name, before = next(_names), model.config._attn_implementation
+    AttentionInterface.register(name, attend)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def refusal(model: Any, why: str) -> UserError:
+    """The one line in which a model is refused."""
+    return UserError(f"model family {model.config.model_type!r} is not supported: {why}")
+
+
+def read_decoder(model: Any) -> Decoder:
+    """The decoder of a loaded model, which is read once. Raises UserError for a model that computes attention in a way
+    that is not transformers' attention interface."""
+    found = model.__dict__.get("_kv_harness_decoder")
+    if found is None:
+        found = Decoder(model)
+        object.__setattr__(model, "_kv_harness_decoder", found)  # lives as long as the model
+    return found
+
+
+class Decoder:
+    """A loaded model's layers, as the model showed them.
+
+    stack: the module that turns token ids into final hidden states. layers: its attention layers, in order. blocks:
+    its decoder layers. recurrent: modules that keep a state of the sequence instead of keys and values. output_type: of
+    what the stack returns.
+    is_checked: whether its numbers were compared with the model's own. takes_rows: whether recurrent modules go on from
+    a state with several rows at once. no_rehearsal, no_padding: why the model takes no rehearsal, or no batch with
+    padding; None where it does.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.stack: Any = _stack_of(model)
+        self.is_checked = False
+        self.takes_rows = True
+        self.no_rehearsal: str | None = None
+        self.no_padding: str | None = None
+        with torch.no_grad():
+            trace = _Trace(self)
+            self.layers: list[Layer] = trace.run()
+            self.recurrent: list[nn.Module] = trace.recurrent
+            self.output_type = trace.output_type
+            self.blocks = self._find_blocks()
+            self._find_previous_mixers()
+            with attention_function(model, stop):
+                self._find_unused()
+                for layer in self.layers:
+                    layer.latent = self._read_latent(layer, trace.stored.get(id(layer.module)))
+        for layer in self.layers:
+            if layer.latent is not None:
+                latent = layer.latent
+                layer.num_kv_heads, layer.head_dim, layer.value_dim = 1, latent.to_query.shape[2], latent.rank
+
+    @property
+    def num_recurrent(self) -> int:
+        """Layers that keep a state of the sequence instead of keys and values."""
+        return len(self.recurrent)
+
+    def expand_latents(self) -> None:
+        """Store expanded keys and values of every head, where the model's latents cannot be used as they are."""
+        for layer in self.layers:
+            if layer.latent is not None:
+                to_query, to_value = layer.latent
+                layer.num_kv_heads, layer.head_dim = to_query.shape[:2]
+                layer.value_dim, layer.latent = to_value.shape[2], None
+
+    def run_to_attention(self, layer: Layer, call: Call) -> Reached:
+        """Run an attention module up to the attention function, which is `stop` or raises `Reached` as well."""
+        try:
+            layer.module.forward(*call.args, **call.kwargs)
+        except Reached as reached:
+            return reached
+        raise AssertionError("an attention module calls the attention function")
+
+    def query_parameters(self, layer: Layer) -> list[nn.Parameter]:
+        """The weights that make a layer's query, which a rehearsal reads while the previous layer computes."""
+        return [each for name in layer.query_modules for each in layer.module.get_submodule(name).parameters()]
+
+    def _find_blocks(self) -> list[nn.Module]:
+        """The modules of the list that holds all attention modules. Each attention layer learns its own."""
+        for modules in self.stack.modules():
+            if not isinstance(modules, nn.ModuleList):
+                continue
+            blocks = {id(inner): block for block in modules for inner in block.modules()}
+            if all(id(layer.module) in blocks for layer in self.layers):
+                for layer in self.layers:
+                    layer.block = blocks[id(layer.module)]
+                return list(modules)
+        raise refusal(self.model, "its layers are in no list")
+
+    def _find_previous_mixers(self) -> None:
+        """What mixes the tokens in a block is an attention module, or another one that knows its place."""
+        attentions = {id(layer.module): layer for layer in self.layers}
+        previous: nn.Module | None = None
+        for block in self.blocks:
+            inside = [each for each in block.modules() if id(each) in attentions]
+            for module in inside:
+                attentions[id(module)].before = previous
+                previous = module
+            if not inside:
+                previous = next((each for each in block.children() if hasattr(each, "layer_idx")), previous)
+
+    def _find_unused(self) -> None:
+        """Find the submodules that no query depends on, by asking autograd; a rehearsal leaves them out."""
+        known: dict[Any, Layer] = {}
+        for layer in self.layers:
+            names = tuple(name for name, _ in layer.module.named_modules())
+            first = known.setdefault((type(layer.module), names, layer.num_heads, layer.head_dim), layer)
+            if first is layer:
+                self._find_unused_of(layer)
+            layer.unused, layer.query_modules = first.unused, first.query_modules
+
+    def _find_unused_of(self, layer: Layer) -> None:
+        outputs: dict[str, Tensor] = {}
+        names = {each: name for name, each in layer.module.named_modules() if name and not list(each.children())}
+
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs[names[module]] = output
+
+        hooks = [module.register_forward_hook(note) for module in names]
+        try:
+            with torch.enable_grad():
+                hidden = layer.call.hidden.clone().requires_grad_()
+                call = layer.call.with_hidden(hidden, past_key_values=ModelCache(self.stack.config))
+                total = self.run_to_attention(layer, call).query.float().sum()
+            found = [output for output in outputs.values() if output.requires_grad]
+            grads = torch.autograd.grad(total, found, allow_unused=True)
+            reached = {id(output) for output, grad in zip(found, grads, strict=True) if grad is not None}
+        except RuntimeError:  # a kernel without a derivative: everything is computed
+            reached = {id(output) for output in outputs.values()}
+        finally:
+            for hook in hooks:
+                hook.remove()
+        layer.unused = {name: each.shape[-1] for name, each in outputs.items() if id(each) not in reached}
+        layer.query_modules = tuple(name for name, each in outputs.items() if id(each) in reached)
+
+    def _read_latent(self, layer: Layer, cached: tuple[Tensor, Tensor] | None) -> Latent | None:
+        """The matrices by which a stored latent stands for every head's key and value: what the module's own code makes
+        of unit latents. None where the module stores the keys and values that it attends to."""
+        if cached is None or cached[0].shape[1] == layer.num_kv_heads:
+            return None
+        if any(each.shape[1] != 1 for each in cached):
+            return None
+        rank, rotary = (torch.eye(each.shape[-1], dtype=each.dtype, device=each.device)[None, None] for each in cached)
+
+        def expanded(latents: Tensor, rotaries: Tensor) -> Reached:
+            cache = ModelCache(self.stack.config)
+            cache.instead = latents, rotaries
+            return self.run_to_attention(layer, layer.call.with_hidden(layer.call.hidden, past_key_values=cache))
+
+        try:
+            of_rank = expanded(rank, rank.new_zeros(1, 1, rank.shape[2], rotary.shape[2]))
+            of_rotary = expanded(rotary.new_zeros(1, 1, rotary.shape[2], rank.shape[2]), rotary)
+        except RuntimeError:  # its code takes no other number of tokens than that of its queries
+            return None
+        to_query = torch.cat([of_rank.key[0], of_rotary.key[0]], 1).mT  # [heads, head_dim, rank + rotary]
+        return Latent(to_query.contiguous(), of_rank.value[0].contiguous())
+
+
+class _Trace:
+    """Two tokens run through a decoder, watched.
+
+    recurrent: modules that wrote a recurrent state. stored: by attention module, what it wanted to store.
+    output_type: of what the stack returns.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.model = decoder, decoder.model
+        self.layers: list[Layer] = []
+        self.recurrent: list[nn.Module] = []
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self.output_type: type = type(None)
+        self._cache = ModelCache(decoder.stack.config)
+        self._running: list[nn.Module] = []
+        self._calls: dict[int, Call] = {}
+        self._made: dict[int, tuple[PositionSource, Any]] = {}
+        self._masks: list[tuple[Tensor, Window | None]] = []
+
+    def run(self) -> list[Layer]:
+        """The attention layers, in order."""
+        self._cache.on_state = self._note_recurrent
+        hooks: list[Any] = []
+        for module in self.decoder.stack.modules():
+            hooks.append(module.register_forward_pre_hook(self._enters, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._leaves, with_kwargs=True))
+        try:
+            with attention_function(self.model, self._attend, self._mask):
+                ids = torch.ones(1, 2, dtype=torch.long, device=self.model.device)
+                positions = torch.arange(2, device=ids.device)[None]
+                given = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache}
+                self.output_type = type(self.decoder.stack(**given, use_cache=False))
+        except (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError) as error:
+            raise error if isinstance(error, UserError) else refusal(self.model, reason(error)) from error
+        finally:
+            self._cache.on_state = None
+            for hook in hooks:
+                hook.remove()
+        if not self.layers:
+            raise refusal(self.model, "its attention is not transformers' attention function")
+        return self.layers
+
+    def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._running.append(module)
+        self._calls[id(module)] = Call(args, dict(kwargs))
+
+    def _leaves(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        self._running.pop()
+        first = first_tensor(output)
+        if first is not None and id(first) not in self._made:
+            source = PositionSource(module, options_of(args, kwargs))
+            self._made[id(first)] = source, output  # kept, so that no other tensor gets its id
+
+    def _note_recurrent(self) -> None:
+        if self._running[-1] not in self.recurrent:
+            self.recurrent.append(self._running[-1])
+
+    def _mask(self, *_: Any, mask_function: Any, local_size: int | None = None, **__: Any) -> Tensor:
+        """A stand-in for a mask, by which a layer's window is known."""
+        stand_in = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=self.model.device)
+        self._masks.append((stand_in, self._window(mask_function, local_size)))
+        return stand_in
+
+    def _window(self, mask_function: Any, size: int | None) -> Window | None:
+        """What a mask function lets a row see, asked of the function itself."""
+        if mask_function is causal_mask_function:
+            return None
+        zero = torch.zeros((), dtype=torch.long, device=self.model.device)
+
+        def visible(row: int) -> Tensor:
+            """Which tokens a row sees, up to the one after its own."""
+            tokens = torch.arange(row + 2, device=zero.device)
+            return mask_function(zero, zero, zero + row, tokens).expand(len(tokens))
+
+        def agrees(window: Window) -> bool:
+            """Whether the mask is this window's around its edges, and far from the first token."""
+            rows = {max(0, times * window.size + step) for times in (0, 1, 2, 5) for step in (-2, -1, 0, 1)}
+            for row in (*rows, FAR):
+                tokens = torch.arange(row + 2, device=zero.device)
+                expected = (tokens >= window.first_visible(zero + row)) & (tokens <= row)
+                if not torch.equal(visible(row), expected):
+                    return False
+            return True
+
+        num_seen = int(visible(FAR).sum())
+        if num_seen == FAR + 1:
+            return None
+        for window in (Window(num_seen), Window(size or num_seen, is_chunk=True)):
+            if agrees(window):
+                return window
+        raise refusal(self.model, "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them")
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+        """Take down a layer from its call of the attention function."""
+        given = args[0] if args else options.get("attention_mask")
+        masks = [window for mask, window in self._masks if given is mask or getattr(given, "_base", None) is mask]
+        odd = sorted(name for name, each in options.items() if name not in HARMLESS_OPTIONS and each is not None)
+        if given is not None and not masks or odd:
+            raise refusal(self.model, f"its attention takes {', '.join(odd) or 'a mask of its own'}")
+        if not getattr(module, "is_causal", True):
+            raise refusal(self.model, "its attention is not causal")
+        if any(layer.module is module for layer in self.layers):
+            raise refusal(self.model, "a layer attends more than once")
+        if query.shape[2] != 2 or key.shape[2] != 2:
+            raise refusal(self.model, "a layer does not attend to each of the tokens")
+        call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
+        source = self._made.get(id(first_tensor(call.kwargs.get("position_embeddings"))))
+        scale, sinks, size = options.get("scaling"), options.get("s_aux"), options.get("sliding_window")
+        layer = Layer(
+            module=module,
+            num_heads=num_heads,
+            num_kv_heads=key.shape[1],
+            head_dim=head_dim,
+            value_dim=value.shape[3],
+            softmax=Softmax(
+                scale=head_dim**-0.5 if scale is None else float(scale),
+                softcap=options.get("softcap"),
+                sinks=None if sinks is None else sinks.detach().float(),
+            ),
+            window=masks[0] if masks else Window(size) if size else None,
+            positions=source and source[0],
+            call=call,
+        )
+        self.layers.append(layer)
+        if self._cache.latest is not None:
+            self.stored[id(module)] = self._cache.latest
+            self._cache.latest = None
+        return value.new_zeros(query.shape[0], rows, num_heads, value.shape[3]), None
+
+
+def stop(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    """The attention function of modules that are run no further."""
+    raise Reached(query, key, value)
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The first tensor of a module's output."""
+    while isinstance(output, tuple | list) and output:
+        output = output[0]
+    return output if isinstance(output, Tensor) else None
+
+
+def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a call that are words or whole numbers."""
+    return tuple(each for each in (*args, *kwargs.values()) if isinstance(each, str | int))
+
+
+def _stack_of(model: Any) -> Any:
+    """The part of a model that turns ids into final hidden states; of a vision-language model that of its text."""
+    stack = model.get_decoder()
+    if stack is model or not isinstance(stack, PreTrainedModel):
+        stack = next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
+    if stack is None or "position_ids" not in inspect.signature(stack.forward).parameters:
+        raise refusal(model, "its decoder is given no positions")
+    return stack
