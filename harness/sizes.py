@@ -1,12 +1,18 @@
 """What a method's size is, once, for replay, live decoding and the cost model; and how a method is set to a size.
 
-Three shares of the full cache, means over decode rows. A floating-point element counts 16 bits, one under a codec its
-bits, an integer of a method's own its width:
+Shares of the full cache, means over decode rows. A floating-point element counts 16 bits, one under a codec its bits,
+an integer of a method's own its width:
 kv_frac        what a row read of the cache over all layers, the exempt ones included / the full cache at that row. Its
-               own token is not counted. Under offloading this is what crosses the link
+               own token is not counted. Under offloading this is what crosses the link, but for local layers
 device_frac    what attention and the method read in device memory: kv_frac, and what was read of an index to choose
                (partial keys, page bounds) or of rows that stay on the device, in the same unit
-resident_frac  what the method's state and the codec keep on the device / the full cache at T
+resident_frac  what the method's state, the codec and the local layers keep on the device / the full cache at T
+window_frac    what local layers read of it, whatever the method. It is a part of kv_frac, and bounds it from below
+
+A local layer (sliding window, chunk) holds and reads the tokens that it sees, of t cached ones min(t, window - 1). They
+count in what is read and in the full cache, so that reading everything is 1. With G layers that see every token and the
+local layers l: kv_frac = (tokens read in the G layers + sum_l min(t, w_l - 1)) / (G t + sum_l min(t, w_l - 1)).
+Recurrent layers hold no tokens; their states are told in bytes.
 
 `kv_frac_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over
 all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
@@ -25,7 +31,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from methods.base import Method, Row, State
+from methods.base import Geometry, Method, Row, State, Window
 from methods.codec import AnyCodec
 
 TOLERANCE = 0.01
@@ -33,57 +39,101 @@ FLOAT_BYTES = 2
 """Of a floating-point element in every share, whatever the machine computes in."""
 
 
-def share_of_cache(cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int) -> Tensor:
+def in_windows(cached: Tensor, windows: Sequence[Window]) -> Tensor:
+    """Tokens that local layers hold of so many cached ones, in tokens of a layer that sees all: fp64, like `cached`."""
+    held = [window.weight * window.num_cached(cached).double() for window in windows]
+    return torch.stack(held).sum(0) if held else torch.zeros_like(cached, dtype=torch.float64)
+
+
+def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
+    """Bits of a stored element / 16, mean over a token's key and value, the groups' scales included."""
+    if codec is None:
+        return 1.0
+    of_key = codec.keys.bits_per_element(geometry.head_dim) * geometry.head_dim
+    if geometry.values_in_keys:
+        return of_key / geometry.elements / 16
+    value_dim = geometry.value_dim or geometry.head_dim
+    return (of_key + codec.values.bits_per_element(value_dim) * value_dim) / geometry.elements / 16
+
+
+def share_of_cache(
+    cached: Tensor,
+    read: Tensor,
+    width: float,
+    num_exempt: int,
+    num_layers: int,
+    windows: Sequence[Window] = (),
+) -> Tensor:
     """Elements read / elements of the full cache, per row.
 
     cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV heads), both of
-    one shape; width: bits of a stored element / 16.
+    one shape; width: bits of a stored element / 16; windows: those of the local layers.
     """
-    return (num_exempt * cached.double() + width * read) / (num_layers * cached.double())
+    local = in_windows(cached, windows)
+    return (num_exempt * cached.double() + width * read + local) / (num_layers * cached.double() + local)
+
+
+def share_beside(cached: Tensor, read: Tensor, num_layers: int, windows: Sequence[Window] = ()) -> Tensor:
+    """Elements read of something else than the cache / elements of the full cache, per row. read: in tokens."""
+    return read.double() / (num_layers * cached.double() + in_windows(cached, windows))
 
 
 def resident_share(
-    state: State | None, codec: AnyCodec | None, final: Tensor, num_exempt: int, num_layers: int
+    states: Sequence[State], codec: AnyCodec | None, final: Tensor, num_exempt: int, geometry: Geometry
 ) -> Tensor:
-    """What a method or its codec keeps on the device of each sequence / the full cache at T, fp64 [batch].
+    """What a method, its codec and the local layers keep on the device of each sequence / the full cache at T, fp64
+    [batch].
 
-    final: int [batch], T. A method without a state reads all, and its codec may leave the last tokens exact.
+    states: the method's, one on each device; none: it reads all, and its codec may leave the last tokens exact.
+    final: int [batch], T.
     """
-    if state is not None:
-        return _share_of_state(state)
     final = final.cpu()
-    exact = final - codec.stored(final) if codec else torch.zeros_like(final)
-    return exact.double() / final * (1 - num_exempt / num_layers)
+    token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
+    local = in_windows(final, geometry.windows)
+    kept = token * local
+    if not states:
+        exact = final - codec.stored(final) if codec else torch.zeros_like(final)
+        kept += token * (geometry.num_layers - num_exempt) * exact.double()
+    for state in states:
+        kept += _bytes_of_state(state)
+    if states:
+        method, layers = states[0].method, range(num_exempt, geometry.num_layers)
+        rows = _last_rows(states[0])
+        kept += token * torch.tensor(
+            [sum(method.tokens_resident(row, layer) for layer in layers) for row in rows], dtype=torch.float64
+        )
+    return kept / (token * (geometry.num_layers * final.double() + local))
 
 
-def _share_of_state(state: State) -> Tensor:
-    """Bytes that it keeps for each sequence at its end / the full cache.
+def _last_rows(state: State) -> list[Row]:
+    """Of each sequence the row at T."""
+    prompts, finals = (part.tolist() for part in state.lengths)
+    return [Row(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)]
+
+
+def _bytes_of_state(state: State) -> Tensor:
+    """Bytes that a state keeps for each sequence at its end, fp64 [batch].
 
     Tensors of a sequence count as they are, in a batch as long as the longest sequence needs them; those of slots count
-    as many slots as tokens are kept, of however many there is room for. Tokens that stay exact count whole.
+    as many slots as tokens are kept, of however many there is room for.
     """
-    geometry, (prompts, finals) = state.geometry, (part.tolist() for part in state.lengths)
-    ends = [Row(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)]
-    kept = torch.zeros(len(ends), dtype=torch.float64)
+    rows = _last_rows(state)
+    kept = torch.zeros(len(rows), dtype=torch.float64)
     for name in state.sequence_tensors:
         value = getattr(state, name)
         kept += sum(_bytes(tensor[0]) for tensor in (value.values() if isinstance(value, Mapping) else (value,)))
     for name in state.slot_tensors:
         for layer, tensor in getattr(state, name).items():
-            tokens = [state.method.tokens_kept(end, layer) for end in ends]
+            tokens = [state.method.tokens_kept(row, layer) for row in rows]
             kept += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
-    token = geometry.num_kv_heads * 2 * geometry.head_dim * FLOAT_BYTES
-    layers = range(state.method.num_exempt_layers, geometry.num_layers)
-    exact = [sum(state.method.tokens_resident(end, layer) for layer in layers) for end in ends]
-    kept += token * torch.tensor(exact, dtype=torch.float64)
-    return kept / (geometry.num_layers * token * torch.tensor(finals, dtype=torch.float64))
+    return kept
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * (FLOAT_BYTES if tensor.is_floating_point() else tensor.itemsize)
 
 
-SHARES = ("kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
+SHARES = ("kv_frac", "kv_frac_artifact", "device_frac", "resident_frac", "window_frac")
 """Properties of `ReadStats` that every score of accuracy has beside it."""
 
 
@@ -92,10 +142,10 @@ class ReadStats:
     """Sums over decode rows; add two to merge them.
 
     rows: decode rows, each counted once per sequence it belongs to. fired_rows: those on which the method's selection
-    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum: sums over rows of the shares
-    of the cache that were read, read in device memory on top (an index), and kept there. pairs_read, pairs: (query,
-    key) pairs, own token included, mean over the non-exempt layers; prompt rows too. code_bits: bits of one stored
-    element, groups' scales not counted. recall_sum: sum over rows of attention_recall.
+    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum, window_sum: sums over rows of
+    the shares of the cache that were read, read in device memory on top (an index), kept there, and read in local
+    layers. pairs_read, pairs: (query, key) pairs, own token included, mean over the non-exempt layers; prompt rows too.
+    code_bits: bits of one stored element, groups' scales not counted. recall_sum: sum over rows of attention_recall.
     """
 
     rows: float = 0.0
@@ -103,6 +153,7 @@ class ReadStats:
     frac_sum: float = 0.0
     index_sum: float = 0.0
     resident_sum: float = 0.0
+    window_sum: float = 0.0
     pairs_read: float = 0.0
     pairs: float = 0.0
     code_bits: float = 16
@@ -116,6 +167,7 @@ class ReadStats:
             frac_sum=self.frac_sum + other.frac_sum,
             index_sum=self.index_sum + other.index_sum,
             resident_sum=self.resident_sum + other.resident_sum,
+            window_sum=self.window_sum + other.window_sum,
             pairs_read=self.pairs_read + other.pairs_read,
             pairs=self.pairs + other.pairs,
             code_bits=min(self.code_bits, other.code_bits),
@@ -143,6 +195,11 @@ class ReadStats:
         return self.resident_sum / self.rows if self.rows else 0.0
 
     @property
+    def window_frac(self) -> float:
+        """What local layers read / the full cache, alike."""
+        return self.window_sum / self.rows if self.rows else 0.0
+
+    @property
     def kv_frac_artifact(self) -> float:
         """The artifact's relative KV cache size."""
         density = min(1.0, self.pairs_read / self.pairs)
@@ -162,10 +219,12 @@ class ReadStats:
             )
 
 
-def kv_frac(method: Method, rows: Mapping[Row, int], num_layers: int, width: float = 1.0) -> float:
+def kv_frac(
+    method: Method, rows: Mapping[Row, int], num_layers: int, width: float = 1.0, windows: Sequence[Window] = ()
+) -> float:
     """The size that `method` will report over `rows`, from its closed form; rows without cached tokens count nothing.
 
-    rows: how many requests each row occurs in. width: bits of a stored element / 16.
+    rows: how many requests each row occurs in. width: bits of a stored element / 16. windows: of the local layers.
     Raises ValueError where the method's reads depend on the data.
     """
     exempt = min(method.num_exempt_layers, num_layers)
@@ -177,13 +236,22 @@ def kv_frac(method: Method, rows: Mapping[Row, int], num_layers: int, width: flo
         if None in reads:
             raise ValueError("the size of this method depends on the data")
         read = sum(each for each in reads if each is not None)
-        total += multiplicity * (exempt + width * read / row.cached) / num_layers
+        local = float(in_windows(torch.tensor(row.cached), windows))
+        whole = num_layers * row.cached + local
+        total += multiplicity * (exempt * row.cached + width * read + local) / whole
         weight += multiplicity
     return total / weight
 
 
 def sized(
-    method: Method, rows: Sequence[Row], num_layers: int, target: float, width: float = 1.0, *, nearest: bool = False
+    method: Method,
+    rows: Sequence[Row],
+    num_layers: int,
+    target: float,
+    width: float = 1.0,
+    *,
+    windows: Sequence[Window] = (),
+    nearest: bool = False,
 ) -> Method:
     """`method` with the setting whose reported kv_frac over `rows` is nearest to `target`.
 
@@ -194,7 +262,7 @@ def sized(
     counted = Counter(rows)
 
     def size_of(number: float) -> float:
-        return kv_frac(method.with_size(number), counted, num_layers, width)
+        return kv_frac(method.with_size(number), counted, num_layers, width, windows)
 
     least = max(method.min_size(row) for row in counted)
     low, high = least, 1.0
@@ -205,6 +273,7 @@ def sized(
     if abs(size_of(best) - target) > TOLERANCE and not nearest:
         raise UserError(
             f"target_kv_frac={target}: the nearest size is {size_of(best):.3f}; allowed here: {size_of(least):.3f} to "
-            f"{size_of(1.0):.3g} ({method.num_exempt_layers} of {num_layers} layers read the full cache)"
+            f"{size_of(1.0):.3g} ({method.num_exempt_layers} of {num_layers} layers read the full cache"
+            f"{f', {len(windows)} more a window' if windows else ''})"
         )
     return method.with_size(best)

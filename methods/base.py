@@ -463,6 +463,11 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return scores.reshape(batch, num_kv_heads, heads // num_kv_heads, rows, slots)
 
 
+def calibration_on(calibration: Calibration | None, device: torch.device) -> Calibration | None:
+    """A calibration on a device."""
+    return None if calibration is None else {name: tensor.to(device) for name, tensor in calibration.items()}
+
+
 def share_above(count: int, whole: int) -> float:
     """The least share whose floor of `whole` is more than `count`, at most 1; rounded up so that it is."""
     return min(1.0, math.nextafter((count + 1) / whole, 1))

@@ -85,6 +85,8 @@ def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> 
 def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
     """Why early queries are not to be had; None where each is the true one."""
     for layer in decoder.layers:
+        if any(module in decoder.recurrent for module in layer.module.modules()):
+            return "its queries depend on a state of the sequence"
         tensors = {name for name, each in layer.call.kwargs.items() if isinstance(each, Tensor)}
         unknown = sorted(tensors - {"hidden_states", "position_ids", "position_embeddings", "attention_mask"})
         if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:

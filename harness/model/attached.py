@@ -147,6 +147,12 @@ class Attached:
             ),
         )
 
+    def method_devices(self, num_exempt_layers: int) -> list[torch.device]:
+        """The devices of the layers under a method, each once."""
+        numbered = zip(self.layers, self.numbers, strict=True)
+        under_method = [layer for layer, number in numbered if number is not None and number >= num_exempt_layers]
+        return list(dict.fromkeys(layer.device for layer in under_method))
+
     def new_cache(self) -> ModelCache:
         """What the model is to be given as its cache of one batch: it keeps the states of recurrent layers."""
         return ModelCache(self.decoder.stack.config)
@@ -213,14 +219,17 @@ class Attached:
                 f"{self.decoder.no_padding}; run them one by one"
             )
 
-    def early_query(self, layer: int, hidden: Tensor) -> Tensor:
-        """The query that `layer` would make of `hidden` [batch, rows, hidden_size], as its handler would get it."""
-        wanted = self.layers[layer]
+    def require_rehearsal(self) -> None:
+        """Raise UserError where no layer's query can be made ahead of the layer."""
         if self.decoder.no_rehearsal:
             raise UserError(
                 f"model family {self.geometry.family!r} takes no method that rehearses a layer's query "
-                f"(when=previous_layer): {self.decoder.no_rehearsal}"
+                f"(method.when=previous_layer): {self.decoder.no_rehearsal}"
             )
+
+    def early_query(self, layer: int, hidden: Tensor) -> Tensor:
+        """The query that `layer` would make of `hidden` [batch, rows, hidden_size], as its handler would get it."""
+        wanted = self.layers[layer]
         call = wanted.call.with_hidden(
             hidden,
             position_embeddings=None if wanted.positions is None else self._made.get(wanted.positions),
@@ -292,7 +301,8 @@ class Attached:
         """A recurrent module. In a padded batch each sequence's own rows run alone, with its own state; rows run one by
         one where the module's code cannot go on from a state with several."""
         cache, columns = self._cache, self._rows
-        assert cache is not None and columns is not None
+        if self._handler is None or cache is None or columns is None:
+            return forward(*args, **kwargs)
         one_by_one = not self.decoder.takes_rows and cache.num_columns > 0 and columns.shape[1] > 1
         if not self._is_padded and not one_by_one:
             return forward(*args, **kwargs)

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.files import replacing, text_sha256
-from harness.model.attach import Attached, Handler
-from harness.model.attention import dense_attention
+from harness.model.attached import Attached, PromptPass
 from methods.base import Calibration, Method
 
-FORMAT = 3
+FORMAT = 4
 """Part of the cache key: raise it when the computation around `Method.calibrate`, or the file, changes."""
 DIGEST = "sha256"
 """Under which a file's metadata holds the digest of its tensors."""
@@ -35,12 +34,18 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
 
     Raises UserError where a number of it is not finite: nothing could be made of it, and damaged weights do so.
     """
-    attached.require_window(len(ids))
+    attached.require_length(len(ids))
     tokens = torch.tensor([ids], device=attached.device)
-    collector = _Collector(attached, method)
+    layers: list[dict[str, Tensor]] = []
+
+    def measure(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if attached.numbers[layer] is not None:
+            layers.append(method.calibrate_layer(query[0], key[0], attached.geometry, layers))
+
     with _one_thread():
-        attached.forward(tokens, torch.arange(len(ids), device=attached.device)[None], collector)
-    measured = {name: torch.stack([layer[name] for layer in collector.layers]) for name in collector.layers[0]}
+        positions = torch.arange(len(ids), device=attached.device)[None]
+        attached.forward(tokens, positions, PromptPass(attached, keep=measure))
+    measured = {name: torch.stack([layer[name].to(attached.device) for layer in layers]) for name in layers[0]}
     for name, tensor in measured.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"calibration: {name} of {method.title} is not finite; are the model's weights whole?")
@@ -52,7 +57,8 @@ def cached_calibration(
 ) -> Calibration:
     """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method and settings."""
     settings = [getattr(method, name) for name in method.calibration_settings]
-    code = [inspect.getsource(each) for each in (type(method).calibrate, sys.modules[type(method).__module__])]
+    own = (type(method).calibrate, type(method).calibrate_layer, sys.modules[type(method).__module__])
+    code = [inspect.getsource(each) for each in own]
     identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
     found = _read(path)
@@ -99,16 +105,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class _Collector(Handler):
-    """A dense pass that keeps what the method makes of each layer, and no queries."""
-
-    def __init__(self, attached: Attached, method: Method) -> None:
-        self.geometry = attached.geometry
-        self.method = method
-        self.layers: list[dict[str, Tensor]] = []
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.layers.append(self.method.calibrate(query[0], key[0], self.geometry))
-        return dense_attention(query, key, value, self.geometry.scale)

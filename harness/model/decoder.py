@@ -93,6 +93,7 @@ class Layer:
     block: the decoder layer that it is a part of. window: which tokens a row sees; None for all. before: the module
     whose input stands in for this layer's in a rehearsal, which is what mixes tokens in the previous block; None in the
     first. positions: where its position embeddings come from, None where it is given none. call: how it was called.
+    device: where it computes.
     unused: submodules that the query does not depend on, and the size of their output. query_modules: those it does
     depend on.
     """
@@ -106,16 +107,12 @@ class Layer:
     window: Window | None
     positions: PositionSource | None
     call: Call
+    device: torch.device
     block: nn.Module = field(default_factory=nn.Identity)
     before: nn.Module | None = None
     unused: dict[str, int] = field(default_factory=dict)
     query_modules: tuple[str, ...] = ()
     latent: Latent | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer computes."""
-        return next(self.module.parameters()).device
 
     @property
     def elements(self) -> int:
@@ -444,6 +441,7 @@ class _Trace:
             window=masks[0] if masks else Window(size) if size else None,
             positions=source and source[0],
             call=call,
+            device=query.device,
         )
         self.layers.append(layer)
         if self._cache.latest is not None:

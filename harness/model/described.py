@@ -40,7 +40,7 @@ def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
     """What a config.json or a `shape` describes; raises as `model_config`."""
     from transformers import AutoConfig
 
-    from harness.model.adapters import SUPPORTED_FAMILIES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as SUPPORTED_FAMILIES
 
     settings = dict(mapping)
     model_type = settings.pop("model_type", None)

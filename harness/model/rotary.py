@@ -51,10 +51,9 @@ def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Ten
     """Cosine and sine of each plane's angle, [batch, n, planes], from the model's own module; a scale of both, which
     long-context variants have, is left out."""
     assert layer.positions is not None
-    device = next(iter(layer.module.parameters())).device
     begin = torch.zeros_like(positions[:, :1])
     made = layer.positions.module.forward(  # past the hooks of a pass under way
-        states.to(device).float(), torch.cat([begin, positions], 1).to(device), *layer.positions.options
+        states.to(layer.device).float(), torch.cat([begin, positions], 1).to(layer.device), *layer.positions.options
     )
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made[:2]
     half = cos.shape[-1] // 2

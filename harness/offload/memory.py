@@ -1,10 +1,10 @@
-"""What live decoding needs of the host's and the device's memory, and whether it fits: asked before it is made.
+"""The host's and the device's memory in live decoding: whether a session fits, page-locked and managed memory.
 
-Counted before a prompt runs: the slots of all layers; under host placement the buffers for fetched rows; and what a
-layer of the prompt's dense pass holds at its peak, which is more than a decode step does. What a method keeps beside
-the rows (partial keys, which token lies where) its state alone knows: its first layer shows it, and then as much is
-asked for in all others. Not counted: the weights and a calibration, which lie there already, and what a method needs
-only while it takes in a layer's prompt (its scores).
+What fits is asked before it is made. Counted before a prompt runs: the slots of all layers, under host placement the
+buffers for fetched rows, windows of local layers, and what a layer of the prompt's dense pass holds at its peak, which
+is more than a decode step does. What a method keeps beside the rows (partial keys, the token of each slot) its state
+alone knows: its first layer shows it, and then as much is asked for in all others. Not counted: the weights and a
+calibration, which lie there already, and what a method needs only while it takes in a layer's prompt (its scores).
 """
 
 from __future__ import annotations
@@ -14,25 +14,52 @@ import mmap
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.errors import UserError
 from harness.files import available_memory
-from harness.model.attach import Attached
+from harness.model.attached import Attached
 from harness.model.room import available_bytes
 from methods.base import State
 
+GIB = 2**30
+ALIGNMENT = 256
+"""Every piece of page-locked memory begins at a multiple of so many bytes, as a device's own allocations do."""
 OWN = 1
 """Behind the fetched rows of a head a buffer has room for the step's own one."""
-
-
+MOST_MANAGED = 1.5
+"""Managed bytes over free device memory, at most: beyond it nearly every page of a step faults, and a cell takes hours
+to say so again."""
 LOWER = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bits"
-"""What to do where a cache does not fit."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How rows cross the link of one device fastest (measured in `harness.offload.tuning`).
+
+    Rows chosen one by one are moved by a kernel, which needs enough bytes under way at any time to cover the link's
+    latency, and only so many multiprocessors; long pieces are faster by a copy engine. num_programs: of the kernel.
+    bytes_in_flight: under way in all of them together. min_copy_bytes: of a contiguous piece, from which on a copy
+    engine is faster. The defaults cover the latency of PCIe 5 (some 1.5 us at 55 GB/s are 80 KiB) three times over.
+    """
+
+    num_programs: int = 64
+    bytes_in_flight: int = 256 * 1024
+    min_copy_bytes: int = 28 * 1024
+
+    @property
+    def tile_bytes(self) -> int:
+        """Under way in one program."""
+        return self.bytes_in_flight // self.num_programs
+
+
+DEFAULT_TUNING = Tuning()
 
 
 class LayerSlots(NamedTuple):
@@ -44,7 +71,7 @@ class LayerSlots(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the slots."""
+        """Of all slots."""
         return self.bytes_of(self.capacity)
 
     def bytes_of(self, rows: int) -> int:
@@ -53,7 +80,7 @@ class LayerSlots(NamedTuple):
 
 
 class SessionBytes(NamedTuple):
-    """What a session needs, beside the weights. managed: of memory that lies in either (`harness.offload.managed`)."""
+    """What a session needs beside the weights. managed: memory that lies in either."""
 
     host: int
     device: int
@@ -73,8 +100,8 @@ def session_bytes(
 
 
 def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reuse: bool) -> int:
-    """Of the buffers that a `Fetcher` of these layers has: one of each of the first `ahead` layers, two that the others
-    take turns in, and under reuse one for `selected` rows of each of those."""
+    """Of the buffers of a `Fetcher`: one for each of the first `ahead` layers, two that the others take in turn, and
+    with reuse one for `selected` rows of each of those."""
     others = layers[ahead:]
     largest = max(others, key=lambda layer: layer.num_bytes)
     in_turn = largest.bytes_of((min(selected, largest.capacity) if ahead else largest.capacity) + OWN)
@@ -85,32 +112,34 @@ def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reu
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:
     """At most what a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
 
-    Of a token that is its hidden state and three more of the kind, its rotation, and either what the FFN makes of it,
-    or query, key, value and output, the query once more, and the packed row and a copy.
+    Per token: four hidden states, the rotary tables, and the larger of FFN and attention activations. Attention makes
+    query, key, value and output, the query once more, and the packed row and a copy.
     """
-    geometry, hidden = attached.geometry, attached.model.config.hidden_size
-    of_attention = _weights(attached.attentions[0])
-    of_layer = _weights(attached.adapter.layers(attached.model)[0])
-    packed = geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
-    made = sum(weight.numel() for weight in of_attention.values()) // hidden + packed
-    ffn = _ffn_elements([weight for name, weight in of_layer.items() if name not in of_attention], hidden)
-    return num_tokens * (4 * hidden + 4 * geometry.head_dim + max(made, ffn)) * attached.dtype.itemsize
+    layer, geometry = attached.layers[0], attached.geometry
+    hidden = layer.call.hidden.shape[-1]
+    of_attention = {id(each) for each in layer.module.parameters()}
+    attention = sum(each.numel() for each in layer.module.parameters() if each.dim() == 2) // hidden
+    attention += geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
+    ffn = [each for each in layer.block.parameters() if id(each) not in of_attention]
+    per_token = 4 * hidden + 4 * geometry.head_dim + max(attention, _ffn_elements(ffn, hidden, attached))
+    return num_tokens * per_token * attached.dtype.itemsize
 
 
-def _ffn_elements(weights: Sequence[Tensor], hidden: int) -> int:
+def _ffn_elements(weights: Sequence[Tensor], hidden: int, attached: Attached) -> int:
     """A token's activations in an FFN: one for each matrix, and another where two matrices are one, whose product
-    stays as long as its halves are used."""
-    fused = max(weight.shape[0] for weight in weights) - max(weight.shape[1] for weight in weights)
-    return sum(weight.numel() for weight in weights) // hidden + fused
-
-
-def _weights(module: nn.Module) -> dict[int, Tensor]:
-    """The matrices of a module, by identity."""
-    return {id(weight): weight for weight in module.parameters() if weight.dim() == 2}
+    stays as long as its halves are used. Of a tensor of experts a token meets a few."""
+    matrices = [weight for weight in weights if weight.dim() == 2]
+    experts = [weight for weight in weights if weight.dim() == 3]
+    num_experts = getattr(attached.decoder.stack.config, "num_experts_per_tok", None) or 1
+    of_experts = num_experts * sum(max(weight.shape[1:]) for weight in experts)
+    if not matrices:
+        return of_experts
+    fused = max(weight.shape[0] for weight in matrices) - max(weight.shape[1] for weight in matrices)
+    return sum(weight.numel() for weight in matrices) // hidden + max(0, fused) + of_experts
 
 
 def require_session(needed: SessionBytes, device: torch.device) -> None:
-    """Refuse a session whose host and device memory, one and the same on a CPU, is too small; raises UserError."""
+    """Raise UserError for a session whose host or device memory, one and the same on a CPU, is too small."""
     if device.type == "cpu":
         require_memory(sum(needed), device, "live decoding")
     else:
@@ -119,22 +148,20 @@ def require_session(needed: SessionBytes, device: torch.device) -> None:
 
 
 def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache") -> None:
-    """Refuses what does not fit into the memory of device `home`.
-
-    Raises UserError with the bytes needed and available and the settings to lower.
-    """
+    """Raise UserError for what does not fit into the memory of device `home`, with the bytes needed and available and
+    the settings to lower."""
     available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
-            f"{what} needs {num_bytes / 2**30:.1f} GiB of {home.type} memory and "
-            f"{available / 2**30:.1f} GiB are available; {LOWER}"
+            f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory and {available / GIB:.1f} GiB are available; "
+            f"{LOWER}"
         )
 
 
-def layer_bytes(state: State, layer: int) -> int:
-    """Of what a state declares to keep by layer, those of one."""
+def layer_bytes(state: State, number: int) -> int:
+    """Bytes of what a state declares to keep by layer, in one layer."""
     declared = (getattr(state, name) for name in (*state.sequence_tensors, *state.slot_tensors))
-    return sum(tensor_bytes(kept[layer]) for kept in declared if isinstance(kept, dict) and layer in kept)
+    return sum(tensor_bytes(kept[number]) for kept in declared if isinstance(kept, dict) and number in kept)
 
 
 def tensor_bytes(value: Any) -> int:
@@ -144,8 +171,7 @@ def tensor_bytes(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-ALIGNMENT = 256
-"""Bytes on whose multiples every piece begins, as those of a device's own allocations do."""
+# Page-locked memory
 
 
 def aligned(num_bytes: int) -> int:
@@ -154,7 +180,12 @@ def aligned(num_bytes: int) -> int:
 
 
 class PinnedSlab:
-    """`num_bytes` of page-locked memory, handed out in pieces. Raises UserError where so much cannot be locked."""
+    """`num_bytes` of page-locked host memory, handed out in pieces: exactly as much as a session's stores take.
+
+    PyTorch rounds page-locked allocations up to powers of two, and keeps them locked when they are freed: 31 GiB of
+    slots would lock 40, for good. A slab is mapped, its pages touched by all threads at once, locked by
+    `cudaHostRegister`, and given back to the machine when it is closed. Raises UserError where so much cannot be locked.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.nbytes = num_bytes
@@ -212,34 +243,31 @@ def _forget_error() -> None:
 
 def _refusal(num_bytes: int, reason: str) -> UserError:
     return UserError(
-        f"platform.pinned=true: {num_bytes / 2**30:.1f} GiB of host memory cannot be page-locked ({reason}); lower "
+        f"platform.pinned=true: {num_bytes / GIB:.1f} GiB of host memory cannot be page-locked ({reason}); lower "
         "batch_size, prompt_len or gen_len, or set platform.pinned=false"
     )
 
 
-MOST = 1.5
-"""Managed bytes over free device memory, at most: beyond it nearly every page of a step faults, and a cell takes hours
-to say so again."""
-GIB = 2**30
+# Managed memory: its pages move between host and device on access, the paper's UVM. A kernel reads and writes a page
+# where it is mapped; one that lies in host memory faults, stalls and comes over, and where the device is full another
+# leaves for it. Nothing is advised or asked for ahead, so this is what the driver does by itself.
 
 
 def require_managed(num_bytes: int, device: torch.device) -> None:
-    """Refuse managed memory that `device` has not, or of which so many bytes are no use.
-
-    Raises UserError: no CUDA device, one without concurrent managed access, less host memory than num_bytes, or less
-    device memory than num_bytes / `MOST`.
-    """
-    _require_device(device)
+    """Raise UserError for managed memory that `device` cannot have, or that would be of no use: no CUDA device, one
+    without concurrent managed access, less host memory than num_bytes, or less device memory than num_bytes /
+    `MOST_MANAGED`."""
+    _require_managed_access(device)
     cache, host, free = (size / GIB for size in (num_bytes, available_memory(), available_bytes(device)))
     if cache > host:
         raise UserError(
             f"placement=managed: the KV cache needs {cache:.1f} GiB of host memory, where its pages go, and "
             f"{host:.1f} GiB are available; {LOWER}"
         )
-    if cache > MOST * free:
+    if cache > MOST_MANAGED * free:
         raise UserError(
-            f"placement=managed: the KV cache of {cache:.1f} GiB may be at most {MOST} times the {free:.1f} GiB of "
-            f"device memory that are free; {LOWER}"
+            f"placement=managed: the KV cache of {cache:.1f} GiB may be at most {MOST_MANAGED} times the {free:.1f} "
+            f"GiB of device memory that are free; {LOWER}"
         )
 
 
@@ -248,13 +276,14 @@ def managed_empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
     Raises UserError for a device without it, RuntimeError for an error of CUDA's.
     """
-    _require_device(device)
-    return _as_tensor(_Block(math.prod(shape), device), device).view(shape)
+    _require_managed_access(device)
+    return _as_tensor(_ManagedBlock(math.prod(shape), device), device).view(shape)
 
 
 @contextmanager
 def smaller_card(device: torch.device, gib: float | None) -> Iterator[None]:
-    """Leave `gib` GiB of device memory to this process's tensors, those that are there included, until the block ends.
+    """Leave `gib` GiB of device memory to this process's tensors, those that are there included, until the block ends,
+    so that a large card pages as a smaller one does.
 
     None leaves all. Raises UserError for more than there is, and for less than the tensors take.
     """
@@ -269,7 +298,7 @@ def smaller_card(device: torch.device, gib: float | None) -> Iterator[None]:
             f"platform.device_gib={gib:g}: must be above {held / GIB:.1f}, which the weights take, and at most "
             f"{whole / GIB:.1f}, which they and what is free on this card make"
         )
-    _select(device)
+    _call("cudaSetDevice", device.index or 0)
     pointer = _call("cudaMalloc", whole - int(gib * GIB))
     try:
         yield
@@ -277,11 +306,11 @@ def smaller_card(device: torch.device, gib: float | None) -> Iterator[None]:
         _call("cudaFree", pointer)
 
 
-class _Block:
+class _ManagedBlock:
     """num_bytes of managed memory, told to torch by the interface that CUDA libraries share; freed with this object."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        _select(device)
+        _call("cudaSetDevice", device.index or 0)
         self.pointer = int(_call("cudaMallocManaged", num_bytes, _runtime().cudaMemAttachGlobal))
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (self.pointer, False), "strides": None, "version": 2,
@@ -289,7 +318,7 @@ class _Block:
         weakref.finalize(self, _free, self.pointer, device).atexit = False  # a process that ends gives all back
 
 
-def _as_tensor(block: _Block, device: torch.device) -> Tensor:
+def _as_tensor(block: _ManagedBlock, device: torch.device) -> Tensor:
     """`block` as a flat uint8 tensor, which keeps it."""
     tensor = torch.as_tensor(block, device=device)
     assert tensor.data_ptr() == block.pointer, "a copy would be device memory"
@@ -297,21 +326,17 @@ def _as_tensor(block: _Block, device: torch.device) -> Tensor:
 
 
 def _free(pointer: int, device: torch.device) -> None:
-    _select(device)
+    _call("cudaSetDevice", device.index or 0)
     _call("cudaDeviceSynchronize")  # torch knows nothing of this memory, so kernels that read it may be under way
     _call("cudaFree", pointer)
 
 
-def _require_device(device: torch.device) -> None:
+def _require_managed_access(device: torch.device) -> None:
     if device.type != "cuda":
         raise UserError(f"placement=managed: needs platform=cuda; allowed on {device.type}: device, host")
     attribute = _runtime().cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess
     if not _call("cudaDeviceGetAttribute", attribute, device.index or 0):
         raise UserError("placement=managed: this GPU has no concurrent managed access; allowed on it: device, host")
-
-
-def _select(device: torch.device) -> None:
-    _call("cudaSetDevice", device.index or 0)
 
 
 def _call(name: str, *arguments: Any) -> Any:
@@ -323,19 +348,18 @@ def _call(name: str, *arguments: Any) -> Any:
     return results[0] if results else None
 
 
-def _runtime() -> Any:
-    """CUDA's runtime, which a machine without CUDA lacks."""
-    if (runtime := cuda_runtime()) is None:
-        raise UserError("placement=managed: needs the package cuda-bindings, which torch's CUDA build brings")
-    return runtime
-
-
 RUNTIME = "cuda.bindings.runtime"
 
 
 def cuda_runtime() -> ModuleType | None:
-    """The module, imported where it is needed first; None where it is not installed."""
+    """CUDA's runtime, which PyTorch's CUDA build brings along; None where it is not installed."""
     try:
         return import_module(RUNTIME)
     except ImportError:
         return None
+
+
+def _runtime() -> Any:
+    if (runtime := cuda_runtime()) is None:
+        raise UserError("placement=managed: needs the package cuda-bindings, which torch's CUDA build brings")
+    return runtime

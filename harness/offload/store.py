@@ -1,23 +1,24 @@
-"""Where cached K and V live: preallocated slots on the device or in host memory.
+"""Where cached keys and values live: preallocated slots on the device or in host memory.
 
-A slot holds one token's K and V of one KV head side by side, packed by a codec, so fetching a token is one contiguous
-read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices of each head's own
-where a method evicts and slots are used again. Rows cross between host and device packed; they are encoded and decoded
-on the device. On a CPU-only machine both memories are RAM.
+A slot holds one token's key and value of one KV head side by side, packed by a codec, so that fetching a token is one
+contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices of each
+head's own where a method evicts and slots are used again. Rows cross between host and device packed; they are encoded
+and decoded on the device. On a CPU-only machine both memories are RAM.
 
-    store = KVStore(batch=8, num_kv_heads=3, capacity=2048, head_dim=64, codec=Codec("int4"), placement="host", ...)
-    store.write(store.pack(k, v), at=0)
-    store.load(index, rows := store.rows_in(store.new_buffer(index.shape[-1]), index))
-    k, v = store.unpack(rows)
+    store = KVStore(RowFormat(Codec("int4"), head_dim=64, dtype=torch.float16), batch=8, num_kv_heads=3, capacity=2048,
+                    placement="host", device=device)
+    store.write(store.format.pack(k, v), at=0)
+    store.load(chosen(index), rows := store.rows_in(store.new_buffer(n), n)[:, :, :n])
+    k, v = store.format.unpack(rows)
 
-What is read, a `SlotRequest` says. `load` and `write` are what a `Link` runs beside the computation; while it does, the
-store belongs to the link, which keeps the order of its reads and writes.
+`load` and `write` are what a `Link` runs beside the computation; while it does, the store belongs to the link, which
+keeps the order of its reads and writes.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, TypeGuard, get_args
 
@@ -28,37 +29,136 @@ from torch.nn.functional import pad
 
 from harness.errors import UserError
 from harness.offload import memory
-from harness.offload.memory import OWN, PinnedSlab, cuda_runtime, require_memory
-from harness.offload.tuning import DEFAULT_TUNING, Tuning
+from harness.offload.memory import DEFAULT_TUNING, OWN, PinnedSlab, Tuning, cuda_runtime
 from harness.settings.speed import Placement
 from methods.codec import AnyCodec, Codec
 
+COMPILED = {"cuda"}
+"""Kinds of devices for which kernels are compiled."""
+
 
 class KeyValue(NamedTuple):
-    """Keys and values, each [batch, num_kv_heads, n, head_dim] in the compute dtype."""
+    """Keys and values, each [batch, num_kv_heads, n, head_dim or value_dim] in the compute dtype."""
 
     keys: Tensor
     values: Tensor
 
 
+class Chosen(NamedTuple):
+    """A request for slots of each head's own, and how many they are, counted once for all who account for them.
+
+    slots: int64 [batch, num_kv_heads, n], negative ones moving nothing. num_rows: those that are not negative, under
+    CUDA 0-d on the device. targets: which of n buffer rows each slot goes to, int64 alike; distinct in a head, and of
+    no meaning beside a negative slot. None: in order.
+    """
+
+    slots: Tensor
+    num_rows: int | Tensor
+    targets: Tensor | None = None
+
+    def by_target(self) -> Tensor:
+        """The slot of each buffer row, -1 for none."""
+        if self.targets is None:
+            return self.slots
+        n = self.slots.shape[-1]
+        found = self.slots.new_full((*self.slots.shape[:-1], n + 1), -1)
+        return found.scatter_(-1, self.targets.masked_fill(self.slots < 0, n), self.slots)[..., :n]
+
+
+SlotRequest = int | slice | Chosen
+"""The first n slots of every head, a range of them, or slots one by one."""
+
+
+def chosen(index: Chosen | Tensor) -> Chosen:
+    """Slot indices, counted."""
+    return index if isinstance(index, Chosen) else Chosen(index, num_true(index >= 0))
+
+
+def num_true(mask: Tensor) -> int | Tensor:
+    """Number of True entries; on a GPU it stays there as a 0-d tensor (no sync)."""
+    count = mask.sum()
+    return int(count) if count.is_cpu else count
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a token's key and value of one KV head lie in a slot.
+
+    dtype: of the computation. value_dim: elements of a value; None: as many as of a key. values_in_keys: a value is the
+    first `value_dim` elements of its key, and is not stored.
+    """
+
+    codec: AnyCodec
+    head_dim: int
+    dtype: torch.dtype
+    value_dim: int | None = None
+    values_in_keys: bool = False
+
+    @property
+    def key_bytes(self) -> int:
+        """Of the key, which comes first."""
+        return self.codec.keys.row_bytes(self.head_dim)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot, a multiple of 4."""
+        return -(-(self.key_bytes + self._value_bytes) // 4) * 4
+
+    @property
+    def _value_size(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
+    def _value_bytes(self) -> int:
+        return 0 if self.values_in_keys else self.codec.values.row_bytes(self._value_size)
+
+    def has_kernels(self, device: torch.device) -> TypeGuard[Codec]:
+        """Whether kernels take rows of this format as they lie: keys and values coded alike, in groups along head_dim,
+        without a rotation."""
+        codec = self.codec
+        is_plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
+        has_one_size = not self.values_in_keys and self._value_size == self.head_dim
+        return is_plain and has_one_size and device.type in COMPILED
+
+    def pack(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
+        if self.has_kernels(keys.device):
+            from harness.offload.kernels import pack as kernels
+
+            assert isinstance(self.codec, Codec)
+            return kernels.pack(keys, values, self.codec, self.slot_bytes)
+        halves = [self.codec.keys.encode(keys)]
+        if not self.values_in_keys:
+            halves.append(self.codec.values.encode(values))
+        rows = torch.cat(halves, dim=-1)
+        room = self.slot_bytes - rows.shape[-1]
+        return pad(rows, (0, room)) if room else rows
+
+    def unpack(self, rows: Tensor) -> KeyValue:
+        """Keys and values from rows on the device; views of `rows` where the codec stores the compute dtype."""
+        keys = self.codec.keys.decode(rows[..., : self.key_bytes], self.head_dim, self.dtype)
+        if self.values_in_keys:
+            return KeyValue(keys, keys[..., : self._value_size])
+        values = rows[..., self.key_bytes : self.key_bytes + self._value_bytes]
+        return KeyValue(keys, self.codec.values.decode(values, self._value_size, self.dtype))
+
+
 class KVStore:
     """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts what crosses the link exactly.
 
-    dtype and device are the computation's. slab: page-locked memory that the slots of host placement are taken from,
-    which asynchronous transfers and kernels need under CUDA; without one they lie in pageable memory, from which every
-    transfer waits. Under managed placement the driver pages what a kernel touches; all is as on the device. tuning: of
-    the link to the device. Raises UserError where the slots do not fit into memory, or for an unknown placement.
+    slab: page-locked memory that the slots of host placement are taken from, which asynchronous transfers and kernels
+    need under CUDA; without one they lie in pageable memory, from which every transfer waits. Under managed placement
+    the driver pages what a kernel touches; all is as on the device. tuning: of the link to the device. Raises UserError
+    where the slots do not fit into memory, or for an unknown placement.
     """
 
     def __init__(
         self,
+        row_format: RowFormat,
         *,
         batch: int,
         num_kv_heads: int,
         capacity: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        codec: AnyCodec,
         placement: Placement,
         device: torch.device,
         slab: PinnedSlab | None = None,
@@ -66,7 +166,8 @@ class KVStore:
     ) -> None:
         if placement not in get_args(Placement):
             raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
-        self.head_dim, self.dtype, self.codec = head_dim, dtype, codec
+        self.format = row_format
+        self.slot_bytes = row_format.slot_bytes
         self.placement: Placement = placement
         self.device, self.pinned, self.tuning = device, slab is not None, tuning
         self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
@@ -74,14 +175,9 @@ class KVStore:
         self._rows_written: int | Tensor = 0
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one token's K and V of one KV head."""
-        return slot_bytes(self.codec, self.head_dim)
-
-    @property
-    def key_bytes(self) -> int:
-        """Those of the key, which come first."""
-        return self.codec.keys.row_bytes(self.head_dim)
+    def codec(self) -> AnyCodec:
+        """Of the rows."""
+        return self.format.codec
 
     @property
     def capacity(self) -> int:
@@ -103,77 +199,57 @@ class KVStore:
         """Payload bytes written over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
+    @property
+    def reachable(self) -> bool:
+        """Whether a kernel on the device can address the slots."""
+        return self.placement != "host" or self.pinned
+
     def num_rows(self, request: int | Chosen) -> int | Tensor:
         """Rows of so many slots of every head, or of the slots that are chosen."""
         return request * self.slots.shape[:2].numel() if isinstance(request, int) else request.num_rows
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for `places_in` up to num_rows."""
+        """A flat zeroed buffer on the device for `rows_in` up to num_rows."""
         size = self.slots.shape[:2].numel() * (num_rows + OWN) * self.slot_bytes
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
-    def places_in(self, buffer: Tensor, num_rows: int) -> Tensor:
-        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: those that a request of
-        num_rows fills, and behind each head's the place for the step's own row."""
+    def rows_in(self, buffer: Tensor, num_rows: int) -> Tensor:
+        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: room for a request of
+        num_rows, and behind each head's the step's own row."""
         shape = (*self.slots.shape[:2], num_rows + OWN, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
-    def rows_in(self, buffer: Tensor, request: SlotRequest) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes] `request` fills in a flat buffer, contiguous in a head; of a
-        part, the places [any, slot_bytes] from its first row to its last."""
-        if isinstance(request, Part):
-            places = self.places_in(buffer, request.num_slots).view(-1, self.slot_bytes)
-            return places[request.place(request.begin) : request.place(request.end - 1) + 1]
-        return self.places_in(buffer, num_requested(request))[:, :, :-1]
-
-    def pack(self, keys: Tensor, values: Tensor) -> Tensor:
-        """K and V [batch, num_kv_heads, n, head_dim] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
-        if has_kernels(self.codec, keys.device):
-            from harness.offload.kernels import pack as kernels
-
-            return kernels.pack(keys, values, self.codec, self.slot_bytes)
-        rows = torch.cat([self.codec.keys.encode(keys), self.codec.values.encode(values)], dim=-1)
-        room = self.slot_bytes - rows.shape[-1]
-        return pad(rows, (0, room)) if room else rows
-
-    def unpack(self, rows: Tensor) -> KeyValue:
-        """K and V from rows on the device; views of `rows` where the codec stores the compute dtype."""
-        end = self.key_bytes + self.codec.values.row_bytes(self.head_dim)
-        keys, values = rows[..., : self.key_bytes], rows[..., self.key_bytes : end]
-        shape = (self.head_dim, self.dtype)
-        return KeyValue(self.codec.keys.decode(keys, *shape), self.codec.values.decode(values, *shape))
-
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
-        """Copies the requested slots into `rows` (from `rows_in`); returns and counts the bytes moved.
+        """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], a head's side by side; return and
+        count the bytes moved.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and pinned
-        memory, the count of an index being a 0-d device tensor; from pageable memory the call waits. Raises ValueError
-        for more slots than there are, IndexError (CPU only) for an index beyond the capacity.
+        memory, the count of chosen slots being a 0-d device tensor; from pageable memory the call waits. Raises
+        ValueError for more slots than there are, IndexError (CPU only) for an index beyond the capacity.
         """
-        if isinstance(request, int | Part):
-            moved: int | Tensor = self._copy_out(request, rows)
-        else:
-            request = chosen(request)
-            self._load_chosen(request, rows)
+        if isinstance(request, Chosen):
             moved = request.num_rows
+            if not rows.is_cuda or self.reachable:
+                gather_rows(self.slots, request.slots, rows, request.targets, self.tuning)
+            else:
+                gather_staged(self.slots, request.by_target(), rows)
+        else:
+            part = request if isinstance(request, slice) else slice(0, request)
+            moved = rows.shape[:3].numel()
+            copy_heads(self.slots[:, :, part.start : self._checked(part.stop)], rows)
         if self.placement == "host":
             self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
 
-    def _load_chosen(self, request: Chosen, rows: Tensor) -> None:
-        if not rows.is_cuda or self.reachable:
-            gather_rows(self.slots, request.slots, rows, request.places, self.tuning)
-        else:
-            gather_staged(self.slots, request.by_place(), rows)
-
     def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
-        """Puts `rows` (from `pack`) into slots; returns and counts the bytes moved.
+        """Put packed `rows` into slots; return and count the bytes moved.
 
-        at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative
-        ones writing nothing. Asynchronous and raising as `load`.
+        at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative ones writing
+        nothing. Asynchronous and raising as `load`.
         """
         if isinstance(at, int):
-            moved: int | Tensor = self._copy_in(rows, at)
+            moved: int | Tensor = rows.shape[:3].numel()
+            self._write_columns(rows, at)
         else:
             index, moved, _ = chosen(at)
             if rows.is_cuda and not self.reachable:
@@ -184,21 +260,12 @@ class KVStore:
         return moved * self.slot_bytes
 
     def free(self) -> None:
-        """Gives the slots back; the store holds none afterwards. Drain the link before."""
+        """Give the slots back; the store holds none afterwards. Drain the link before."""
         self.slots = self.slots.new_empty(0, 0, 0, self.slot_bytes)
 
-    def _copy_out(self, request: int | Part, rows: Tensor) -> int:
-        """The first slots of every head, or a part of them; returns the number of rows."""
-        if isinstance(request, Part):
-            self._checked(request.num_slots)
-            copy_part(self.slots, rows, request)
-            return request.end - request.begin
-        copy_heads(self.slots[:, :, : self._checked(request)], rows)
-        return rows.shape[:3].numel()
-
-    def _copy_in(self, rows: Tensor, at: int) -> int:
-        """Rows of every head from column `at` on; returns their number. Few rows a head, as a step's own, are short
-        lines: a kernel writes them where it can, else the host, from one copy of them all."""
+    def _write_columns(self, rows: Tensor, at: int) -> None:
+        """Rows of every head from column `at` on. Few rows a head, as a step's own, are short lines: a kernel writes
+        them where it can, else the host, from one copy of them all."""
         column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
         if rows.device == column.device or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)
@@ -207,12 +274,6 @@ class KVStore:
             scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
         else:
             column.copy_(rows.cpu())
-        return rows.shape[:3].numel()
-
-    @property
-    def reachable(self) -> bool:
-        """Whether a kernel on the device can address the slots."""
-        return self.placement != "host" or self.pinned
 
     def _allocate(self, shape: tuple[int, ...], slab: PinnedSlab | None) -> Tensor:
         if slab is not None:
@@ -220,7 +281,7 @@ class KVStore:
         if self.placement == "managed":
             return memory.managed_empty(shape, self.device)
         home = self.device if self.placement == "device" else torch.device("cpu")
-        require_memory(math.prod(shape), home)
+        memory.require_memory(math.prod(shape), home)
         return torch.empty(shape, dtype=torch.uint8, device=home)
 
     def _checked(self, end: int) -> int:
@@ -229,112 +290,21 @@ class KVStore:
         return end
 
 
-def slot_bytes(codec: AnyCodec, head_dim: int) -> int:
-    """Bytes of one token's K and V of one KV head, rounded up to a multiple of 4."""
-    return -(-(codec.keys.row_bytes(head_dim) + codec.values.row_bytes(head_dim)) // 4) * 4
-
-
-class Part(NamedTuple):
-    """Rows `begin` to `end` of a read of the first `num_slots`, counted through one head after another: a read that
-    comes in several parts into one buffer, each of few long copies."""
-
-    begin: int
-    end: int
-    num_slots: int
-
-    def place(self, row: int) -> int:
-        """Where a row so counted lies in the buffer: behind each head's there is one place more."""
-        return row + row // self.num_slots
-
-
-class Chosen(NamedTuple):
-    """Slots of each head's own, and how many they are, which is counted once for all who account for them.
-
-    slots: int64 [batch, num_kv_heads, n], negative ones moving nothing. num_rows: those that are not negative, under
-    CUDA 0-d on the device. places: which of n rows each slot belongs to, alike; distinct in a head, and of no meaning
-    beside a negative slot. None: in order.
-    """
-
-    slots: Tensor
-    num_rows: int | Tensor
-    places: Tensor | None = None
-
-    def by_place(self) -> Tensor:
-        """The slot of each row, -1 for none."""
-        if self.places is None:
-            return self.slots
-        n = self.slots.shape[-1]
-        found = self.slots.new_full((*self.slots.shape[:-1], n + 1), -1)
-        return found.scatter_(-1, self.places.masked_fill(self.slots < 0, n), self.slots)[..., :n]
-
-
-SlotRequest = int | Part | Chosen | Tensor
-
-
-def chosen(index: Chosen | Tensor) -> Chosen:
-    """Slot indices, counted."""
-    return index if isinstance(index, Chosen) else Chosen(index, num_true(index >= 0))
-
-
-def num_true(mask: Tensor) -> int | Tensor:
-    """How many of a mask hold; asked of no device, where it is 0-d."""
-    count = mask.sum()
-    return int(count) if count.is_cpu else count
-
-
-def num_requested(request: int | Chosen | Tensor) -> int:
-    """Rows per batch element and KV head that a request asks for, negative indices included."""
-    if isinstance(request, int):
-        return request
-    return (request.slots if isinstance(request, Chosen) else request).shape[-1]
-
-
-def tensors_of(request: SlotRequest) -> list[Tensor]:
-    """What a transfer reads to know its rows."""
-    parts = request if isinstance(request, Chosen) else (request,)
-    return [part for part in parts if isinstance(part, Tensor)]
+# Long pieces: the first slots of every head, or some columns of each, are a rectangle of bytes, a head a line. A copy
+# engine takes it whole.
 
 
 def copy_heads(source: Tensor, target: Tensor) -> None:
     """`target.copy_(source)`, [batch, num_kv_heads, n, slot_bytes], the rows of a head side by side on either side.
 
-    Asynchronous on the current stream between the device and page-locked memory; raises as `copy_rectangle`.
+    Asynchronous on the current stream between the device and page-locked memory, by `cudaMemcpy2DAsync`; where CUDA's
+    bindings are missing the lines are queued one by one. RuntimeError with CUDA's name of what went wrong.
     """
-    copy_rectangle(_lines(source), _lines(target))
-
-
-def copy_part(slots: Tensor, rows: Tensor, part: Part) -> None:
-    """Copies the slots [batch, num_kv_heads, capacity, slot_bytes] of a part to its rows [n, slot_bytes], in at most
-    three rectangles; otherwise as `copy_heads`."""
-    for source, target in rectangles(slots, rows, part):
-        copy_rectangle(source, target)
-
-
-def rectangles(slots: Tensor, rows: Tensor, part: Part) -> list[tuple[Tensor, Tensor]]:
-    """The slots of a part and the rows that they fill, as pairs of views [heads, bytes of a head]: the rest of a first
-    head, whole heads, and the begin of a last one, as far as the part has them.
-
-    rows: [places from the part's first row to its last, slot_bytes], contiguous.
-    """
-    if part.begin == part.end:
-        return []
-    count, heads = part.num_slots, slots.flatten(0, 1)
-    to_next_head = part.place(count) * rows.shape[-1]
-    whole = min(-(-part.begin // count) * count, part.end)
-    last = max(part.end // count * count, whole)
-    found = []
-    for begin, end in pairwise((part.begin, whole, last, part.end)):
-        if begin < end:
-            (head, slot), width = divmod(begin, count), min(end - begin, count)
-            height = (end - begin) // width
-            lines = heads[head : head + height, slot : slot + width].flatten(1)
-            first = rows[part.place(begin) - part.place(part.begin) :]
-            found.append((lines, first.as_strided((height, lines.shape[1]), (to_next_head, 1))))
-    return found
+    copy_rectangle(source.flatten(2).flatten(0, 1), target.flatten(2).flatten(0, 1))
 
 
 def copy_rectangle(source: Tensor, target: Tensor) -> None:
-    """`target.copy_(source)`, uint8 [lines, bytes of a line]. RuntimeError with CUDA's name of what went wrong."""
+    """`target.copy_(source)`, uint8 [lines, bytes of a line]."""
     if source.device == target.device:
         target.copy_(source)
     elif (runtime := cuda_runtime()) is None:
@@ -356,28 +326,28 @@ def _memcpy_2d(runtime: ModuleType, source: Tensor, target: Tensor) -> None:
         raise RuntimeError(f"cudaMemcpy2DAsync of {height} x {width} bytes: {error.name}")
 
 
-def _lines(rows: Tensor) -> Tensor:
-    """[batch, num_kv_heads, n, slot_bytes] as [heads, bytes of a head], a view."""
-    return rows.flatten(2).flatten(0, 1)
+# Rows one by one. Under CUDA a Triton kernel reads and writes pinned host memory in place, without a sync; on the CPU
+# `index_select` is one memcpy a row.
 
 
 def gather_rows(
-    slots: Tensor, index: Tensor, rows: Tensor, places: Tensor | None = None, tuning: Tuning = DEFAULT_TUNING
+    slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None = None, tuning: Tuning = DEFAULT_TUNING
 ) -> None:
-    """`rows[b, h, places[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is negative.
+    """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is negative.
 
-    places: int64 like `index`, distinct in a head, of no meaning beside a negative index; None is i itself. A row that
-    is given nothing keeps its content. Raises IndexError for an index beyond the capacity, on the CPU only.
+    slots: uint8 [batch, num_kv_heads, capacity, slot_bytes], contiguous; rows: [batch, num_kv_heads, n, slot_bytes],
+    contiguous in a head; index: int64 [batch, num_kv_heads, n]; targets: alike, distinct in a head, None is i itself. A
+    row that is given nothing keeps its content. Raises IndexError for an index beyond the capacity, on the CPU only.
     """
     if rows.is_cuda:
         from harness.offload.kernels import gather as kernels
 
-        kernels.gather_rows(slots, index, rows, places, tuning)
+        kernels.gather_rows(slots, index, rows, targets, tuning)
         return
     _check(slots, index)
     words = slots.view(torch.int32), rows.view(torch.int32)
     for head in np.ndindex(*index.shape[:2]):
-        _gather_head(words[0][head], index[head], words[1][head], None if places is None else places[head])
+        _gather_head(words[0][head], index[head], words[1][head], None if targets is None else targets[head])
 
 
 def gather_staged(slots: Tensor, index: Tensor, rows: Tensor) -> None:
@@ -390,15 +360,18 @@ def gather_staged(slots: Tensor, index: Tensor, rows: Tensor) -> None:
 def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING) -> None:
     """`slots[b, h, index[b, h, i]] = rows[b, h, i]`, nothing where the index is negative.
 
-    A slot may occur once in a head's index. Raises as `gather_rows`.
+    A slot may occur once in a head's index. Shapes and errors as in `gather_rows`.
     """
     if rows.is_cuda:
         from harness.offload.kernels import gather as kernels
 
         kernels.scatter_rows(slots, index, rows, tuning)
         return
-    position, moving = _positions(slots, index)
-    _flat_words(slots).index_copy_(0, position[moving], _flat_words(rows)[moving])
+    _check(slots, index)
+    batch, num_kv_heads, capacity, _ = slots.shape
+    first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
+    moving = (index >= 0).view(-1).nonzero().view(-1)
+    _flat_words(slots).index_copy_(0, (first + index).view(-1)[moving], _flat_words(rows)[moving])
 
 
 def warm_gather(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -409,13 +382,13 @@ def warm_gather(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TU
         kernels.warm(slots, device, tuning)
 
 
-def _gather_head(slots: Tensor, index: Tensor, rows: Tensor, places: Tensor | None) -> None:
-    """The same of one head, in words; where nothing is left out or moved without an intermediate copy."""
+def _gather_head(slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None) -> None:
+    """The rows of one head, in words; where nothing is left out or moved without an intermediate copy."""
     moving = (index >= 0).nonzero().view(-1)
-    if places is None and len(moving) == len(index):
+    if targets is None and len(moving) == len(index):
         torch.index_select(slots, 0, index, out=rows)
     elif len(moving):
-        rows.index_copy_(0, moving if places is None else places[moving], slots.index_select(0, index[moving]))
+        rows.index_copy_(0, moving if targets is None else targets[moving], slots.index_select(0, index[moving]))
 
 
 def _flat_words(rows: Tensor) -> Tensor:
@@ -423,25 +396,7 @@ def _flat_words(rows: Tensor) -> Tensor:
     return rows.view(torch.int32).view(-1, rows.shape[-1] // 4)
 
 
-def _positions(slots: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each indexed row lies among all flattened slots, and which of the indices are not negative."""
-    _check(slots, index)
-    batch, num_kv_heads, capacity, _ = slots.shape
-    first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
-    return (first + index).view(-1), (index >= 0).view(-1).nonzero().view(-1)
-
-
 def _check(slots: Tensor, index: Tensor) -> None:
     capacity, largest = slots.shape[2], int(index.max()) if index.numel() else -1
     if largest >= capacity:
         raise IndexError(f"slot index {largest} is beyond the capacity of {capacity} slots")
-
-
-COMPILED = {"cuda"}
-"""Kinds of devices for which the kernels are compiled."""
-
-
-def has_kernels(codec: AnyCodec, device: torch.device) -> TypeGuard[Codec]:
-    """Whether they know the format: K and V coded alike, in groups along head_dim, without a rotation."""
-    plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
-    return plain and device.type in COMPILED

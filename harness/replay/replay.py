@@ -1,24 +1,23 @@
 """Replay: score a given text in few large forwards, with exactly the selections that live decoding would make.
 
-A session holds one padded batch. `prefill` runs the prompt densely, `decode` runs any number of teacher-forced rows
-at once, each seeing only its selection plus itself, and `fork` repeats sequences for several continuations of one
-context. Columns are token slots: prompts are padded left and end in one column, later rows are padded right.
-
-Memory is linear in the length, see `harness.replay.passes`.
+A session holds one padded batch. `prefill` runs the prompt densely, `decode` runs any number of teacher-forced rows at
+once, each seeing only its selection and itself, and `fork` repeats sequences for several continuations of one context.
+Columns are token slots: prompts are padded left and end in one column, later rows are padded right.
 """
 
 from __future__ import annotations
 
 from copy import copy
 
+import torch
 from torch import Tensor
 
-from harness.model.attach import Attached
-from harness.replay.decode_rows import DecodePass, PromptPass
+from harness.model.attached import Attached, PromptPass
+from harness.model.policies import policies_of
+from harness.replay.decode_rows import DecodePass
 from harness.replay.history import History
 from harness.sizes import ReadStats, resident_share
-from methods.base import Calibration, Lengths, Method, State
-from methods.checks import require
+from methods.base import Calibration, Lengths, Method, PromptRows, State, calibration_on
 from methods.codec import AnyCodec
 from methods.keyless_codec import without_keys
 
@@ -42,18 +41,17 @@ class ReplaySession:
         calibration: Calibration | None = None,
         measure_recall: bool = False,
     ) -> None:
-        exempt, layers = method.num_exempt_layers, attached.geometry.num_layers
-        dense = method.reads_all and codec is None
-        require(dense or exempt < layers, "num_exempt_layers", exempt, f"< {layers} layers")
-        attached.require_window(int(final_lengths.max()))
+        attached.require_length(int(final_lengths.max()))
         codec = without_keys(codec) if method.holds_keys else codec
         self.attached = attached
         self.method = method
+        self.policies = policies_of(attached, method, needs_method=not method.reads_all or codec is not None)
         self.final_lengths = final_lengths
         self.calibration = calibration
         self.measure_recall = measure_recall and codec is None
-        self.state: State | None = None
-        self.history = History(attached, method, codec, len(final_lengths), num_columns)
+        self.states: dict[torch.device, State] = {}
+        self.history = History(attached, self.policies, method, codec, len(final_lengths), num_columns)
+        self.model_cache = attached.new_cache()
         self.reads = self._no_reads()
 
     def prefill(self, ids: Tensor, valid: Tensor, multiplicity: Tensor | None = None) -> Tensor:
@@ -64,14 +62,34 @@ class ReplaySession:
         """
         if self.history.length:
             raise RuntimeError("prefill runs once, before any decode row")
+        self.attached.require_even(valid)
         if not self.method.reads_all:
-            lengths = Lengths(valid.sum(-1), self.final_lengths)
-            self.state = self.method.new_state(self.attached.geometry, lengths, self.calibration)
+            for device in self.attached.method_devices(self.method.num_exempt_layers):
+                lengths = Lengths(valid.sum(-1).to(device), self.final_lengths.to(device))
+                calibration = calibration_on(self.calibration, device)
+                self.states[device] = self.method.new_state(self.attached.geometry, lengths, calibration)
         positions = self.history.enter(valid)
-        hidden = self.attached.forward(ids, positions, PromptPass(self.attached, self.history, self.state, valid))
+        prompt = PromptPass(self.attached, valid, self._keep_prompt)
+        self._prompt_rows = {
+            device: PromptRows(valid.to(device), self.history.tokens.shape[1]) for device in self.states
+        }
+        hidden = self.attached.forward(ids, positions, prompt, self.model_cache, valid)
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
         self.reads += ReadStats(pairs=pairs, pairs_read=pairs, code_bits=self.reads.code_bits)
         return hidden
+
+    def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """A layer's prompt joins the history, and the state of the method that governs the layer."""
+        self.history.keep(layer, key, value, slice(0, key.shape[2]))
+        policy, device = self.policies[layer], self.attached.layers[layer].device
+        if policy.kind != "method" or device not in self.states:
+            return
+        state = self.states[device]
+        state.prompt(policy.number, query, key, value, self._prompt_rows[device])
+        if policy.when == "previous_step":
+            self.history.last_queries[layer] = query[:, :, -1:].clone()
+        if self.method.holds_keys:
+            self.history.hold(layer, state, key, value)
 
     def decode(self, ids: Tensor, valid: Tensor, multiplicity: Tensor | None = None) -> Tensor:
         """Run teacher-forced decode rows; may be called again for the rows that follow.
@@ -82,8 +100,8 @@ class ReplaySession:
         if not self.history.length:
             raise RuntimeError("decode rows need a prompt: call prefill first")
         positions = self.history.enter(valid)
-        rows = DecodePass(self.attached, self.history, self.state, positions, valid, self.measure_recall)
-        hidden = self.attached.forward(ids, positions, rows)
+        rows = DecodePass(self.attached, self.history, self.states, positions, valid, self.measure_recall)
+        hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
         self.reads += rows.stats(_weights(valid, multiplicity), self.reads.code_bits, self._resident())
         return hidden
 
@@ -92,14 +110,15 @@ class ReplaySession:
         child = copy(self)
         child.reads = self._no_reads()
         child.final_lengths = self.final_lengths[index]
-        child.state = None if self.state is None else self.state.fork(index, num_columns)
+        child.states = {device: state.fork(index.to(device), num_columns) for device, state in self.states.items()}
         child.history = self.history.fork(index, num_columns)
+        child.model_cache = self.model_cache.fork(index)
         return child
 
     def _resident(self) -> Tensor:
         """What is kept on the device of each sequence / the full cache, fp64 [batch]."""
-        exempt, layers = self.method.num_exempt_layers, self.attached.geometry.num_layers
-        return resident_share(self.state, self.history.codec, self.final_lengths, exempt, layers)
+        states, exempt = list(self.states.values()), self.method.num_exempt_layers
+        return resident_share(states, self.history.codec, self.final_lengths, exempt, self.attached.geometry)
 
     def _no_reads(self) -> ReadStats:
         codec = self.history.codec

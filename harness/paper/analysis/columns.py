@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.data.text import calibration_ids
-from harness.model.attach import Attached, Handler
-from harness.model.attention import dense_attention
+from harness.model.attached import PromptPass
 from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
 from harness.paper.analysis.points import Point, mean_point
@@ -29,27 +28,20 @@ def measure(subject: Subject) -> list[Point]:
     config, loaded, attached = subject.config, subject.loaded, subject.attached
     ids = calibration_ids(config.calibration, loaded.tokenizer)
     calibration = cached_calibration(attached, InfiniGen(), ids, loaded.fingerprint, cache_dir() / "calibration")
-    columns = _Columns(attached, subject.layers(PAPER_LAYERS), calibration["rotation"])
+    layers, points = subject.layers(PAPER_LAYERS), []
+
+    def keep_magnitudes(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        number = attached.numbers[layer]
+        if number is None or number not in layers:
+            return
+        rotation = calibration["rotation"][number].to(query.device)
+        own_basis = torch.eye(query.shape[-1], device=query.device).expand_as(rotation)
+        for series, basis in ((BEFORE, own_basis), (AFTER, rotation)):
+            points.extend(_points(number, series, magnitudes(query[0], key[0], basis)))
+
     positions = torch.arange(subject.num_tokens, device=attached.device)[None]
-    attached.forward(subject.ids, positions, columns)
-    return columns.points
-
-
-class _Columns(Handler):
-    """A dense pass that keeps the magnitudes of the chosen layers' columns."""
-
-    def __init__(self, attached: Attached, layers: tuple[int, ...], rotation: Tensor) -> None:
-        self.geometry = attached.geometry
-        self.layers = layers
-        self.rotation = rotation
-        self.points: list[Point] = []
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if layer in self.layers:
-            own_basis = torch.eye(self.geometry.head_dim, device=query.device).expand_as(self.rotation[layer])
-            for series, basis in ((BEFORE, own_basis), (AFTER, self.rotation[layer])):
-                self.points += _points(layer, series, magnitudes(query[0], key[0], basis))
-        return dense_attention(query, key, value, self.geometry.scale)
+    attached.forward(subject.ids, positions, PromptPass(attached, keep=keep_magnitudes))
+    return points
 
 
 def magnitudes(query: Tensor, key: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

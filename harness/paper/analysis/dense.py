@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from harness.model.attach import Attached, Handler
-from harness.model.attention import dense_attention
+from harness.model.attached import Attached, PromptPass
 from harness.replay.decode_rows import MAX_CHUNK, SCORES_PER_CHUNK
-from methods.base import attention_scores
+from methods.base import Softmax
 
 
 class Block(NamedTuple):
@@ -28,10 +27,11 @@ class Block(NamedTuple):
     key: Tensor
     value: Tensor
     scores: Tensor
+    softmax: Softmax
 
     def probs(self) -> Tensor:
         """Attention weights by query head: fp32 [heads, rows, stop]."""
-        return self.scores.softmax(-1).flatten(1, 2)[0]
+        return self.softmax.weights(self.scores.clone()).flatten(1, 2)[0]
 
 
 class Observer(Protocol):
@@ -41,33 +41,29 @@ class Observer(Protocol):
         """Take in the next rows; they come in order."""
 
 
-class _DensePass(Handler):
-    """Dense attention in every layer, observed in some."""
-
-    def __init__(self, attached: Attached, observers: Mapping[int, Sequence[Observer]]) -> None:
-        self.scale = attached.geometry.scale
-        self.observers = observers
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if layer in self.observers:
-            rows, heads = query.shape[2], query.shape[1]
-            size = max(1, min(MAX_CHUNK, SCORES_PER_CHUNK // (heads * rows)))
-            for start in range(0, rows, size):
-                block = self._block(layer, query, key, value, start, min(start + size, rows))
-                for observe in self.observers[layer]:
-                    observe(block)
-        return dense_attention(query, key, value, self.scale)
-
-    def _block(self, layer: int, query: Tensor, key: Tensor, value: Tensor, start: int, stop: int) -> Block:
-        query, key, value = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
-        scores = attention_scores(query, key, self.scale)
-        column = torch.arange(stop, device=scores.device)
-        later = column[start:] > column[start:, None]  # keys before `start` are visible to all rows
-        scores[..., start:].masked_fill_(later, float("-inf"))
-        return Block(layer, start, stop, query, key, value, scores)
-
-
 def observe(attached: Attached, ids: Tensor, observers: Mapping[int, Sequence[Observer]]) -> None:
-    """Run `ids` [1, tokens] densely and show the layers in `observers` to them."""
+    """Run `ids` [1, tokens] densely and show the layers in `observers` to them. Layers are counted among those that see
+    every token, as methods count them."""
+
+    def show(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        number = attached.numbers[layer]
+        if number is None or number not in observers:
+            return
+        rows, heads = query.shape[2], query.shape[1]
+        size = max(1, min(MAX_CHUNK, SCORES_PER_CHUNK // (heads * rows)))
+        for start in range(0, rows, size):
+            block = _block(number, attached.softmaxes[layer], query, key, value, start, min(start + size, rows))
+            for see in observers[number]:
+                see(block)
+
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    attached.forward(ids, positions, _DensePass(attached, observers))
+    attached.forward(ids, positions, PromptPass(attached, keep=show))
+
+
+def _block(layer: int, softmax: Softmax, query: Tensor, key: Tensor, value: Tensor, start: int, stop: int) -> Block:
+    query, key, value = query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]
+    scores = softmax.scores(query, key)
+    column = torch.arange(stop, device=scores.device)
+    later = column[start:] > column[start:, None]  # keys before `start` are visible to all rows
+    scores[..., start:].masked_fill_(later, float("-inf"))
+    return Block(layer, start, stop, query, key, value, scores, softmax)

@@ -1,0 +1,55 @@
+"""What each attention layer of a model does under a method: the one place where that is decided.
+
+A layer that sees every token is under the method, or exempt from it and reads the full cache. A local layer reads its
+window, whatever the method. Recurrent layers have no cache, and so no policy: their states are the model's own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from harness.errors import UserError
+from harness.model.attached import Attached
+from methods.base import Method, Softmax, When, Window
+from methods.checks import require
+
+
+class Policy(NamedTuple):
+    """Of one attention layer.
+
+    kind: `method`: it reads what the method selects; `full`: every token; `local`: its window. number: the layer's
+    number among those that see every token, which is how methods count; -1 for a local one. when: when it is known
+    which rows it reads (`methods.base.When`).
+    """
+
+    kind: Literal["method", "full", "local"]
+    number: int
+    when: When
+    softmax: Softmax
+    window: Window | None
+
+
+def policies_of(attached: Attached, method: Method, *, needs_method: bool = True) -> list[Policy]:
+    """The policy of each attention layer, in order.
+
+    needs_method: at least one layer must be under the method. Raises ValueError where none is, and UserError for a
+    method that the model does not take.
+    """
+    exempt, num_layers = method.num_exempt_layers, attached.geometry.num_layers
+    require(exempt < num_layers or not needs_method, "num_exempt_layers", exempt, f"< {num_layers} layers")
+    if method.holds_keys and attached.geometry.values_in_keys:
+        raise UserError(f"method {method.title} keeps the keys: in this model they hold the values as well")
+    policies = []
+    for layer, number, softmax in zip(attached.layers, attached.numbers, attached.softmaxes, strict=True):
+        if number is None:
+            policies.append(Policy("local", -1, "kept", softmax, layer.window))
+        elif number < exempt:
+            policies.append(Policy("full", number, "kept", softmax, None))
+        else:
+            when = method.when_of(number)
+            if when == "previous_layer" and layer.before is None:  # the model's first layer has none before it
+                when = "own_query"
+            policies.append(Policy("method", number, when, softmax, None))
+    if any(policy.when == "previous_layer" for policy in policies):
+        attached.require_rehearsal()
+    return policies
