@@ -17,12 +17,12 @@ from harness.launch.cli import main
 from harness.model.attach import Handler, attach
 from harness.model.attention import dense_attention
 from harness.model.calibration import calibrate
-from harness.model.described import model_config
+from harness.model.described import as_config, model_config
 from harness.model.load import LoadedModel
 from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper.analysis import dense
 from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
-from harness.paper.analysis.memory import run_memory
+from harness.paper.analysis.memory import kv_bytes, run_memory
 from harness.paper.analysis.study import run_analysis
 from harness.resources import Resources
 from harness.settings.run import RunConfig
@@ -321,6 +321,11 @@ def test_memory_of_the_papers_model():
         assert found["KV cache", x_name, x] == 16 * 2048 * 48 * 2 * 7168 * 2
     assert found["KV cache", "batch_size", 1] * 64 == found["KV cache", "batch_size", 64]
     assert {value for (series, *_), value in found.items() if series == "weights"} == {found["weights", "seq_len", 256]}
+
+
+def test_multi_head_latent_attention_caches_a_latent_and_a_rotary_key():
+    described = as_config("deepseek", {"model_type": "deepseek_v3", "num_hidden_layers": 3})
+    assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize("name", ["opt-6.7b", "llama2-7b", "smollm2-135m", "qwen2.5-0.5b"])
