@@ -167,7 +167,7 @@ def test_the_cost_model_starts_light():
 
 
 NAMED_BY = {  # qwen2.5-coder's file holds the tied head a second time
-    "phi3-mini": "3.8b", "qwen2.5-coder-0.5b": "0.63b",
+    "phi3-mini": "3.8b", "qwen2.5-coder-0.5b": "0.63b", "phi4": "14.7b", "mistral-small": "23.6b",
 }  # fmt: skip
 MODEL_TYPES = {
     path.stem: read_yaml(path)["shape"]["model_type"] for path in sorted((CONF_DIR / "model").glob("*.yaml"))
@@ -438,6 +438,8 @@ def test_bad_names_and_rates_are_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.undo()
     with pytest.raises(UserError, match="model=opt-14b"):
         load_shape("opt-14b")
+    with pytest.raises(UserError, match="model=qwen3-next: the cost model knows opt, .*, and not qwen3_next"):
+        load_shape("qwen3-next")
     with pytest.raises(UserError, match=r"efficiency\.memory=1\.2: must be in \(0, 1\]"):
         Efficiency(0.5, 1.2, 0.5)
     with pytest.raises(UserError, match=r"platform\.link_bytes_per_s=0 of a6000-pcie3"):

@@ -52,6 +52,17 @@ PARAMETER_COUNTS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-coder-0.5b": 494_032_768 + 151_936 * 896,  # the file holds the tied head a second time
     "phi3-mini": 3_821_079_552,
+    "llama3.1-8b": 8_030_261_248,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next": 79_674_391_296,  # without the layers for multi-token prediction
+    "gemma3-12b": 11_766_034_176,  # the text decoder's, as below
+    "mistral-small": 23_572_403_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "phi4": 14_659_507_200,
+    "glm4-9b": 9_400_279_040,
+    "olmo3-7b": 7_298_011_136,
+    "smollm3-3b": 3_075_098_624,
     "pythia-1.4b": 1_414_647_808,
 }
 MAX_LENGTHS = {

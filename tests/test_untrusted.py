@@ -254,7 +254,7 @@ def test_a_grid_goes_by_the_family_of_the_model_that_is_given(tmp_path):
     of_pixels = {"model_type": "llava", "text_config": {"model_type": "gpt_neox", "hidden_size": 64}}
     (tmp_path / "nested" / "config.json").write_text(json.dumps(of_pixels))
     given = [([f"model.path={tmp_path}"], 2048), ([f"model.path={tmp_path / 'nested'}"], 2048)]
-    for overrides, seq_len in (*given, (["model=opt-125m"], 2048), ([], 4096)):
+    for overrides, seq_len in (*given, (["model=opt-125m"], 2048), (["model=gemma3-12b"], 4096), ([], 4096)):
         settings = ["grid=accuracy-paper", "data=hub", *overrides]
         grid = compose(settings).grid
         grid.cells = [{"experiment": "fig11", "method": "full"}]
