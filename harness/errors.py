@@ -66,11 +66,15 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
         list cut after `MAX_LISTED` names.
     """
     names = list(allowed)
-    folded = {candidate.lower(): candidate for candidate in names}
-    close = [folded[match] for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=0.5)]
-    question = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     more = ", ..." if len(names) > MAX_LISTED else ""
-    return f"{question}allowed: {', '.join(names[:MAX_LISTED])}{more}"
+    return f"{question(name, names)}allowed: {', '.join(names[:MAX_LISTED])}{more}"
+
+
+def question(name: object, allowed: Iterable[str]) -> str:
+    """Ask for up to three known names that are close to what the user wrote; empty where none is."""
+    folded = {candidate.lower(): candidate for candidate in allowed}
+    close = [folded[match] for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=0.5)]
+    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
 def reason(error: Exception) -> str:

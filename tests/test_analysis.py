@@ -17,12 +17,12 @@ from harness.launch.cli import main
 from harness.model.attach import Handler, attach
 from harness.model.attention import dense_attention
 from harness.model.calibration import calibrate
-from harness.model.described import model_config
+from harness.model.described import as_config, model_config
 from harness.model.load import LoadedModel
 from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper.analysis import dense
 from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
-from harness.paper.analysis.memory import run_memory
+from harness.paper.analysis.memory import kv_bytes, run_memory
 from harness.paper.analysis.study import run_analysis
 from harness.resources import Resources
 from harness.settings.run import RunConfig
@@ -323,7 +323,30 @@ def test_memory_of_the_papers_model():
     assert {value for (series, *_), value in found.items() if series == "weights"} == {found["weights", "seq_len", 256]}
 
 
-@pytest.mark.parametrize("name", ["opt-6.7b", "llama2-7b", "smollm2-135m", "qwen2.5-0.5b"])
+KV_ELEMENTS = {  # of one sequence of 8,192 tokens: layers x tokens x key and value x KV heads x head_dim
+    "gemma3-12b": (40 * 1024 + 8 * 8192) * 2 * 8 * 256,
+    "gpt-oss-20b": (12 * 128 + 12 * 8192) * 2 * 8 * 64,
+    "qwen3-next": 12 * 8192 * 2 * 2 * 256,  # its other 36 layers are linear attention
+    "qwen3-30b-a3b": 48 * 8192 * 2 * 4 * 128,
+    "mistral-small": 40 * 8192 * 2 * 8 * 128,
+}
+
+
+@pytest.mark.parametrize("name", KV_ELEMENTS)
+def test_sliding_layers_cache_their_window_and_recurrent_ones_no_token(name):
+    points = run_memory(load(["experiment=fig2", f"model={name}"])).metrics["points"]
+    (found,) = (each["value"] for each in points if each["series"] == "KV cache" and each["x"] == 8192)
+    assert found == 16 * KV_ELEMENTS[name] * 2
+
+
+def test_multi_head_latent_attention_caches_a_latent_and_a_rotary_key():
+    described = as_config("deepseek", {"model_type": "deepseek_v3", "num_hidden_layers": 3})
+    assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["opt-6.7b", "llama2-7b", "smollm2-135m", "qwen2.5-0.5b", "qwen3-30b-a3b", "gemma3-12b"]
+)
 def test_weights_are_those_of_the_model(name):
     from transformers import AutoModelForCausalLM
 

@@ -241,7 +241,10 @@ LLAMA = [(5, 0.2), (7, 0.2), (7, 0.6), (9, 0.6)], [(4096, 5.2)]
 OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 
 
-@pytest.mark.parametrize(("model", "expected"), [("llama2-7b", LLAMA), ("opt-6.7b", OPT), ("qwen2.5-0.5b", LLAMA)])
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("llama2-7b", LLAMA), ("opt-6.7b", OPT), ("pythia-1.4b", OPT), ("qwen2.5-0.5b", LLAMA), ("qwen3-next", LLAMA)],
+)
 def test_paper_grid_follows_the_family(model, expected):
     data = [f"model={model}", "data=hub"]
     every = read_plan(compose(["grid=accuracy-paper", *data]).grid, data).cells

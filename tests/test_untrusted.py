@@ -250,7 +250,11 @@ def test_a_model_that_conf_model_does_not_describe_is_refused(model_dir, monkeyp
 
 def test_a_grid_goes_by_the_family_of_the_model_that_is_given(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt", "max_position_embeddings": 2048}))
-    for overrides, seq_len in (([f"model.path={tmp_path}"], 2048), (["model=opt-125m"], 2048), ([], 4096)):
+    (tmp_path / "nested").mkdir()
+    of_pixels = {"model_type": "llava", "text_config": {"model_type": "gpt_neox", "hidden_size": 64}}
+    (tmp_path / "nested" / "config.json").write_text(json.dumps(of_pixels))
+    given = [([f"model.path={tmp_path}"], 2048), ([f"model.path={tmp_path / 'nested'}"], 2048)]
+    for overrides, seq_len in (*given, (["model=opt-125m"], 2048), (["model=gemma3-12b"], 4096), ([], 4096)):
         settings = ["grid=accuracy-paper", "data=hub", *overrides]
         grid = compose(settings).grid
         grid.cells = [{"experiment": "fig11", "method": "full"}]

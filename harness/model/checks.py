@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.errors import UserError, refused
-from harness.model.shape import ModelShape
+from harness.model.shape import NESTED, size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,15 +25,21 @@ def count(what: str, described: PreTrainedConfig) -> int:
 
 def require_filled(what: str, described: PreTrainedConfig, num_weights: int) -> None:
     """Raise UserError where files hold less than half of the weights that their configuration describes: all of them
-    would be made up in memory, before anybody could say which are missing."""
-    sizes = ModelShape.from_config(what, described.to_dict())
-    if sizes.num_weights > 2 * num_weights or count(what, described) > 2 * num_weights:
+    would be made up in memory, before anybody could say which are missing.
+
+    A layer of any decoder holds more than hidden_size squared: so too many layers are refused without building them.
+    """
+    layers, hidden_size = (size(described, name) or 0 for name in ("num_hidden_layers", "hidden_size"))
+    if layers * hidden_size**2 > 2 * num_weights or count(what, described) > 2 * num_weights:
         raise UserError(f"{what}: holds {num_weights} weights, far fewer than its configuration describes")
 
 
 def require_floats(name: str, mapping: Mapping[str, Any]) -> None:
     """Raise UserError where a config.json says that its weights are quantized: methods compute with floats."""
-    quantized = mapping.get("quantization_config")
+    nested = mapping.get(NESTED)
+    quantized = mapping.get("quantization_config") or (
+        nested.get("quantization_config") if isinstance(nested, Mapping) else None
+    )
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         raise UserError(

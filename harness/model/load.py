@@ -19,6 +19,7 @@ from harness.files import text_sha256
 from harness.model import hub
 from harness.model.checkpoint import has_tokenizer, num_elements, read_config, weight_files
 from harness.model.described import as_config, model_config, require_as_described
+from harness.model.shape import size
 from harness.model.source import PACKAGE, PACKAGED_NAME, find_source
 from harness.settings.sources import ModelConfig
 
@@ -27,12 +28,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+TEXT_WEIGHTS = {
+    r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
+"""Names of the text decoder's weights in a multimodal checkpoint, and what the decoder calls them."""
+UNLIMITED = 2**31 - 1
+"""The longest sequence of a model that names no limit, as with ALiBi or recurrent layers."""
+
+
 @dataclass
 class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        model: in evaluation mode, without gradients, with torch's fused attention ("sdpa").
+        model: in evaluation mode, without gradients, with torch's fused attention ("sdpa") where it has one.
         tokenizer: None where the source has none.
         name: what tables and records call it.
         max_length: the longest sequence it takes, in tokens.
@@ -51,8 +61,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model that `config` describes.
 
     Raises:
-        UserError: the source is missing, damaged, unreachable or without safetensors, the family is not
-            supported, or the device does not exist.
+        UserError: the source is missing, damaged, unreachable or without safetensors, it is no decoder of
+            transformers, or the device does not exist.
     """
     from transformers.utils import logging
 
@@ -73,7 +83,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         model=model.eval().requires_grad_(False),
         tokenizer=_tokenizer(directory, config, model),
         name=config.name,
-        max_length=model.config.max_position_embeddings,
+        max_length=size(model.config, "max_position_embeddings") or UNLIMITED,
         fingerprint=fingerprint,
     )
 
@@ -125,22 +135,25 @@ def _pretrained(
 
     from harness.model import checks, room
 
-    described = read_config(directory)
-    require_as_described(config, described)
-    checks.require_floats(config.name, described)
+    mapping = read_config(directory)
+    require_as_described(config, mapping)
+    checks.require_floats(config.name, mapping)
+    described = as_config(config.name, mapping)
     num_weights = num_elements(weight_files(directory))
-    checks.require_filled(str(directory), as_config(config.name, described), num_weights)
+    checks.require_filled(str(directory), described, num_weights)
     room.require_room(f"model {config.name}", num_weights, dtype, device)
+    multimodal = described.model_type != mapping["model_type"]  # of which the text decoder alone is loaded
     with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             device_map=device,
-            attn_implementation="sdpa",
+            attn_implementation=_attention(described),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             ignore_mismatched_sizes=True,  # reported below, with what is missing
             output_loading_info=True,
+            **({"config": described, "key_mapping": TEXT_WEIGHTS} if multimodal else {}),
         )
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
@@ -158,7 +171,14 @@ def _random(shape: "PreTrainedConfig", *, seed: int, device: "torch.device", dty
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=_attention(shape))
+
+
+def _attention(described: "PreTrainedConfig") -> str:
+    """torch's fused attention; a few families, such as Gemma 2 and gpt-oss, have none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
 
 
 def _tokenizer(

@@ -1,7 +1,4 @@
-"""A decoder's sizes, and what follows from them in elements and bytes. Loads no model library.
-
-Read from `shape` of `conf/model/<name>.yaml`.
-"""
+"""A decoder's sizes, as its configuration names them, and those that the cost model needs. Loads no model library."""
 
 from __future__ import annotations
 
@@ -9,18 +6,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, nearest
 from harness.settings.choices import CONF_DIR, options
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 WEIGHT_BYTES = 2
 """Bytes of a weight, and of an element of the cache: fp16 throughout, as in the paper."""
+NESTED = "text_config"
+"""What the config.json of a multimodal model calls its text decoder's."""
+FFN_MATRICES = {"opt": 2, "gpt_neox": 2, "llama": 3, "mistral": 3, "phi3": 3, "qwen2": 3, "qwen3": 3}
+"""Matrices of an FFN in the families that the cost model knows: 3 where it is gated. Their layers are all alike."""
+
+
+def size(described: PreTrainedConfig, name: str) -> int | None:
+    """One of a decoder's sizes; None where its configuration has no such size, or one for each layer."""
+    try:
+        found = getattr(described, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return None
+    return found if type(found) is int else None
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes. ffn_matrices: 2, or 3 where the FFN is gated; weights carry no biases or norms here."""
+    """Sizes of a decoder whose layers are all alike, for the cost model; its weights carry no biases or norms."""
 
     name: str
     num_layers: int
@@ -35,11 +48,12 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, name: str, config: Mapping[str, Any]) -> ModelShape:
-        """The shape behind a transformers config as a plain mapping; the FFNs of OPT and GPT-NeoX are not gated."""
+        """The sizes in a transformers config as a plain mapping; UserError for a family that is not in FFN_MATRICES."""
         shape = {key: value for key, value in config.items() if value is not None}
-        opt = shape["model_type"] == "opt"
+        family = shape["model_type"]
+        if family not in FFN_MATRICES:
+            raise UserError(f"model={name}: the cost model knows {', '.join(FFN_MATRICES)}, and not {family}")
         heads = shape["num_attention_heads"]
-        tied = shape.get("tie_word_embeddings", opt)
         return cls(
             name=name,
             num_layers=shape["num_hidden_layers"],
@@ -47,10 +61,10 @@ class ModelShape:
             num_heads=heads,
             num_kv_heads=shape.get("num_key_value_heads", heads),
             head_dim=shape.get("head_dim", shape["hidden_size"] // heads),
-            ffn_size=shape["ffn_dim" if opt else "intermediate_size"],
-            ffn_matrices=2 if shape["model_type"] in ("opt", "gpt_neox") else 3,
+            ffn_size=shape["ffn_dim" if family == "opt" else "intermediate_size"],
+            ffn_matrices=FFN_MATRICES[family],
             vocab_size=shape["vocab_size"],
-            num_vocab_matrices=1 if tied else 2,
+            num_vocab_matrices=1 if shape.get("tie_word_embeddings", family == "opt") else 2,
         )
 
     @property
@@ -96,7 +110,7 @@ class ModelShape:
 
 
 def load_shape(name: str) -> ModelShape:
-    """The shape in `conf/model/<name>.yaml`; UserError for an unknown model."""
+    """The shape in `conf/model/<name>.yaml`; UserError for an unknown model, and as `ModelShape.from_config`."""
     if name not in options("model"):
         raise UserError(f"model={name}: {nearest(name, options('model'))}")
     return ModelShape.from_config(name, read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"])
