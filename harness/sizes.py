@@ -219,6 +219,66 @@ class ReadStats:
             )
 
 
+class StepReads:
+    """What live decoding reads on the device, summed over steps and sequences without asking the device for a number.
+
+    codec: of the rows in the layers under the method, which take `slot_bytes` a token and KV head. element_bytes: of
+    the dtype that is computed in. num_bytes: fp64, 0-d: the rows that attention read as they are stored, what was read
+    of an index in the dtype that is computed in, the windows, and the own token of every layer; of real tokens only,
+    padding is not counted.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_exempt: int,
+        codec: AnyCodec,
+        *,
+        slot_bytes: int,
+        element_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self.geometry, self.num_exempt = geometry, num_exempt
+        self.width = code_width(codec, geometry)
+        self.token_bytes = geometry.elements * element_bytes  # exact, of a KV head
+        self.slot_bytes = slot_bytes
+        self.rows = 0
+        self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def count(self, cached: Tensor, reads: Sequence[Tensor], index_reads: Sequence[Tensor]) -> None:
+        """Add a step: int [batch] tokens cached before it; of each layer under the method [batch] tokens read, and read
+        of an index, mean over KV heads."""
+        geometry, num_layers = self.geometry, self.geometry.num_layers
+        read, index_read = (_sum(cached, each) for each in (reads, index_reads))
+        self.rows += len(cached)
+        share = share_of_cache(cached, read, self.width, self.num_exempt, num_layers, geometry.windows)
+        index_share = share_beside(cached, index_read, num_layers, geometry.windows)
+        exact = self.num_exempt * cached + index_read + num_layers
+        for window in geometry.windows:
+            exact = exact + window.weight * (window.num_cached(cached) + 1)
+        num_bytes = geometry.num_kv_heads * (exact * self.token_bytes + read * self.slot_bytes)
+        self.frac_sum = self.frac_sum + share.sum()
+        self.index_sum = self.index_sum + index_share.sum()
+        self.num_bytes = self.num_bytes + num_bytes.sum()
+
+    @property
+    def kv_frac(self) -> float:
+        """What was read of the cache / the full cache, mean over the steps and sequences so far."""
+        return float(self.frac_sum) / self.rows
+
+    @property
+    def device_frac(self) -> float:
+        """What was read in device memory / the full cache, alike."""
+        return float(self.frac_sum + self.index_sum) / self.rows
+
+
+def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
+    """Over the layers, one launch for all: fp64, shaped like `cached`, zeros of none."""
+    if not layers:
+        return torch.zeros_like(cached, dtype=torch.float64)
+    return torch.stack([layer.to(cached.device) for layer in layers]).sum(0, dtype=torch.float64)
+
+
 def kv_frac(
     method: Method, rows: Mapping[Row, int], num_layers: int, width: float = 1.0, windows: Sequence[Window] = ()
 ) -> float:

@@ -15,6 +15,7 @@ class Oracle(ScoreSelecting):
 
     when: ClassVar[When] = "true_scores"  # type: ignore[misc]  # known no earlier
     own_query_layers: ClassVar[int] = 0  # type: ignore[misc]
+    choices_of_when = ("true_scores",)
 
     title = "Oracle"
 

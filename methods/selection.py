@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from methods.checks import require, require_fraction, require_one_of
 from methods.kernels import compiled_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
-CHOICES_OF_WHEN = ("previous_step", "previous_layer", "own_query")
 
 
 def kernels_for(scores: Tensor) -> ModuleType | None:
@@ -64,11 +63,13 @@ class Selecting(Method):
     num_sinks: int = 0
     recent_frac: float = 0.0
 
+    choices_of_when: ClassVar[tuple[When, ...]] = ("previous_step", "previous_layer", "own_query")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one_of("group", self.group, GROUPS)
         require_one_of("covers", self.covers, ("kv_head", "layer"))
-        require_one_of("when", self.when, CHOICES_OF_WHEN)
+        require_one_of("when", self.when, self.choices_of_when)
         require(self.own_query_layers >= 0, "own_query_layers", self.own_query_layers, "an integer >= 0")
         require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
         require_fraction("recent_frac", self.recent_frac, zero=True)

@@ -213,7 +213,9 @@ CASES = {
         InfiniGen(alpha=inf, max_fetch_frac=0.4, when="previous_step", num_sinks=1, recent_frac=0.3)
     ),
     "infinigen-layer": Case(
-        InfiniGen(alpha=inf, max_fetch_frac=0.4, when="own_query", covers="layer", group="max_probs", num_exempt_layers=0)
+        InfiniGen(
+            alpha=inf, max_fetch_frac=0.4, when="own_query", covers="layer", group="max_probs", num_exempt_layers=0
+        )
     ),
     "infinigen-fixed": Case(InfiniGen(fixed_fetch=6, skew=False)),
     "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),

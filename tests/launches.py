@@ -5,7 +5,7 @@ Apart from the tests, since a process of its own imports this module, and nothin
 
 import torch
 
-from harness.offload.tuning import Tuning
+from harness.offload.memory import Tuning
 from methods.base import Rows
 from methods.codec import Codec
 

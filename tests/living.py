@@ -19,23 +19,29 @@ from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
 from harness.offload.links import EmulatedLink, Link
 from harness.offload.live import LiveSession
-from harness.offload.store import KeyValue, KVStore, num_requested
+from harness.offload.store import KeyValue, KVStore, chosen
 from harness.setup import Setup
 
 PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
 """Real prompt tokens of the sequences of a batch."""
 
+FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "int2": 0.3, "int1": 1.0}
+"""A value at the border of two codes may fall to either side, since live and replay round differently; one code off
+moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
+(`smooth`), the codec's path is held to the contract's tolerance."""
+
 __all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "token_batch"]  # of the contract, for tests
 
 
 def loaded(store: KVStore, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
     """The requested rows, at once; through `buffer`, where one of negative index keeps what it held, or a new one."""
+    count = request if isinstance(request, int) else request.shape[-1]
     if buffer is None:
-        buffer = store.new_buffer(num_requested(request))
-    rows = store.rows_in(buffer, request)
-    store.load(request, rows)
-    return store.unpack(rows)
+        buffer = store.new_buffer(count)
+    rows = store.rows_in(buffer, count)[:, :, :count]
+    store.load(request if isinstance(request, int) else chosen(request), rows)
+    return store.format.unpack(rows)
 
 
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
@@ -98,3 +104,8 @@ def attached_with_link(family: str = "gqa", bytes_per_s: float = 1e12) -> Iterat
     """A tiny model under our attention, and a link that costs nothing."""
     with attach(tiny(family)) as attached, EmulatedLink(bytes_per_s) as link:
         yield attached, link
+
+
+def of_codec(codec) -> float:
+    """What flips allow: those of the coarser of keys and values."""
+    return max(FLIPS.get(half.name, TOLERANCE) for half in (codec.keys, codec.values)) if codec else TOLERANCE

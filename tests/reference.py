@@ -262,7 +262,7 @@ class Reference:
             return [kept for _ in self.heads[layer]]
         if not isinstance(method, ScoreSelecting):
             return [set(cached) for _ in self.heads[layer]]
-        asking = {"own_query": queries, "previous_layer": rehearsed, "previous_step": self.last_queries[layer]}[method.when]
+        asking = {"previous_layer": rehearsed, "previous_step": self.last_queries[layer]}.get(method.when, queries)
         scores = []  # [KV head][query head of its group][token]
         for g, head in enumerate(self.heads[layer]):
             oracle = isinstance(method, Oracle)

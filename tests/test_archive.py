@@ -31,7 +31,7 @@ from harness.tables import write as tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RAN = {
-    "seconds": 90.0, "error": None, "started": "2026-01-01T00:00:00+00:00", "selects": "ahead", "samples": {},
+    "seconds": 90.0, "error": None, "started": "2026-01-01T00:00:00+00:00", "when": "kept", "samples": {},
     "environment": {"python": "3.11.7", "cpu": "a processor", "packages": {"torch": "2.13.0"}, "commit": "abc"},
     "inputs": {"code:method": "a" * 64, "code:harness": "b" * 64, "model": "c" * 64, "corpus": "d" * 64},
 }  # fmt: skip

@@ -24,10 +24,10 @@ from replaying import (
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from harness.errors import UserError
-from harness.model.adapters import Adapter
 from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.prompt import run_prompt
 from harness.model.tiny import tiny_model
-from harness.offload.step import run_prompt
 from harness.replay import decode_rows as passes
 
 # Order of calls, refusals
@@ -55,10 +55,11 @@ def test_a_method_that_leaves_no_layer_is_refused(tiny_gqa, name):
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "infinigen-union"])
 def test_only_the_layers_that_select_by_a_rehearsal_are_rehearsed(tiny_gqa, name, monkeypatch):
     method, asked = CASES[name].method, []
-    original = Adapter.query
-    monkeypatch.setattr(Adapter, "query", lambda *a: (asked.append(a[1].layer_idx), original(*a))[1])
+    with attach(tiny_gqa):
+        original = Attached.early_query  # the check of a model at its first use asks for each layer's
+    monkeypatch.setattr(Attached, "early_query", lambda *a: (asked.append(a[1]), original(*a))[1])
     run_one(tiny_gqa, CASES[name])
-    assert asked == (list(range(method.num_exempt_layers, 4)) if method.selects == "rehearsed" else [])
+    assert asked == (list(range(method.num_exempt_layers, 4)) if method.when == "previous_layer" else [])
 
 
 def test_a_window_shorter_than_the_sequence_is_refused():

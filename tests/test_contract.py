@@ -19,6 +19,7 @@ from living import (
     attached_with_link,
     force,
     largest_difference,
+    of_codec,
     open_live,
     replay,
 )
@@ -29,10 +30,6 @@ from harness.offload.cache import LayerCache
 from harness.sizes import kv_frac
 from methods.base import Geometry, Row
 
-FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "int2": 0.3, "int1": 1.0}
-"""A value at the border of two codes may fall to either side, since live and replay round differently; one code off
-moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
-(`smooth`), the codec's path is held to the contract's tolerance."""
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
 
@@ -44,7 +41,7 @@ def in_families(names) -> pytest.MarkDecorator:
 
 every_case = in_families(CASES)
 every_padding = pytest.mark.parametrize("padding", PROMPTS)
-OFFLOADED = [name for name, case in CASES.items() if case.method.selects != "scores"]
+OFFLOADED = [name for name, case in CASES.items() if case.method.when != "true_scores"]
 offloaded = in_families(OFFLOADED)
 CHOOSING = [name for name, case in CASES.items() if case.method.names_rows]
 choosing = in_families(CHOOSING)
@@ -52,11 +49,6 @@ choosing = in_families(CHOOSING)
 
 def tolerance(name: str) -> float:
     return of_codec(CASES[name].codec)
-
-
-def of_codec(codec) -> float:
-    """What flips allow: those of the coarser of keys and values."""
-    return max(FLIPS.get(half.name, TOLERANCE) for half in (codec.keys, codec.values)) if codec else TOLERANCE
 
 
 @cache
@@ -85,7 +77,7 @@ def decoded(family: str, name: str, padding: str, placement: str, reuse: bool) -
         closing(open_live(attached, CASES[name], placement=placement, link=link, reuse=reuse)) as session,
     ):
         result = result_of(session, force(session, PROMPTS[padding]))
-        crossed = (session.h2d_bytes, int(session.fetcher.h2d_bytes))
+        crossed = (session.h2d_bytes, int(session.loaded_bytes))
         slot_bytes = (session.stores[0].slot_bytes, session.stores[-1].slot_bytes)
         return Decoded(result, attached.geometry, sum(selected), crossed, slot_bytes)
 
@@ -172,7 +164,7 @@ def test_a_shipped_methods_live_is_its_replay(name, padding):
     expected, got = of_shipped(name, padding, "replay"), of_shipped(name, padding, "device")
     assert largest_difference(got.logits, expected.logits) <= allowed
     assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
-    if case.method.selects != "scores":
+    if case.method.when != "true_scores":
         assert torch.equal(of_shipped(name, padding, "host").logits, got.logits)
 
 

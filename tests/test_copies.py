@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.offload import store as copies
-from harness.offload.memory import RUNTIME, PinnedSlab, cuda_runtime
+from harness.offload.memory import DEFAULT_TUNING, RUNTIME, PinnedSlab, cuda_runtime
 from harness.offload.store import KVStore, Part, copy_heads, copy_part, rectangles
-from harness.offload.tuning import DEFAULT_TUNING
 from methods.codec import Codec
 
 BATCH, KV_HEADS, CAPACITY, SLOT_BYTES = 2, 2, 7, 8

@@ -140,7 +140,7 @@ def test_bytes_by_hand(name, padding, placement):
         closing(open_live(attached, hand.case, placement=placement, link=link)) as session,
     ):
         force(session, PROMPTS[padding])
-        crossed, read, kept = int(session.fetcher.h2d_bytes), float(session.reads.num_bytes), session.device_bytes
+        crossed, read, kept = int(session.loaded_bytes), float(session.reads.num_bytes), session.device_bytes
     selected = [hand.read(t, final) for t, final in rows]
     index = [hand.index(t, final) for t, final in rows]
     cached, own = [t for t, _ in rows], 4 * len(rows)

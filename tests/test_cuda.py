@@ -83,7 +83,7 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     device, session = decode(attached, case)
     assert largest_difference(device, expected) <= tolerance
     assert session.reads.kv_frac == pytest.approx(replayed.reads.kv_frac)
-    if case.method.selects == "scores":
+    if case.method.when == "true_scores":
         return
     host, session = decode(attached, case, placement="host", link=link)
     assert torch.equal(host, device)

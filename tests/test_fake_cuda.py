@@ -85,7 +85,7 @@ PLACED = [
     (name, placement, reuse)
     for name in SCANNED
     for placement, reuse in (("device", False), ("host", False), ("host", True))
-    if (placement == "device" or CASES[name].method.selects != "scores") and (name in REUSED or not reuse)
+    if (placement == "device" or CASES[name].method.when != "true_scores") and (name in REUSED or not reuse)
 ]
 
 

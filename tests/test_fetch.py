@@ -56,7 +56,7 @@ def test_places_keep_what_is_there_and_fetches_the_rest_into_free_places(mask, d
     resident = torch.tensor(resident).view(*mask.shape[:2], room)
     before = resident.clone()
     request, after = places(mask, resident)
-    fetch = request.by_place()
+    fetch = request.by_target()
     assert request.num_rows == (fetch >= 0).sum()
     assert (request.slots >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
     assert torch.equal(resident, before), "what is resident was changed in place"
@@ -165,7 +165,7 @@ class LatestLink(Link):
 
     def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
         rows = store.rows_in(buffer, request)
-        rows[request.by_place() >= 0 if isinstance(request, Chosen) else slice(None)] = 0xFF
+        rows[request.by_target() >= 0 if isinstance(request, Chosen) else slice(None)] = 0xFF
         return self._submit(rows, lambda: store.load(request, rows))
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
@@ -250,7 +250,7 @@ def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
             expected = loaded(stores[layer], count)
             keys, values = stores[layer].unpack(got.rows)
             assert torch.equal(keys, expected.keys) and torch.equal(values, expected.values)
-        assert not fetcher.pending(layers)
+        assert not fetcher.is_pending(layers)
 
 
 def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():

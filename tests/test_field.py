@@ -12,6 +12,7 @@ from cases import CASES, Case
 from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_ragged, token_ids
 
 from harness.model.attach import attach
+from harness.model.prompt import PromptPass
 from harness.replay import decode_rows as passes
 from methods.base import EMPTY, Geometry, Lengths, Row
 from methods.quest import Quest
@@ -51,13 +52,13 @@ def replayed(model, case: Case, batch: str, monkeypatch, calls=()) -> tuple[Geom
     def select(block, exact):
         selection = original(block, exact)
         kv_heads = block.key.shape[1]
-        tokens, real = block.tokens[:, : block.stop], block.rows_pass.valid[:, block.rows]
+        tokens, real = block.tokens[:, : block.stop], block.real[:, block.rows]
         selected.setdefault(block.layer, []).append(
             (selection.mask.clone().expand(-1, kv_heads, -1, -1), tokens, real, selection.num_read)
         )
         return selection
 
-    for handler in (passes.PromptPass, passes.DecodePass):
+    for handler in (PromptPass, passes.DecodePass):
         monkeypatch.setattr(handler, "attention", note(handler.attention))
     original = passes._Block._select
     monkeypatch.setattr(passes._Block, "_select", select)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.offload import store as gather
+from harness.offload.memory import Tuning
 from harness.offload.store import Chosen, chosen
-from harness.offload.tuning import Tuning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -110,8 +110,8 @@ def test_rows_moved_are_counted():
 
 def test_the_slot_of_each_place():
     index, places = torch.tensor([[[4, 0, -1], [2, -1, -1]]]), torch.tensor([[[2, 0, 9], [1, 1, 1]]])
-    assert torch.equal(Chosen(index, 3, places).by_place(), torch.tensor([[[0, -1, 4], [-1, 2, -1]]]))
-    assert torch.equal(Chosen(index, 3).by_place(), index)
+    assert torch.equal(Chosen(index, 3, places).by_target(), torch.tensor([[[0, -1, 4], [-1, 2, -1]]]))
+    assert torch.equal(Chosen(index, 3).by_target(), index)
 
 
 def test_an_index_beyond_the_capacity_does_not_read_the_next_head():

@@ -18,7 +18,7 @@ from benchmarks.gpu.plan import CPU, CUDA, LONG, PLANS, SYSTEMS, Shape
 from benchmarks.gpu.report import Report
 from harness.errors import UserError
 from harness.offload import memory as pinned
-from harness.offload.tuning import Tuning
+from harness.offload.memory import Tuning
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed.link_rate import LinkRate

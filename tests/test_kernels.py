@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launches import COUNTS, launch_lists, launch_narrow_moves, launch_wide_moves
 
 from harness.offload import fetch as compact
-from harness.offload.tuning import Tuning
+from harness.offload.memory import Tuning
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

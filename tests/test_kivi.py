@@ -12,8 +12,9 @@ from living import attached_with_link, force, largest_difference, open_live, tin
 from replaying import open_session
 
 from harness.model.attach import attach
-from harness.offload import step as live_passes
-from harness.replay import decode_rows as replay_passes
+from harness.model.prompt import PromptPass
+from harness.offload.step import DecodeStep
+from harness.replay.decode_rows import DecodePass
 from methods.channel_codec import ChannelCodec
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
@@ -122,7 +123,7 @@ every_family = pytest.mark.parametrize("family", ["gqa", "opt"])
 @pytest.mark.parametrize("forks", [False, True])
 def test_replay_is_the_rule(family, prompts, case, forks, monkeypatch):
     """In several calls, whose edges lie within groups; in a fork too."""
-    watch = Watch(monkeypatch, replay_passes.PromptPass, replay_passes.DecodePass)
+    watch = Watch(monkeypatch, PromptPass, DecodePass)
     ids, real = token_batch(prompts, STEPS)
     with attach(tiny(family)) as attached:
         session = open_session(attached, case, real.sum(-1).tolist(), ids.shape[1])
@@ -140,7 +141,7 @@ def test_replay_is_the_rule(family, prompts, case, forks, monkeypatch):
 @every_family
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_live_is_the_rule(family, prompts, case, placement, monkeypatch):
-    watch = Watch(monkeypatch, live_passes.PromptPass, live_passes.StepPass)
+    watch = Watch(monkeypatch, PromptPass, DecodeStep)
     with (
         attached_with_link(family) as (attached, link),
         closing(open_live(attached, case, STEPS, placement=placement, link=link)) as session,

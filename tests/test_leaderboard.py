@@ -25,13 +25,13 @@ from tests.composed import load
 TASKS = "tasks=[kv_recall,passkey]"
 COMMON = ["sizing=nearest", "num_windows=2", "num_samples=4", TASKS]
 RAN = {"environment": {}, "seconds": 1.0, "error": None}
-KINDS = {"full": "ahead", "int4": "ahead", "streaming": "ahead", "infinigen": "rehearsed", "oracle": "scores"}
+KINDS = {"full": "kept", "int4": "kept", "streaming": "kept", "infinigen": "previous_layer", "oracle": "true_scores"}
 
 
 def save_method(results: Path, method: str, size: float | None, *, kl: float, hits: str, **step: Any) -> None:
     """Records of a method at a size: a text, four questions of each task (`hits`, two to a context), a step."""
     chosen = [*COMMON, f"method={method}", *([] if size is None else [f"target_kv_frac={size}"])]
-    about = {"selects": KINDS[method], "started": "2026-01-01T00:00:00+00:00", "text": method, "methods": {}} | RAN
+    about = {"when": KINDS[method], "started": "2026-01-01T00:00:00+00:00", "text": method, "methods": {}} | RAN
     read = (1.0 if method == "full" else 0.33) if size is None else size
     shares = {"kv_frac": step.pop("kv_frac", read), "device_frac": 0.3, "resident_frac": 0.1}
     windows = [{"nll": 2.5 + kl, "nll_full": 2.5}, {"nll": 3.5 + 2 * kl, "nll_full": 3.5}]
@@ -166,7 +166,7 @@ def test_a_step_at_another_size_is_modelled_from_the_timed_one(results) -> None:
 def test_an_older_run_of_the_same_cell_gives_way(results) -> None:
     old = {"perplexity": 1.0, "kv_frac": 0.16, "kl_nats": 9.0}
     chosen = ["experiment=leaderboard-scores", *COMMON, "num_windows=1", "method=streaming", "target_kv_frac=0.16"]
-    about = {"selects": "ahead", "started": "2025-01-01", "samples": {"windows": [{"nll": 2, "nll_full": 1}]}}
+    about = {"when": "kept", "started": "2025-01-01", "samples": {"windows": [{"nll": 2, "nll_full": 1}]}}
     save(results, chosen, {"offline": old}, **about)
     tables.update(results, "leaderboard-scores")
     assert row_of(board(results), "Streaming")["kl_nats"] == 0.5

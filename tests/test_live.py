@@ -22,12 +22,12 @@ from transformers import AttentionInterface
 
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.prompt import run_prompt
 from harness.offload import links as emulated
 from harness.offload import timeline as timelines
 from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
 from harness.offload.live import LiveSession, generate
-from harness.offload.step import run_prompt
 from harness.offload.timeline import SEGMENTS, Timeline
 from methods.base import EMPTY
 from methods.codec import Codec
@@ -173,12 +173,12 @@ def test_what_steps_use_is_counted_whatever_is_under_way():
         session = open_live(attached, CASES["infinigen-fixed"], placement="host", link=link)
         ids, real = token_batch(EVEN)
         session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        assert session.fetcher.h2d_bytes == 0
+        assert session.loaded_bytes == 0
         for step in range(STEPS):
             session.decode_step(ids[:, PROMPT + step])
             rows = 2 * sum(CACHED[: step + 1]) + 2 * 6 * (step + 1)
-            assert session.fetcher.h2d_bytes == HEADS * rows * FP32_ROW
-            assert session.fetcher.d2h_bytes == LAYERS * HEADS * (PROMPT + step + 1) * FP32_ROW
+            assert session.loaded_bytes == HEADS * rows * FP32_ROW
+            assert session.written_bytes == LAYERS * HEADS * (PROMPT + step + 1) * FP32_ROW
         session.close()
 
 
@@ -202,7 +202,7 @@ def counted(case: Case, **options) -> dict:
         }
         session.close()
         assert (session.h2d_bytes, session.d2h_bytes) == (found["h2d"], found["d2h"])
-        assert session.fetcher.d2h_bytes == found["d2h"] and session.fetcher.h2d_bytes == found["h2d"]
+        assert session.written_bytes == found["d2h"] and session.loaded_bytes == found["h2d"]
     return found
 
 
@@ -264,7 +264,7 @@ def key_spy(attached) -> dict[int, torch.Tensor]:
 # Sessions
 
 
-ON_HOST = [name for name, case in CASES.items() if case.method.selects != "scores"]
+ON_HOST = [name for name, case in CASES.items() if case.method.when != "true_scores"]
 ON_DEVICE = [name for name in CASES if name in WIDE or name not in ON_HOST]
 """What a method does with a prompt that is handed over is the same wherever rows lie: a case of each."""
 

@@ -12,6 +12,7 @@ from living import PROMPT, PROMPTS, attached_with_link, force, open_live, tiny, 
 
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.prompt import run_prompt
 from harness.model.tiny import tiny_model
 from harness.offload import memory
 from harness.offload.cache import LayerCache
@@ -24,7 +25,6 @@ from harness.offload.memory import (
     require_session,
     session_bytes,
 )
-from harness.offload.step import run_prompt
 from harness.speed import run
 
 GIB = 2**30
@@ -33,7 +33,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HOST = [
     (name, reuse)
     for (name, case), reuse in product(CASES.items(), (False, True))
-    if case.method.selects != "scores" and (case.method.names_rows or not reuse)
+    if case.method.when != "true_scores" and (case.method.names_rows or not reuse)
 ]
 
 

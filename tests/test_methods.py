@@ -60,7 +60,7 @@ seeds = st.integers(0, 2**31)
         (InfiniGen, {"round_columns": "near"}, r"method\.round_columns=near: .*up, down"),
         (InfiniGen, {"columns": "key"}, r"method\.columns=key: .*sum, query, union"),
         (InfiniGen, {"fixed_fetch": -3}, r"method\.fixed_fetch=-3: .*>= 1 or null"),
-        (InfiniGen, {"num_exempt_layers": 0}, r"method\.num_exempt_layers=0: .*>= 1"),
+        (InfiniGen, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, settings, message):
@@ -220,12 +220,12 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
     [
         (Oracle, {"group": "median"}, "method.group=median: must be one of best, "),
         (Oracle, {"covers": "model"}, "method.covers=model: must be one of kv_head, layer"),
-        (Oracle, {"when": "previous_step"}, "method.when=previous_step: must be layer"),
+        (Quest, {"when": "layer"}, "method.when=layer: must be one of previous_step, previous_layer, own_query"),
         (Oracle, {"group": "sum_probs"}, "method.group=sum_probs: must be best, the distance that alpha bounds"),
         (Quest, {"num_sinks": -1}, "method.num_sinks=-1: must be an integer >= 0"),
         (Quest, {"recent_frac": 1.5}, r"method.recent_frac=1.5: must be in \[0, 1\]"),
         (Quest, {"read_tokens": 0}, "method.read_tokens=0: must be >= 1 or null"),
-        (Quest, {"when": "previous_layer", "num_exempt_layers": 0}, "method.num_exempt_layers=0: must be an integer"),
+        (Quest, {"own_query_layers": -1}, "method.own_query_layers=-1: must be an integer >= 0"),
         (InfiniGen, {"pool_frac": 0.5, "covers": "layer"}, "method.covers, method.group=layer, best: must be kv_head"),
     ],
 )

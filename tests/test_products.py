@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from methods.base import Geometry, Lengths, PromptRows, Rows, attention_scores
+from methods.base import Geometry, Lengths, PromptRows, Rows, attention_scores, product
 from methods.infinigen import InfiniGen
-from methods.products import product
 from methods.quest import Quest
 from methods.sparq import SparQ
 

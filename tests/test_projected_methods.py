@@ -81,7 +81,7 @@ PLAIN = {
     SparQ: scores_of_largest,
     InfiniGen: scores_of_index,
 }
-INDEX = {"alpha": math.inf, "max_fetch_frac": 0.3, "when": "layer"}
+INDEX = {"alpha": math.inf, "max_fetch_frac": 0.3, "when": "own_query"}
 METHODS = {
     "doublesparsity": DoubleSparsity(read_frac=0.4, rank=0.25),
     "doublesparsity-q": DoubleSparsity(read_frac=0.2, rank=0.1, channels="q", num_exempt_layers=1),
@@ -367,7 +367,7 @@ def test_a_coded_index_lies_coded_on_the_device(bits, width, monkeypatch):
         (Loki, {"rank": 1.5}, r"method\.rank=1\.5: .*\(0, 1\]"),
         (Loki, {"index_bits": 3}, r"method\.index_bits=3: must be one of 8, 4, 2, 1, or null"),
         (DoubleSparsity, {"channels": "kq"}, r"method\.channels=kq: must be one of qk, q, k"),
-        (SparQ, {"when": "previous_layer"}, r"method\.when=previous_layer: must be layer.*mean_value=false"),
+        (SparQ, {"when": "previous_layer"}, r"method\.when=previous_layer: must be own_query.*mean_value=false"),
         (InfiniGen, {"index": "pca"}, r"method\.index=pca: must be one of columns, balanced"),
         (InfiniGen, {"statistics": "all"}, r"method\.statistics=all: must be one of prompt, calibration, both"),
         (InfiniGen, {"index_bits": 16}, r"method\.index_bits=16: must be one of 8, 4, 2, 1, or null"),

@@ -26,7 +26,7 @@ from harness.model.attach import attach
 from harness.offload.links import CudaLink
 
 STEPS = 4
-LINKED = {name: case for name, case in CASES.items() if case.method.selects != "scores"}
+LINKED = {name: case for name, case in CASES.items() if case.method.when != "true_scores"}
 RUNS = [
     *((name, False, True) for name in LINKED),
     *((name, True, True) for name, case in LINKED.items() if case.method.names_rows and name in WIDE),

@@ -15,6 +15,7 @@ from replaying import PROMPT, assert_close, run_one, run_ragged
 from test_field import BATCHES, check, every_batch, every_model, replayed, softmax
 
 from harness.model.attach import attach
+from harness.model.prompt import PromptPass
 from harness.replay import decode_rows as passes
 from methods.base import Geometry, Lengths, Row
 from methods.pqcache import PQCache, kmeans
@@ -140,7 +141,7 @@ def test_pqcache_that_reads_all_is_the_full_cache(model):
 
 def test_freekv_is_quest_by_the_query_of_the_step_before():
     method = load(["method=freekv"]).method
-    assert isinstance(method, Quest) and method.selects == "previous"
+    assert isinstance(method, Quest) and method.when == "previous_step"
     assert load(["experiment=perplexity", "method=freekv"]).label == "FreeKV"
     assert method.tokens_read(Row(1024, 512, 2048), 2) == 5 * 32  # six pages, the unfinished one among them
 
@@ -213,7 +214,7 @@ def attended(model, case: Case, layer: int, monkeypatch) -> Layer:
 
         return note
 
-    for handler in (passes.PromptPass, passes.DecodePass):
+    for handler in (PromptPass, passes.DecodePass):
         monkeypatch.setattr(handler, "attention", noting(handler.attention))
     run_one(model, case)
     return Layer(*(torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True)))

@@ -228,7 +228,7 @@ def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
         "schema": SCHEMA, "run_id": "a", "settings_id": "a", "experiment": "tasks", "kind": "tasks",
         "table": "accuracy", "status": "finished", "config": plain(config), "metrics": {"niah_single_1": metrics},
         "samples": {"niah_single_1": samples}, "chunks": [], "methods": {}, "started": "", "seconds": 1.0,
-        "error": None, "method_module": "methods.full", "method_file": None, "selects": "ahead", "inputs": {},
+        "error": None, "method_module": "methods.full", "method_file": None, "when": "kept", "inputs": {},
         "environment": {},
     }  # fmt: skip
     write_record(record_path(tmp_path, "tasks", "a"), record)

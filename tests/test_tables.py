@@ -85,7 +85,7 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
         "config": settings,
         "method_module": "methods.h2o",
         "method_file": None,
-        "selects": "ahead",
+        "when": "kept",
         "inputs": {},
         "environment": {},
         "metrics": metrics,

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from harness.offload import links as measure
 from harness.offload.links import open_link
-from harness.offload.tuning import CLOSE, Tuning, choose_gather, choose_min_copy
+from harness.offload.memory import Tuning
 from harness.speed import link_rate as rates
 from harness.speed.link_rate import link_rate
+from harness.speed.tuning import CLOSE, choose_gather, choose_min_copy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KIB = 1024

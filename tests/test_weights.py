@@ -199,7 +199,7 @@ def test_a_step_takes_the_time_of_its_weights_and_rows(attached):
         session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
         session.decode_step(ids[:, PROMPT])
         link.drain()
-        fetched, began = session.fetcher.h2d_bytes, time.perf_counter()
+        fetched, began = session.loaded_bytes, time.perf_counter()
         for step in range(1, 4):
             timeline.begin_step()
             session.decode_step(ids[:, PROMPT + step])
@@ -207,7 +207,7 @@ def test_a_step_takes_the_time_of_its_weights_and_rows(attached):
         first = (
             weights._layers[0].host.nbytes + session.stores[0].num_rows(PROMPT + 4) * session.stores[0].slot_bytes
         )  # there before, or for later
-        moved = session.fetcher.h2d_bytes - fetched + 3 * weights.host_bytes - first
+        moved = session.loaded_bytes - fetched + 3 * weights.host_bytes - first
         assert elapsed >= moved / rate > 0.1
         waited = sum(step["transfer"] for step in segments)
         assert 0.5 * elapsed < waited <= elapsed, "the wait for weights is a wait for the link"

@@ -19,7 +19,7 @@ from harness.offload.fetch import indices
 from harness.offload.links import open_link
 from harness.offload.memory import PinnedSlab
 from harness.offload.store import KVStore, slot_bytes
-from harness.offload.tuning import DEFAULT_TUNING, Tuning
+from harness.offload.memory import DEFAULT_TUNING, Tuning
 from methods.codec import Codec
 
 REPEATS = 5

@@ -58,7 +58,7 @@ def generate(
             tokens |= {index: answer.tokens for answer in begun for index in answer.requests}
     if reads.rows:
         reads.check_fired()
-    elif not batch.root.history.dense:
+    elif not batch.root.reads_everything:
         raise UserError(
             "every answer ended with its first token, which the dense prompt gives, so the method decoded nothing: use "
             "prefill=question, or leave the task out"

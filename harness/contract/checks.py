@@ -64,7 +64,7 @@ class Trial:
     def require_host(self) -> None:
         """Raise NotAskedError where its cache cannot lie behind a link."""
         self.require_live()
-        if self.setup.method.selects == "scores":
+        if self.setup.method.when == "true_scores":
             raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
 
 

@@ -101,9 +101,8 @@ def result_of(session: LiveSession, logits: Tensor) -> Result:
 
 def resident_frac(session: LiveSession) -> float:
     """What a live session keeps on the device, counted as replay counts it, mean over the sequences."""
-    state, final = session.caches[-1].state, session.batch.lengths.final
-    exempt, layers = session.method.num_exempt_layers, session.attached.geometry.num_layers
-    return float(resident_share(state, session.codec, final, exempt, layers).mean())
+    final, exempt = session.batch.lengths.final, session.method.num_exempt_layers
+    return float(resident_share(session.states, session.codec, final, exempt, session.attached.geometry).mean())
 
 
 def link_bytes(attached: Attached, setup: Setup, prompts: tuple[int, ...], link: Link) -> Bytes:
@@ -130,8 +129,7 @@ class SelectedRows:
         self.number = 0
         self.miscounted = 0.0
         self.num_kv_heads = session.attached.geometry.num_kv_heads
-        state = next((cache.state for cache in session.caches if cache.state is not None), None)
-        if state is not None:
+        for state in session.states:
             self.select = state.select
             state.select = self._listen  # type: ignore[method-assign]
 

@@ -30,7 +30,7 @@ class Analysis(Experiment):
         for name in ("codec", "target_kv_frac"):
             if getattr(config, name) is not None:
                 raise UserError(f"{name}={getattr(config, name)}: plays no part in kind=analysis; leave it out")
-        if statistic == "similarity" and (config.method.reads_all or config.method.selects != "ahead"):
+        if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
             raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")
 
     def needs_weights(self, config: RunConfig) -> bool:

@@ -208,7 +208,7 @@ def _unfinished(todo: Run) -> dict[str, Any]:
         "config": records.plain(config),
         "method_module": module,
         "method_file": str(file) if file else None,
-        "selects": config.method.selects,
+        "when": config.method.when,
         "inputs": dict(todo.inputs),
         "environment": environment.describe(),
         **asdict(Outcome(metrics={})),

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError, reason
-from harness.model.attached import Attached, Handler, PromptPass, attached_unchecked
+from harness.model.attached import Attached, Handler, attached_unchecked
 from harness.model.attention import dense_attention
 from harness.model.decoder import Call, Decoder, read_decoder, refusal
+from harness.model.prompt import PromptPass
 
 PASSES = (4, 3, 1)
 """Rows of each pass."""

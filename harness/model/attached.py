@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from harness.errors import UserError
-from harness.model.attention import padding_of, prompt_attention
 from harness.model.decoder import (
     Call,
     Decoder,
@@ -58,24 +57,6 @@ class Handler:
 
     def layer_ends(self, layer: int) -> None:
         """The layer's attention module is done."""
-
-
-class PromptPass(Handler):
-    """A dense causal pass over prompts. `keep` is given every layer's number, query, key and value as they come.
-
-    real: bool [batch, prompt], False for the padding on the left; None: there is none.
-    """
-
-    def __init__(self, attached: Attached, real: Tensor | None = None, keep: Any = None) -> None:
-        self.attached = attached
-        self.padding = () if real is None else padding_of(real)
-        self.keep = keep
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.keep is not None:
-            self.keep(layer, query, key, value)
-        softmax, window = self.attached.softmaxes[layer], self.attached.layers[layer].window
-        return prompt_attention(query, key, value, softmax, self.padding, window)
 
 
 class Attached:

@@ -1,5 +1,9 @@
 """One layer's cache in live decoding: its store, its method's state, and which token lies in which slot.
 
+`LayerCache` serves a layer that sees every token. `ResidualCache` leaves the last tokens exact on the device, as KIVI's
+codec wants it; `ValuesCache` fetches values only, where the method keeps the keys; `LocalCache` is a local layer's
+window, which never leaves the device.
+
 Slots are filled in the order of the columns. Where a method evicts, its state keeps the book: after the prompt what is
 kept moves to the first slots, and a freed slot takes a later row. How many slots may be in use is arithmetic of the
 method's (`Method.tokens_kept`), so no step asks the device.
@@ -7,27 +11,30 @@ method's (`Method.tokens_kept`), so no step asks the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from harness.model.attention import dense_attention
+from harness.model.policies import Policy
 from harness.offload.fetch import Fetched, Fetcher, indices
-from harness.offload.store import KeyValue, KVStore, has_kernels
-from methods.base import EMPTY, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from harness.offload.store import KeyValue, KVStore
+from methods.base import EMPTY, NAMES_ROWS, Lengths, Method, PromptRows, Row, Rows, Selection, State, Window
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, SplitCodec
 from methods.evicting import EvictingState
 
 
 class Batch:
-    """What the layers of a session share: the tokens of its columns, and how far it has come.
+    """What the layers of one device share: the tokens of the columns, and how far the session has come.
 
     real: bool [batch, prompt], left padded. tokens: int32 [batch, columns], the position of each column's token,
-    `EMPTY` where there is none. positions: int [batch], cached tokens before this step. columns: as many of the batch.
-    row_positions, one_row, slots: what the layers' `Rows` share, since each tensor that is made is a launch.
+    `EMPTY` where there is none. positions: int [batch], cached tokens before this step. row_positions, one_row, slots:
+    what the layers' `Rows` share, since each tensor that is made is a launch.
     """
 
     def __init__(self, real: Tensor, max_new_tokens: int) -> None:
@@ -36,6 +43,7 @@ class Batch:
         self.lengths = Lengths(prompt, prompt + max_new_tokens)
         self.prompts: list[int] = prompt.tolist()
         self.distinct_prompts = sorted(set(self.prompts))
+        self.is_padded = min(self.prompts) < real.shape[1]
         self.max_new_tokens = max_new_tokens
         self.steps = 0
         self.positions = prompt
@@ -44,11 +52,6 @@ class Batch:
         self.slots = torch.arange(real.shape[1] + max_new_tokens, device=real.device).expand(len(real), 1, -1)
         self.tokens = torch.full((len(real), real.shape[1] + max_new_tokens), EMPTY, device=real.device).int()
         self.tokens[:, : real.shape[1]] = PromptRows(real, real.shape[1]).positions.int()
-
-    @property
-    def padded(self) -> bool:
-        """Whether a column of the prompt is padding."""
-        return min(self.prompts) < self.real.shape[1]
 
     @property
     def columns(self) -> int:
@@ -67,29 +70,35 @@ class Batch:
         self.steps += 1
 
 
-def positions_of(real: Tensor) -> Tensor:
-    """Positions of left-padded prompts, int [batch, prompt]; 0 in the padding."""
-    return (real.cumsum(-1) - 1).clamp(min=0)
-
-
-def slots_needed(method: Method, batch: Batch, layer: int) -> int:
-    """Slots of a layer that evicts, at the most that any sequence keeps."""
-    return max(method.tokens_kept(row, layer) for row in batch.rows(batch.max_new_tokens))
+def slots_needed(policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch) -> int:
+    """Slots of a layer, at the most that any sequence uses."""
+    rows = batch.rows(batch.max_new_tokens)
+    if policy.kind == "method" and isinstance(state, EvictingState):
+        return max(method.tokens_kept(row, policy.number) for row in rows)
+    return max(codec.stored(row.cached) for row in rows) if codec.residual else batch.tokens.shape[1]
 
 
 @dataclass
 class LayerCache:
-    """state: None in a layer where all is read. exempt: it reads the full cache whatever the method. last_query: by
-    which the next step selects, [batch, heads, 1, head_dim], where it does by the step before's."""
+    """index: the layer among all attention layers. state: None in a layer that reads everything. last_query: [batch,
+    heads, 1, head_dim], where the next step selects by it.
 
-    layer: int
+    following: the next layer that fetches rows. ahead: the layers whose rows come during the whole step before, and
+    part: which of how many parts of them is asked for in this layer. ahead_place: this layer's place among `ahead`.
+    """
+
+    index: int
+    policy: Policy
     batch: Batch
     store: KVStore
     state: State | None
     method: Method
     fetcher: Fetcher
-    exempt: bool
     last_query: Tensor | None = None
+    following: LayerCache | None = None
+    ahead: Sequence[LayerCache] = ()
+    part: tuple[int, int] | None = None
+    ahead_place: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -97,53 +106,48 @@ class LayerCache:
         return isinstance(self.state, EvictingState)
 
     @property
+    def names_rows(self) -> bool:
+        """Whether `select` runs before the fetch and names the rows that are fetched."""
+        return self.state is not None and self.policy.when in NAMES_ROWS
+
+    @property
     def rehearses(self) -> bool:
-        """Whether rows are chosen in the layer before."""
-        return self.state is not None and self.method.selects == "rehearsed"
+        """Whether rows are named by a query made in the previous layer."""
+        return self.names_rows and self.policy.when == "previous_layer"
 
-    @property
-    def foresees(self) -> bool:
-        """Whether rows are chosen in the layer before, by the query of the step before."""
-        return self.state is not None and self.method.selects == "previous"
-
-    @property
-    def known_ahead(self) -> bool:
-        """Whether what is fetched follows from what is kept."""
-        return self.state is None or self.method.selects in ("ahead", "scores")
-
-    @property
-    def chooses(self) -> bool:
-        """Whether rows are chosen by the layer's own query, before any is fetched."""
-        return self.state is not None and self.method.selects == "query"
-
-    @property
-    def hides_scores(self) -> bool:
-        """Whether no method looks at the scores of attention."""
-        return self.state is None or self.method.names_rows
+    @cached_property
+    def joins_own(self) -> bool:
+        """Whether attention may find the own row behind those that are fetched, and run as one fused call: rows are
+        stored as they are computed with, and no method looks at their scores."""
+        codec = self.store.codec
+        stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
+        return stored == {self.store.format.dtype} and self._hides_scores
 
     @cached_property
     def attends_to_codes(self) -> bool:
         """Whether kernels attend to the rows as they are stored."""
-        return self.hides_scores and has_kernels(self.store.codec, self.store.device)
+        return self._hides_scores and self.store.format.has_kernels(self.store.device)
 
-    @cached_property
-    def joins_own(self) -> bool:
-        """Whether attention may find the own row behind those that are fetched: they are stored as they are computed
-        with, and no method looks at their scores."""
-        codec = self.store.codec
-        stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
-        return stored == {self.store.dtype} and self.hides_scores
+    @property
+    def _hides_scores(self) -> bool:
+        return self.policy.softmax.is_plain and (self.state is None or self.names_rows)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of rows that stay on the device whatever the placement."""
+        return 0
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         """Slots that may hold a token before the step that is so many ahead; its own token comes behind them."""
-        steps = self.batch.steps + steps_ahead
         if not self.evicts:
             return self.batch.columns + steps_ahead
-        return max(self.method.tokens_kept(row, self.layer) for row in self.batch.rows(steps))
+        rows = self.batch.rows(self.batch.steps + steps_ahead)
+        return max(self.method.tokens_kept(row, self.policy.number) for row in rows)
 
     def slots(self) -> Tensor:
         """The token in each slot in use, and the own one last: int32 [batch, 1 or num_kv_heads, slots in use + 1]."""
-        tokens = self.state.tokens[self.layer] if isinstance(self.state, EvictingState) else self.batch.tokens[:, None]
+        state, number = self.state, self.policy.number
+        tokens = state.tokens[number] if isinstance(state, EvictingState) else self.batch.tokens[:, None]
         return tokens[..., : self.slots_in_use() + 1]
 
     def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -151,168 +155,212 @@ class LayerCache:
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
-            self.state.prompt(self.layer, query, key, value, PromptRows(self.batch.real, slots))
+            self.state.prompt(self.policy.number, query, key, value, PromptRows(self.batch.real, slots))
         if isinstance(self.state, EvictingState):
-            columns = self.state.compact(self.layer, self.store.capacity)
-            index = columns.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
-            key, value = key.gather(2, index), value.gather(2, index)
-        self.fetcher.write_back(self.layer, self.store, self.store.pack(key, value), 0)
+            columns = self.state.compact(self.policy.number, self.store.capacity)
+            index = columns.clamp(min=0).unsqueeze(-1)
+            key, value = (part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
+        self.fetcher.write_back(self.index, self.store, self.store.format.pack(key, value), 0)
 
     def remember(self, query: Tensor) -> None:
         """Keep the query [batch, heads, 1, head_dim] by which the next step selects."""
-        if self.foresees:
+        if self.policy.when == "previous_step" and self.state is not None:
             self.last_query = query.clone()
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Show the own row to the state."""
         if self.state is not None:
             own = self.slots_in_use()
-            self.state.append(self.layer, key, value, self.batch.positions[:, None], slice(own, own + 1))
+            positions = self.batch.positions[:, None]
+            self.state.append(self.policy.number, key, value, positions, slice(own, own + 1))
 
-    def keep_own(self, key: Tensor, value: Tensor) -> None:
-        """Write the own row to its slot; in a layer that evicts, to the one its victim left."""
-        self._write_own(self.store.pack(key, value))
+    def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
+        """What the step's single row reads, over `slots()`."""
+        assert self.state is not None, "only a layer with a state selects"
+        own = self.slots_in_use()
+        rows = Rows(
+            query=query,
+            positions=self.batch.row_positions,
+            real=self.batch.one_row,
+            slot_positions=self.slots(),
+            own_slots=self.batch.slots[..., own : own + 1],
+            true_scores=true_scores,
+        )
+        return self.state.select(self.policy.number, rows)
 
-    def take(self) -> Fetched:
-        """What was asked for, waiting for it if need be."""
-        return self.fetcher.take(self.layer)
+    def request_selected(self, selection: Selection) -> Tensor:
+        """Ask for the slots of a single row's selection; returns them in the order in which they come."""
+        assert selection.mask is not None, "a method that names rows gives a mask"
+        rows = self.batch.rows(self.batch.steps)
+        cap = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
+        bias = None if selection.bias is None else selection.bias[:, :, :, 0]
+        return self.fetcher.request_selected(self.index, self.store, selection.mask[:, :, 0], cap, bias)
 
-    def take_with_own(self, key: Tensor, value: Tensor) -> Fetched:
-        """The same and the own row behind it, which is also written to its slot; of a cache that `joins_own`."""
-        own = self.store.pack(key, value)
-        self._write_own(own)
-        return self.fetcher.take(self.layer, own)
+    def request_kept(self, steps_ahead: int = 0) -> None:
+        """Ask for all that is kept; where sequences or KV heads keep different numbers, for the slots with a token."""
+        count, number = self.slots_in_use(steps_ahead), self.policy.number
+        if isinstance(self.state, EvictingState):
+            rows = self.batch.rows(self.batch.steps + steps_ahead)
+            asked = (self.method.tokens_kept, self.method.tokens_read)
+            if len({ask(row, number) for ask in asked for row in rows}) > 1:
+                held = self.state.tokens[number][..., :count] != EMPTY
+                self.fetcher.request_held(self.index, self.store, held)
+                return
+        self.fetcher.request_all(self.index, self.store, count)
+
+    def take(self, own: Tensor | None = None) -> Fetched:
+        """What was asked for, waiting for it if need be; `own`: the packed own row, to come behind it."""
+        return self.fetcher.take(self.index, own)
 
     def parts(self, fetched: Fetched) -> list[KeyValue]:
         """The cached rows: what was fetched, and behind it what the device holds beside."""
-        return [self.store.unpack(fetched.rows)]
+        return [self.store.format.unpack(fetched.rows)]
 
     def visible(self, fetched: Fetched) -> Tensor | None:
         """Which cached rows, in the order of `parts`, have a token that the step may see: bool [batch, 1 or kv, 1, n];
         None where all have."""
         if fetched.present is not None:
             return fetched.present[:, :, None]
-        if not self.batch.padded and not self.evicts:
+        if not self.batch.is_padded and not self.evicts:
             return None
         return self.slots()[:, :, None, :-1] < self.batch.positions[:, None, None, None]
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the resident rows."""
-        return 0
-
-    def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
-        """What the step's single row reads, over `slots()`."""
-        assert self.state is not None, "only a layer with a state selects"
-        slots, own = self.slots(), self.slots_in_use()
-        rows = Rows(
-            query=query,
-            positions=self.batch.row_positions,
-            real=self.batch.one_row,
-            slot_positions=slots,
-            own_slots=self.batch.slots[..., own : own + 1],
-            true_scores=true_scores,
-        )
-        return self.state.select(self.layer, rows)
-
-    def request(self, steps_ahead: int = 0) -> None:
-        """Ask for all that is kept; where sequences or KV heads keep different numbers, for the slots with a token."""
-        count = self.slots_in_use(steps_ahead)
-        if isinstance(self.state, EvictingState) and not self._even(steps_ahead):
-            held = self.state.tokens[self.layer][..., :count] != EMPTY
-            self.fetcher.request_held(self.layer, self.store, held)
-        else:
-            self.fetcher.request_all(self.layer, self.store, count)
-
-    def request_selected(self, selection: Selection) -> Tensor:
-        """Ask for the slots of a single row's selection; returns them in the order in which they come."""
-        assert selection.mask is not None, "a method that chooses names what it reads"
-        cap = max(self.method.max_tokens_read(row, self.layer) for row in self.batch.rows(self.batch.steps))
-        bias = None if selection.bias is None else selection.bias[:, :, :, 0]
-        return self.fetcher.request_selected(self.layer, self.store, selection.mask[:, :, 0], cap, bias)
-
-    def _write_own(self, row: Tensor) -> None:
+    def write_own(self, packed: Tensor) -> None:
+        """Write the packed own row to its slot; in a layer that evicts, to the one its victim left."""
         at: int | Tensor = self.slots_in_use()
         if isinstance(self.state, EvictingState):
-            at = self.state.place_own(self.layer, self.slots_in_use())
-        self.fetcher.write_back(self.layer, self.store, row, at)
+            at = self.state.place_own(self.policy.number, self.slots_in_use())
+        self.fetcher.write_back(self.index, self.store, packed, at)
 
-    def _even(self, steps_ahead: int) -> bool:
-        """Whether all sequences' KV heads hold as many tokens as any may."""
-        method, rows = self.method, self.batch.rows(self.batch.steps + steps_ahead)
-        asked = (method.tokens_kept, method.tokens_read)
-        return len({count(row, self.layer) for count in asked for row in rows}) == 1
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        """Write the own row back."""
+        self.write_own(self.store.format.pack(key, value))
 
 
-def slots_stored(codec: AnyCodec, batch: Batch, steps: int) -> int:
-    """Slots that hold a token after `steps` steps, at the most of any sequence."""
-    return max(codec.stored(row.cached) for row in batch.rows(steps))
+@dataclass
+class ValuesCache(LayerCache):
+    """Where the method holds the keys: the store has values only, and some tokens stay on the device.
+
+    What stays of the prompt is the state's to say; all that is generated follows. These rows are exact, and a step
+    reads them beside those it fetches, whose keys the state gives back while their values cross the link.
+    """
+
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        super().keep_prompt(query, key, value)
+        assert self.state is not None
+        mask = self.state.resident(self.policy.number)
+        rows = self.batch.rows(0)
+        slots = indices(mask, max(self.method.tokens_resident(row, self.policy.number) for row in rows))
+        index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
+        room = (0, 0, 0, self.batch.max_new_tokens)
+        self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
+        self.present = slots >= 0
+        self.num_prompt = slots.shape[-1]
+
+    @property
+    def device_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes + self.present.nbytes
+
+    def request_selected(self, selection: Selection) -> Tensor:
+        slots = super().request_selected(selection)
+        assert self.state is not None
+        self.fetched_keys = self.state.rebuild(self.policy.number, slots)  # beside the transfer
+        return slots
+
+    def parts(self, fetched: Fetched) -> list[KeyValue]:
+        rows = self.num_prompt + self.batch.steps
+        rebuilt = KeyValue(self.fetched_keys, self.store.format.unpack(fetched.rows).values)
+        return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
+
+    def visible(self, fetched: Fetched) -> Tensor:
+        assert fetched.present is not None
+        generated = self.present.new_ones(*self.present.shape[:2], self.batch.steps)
+        return torch.cat([fetched.present, self.present, generated], -1).unsqueeze(2)
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        own = self.num_prompt + self.batch.steps
+        self.keys[:, :, own : own + 1], self.values[:, :, own : own + 1] = key, value
 
 
 @dataclass
 class ResidualCache(LayerCache):
-    """Of a layer that reads all; see `LayerCache`."""
+    """Under a codec that leaves the last tokens exact, as KIVI's does: those stay on the device.
+
+    A slot is a token's position, so that groups of tokens are counted from each sequence's own first token. The last
+    tokens lie in a ring: as they are read (`keys`, `values`), and as the packed rows that they become (`rows`). A key
+    or value is packed when the codec says so and read coded from then on; a row goes to the store when both of its
+    halves are packed, together with all rows that its key was coded with, so that what is fetched decodes by itself.
+    """
 
     def __post_init__(self) -> None:
         store, codec = self.store, self.store.codec
         assert isinstance(codec, SplitCodec) and self.state is None
         self.codec = codec
-        self.places = codec.residual + codec.keys.span
-        """Of the ring: token t lies in t % places. One more takes what belongs nowhere."""
-        shape = (*store.slots.shape[:2], self.places + 1)
-        self.keys, self.values = torch.zeros(2, *shape, store.head_dim, dtype=store.dtype, device=store.device)
+        self.ring_rows = codec.residual + codec.keys.span
+        """Token t lies in row t % ring_rows. One row more takes what belongs nowhere."""
+        shape, row_format = (*store.slots.shape[:2], self.ring_rows + 1), store.format
+        options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
+        self.keys = torch.zeros(*shape, row_format.head_dim, **options)
+        self.values = torch.zeros(*shape, row_format.value_dim or row_format.head_dim, **options)
         self.rows = torch.zeros(*shape, store.slot_bytes, dtype=torch.uint8, device=store.device)
-        if self.batch.padded:
+        if self.batch.is_padded:
             store.slots.zero_()  # a shorter sequence's are read before they are written, and must be numbers
 
     @property
     def device_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
 
-    def slots_in_use(self, steps_ahead: int = 0) -> int:
-        return slots_stored(self.codec, self.batch, self.batch.steps + steps_ahead)
-
     @property
     def joins_own(self) -> bool:
         return False  # the ring lies between
 
+    @property
+    def attends_to_codes(self) -> bool:
+        return False
+
+    def slots_in_use(self, steps_ahead: int = 0) -> int:
+        rows = self.batch.rows(self.batch.steps + steps_ahead)
+        return max(self.codec.stored(row.cached) for row in rows)
+
     def parts(self, fetched: Fetched) -> list[KeyValue]:
-        return [*super().parts(fetched), KeyValue(self.keys[:, :, : self.places], self.values[:, :, : self.places])]
+        last = KeyValue(self.keys[:, :, : self.ring_rows], self.values[:, :, : self.ring_rows])
+        return [*super().parts(fetched), last]
 
     def visible(self, fetched: Fetched) -> Tensor:
         cached = self.batch.positions[:, None]
         stored = self.codec.stored(cached)
         slots = torch.arange(self.slots_in_use(), device=cached.device)
-        return torch.cat([slots < stored, self._tokens(cached) >= stored], -1)[:, None, None]
+        return torch.cat([slots < stored, self._ring_tokens(cached) >= stored], -1)[:, None, None]
 
     def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        key, value = self._by_token(key), self._by_token(value)
-        prompts, tokens = self.batch.prompts, self._tokens(self.batch.positions[:, None])
+        key, value = self._from_first_token(key), self._from_first_token(value)
+        prompts, cached = self.batch.prompts, self.batch.positions[:, None]
+        tokens = self._ring_tokens(cached)
         for ring, fresh in ((self.keys, key), (self.values, value)):
-            ring[:, :, : self.places] = _at(fresh, tokens)
+            ring[:, :, : self.ring_rows] = _rows_at(fresh, tokens)
         stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
-        packed = self.store.pack(key[:, :, :coded], value[:, :, :coded])
+        packed = self.store.format.pack(key[:, :, :coded], value[:, :, :coded])
         if stored:
-            self.fetcher.write_back(self.layer, self.store, packed[:, :, :stored].contiguous(), 0)
+            self.fetcher.write_back(self.index, self.store, packed[:, :, :stored].contiguous(), 0)
         begin = min(map(self.codec.stored, prompts))
-        if begin < coded:
-            self._take_packed(packed[:, :, begin:], tokens, begin)
-
-    def _take_packed(self, packed: Tensor, tokens: Tensor, begin: int) -> None:
-        """Put the prompt's packed rows, of the tokens from `begin` on, into the ring, which has `tokens`."""
-        cached, index = self.batch.positions[:, None], tokens - begin
-        self.rows[:, :, : self.places] = _at(packed, index)
-        coded = (tokens < self.codec.coded_keys(cached), tokens < self.codec.coded_values(cached))
-        for ring, decoded, which in zip((self.keys, self.values), self.store.unpack(packed), coded, strict=True):
-            ring = ring[:, :, : self.places]
-            ring.copy_(torch.where(which[:, None, :, None], _at(decoded, index), ring))
+        if begin == coded:
+            return
+        # The ring's tokens that are packed already: their rows, and the ring as it is read.
+        packed, index = packed[:, :, begin:], tokens - begin
+        self.rows[:, :, : self.ring_rows] = _rows_at(packed, index)
+        is_coded = (tokens < self.codec.coded_keys(cached), tokens < self.codec.coded_values(cached))
+        decoded = self.store.format.unpack(packed)
+        for ring, half, which in zip((self.keys, self.values), decoded, is_coded, strict=True):
+            ring = ring[:, :, : self.ring_rows]
+            ring.copy_(torch.where(which[:, None, :, None], _rows_at(half, index), ring))
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
         own, rows, codec = self.batch.positions[:, None], self.batch.rows(self.batch.steps + 1), self.codec
         for ring, fresh in ((self.keys, key), (self.values, value)):
-            ring.scatter_(2, _along(own % self.places, ring), fresh)
-        oldest, end = own - codec.residual, self.store.key_bytes
-        self._code(codec.values, self.values, self.rows[..., end:], oldest)
+            ring.scatter_(2, _index_along(own % self.ring_rows, ring), fresh)
+        oldest, end = own - codec.residual, self.store.format.key_bytes
+        if not self.store.format.values_in_keys:
+            self._code(codec.values, self.values, self.rows[..., end:], oldest)
         keys = codec.keys, self.keys, self.rows[..., :end]
         if codec.keys.span == 1:
             self._code(*keys, oldest)
@@ -326,14 +374,14 @@ class ResidualCache(LayerCache):
         """Pack one half of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1]; None is all.
 
         ring: the half as it is read; packed: its bytes of `rows`, maybe with padding behind. A token before the first
-        one has a place that is still empty.
+        one has a row that is still empty.
         """
-        places = tokens % self.places
-        fresh = codec.encode(_at(ring, places))
-        target = places if due is None else torch.where(due, places, self.places)
-        packed[..., : fresh.shape[-1]].scatter_(2, _along(target, fresh), fresh)
-        decoded = codec.decode(fresh, self.store.head_dim, self.store.dtype)
-        ring.scatter_(2, _along(target, decoded), decoded)
+        at = tokens % self.ring_rows
+        fresh = codec.encode(_rows_at(ring, at))
+        target = at if due is None else torch.where(due, at, self.ring_rows)
+        packed[..., : fresh.shape[-1]].scatter_(2, _index_along(target, fresh), fresh)
+        decoded = codec.decode(fresh, ring.shape[-1], ring.dtype)
+        ring.scatter_(2, _index_along(target, decoded), decoded)
 
     def _store(self, cached: Tensor) -> None:
         """Write to the store what is fetched from now on; cached: int [batch, 1], the step's own token included."""
@@ -341,67 +389,75 @@ class ResidualCache(LayerCache):
         tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
         leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
         at = leaving[:, None].expand(-1, self.rows.shape[1], -1).contiguous()
-        self.fetcher.write_back(self.layer, self.store, _at(self.rows, tokens % self.places), at)
+        self.fetcher.write_back(self.index, self.store, _rows_at(self.rows, tokens % self.ring_rows), at)
 
-    def _tokens(self, cached: Tensor) -> Tensor:
-        """The token in each place of the ring, below 0 for none: int [batch, places]; cached: int [batch, 1]."""
-        places = torch.arange(self.places, device=cached.device)
-        return cached - 1 - (cached - 1 - places) % self.places
+    def _ring_tokens(self, cached: Tensor) -> Tensor:
+        """The token in each row of the ring, below 0 for none: int [batch, ring_rows]; cached: int [batch, 1]."""
+        rows = torch.arange(self.ring_rows, device=cached.device)
+        return cached - 1 - (cached - 1 - rows) % self.ring_rows
 
-    def _by_token(self, states: Tensor) -> Tensor:
-        """A prompt's rows [batch, num_kv_heads, prompt, head_dim] from its first token on, anything behind the last."""
-        if not self.batch.padded:
+    def _from_first_token(self, states: Tensor) -> Tensor:
+        """A prompt's rows [batch, num_kv_heads, prompt, size] from its first token on, anything behind the last."""
+        if not self.batch.is_padded:
             return states
         columns = states.shape[2]
         padding = columns - self.batch.lengths.prompt[:, None]
-        return _at(states, padding + torch.arange(columns, device=states.device))
+        return _rows_at(states, padding + torch.arange(columns, device=states.device))
 
 
-def _along(index: Tensor, rows: Tensor) -> Tensor:
+def _index_along(index: Tensor, rows: Tensor) -> Tensor:
     """`index` [batch, n] for a gather or scatter along the third axis of `rows` [batch, num_kv_heads, any, width]."""
     return index[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[-1])
 
 
-def _at(rows: Tensor, index: Tensor) -> Tensor:
+def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
     """Rows at `index` [batch, n], or at the nearest there is."""
-    return rows.gather(2, _along(index.clamp(0, rows.shape[2] - 1), rows))
+    return rows.gather(2, _index_along(index.clamp(0, rows.shape[2] - 1), rows))
 
 
-@dataclass
-class ValuesCache(LayerCache):
-    """See `LayerCache`."""
+class LocalCache:
+    """A local layer's window (sliding or chunked), a ring on the device under every method and placement: it crosses no
+    link. The column c of the batch lies in row c % ring_rows; the own token is read from where it was made."""
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        super().keep_prompt(query, key, value)
-        assert self.state is not None
-        mask = self.state.resident(self.layer)
-        slots = indices(mask, max(self.method.tokens_resident(row, self.layer) for row in self.batch.rows(0)))
-        index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
-        room = (0, 0, 0, self.batch.max_new_tokens)
-        self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
-        self.present = slots >= 0
-        self.num_prompt = slots.shape[-1]
+    def __init__(self, policy: Policy, batch: Batch) -> None:
+        assert policy.window is not None
+        self.policy, self.batch, self.window = policy, batch, policy.window
+        self.ring_rows = max(1, min(policy.window.size - 1, batch.tokens.shape[1]))
 
-    def parts(self, fetched: Fetched) -> list[KeyValue]:
-        rows = self.num_prompt + self.batch.steps
-        rebuilt = KeyValue(self.fetched_keys, self.store.unpack(fetched.rows).values)
-        return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
-
-    def visible(self, fetched: Fetched) -> Tensor:
-        assert fetched.present is not None
-        generated = self.present.new_ones(*self.present.shape[:2], self.batch.steps)
-        return torch.cat([fetched.present, self.present, generated], -1).unsqueeze(2)
+    @staticmethod
+    def bytes_needed(window: Window, columns: int, token_bytes: int) -> int:
+        """Of a sequence's window, where a token takes `token_bytes`."""
+        return max(1, min(window.size - 1, columns)) * token_bytes
 
     @property
     def device_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.present.nbytes
+        """Bytes of the ring."""
+        return self.keys.nbytes + self.values.nbytes
 
-    def request_selected(self, selection: Selection) -> Tensor:
-        slots = super().request_selected(selection)
-        assert self.state is not None
-        self.fetched_keys = self.state.rebuild(self.layer, slots)  # beside the transfer
-        return slots
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep the prompt's last columns."""
+        prompt = key.shape[2]
+        last = torch.arange(max(0, prompt - self.ring_rows), prompt, device=key.device)
+        self.keys, self.values = (
+            part.new_zeros(*part.shape[:2], self.ring_rows, part.shape[3]) for part in (key, value)
+        )
+        self.tokens = self.batch.tokens.new_full((len(key), self.ring_rows), EMPTY)
+        self._write(last, key[:, :, last], value[:, :, last], self.batch.tokens[:, last])
 
-    def keep_own(self, key: Tensor, value: Tensor) -> None:
-        own = self.num_prompt + self.batch.steps
-        self.keys[:, :, own : own + 1], self.values[:, :, own : own + 1] = key, value
+    def attend(self, query: Tensor, own: KeyValue) -> Tensor:
+        """Attention of the step's row, query [batch, heads, 1, head_dim], over the window and its own token: [batch, 1,
+        heads, value_dim]. Keeps the own row."""
+        position = self.batch.row_positions
+        seen = (self.tokens < position) & (self.tokens >= self.window.first_visible(position))
+        keys, values = (torch.cat(pair, 2) for pair in zip((self.keys, self.values), own, strict=True))
+        visible = pad(seen, (0, 1), value=True)[:, None, None]
+        output = dense_attention(query, keys, values, self.policy.softmax, visible)
+        self._write(slice(self.batch.columns, self.batch.columns + 1), *own, position)
+        return output
+
+    def _write(self, columns: Tensor | slice, keys: Tensor, values: Tensor, tokens: Tensor) -> None:
+        if isinstance(columns, slice):
+            at: Tensor | slice = slice(columns.start % self.ring_rows, columns.start % self.ring_rows + 1)
+        else:
+            at = columns % self.ring_rows
+        self.keys[:, :, at], self.values[:, :, at], self.tokens[:, at] = keys, values, tokens

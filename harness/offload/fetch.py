@@ -1,8 +1,9 @@
 """Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
 
 Under host placement a request starts a transfer into one of two buffers that take turns, the layer computing and the
-next. Under any other whole layers are read in place. In the buffers a head's rows leave room behind them for the step's
-own one: attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it cross.
+next. Under any other, whole layers are read in place. In the buffers a head's rows leave room behind them for the
+step's own one: attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it
+cross the link.
 
 Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
 ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
@@ -17,25 +18,19 @@ import torch
 from torch import Tensor
 
 from harness.offload.links import Link, Ticket
-from harness.offload.store import (
-    Chosen,
-    KVStore,
-    Part,
-    SlotRequest,
-    chosen,
-    num_requested,
-    num_true,
-    warm_gather,
-)
+from harness.offload.store import Chosen, KVStore, SlotRequest, chosen, num_true, warm_gather
+
+COUNTS_AT_ONCE = 1024
+"""Counts on the device that are kept before they are summed: one launch for many."""
 
 
 class Fetched(NamedTuple):
     """Rows of a layer on the device.
 
     rows: packed, uint8 [batch, num_kv_heads, n, slot_bytes], and the own one behind them where it was given; valid
-    until the layer's attention is done. present: bool [batch, num_kv_heads, n], False for rows of no meaning, which are
-    those of some other token, or zeros; None where all are present.
-    bias: what the selection adds to these rows' scores, [batch, num_kv_heads, group or 1, 1, n]; None for nothing.
+    until the layer's attention is done. present: bool [batch, num_kv_heads, n], False for invalid rows (stale data or
+    zeros); None where all are valid. bias: what the selection adds to these rows' scores, [batch, num_kv_heads, group
+    or 1, 1, n]; None for nothing.
     """
 
     rows: Tensor
@@ -44,102 +39,130 @@ class Fetched(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """What a layer was asked for. places: where it comes to lie, one more a head than there are rows."""
+    """What a layer was asked for. rows: where it comes to lie, one more a head than there are rows."""
 
     store: KVStore
     request: int | Chosen
+    rows: Tensor
     present: Tensor | None
     bias: Tensor | None
-    places: Tensor
     tickets: list[Ticket]
+
+    @property
+    def num_rows(self) -> int:
+        """Buffer rows of each head, those that stay empty included."""
+        return self.request if isinstance(self.request, int) else self.request.slots.shape[-1]
+
+
+class Traffic:
+    """Payload bytes that cross a link, summed without asking the device for a number."""
+
+    def __init__(self) -> None:
+        self._num_bytes: int | Tensor = 0
+        self._counts: dict[int, list[Tensor]] = {}
+
+    def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
+        """num_rows: under CUDA 0-d on the device."""
+        if isinstance(num_rows, int):
+            self._num_bytes = self._num_bytes + num_rows * row_bytes
+            return
+        counts = self._counts.setdefault(row_bytes, [])
+        counts.append(num_rows)
+        if len(counts) == COUNTS_AT_ONCE:
+            self._sum()
+
+    @property
+    def num_bytes(self) -> int | Tensor:
+        """So far; 0-d on the device where a number came from there."""
+        self._sum()
+        return self._num_bytes
+
+    def _sum(self) -> None:
+        for row_bytes, counts in self._counts.items():
+            self._num_bytes = self._num_bytes + torch.stack(counts).sum() * row_bytes
+        self._counts.clear()
 
 
 class Fetcher:
-    """Requests and write-backs of one session. link: None but under host placement.
+    """Requests and write-backs of the layers on one device. link: None but under host placement.
 
-    h2d_bytes, d2h_bytes: payload that crosses the link for the rows taken and written back so far. It is counted where
-    a step uses it, so it is exact for any run of steps, whatever is still under way; under CUDA a 0-d tensor.
+    loaded, written: payload that crosses the link for the rows taken and written back so far, counted where a step uses
+    it, so that it is exact for any run of steps, whatever is still under way. num_ahead: leading layers whose rows come
+    during the whole step before.
     """
 
     def __init__(self, link: Link | None, reuse: bool) -> None:
         self.link = link
         self.reuse = reuse
-        self._h2d, self._d2h = Traffic(), Traffic()
+        self.loaded, self.written = Traffic(), Traffic()
+        self.num_ahead = 0
         self._pending: dict[int, _Pending] = {}
-        self._buffers: list[Tensor] = []
+        self._turns: list[Tensor] = []
         self._ahead: list[Tensor] = []
-        self._resident: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
+        self._kept_slots: dict[int, Tensor] = {}
 
-    def open(self, stores: list[KVStore], selected: int, ahead: int = 0) -> None:
-        """Make the buffers: one for each of the first `ahead` layers, two in turn for any other layer's slots, and
-        with reuse one for `selected` rows of each layer. The kernels of a step are compiled, where there are any.
-        """
+    def open(self, stores: list[KVStore], selected: int, num_ahead: int = 0) -> None:
+        """Make the buffers: one for each of the first `num_ahead` stores, two in turn for the slots of any other, and
+        with reuse one for `selected` rows of each layer. The kernels of a step are compiled, where there are any."""
         self.selected = selected
         for store in {store.slot_bytes: store for store in stores}.values():
             if store.reachable:
                 warm_gather(store.slots, store.device, store.tuning)
         warm_lists(stores[0].device, reuse=self.reuse)
-        if self.link is not None:
-            self._ahead = [store.new_buffer(store.capacity) for store in stores[:ahead]]
-            largest = max(stores[ahead:], key=lambda store: store.nbytes)
-            rows = min(selected, largest.capacity) if ahead else largest.capacity
-            self._buffers = [largest.new_buffer(rows) for _ in range(2)]
+        if self.link is None:
+            return
+        self.num_ahead = num_ahead
+        self._ahead = [store.new_buffer(store.capacity) for store in stores[:num_ahead]]
+        largest = max(stores[num_ahead:], key=lambda store: store.nbytes)
+        rows = min(selected, largest.capacity) if num_ahead else largest.capacity
+        self._turns = [largest.new_buffer(rows) for _ in range(2)]
 
-    @property
-    def num_ahead(self) -> int:
-        """Leading layers whose rows come during the whole step before."""
-        return len(self._ahead)
-
-    def pending(self, layer: int) -> bool:
+    def is_pending(self, layer: int) -> bool:
         """Whether the layer's rows have been asked for."""
         return layer in self._pending
 
     def request_all(self, layer: int, store: KVStore, count: int) -> None:
-        """Ask for the first `count` slots."""
-        self._submit(layer, store, count, self._ahead[layer] if layer < len(self._ahead) else self._turn())
+        """Ask for the first `count` slots of every head."""
+        self._request(layer, store, count, self._next_turn())
+
+    def request_part(self, layer: int, place: int, store: KVStore, count: int, part: slice) -> None:
+        """Ask for the slots `part` of the first `count`, of the layer whose rows come ahead into buffer `place`."""
+        if not self.is_pending(layer):
+            rows = store.rows_in(self._ahead[place], count)
+            self._pending[layer] = _Pending(store, count, rows, None, None, [])
+        if part.start < part.stop:
+            pending = self._pending[layer]
+            self._prefetch(pending, part, pending.rows[:, :, part])
 
     def request_held(self, layer: int, store: KVStore, held: Tensor) -> None:
-        """Ask for the slots where `held`, bool [batch, num_kv_heads, slots], each into the place of its slot."""
+        """Ask for the slots where `held`, bool [batch, num_kv_heads, slots], each into the row of its slot."""
         slots = torch.arange(held.shape[-1], device=held.device)
         request = Chosen(torch.where(held, slots, -1), num_true(held))
-        self._submit(layer, store, request, self._turn(), present=held)
-
-    def request_ahead(self, stores: list[KVStore], count: int, part: int, parts: int) -> None:
-        """Ask for one of `parts` equal parts of the first `count` slots of the layers that come ahead."""
-        rows = count * stores[0].slots.shape[:2].numel()  # of a layer, all heads
-        begin, end = (len(self._ahead) * rows * edge // parts for edge in (part, part + 1))
-        for layer, buffer in enumerate(self._ahead):
-            first, last = (min(max(edge - layer * rows, 0), rows) for edge in (begin, end))
-            if first == last:
-                continue
-            if layer not in self._pending:
-                self._expect(layer, stores[layer], count, buffer)
-            self._prefetch(layer, Part(first, last, count), buffer)
+        self._request(layer, store, request, self._next_turn(), present=held)
 
     def request_selected(
         self, layer: int, store: KVStore, mask: Tensor, cap: int, bias: Tensor | None = None
     ) -> Tensor:
         """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head.
 
-        Returns the slot of each row that `take` will give, int [batch, num_kv_heads, n], -1 for none.
-
-        bias: added to the scores of these slots, fp32 [batch, 1 or num_kv_heads, group or 1, slots].
+        bias: added to the scores of these slots, fp32 [batch, 1 or num_kv_heads, group or 1, slots]. Returns the slot
+        of each row that `take` will give, int [batch, num_kv_heads, n], -1 for none.
         """
         mask = mask.expand(-1, store.slots.shape[1], -1)
         if not self.reuse:
             index = indices(mask, cap)
             present = index >= 0
             request = Chosen(index, num_true(present))
-            self._submit(layer, store, request, self._turn(), present=present, bias=_at(bias, index))
+            self._request(layer, store, request, self._next_turn(), present, _at(bias, index))
             return index
-        if layer not in self._resident:
-            self._resident[layer] = indices(torch.zeros_like(mask), self.selected)
+        if layer not in self._kept:
+            self._kept_slots[layer] = indices(torch.zeros_like(mask), self.selected)
             self._kept[layer] = store.new_buffer(self.selected)
-        request, resident = places(mask, self._resident[layer])
-        self._resident[layer] = resident
-        self._submit(layer, store, request, self._kept[layer], present=resident >= 0, bias=_at(bias, resident))
-        return resident
+        request, slots = missing_rows(mask, self._kept_slots[layer])
+        self._kept_slots[layer] = slots
+        self._request(layer, store, request, self._kept[layer], slots >= 0, _at(bias, slots))
+        return slots
 
     def wait(self, layer: int) -> None:
         """Let the computation wait until the layer's rows are there."""
@@ -153,41 +176,31 @@ class Fetcher:
         in place, it has been written to the slot there.
         """
         self.wait(layer)
-        store, request, present, bias, places, _ = self._pending.pop(layer)
-        count = num_requested(request)
+        pending = self._pending.pop(layer)
+        store, count = pending.store, pending.num_rows
         if self.link is not None:
-            self._h2d.add(store.num_rows(request), store.slot_bytes)
+            self.loaded.add(store.num_rows(pending.request), store.slot_bytes)
         if own is None:
-            return Fetched(places[:, :, :count], present, bias)
-        if not self._in_place(request):
-            places[:, :, count:] = own
-        return Fetched(places, present, bias)
+            return Fetched(pending.rows[:, :, :count], pending.present, pending.bias)
+        if not self._reads_in_place(pending.request):
+            pending.rows[:, :, count:] = own
+        return Fetched(pending.rows, pending.present, pending.bias)
 
     def write_back(self, layer: int, store: KVStore, rows: Tensor, at: int | Tensor) -> None:
         """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
-        if layer in self._resident and not isinstance(at, int):
-            self._resident[layer].masked_fill_(self._resident[layer] == at, -1)
+        if layer in self._kept_slots and not isinstance(at, int):
+            self._kept_slots[layer].masked_fill_(self._kept_slots[layer] == at, -1)
         if self.link is None:
             store.write(rows, at)
         else:
             target = at if isinstance(at, int) else chosen(at)
-            self._d2h.add(store.num_rows(rows.shape[2] if isinstance(target, int) else target), store.slot_bytes)
+            self.written.add(store.num_rows(rows.shape[2] if isinstance(target, int) else target), store.slot_bytes)
             self.link.write_back(store, rows, target)
-
-    @property
-    def h2d_bytes(self) -> int | Tensor:
-        """Of the rows taken."""
-        return self._h2d.num_bytes
-
-    @property
-    def d2h_bytes(self) -> int | Tensor:
-        """Of the rows written back."""
-        return self._d2h.num_bytes
 
     @property
     def device_bytes(self) -> int:
         """Bytes of the buffers on the device."""
-        return sum(buffer.nbytes for buffer in (*self._buffers, *self._ahead, *self._kept.values()))
+        return sum(buffer.nbytes for buffer in (*self._turns, *self._ahead, *self._kept.values()))
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the error of a transfer that failed."""
@@ -199,24 +212,16 @@ class Fetcher:
         try:
             self.drain()
         finally:
-            for held in (self._pending, self._buffers, self._ahead, self._resident, self._kept):
+            for held in (self._pending, self._turns, self._ahead, self._kept, self._kept_slots):
                 held.clear()
 
-    def _turn(self) -> Tensor | None:
-        if not self._buffers:
+    def _next_turn(self) -> Tensor | None:
+        if not self._turns:
             return None
-        self._buffers.reverse()
-        return self._buffers[0]
+        self._turns.reverse()
+        return self._turns[0]
 
-    def _submit(
-        self, layer: int, store: KVStore, request: int | Chosen, buffer: Tensor | None, **of_rows: Tensor | None
-    ) -> None:
-        """Start a request that comes in one piece. of_rows: `present` and `bias` of `_Pending`."""
-        self._expect(layer, store, request, buffer, **of_rows)
-        if buffer is not None:
-            self._prefetch(layer, request, buffer)
-
-    def _expect(
+    def _request(
         self,
         layer: int,
         store: KVStore,
@@ -225,27 +230,24 @@ class Fetcher:
         present: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> None:
-        places = self._places(store, request, buffer)
-        self._pending[layer] = _Pending(store, request, present, bias, places, [])
+        """Start a request that comes in one piece; without a link its rows are there at once."""
+        count = request if isinstance(request, int) else request.slots.shape[-1]
+        if self._reads_in_place(request):
+            rows = store.slots[:, :, : count + 1]
+        else:
+            rows = store.rows_in(store.new_buffer(count) if buffer is None else buffer, count)
+        pending = self._pending[layer] = _Pending(store, request, rows, present, bias, [])
+        if self.link is not None:
+            self._prefetch(pending, request, rows[:, :, :count])
+        elif not self._reads_in_place(request):
+            store.load(request, rows[:, :, :count])
 
-    def _places(self, store: KVStore, request: int | Chosen, buffer: Tensor | None) -> Tensor:
-        """Where the rows of a request come to lie: without a link they are there at once."""
-        count = num_requested(request)
-        if self._in_place(request):
-            return store.slots[:, :, : count + 1]
-        if buffer is not None:
-            return store.places_in(buffer, count)
-        places = store.places_in(store.new_buffer(count), count)
-        store.load(request, places[:, :, :count])
-        return places
-
-    def _in_place(self, request: int | Chosen) -> bool:
+    def _reads_in_place(self, request: SlotRequest) -> bool:
         return self.link is None and isinstance(request, int)
 
-    def _prefetch(self, layer: int, request: SlotRequest, buffer: Tensor) -> None:
+    def _prefetch(self, pending: _Pending, request: SlotRequest, rows: Tensor) -> None:
         assert self.link is not None
-        pending = self._pending[layer]
-        pending.tickets.append(self.link.prefetch(pending.store, request, buffer))
+        pending.tickets.append(self.link.prefetch(pending.store, request, rows))
 
 
 def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
@@ -256,10 +258,14 @@ def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
     return bias.expand(-1, slots.shape[1], -1, -1).gather(-1, index).unsqueeze(3)
 
 
-def indices(mask: Tensor, cap: int) -> Tensor:
-    """Slots where `mask` [batch, heads, slots] holds, in order: int64 [batch, heads, cap], -1 behind the last.
+# From masks of slots to lists of them, without asking the device how many there are. Shapes: masks bool [batch, heads,
+# slots]; lists int64 [batch, heads, n], filled up with -1. Under CUDA one kernel does each, a program a head.
 
-    At most `cap` may hold in a head. No device sync.
+
+def indices(mask: Tensor, cap: int) -> Tensor:
+    """Slots where `mask` [batch, heads, slots] is True, in order: int64 [batch, heads, cap], -1 behind the last.
+
+    At most `cap` may be True in a head. No device sync.
     """
     if mask.is_cuda:
         from harness.offload.kernels import compact as kernels
@@ -271,70 +277,31 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     return found.scatter_(-1, order, slots)[..., :cap]
 
 
-def places(mask: Tensor, resident: Tensor) -> tuple[Chosen, Tensor]:
-    """Where the selected slots go in a kept buffer, those that are there already staying.
+def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Chosen, Tensor]:
+    """What is to be fetched so that a kept buffer holds exactly the selected slots; those that are there stay.
 
-    mask: bool [batch, heads, slots]; resident: int64 [batch, heads, places], the slot in each place, -1 for none.
-    Returns the slots to fetch with their places, those of a head first, and the new `resident`, which holds exactly the
-    selection.
+    mask: bool [batch, heads, slots]; kept: int64 [batch, heads, n], the slot in each row of the buffer, -1 for none.
+    Returns the slots to fetch with the rows they go to, those of a head first, and the new `kept`.
     """
     if mask.is_cuda:
         from harness.offload.kernels import compact as kernels
 
-        missing, free, after = kernels.places(mask, resident)
+        missing, free, after = kernels.missing_rows(mask, kept)
         return Chosen(missing, num_true(missing >= 0), free), after
-    stays = (resident >= 0) & mask.gather(-1, resident.clamp(min=0))
-    room = resident.shape[-1]
-    missing, free = indices(mask & ~_held(mask, resident, stays), room), indices(~stays, room)
+    stays = (kept >= 0) & mask.gather(-1, kept.clamp(min=0))
+    num_slots, room = mask.shape[-1], kept.shape[-1]
+    there = mask.new_zeros((*mask.shape[:-1], num_slots + 1))
+    there.scatter_(-1, torch.where(stays, kept, num_slots), True)
+    missing, free = indices(mask & ~there[..., :num_slots], room), indices(~stays, room)
     fetch = Chosen(missing, num_true(missing >= 0), free)
-    return fetch, torch.where(stays, resident, fetch.by_place())
+    return fetch, torch.where(stays, kept, fetch.by_target())
 
 
 def warm_lists(device: torch.device, *, reuse: bool) -> None:
-    """Under CUDA compile and load the kernel for lists of slots, or with `reuse` of places."""
+    """Under CUDA compile and load the kernel for lists of slots, or with `reuse` for missing rows."""
     if device.type == "cuda":
         nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=device)
         if reuse:
-            places(nothing, torch.full((1, 1, 1), -1, device=device))
+            missing_rows(nothing, torch.full((1, 1, 1), -1, device=device))
         else:
             indices(nothing, 1)
-
-
-def _held(mask: Tensor, resident: Tensor, stays: Tensor) -> Tensor:
-    """Slots that stay in the buffer, bool shaped like `mask`."""
-    slots = mask.shape[-1]
-    padded = mask.new_zeros((*mask.shape[:-1], slots + 1))
-    return padded.scatter_(-1, torch.where(stays, resident, slots), True)[..., :slots]
-
-
-AT_ONCE = 1024
-"""Counts of the device that are kept until they are summed."""
-
-
-class Traffic:
-    """Rows of any width, counted one transfer after another."""
-
-    def __init__(self) -> None:
-        self._num_bytes: int | Tensor = 0
-        self._counts: dict[int, list[Tensor]] = {}
-
-    def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
-        """num_rows: under CUDA 0-d on the device."""
-        if isinstance(num_rows, int):
-            self._num_bytes = self._num_bytes + num_rows * row_bytes
-            return
-        counts = self._counts.setdefault(row_bytes, [])
-        counts.append(num_rows)
-        if len(counts) == AT_ONCE:
-            self._sum()
-
-    @property
-    def num_bytes(self) -> int | Tensor:
-        """So far; 0-d on the device where a number came from there."""
-        self._sum()
-        return self._num_bytes
-
-    def _sum(self) -> None:
-        for row_bytes, counts in self._counts.items():
-            self._num_bytes = self._num_bytes + torch.stack(counts).sum() * row_bytes
-        self._counts.clear()

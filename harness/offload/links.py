@@ -1,15 +1,13 @@
 """The link between host and device memory: asynchronous transfers, one after another, recorded for who measures.
 
     with open_link(device) as link:
-        ticket = link.prefetch(store, index, buffer)   # returns at once; layer l computes meanwhile
-        rows = ticket.wait()                           # layer l + 1 may read them now
-        link.write_back(store, store.pack(k, v), at=column)
+        ticket = link.prefetch(store, request, rows)   # returns at once; layer l computes meanwhile
+        ticket.wait()                                  # layer l + 1 may read the rows now
+        link.write_back(store, store.format.pack(k, v), at=column)
 
-`CudaLink` is the real one, `EmulatedLink` stands in for it on the CPU. What crosses are the codec's packed rows,
-and weights.
-
-`overlap=False` makes a transfer run when it is waited for, and a write-back at once: with pageable stores,
-the baseline as the InfiniGen artifact ran it.
+`CudaLink` is the real one: copies and gathers between pinned memory and the device on their own stream; streams wait
+for each other by events, the host for neither. `EmulatedLink` stands in for it on a CPU: a worker thread copies within
+RAM at the pace of a much slower link. What crosses are packed rows, and weights.
 """
 
 from __future__ import annotations
@@ -18,20 +16,25 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.offload.store import Chosen, KVStore, SlotRequest, copy_heads, gather_rows, tensors_of
-from harness.offload.tuning import DEFAULT_TUNING, Tuning, choose_gather, choose_min_copy
+from harness.offload.memory import DEFAULT_TUNING, Tuning
+from harness.offload.store import Chosen, KVStore, SlotRequest
+
+MEMORY_TO_LINK = 62
+"""Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s achieved."""
+SLEEP_SLACK_S = 1e-4
+"""time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
 
 Direction = Literal["h2d", "d2h"]
+Move = Callable[[], int | Tensor]
+"""Copies, and returns the bytes moved, under CUDA maybe as a 0-d device tensor."""
 
 
 class Transfer(NamedTuple):
@@ -43,55 +46,78 @@ class Transfer(NamedTuple):
     num_bytes: int
 
 
-class Ticket(ABC):
-    """A transfer under way."""
+class Ticket:
+    """A transfer: under way, or, on a link without overlap, to be run when it is waited for."""
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+    def __init__(self, link: Link, direction: Direction, move: Move, used: Sequence[Tensor]) -> None:
+        self._link, self._start = link, partial(link.start, direction, move, used)
+        self._started: Any = None
+        self._is_done = False
 
-    @abstractmethod
-    def wait(self) -> Tensor:
-        """The rows [batch, num_kv_heads, n, slot_bytes], or the target of a copy, which what runs next on the current
-        stream may use.
+    def submit(self) -> None:
+        """Start the transfer, once."""
+        if self._started is None:
+            self._started = self._start()
 
-        Those of a prefetch stay valid until its buffer is used again. Raises the error of a failed transfer.
-        """
+    def wait(self) -> None:
+        """What runs next on the current stream may use what was moved. Raises the error of a failed transfer."""
+        if not self._is_done:
+            self.submit()
+            self._link.finish(self._started)
+            self._is_done = True
 
 
 class Link(ABC):
     """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
 
-    tuning: what the stores on its host side are to be made with.
+    overlap: transfers run beside the computation; False: a transfer runs when it is waited for, and a write-back at
+    once: with pageable stores the baseline as InfiniGen's artifact ran it. tuning: what the stores on its host side are
+    to be made with.
     """
 
-    tuning: Tuning = DEFAULT_TUNING
+    def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
+        self.overlap, self.tuning = overlap, tuning
 
-    @abstractmethod
-    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
-        """Starts loading the requested slots into `buffer`, flat and from `store.new_buffer`.
+    def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
+        """Start loading the requested slots into `rows`, a part of a buffer on the device.
 
-        The buffer may still be read by work already queued on the current stream. A row of negative index
-        keeps what the buffer holds. Raises the error of an earlier transfer that failed.
+        The buffer may still be read by work already queued on the current stream. A row of negative index keeps what it
+        holds. Raises the error of an earlier transfer that failed.
         """
+        return self._submit("h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)])
 
-    @abstractmethod
     def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
-        """Starts writing `rows` (from `store.pack`, not to be changed any more) into slots `at` of the store.
+        """Start writing packed `rows`, not to be changed any more, into slots `at` of the store.
 
         Reads submitted later see them, so the ticket needs no waiting. Raises as `prefetch`.
         """
+        ticket = self._submit("d2h", partial(store.write, rows, at), [rows, *_tensors_of(at)])
+        if not self.overlap:
+            ticket.wait()
+        return ticket
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        """Start copying `source`, contiguous and in host memory, to `target` on the device, alike. The target may still
+        be read by work already queued on the current stream. Raises as `prefetch`."""
+        return self._submit("h2d", lambda: target.copy_(source, non_blocking=True).nbytes, [target])
+
+    def _submit(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Ticket:
+        ticket = Ticket(self, direction, move, used)
+        if self.overlap:
+            ticket.submit()
+        return ticket
 
     @abstractmethod
-    def copy(self, source: Tensor, target: Tensor) -> Ticket:
-        """Starts copying `source`, contiguous and in host memory, to `target` on the device, alike.
+    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
+        """Queue a transfer; returns what `finish` takes. used: tensors that must outlive it."""
 
-        The target may still be read by work already queued on the current stream; the ticket gives it. Raises as
-        `prefetch`.
-        """
+    @abstractmethod
+    def finish(self, started: Any) -> None:
+        """Let what runs next wait for a started transfer."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Blocks the host until the link is idle. Raises the error of a transfer that failed."""
+        """Block the host until the link is idle. Raises the error of a transfer that failed."""
 
     @abstractmethod
     def take_transfers(self) -> list[Transfer]:
@@ -102,7 +128,7 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the link after what was submitted; it takes no more transfers. Idempotent, raises nothing."""
+        """End the link after what was submitted; it takes no more transfers. Idempotent, raises nothing."""
 
     def __enter__(self) -> Link:
         return self
@@ -111,10 +137,37 @@ class Link(ABC):
         self.close()
 
 
-# Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s
-# achieved.
-MEMORY_TO_LINK = 62
-_SLEEP_SLACK_S = 1e-4  # time.sleep wakes some 80 us late; the rest of a wait yields the core instead
+def _tensors_of(request: SlotRequest | Tensor) -> list[Tensor]:
+    """The tensors by which a transfer knows its slots."""
+    parts = request if isinstance(request, Chosen) else (request,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def open_link(
+    device: torch.device, *, bytes_per_s: float | None = None, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING
+) -> Link:
+    """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
+
+    bytes_per_s: None emulates `default_bytes_per_s(measure_copy_rate())`. tuning: of the real one. Raises UserError
+    for a rate that is not positive, or one given under CUDA.
+    """
+    if device.type == "cuda":
+        if bytes_per_s is not None:
+            raise UserError(f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda")
+        return CudaLink(device, overlap=overlap, tuning=tuning)
+    return EmulatedLink(
+        default_bytes_per_s(measure_copy_rate()) if bytes_per_s is None else bytes_per_s, overlap=overlap
+    )
+
+
+def links_by_device(links: Link | Mapping[torch.device, Link] | None, device: torch.device) -> Link | None:
+    """The link of a device, where one link serves all or each device has its own."""
+    return links.get(device) if isinstance(links, Mapping) else links
+
+
+# The CPU's link: a transfer starts once it is submitted and the link is free, and ends when bytes / bandwidth have
+# passed, the copy's own time included; so the link is occupied serially at the emulated rate. Who waits for a transfer
+# sleeps until that end. The worker goes on to the next copy, whose start is computed, so late wake-ups do not add up.
 
 
 def measure_copy_rate(num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
@@ -137,7 +190,7 @@ def default_bytes_per_s(copy_rate: float) -> float:
 class _Job:
     """One transfer of the emulated link; times are perf_counter seconds, set by the worker before `done`."""
 
-    def __init__(self, direction: Direction, move: Callable[[], int | Tensor]) -> None:
+    def __init__(self, direction: Direction, move: Move) -> None:
         self.direction, self.move = direction, move
         self.submitted_s = time.perf_counter()
         self.end_s = self.submitted_s
@@ -148,14 +201,15 @@ class _Job:
 class EmulatedLink(Link):
     """A worker thread that copies within RAM and holds the link for bytes / bytes_per_s.
 
-    The worker copies on one thread, as a copy engine that takes no compute cores would. If it dies, every
-    transfer under way and every later call raises its error.
+    The worker copies on one thread, as a copy engine that takes no compute cores would. If it dies, every transfer
+    under way and every later call raises its error.
     """
 
     def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
         if not bytes_per_s > 0:
             raise UserError(f"link_gbps={bytes_per_s / 1e9} must be positive")
-        self.bytes_per_s, self.overlap = bytes_per_s, overlap
+        super().__init__(overlap=overlap)
+        self.bytes_per_s = bytes_per_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._transfers: list[Transfer] | None = None
         self._last: _Job | None = None
@@ -163,29 +217,28 @@ class EmulatedLink(Link):
         self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
         self._worker.start()
 
-    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
-        rows = store.rows_in(buffer, request)
-        ticket = _EmulatedTicket(self, rows, "h2d", partial(store.load, request, rows))
-        if self.overlap:
-            ticket.submit()
-        return ticket
+    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> _Job:
+        """Queue a copy; raises the worker's error if it died."""
+        if self._error is not None:
+            raise self._error
+        if not self._worker.is_alive():
+            raise RuntimeError("the link is closed")
+        self._last = _Job(direction, move)
+        self._jobs.put(self._last)
+        return self._last
 
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
-        ticket = _EmulatedTicket(self, rows, "d2h", partial(store.write, rows, at))
-        ticket.submit()
-        if not self.overlap:
-            ticket.wait()
-        return ticket
-
-    def copy(self, source: Tensor, target: Tensor) -> Ticket:
-        ticket = _EmulatedTicket(self, target, "h2d", lambda: target.copy_(source).nbytes)
-        if self.overlap:
-            ticket.submit()
-        return ticket
+    def finish(self, started: _Job) -> None:
+        """Block until the job has ended on the emulated link; raises its error."""
+        while not started.done.wait(timeout=1.0):
+            if not self._worker.is_alive() and not started.done.is_set():
+                raise self._error or RuntimeError("the link was closed under a transfer")
+        if started.error is not None:
+            raise started.error
+        _sleep_until(started.end_s)
 
     def drain(self) -> None:
         if (job := self._last) is not None:
-            self.complete(job)
+            self.finish(job)
 
     def take_transfers(self) -> list[Transfer]:
         self.drain()
@@ -196,25 +249,7 @@ class EmulatedLink(Link):
         self._jobs.put(None)
         self._worker.join()
 
-    def submit(self, direction: Direction, move: Callable[[], int | Tensor]) -> _Job:
-        """Queues a copy; raises the worker's error if it died."""
-        if self._error is not None:
-            raise self._error
-        if not self._worker.is_alive():
-            raise RuntimeError("the link is closed")
-        self._last = _Job(direction, move)
-        self._jobs.put(self._last)
-        return self._last
-
-    def complete(self, job: _Job) -> None:
-        """Blocks until the job has ended on the emulated link; raises its error."""
-        while not job.done.wait(timeout=1.0):
-            if not self._worker.is_alive() and not job.done.is_set():
-                raise self._error or RuntimeError("the link was closed under a transfer")
-        if job.error is not None:
-            raise job.error
-        _sleep_until(job.end_s)
-
+    @torch.inference_mode()
     def _work(self) -> None:
         torch.set_num_threads(1)  # of this thread: OpenMP keeps the number per thread
         free_s = 0.0
@@ -232,47 +267,17 @@ class EmulatedLink(Link):
             job.done.set()
 
 
-class _EmulatedTicket(Ticket):
-    def __init__(self, link: EmulatedLink, rows: Tensor, direction: Direction, move: Callable) -> None:
-        super().__init__(rows)
-        self._link, self._direction, self._move = link, direction, move
-        self._job: _Job | None = None
-
-    def submit(self) -> _Job:
-        if self._job is None:
-            self._job = self._link.submit(self._direction, self._move)
-        return self._job
-
-    def wait(self) -> Tensor:
-        self._link.complete(self.submit())
-        return self._rows
-
-
 def _sleep_until(end_s: float) -> None:
-    """Returns microseconds after `end_s` (perf_counter) without holding a core before its last 0.1 ms."""
+    """Return microseconds after `end_s` (perf_counter) without holding a core before its last 0.1 ms."""
     remaining = end_s - time.perf_counter()
-    if remaining > _SLEEP_SLACK_S:
-        time.sleep(remaining - _SLEEP_SLACK_S)
+    if remaining > SLEEP_SLACK_S:
+        time.sleep(remaining - SLEEP_SLACK_S)
     while time.perf_counter() < end_s:
         time.sleep(0)
 
 
-def measure_pinned_copy_rate(device: torch.device, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
-    """Payload bytes/s of plain copies from pinned memory to the device, the ceiling of a link; the median."""
-    source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-    seconds = []
-    for _ in range(repeats + 1):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return num_bytes / sorted(seconds[1:])[repeats // 2]  # the first copy maps the pages
-
-
 class _Record(NamedTuple):
-    """A transfer whose times and size are still on the device."""
+    """A transfer under CUDA whose times and size are still on the device."""
 
     direction: Direction
     start: torch.cuda.Event
@@ -283,41 +288,36 @@ class _Record(NamedTuple):
 class CudaLink(Link):
     """Transfers between stores under host placement and `device`, on a stream of their own.
 
-    Each starts after the work that was queued on the current stream when it was submitted. Without overlap
-    they run on the current stream itself.
+    Each starts after the work that was queued on the current stream when it was submitted. Without overlap they run on
+    the current stream itself.
     """
 
     def __init__(self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
-        self.device, self.overlap, self.tuning = device, overlap, tuning
+        super().__init__(overlap=overlap, tuning=tuning)
+        self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)  # its few programs go before the computation's next blocks
         self._records: list[_Record] | None = None
         self._origin = _event(self.stream, timed=True)
 
-    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
-        rows = store.rows_in(buffer, request)
-        used = (buffer, *tensors_of(request))
-        ticket = _CudaTicket(rows, partial(self._transfer, "h2d", partial(store.load, request, rows), used))
-        if self.overlap:
-            ticket.submit()
-        return ticket
+    def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> torch.cuda.Event:
+        """Queue `move`; returns the event of its end."""
+        compute = torch.cuda.current_stream(self.device)
+        stream = self.stream if self.overlap else compute
+        stream.wait_stream(compute)
+        with torch.cuda.stream(stream):
+            start = None if self._records is None else _event(stream, timed=True)
+            num_bytes = move()
+            end = _event(stream, timed=start is not None)
+        for tensor in used:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        if self._records is not None and start is not None:
+            self._records.append(_Record(direction, start, end, num_bytes))
+        return end
 
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
-        used = (rows, *tensors_of(at))
-        ticket = _CudaTicket(rows, partial(self._transfer, "d2h", partial(store.write, rows, at), used))
-        if self.overlap:
-            ticket.submit()
-        else:
-            ticket.wait()
-        return ticket
-
-    def copy(self, source: Tensor, target: Tensor) -> Ticket:
-        def move() -> int:
-            return target.copy_(source, non_blocking=True).nbytes
-
-        ticket = _CudaTicket(target, partial(self._transfer, "h2d", move, (target,)))
-        if self.overlap:
-            ticket.submit()
-        return ticket
+    def finish(self, started: torch.cuda.Event) -> None:
+        """The current stream waits for the event; the host does not."""
+        torch.cuda.current_stream(self.device).wait_event(started)
 
     def drain(self) -> None:
         self.stream.synchronize()
@@ -328,8 +328,8 @@ class CudaLink(Link):
         for record in taken:
             record.end.synchronize()  # without overlap it ran on another stream
         return [
-            Transfer(direction, self._seconds(start), self._seconds(end), int(num_bytes))
-            for direction, start, end, num_bytes in taken
+            Transfer(each.direction, self._seconds(each.start), self._seconds(each.end), int(each.num_bytes))
+            for each in taken
         ]
 
     def close(self) -> None:
@@ -338,129 +338,9 @@ class CudaLink(Link):
     def _seconds(self, event: torch.cuda.Event) -> float:
         return self._origin.elapsed_time(event) / 1e3
 
-    def _transfer(
-        self, direction: Direction, move: Callable[[], int | Tensor], used: tuple[Tensor, ...]
-    ) -> torch.cuda.Event:
-        """Queues `move`; returns the event of its end. `used`: device tensors that must outlive it."""
-        compute = torch.cuda.current_stream(self.device)
-        stream = self.stream if self.overlap else compute
-        stream.wait_stream(compute)
-        with torch.cuda.stream(stream):
-            start = None if self._records is None else _event(stream, timed=True)
-            num_bytes = move()
-            end = _event(stream, timed=start is not None)
-        for tensor in used:
-            tensor.record_stream(stream)
-        if self._records is not None and start is not None:
-            self._records.append(_Record(direction, start, end, num_bytes))
-        return end
-
-
-class _CudaTicket(Ticket):
-    def __init__(self, rows: Tensor, transfer: Callable[[], torch.cuda.Event]) -> None:
-        super().__init__(rows)
-        self._transfer = transfer
-        self._end: torch.cuda.Event | None = None
-        self._waited = False
-
-    def submit(self) -> torch.cuda.Event:
-        if self._end is None:
-            self._end = self._transfer()
-        return self._end
-
-    def wait(self) -> Tensor:
-        if not self._waited:
-            torch.cuda.current_stream(self._rows.device).wait_event(self.submit())
-            self._waited = True
-        return self._rows
-
 
 def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:
     """An event recorded on `stream` now; one that keeps the time costs more."""
     event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
-
-
-def open_link(
-    device: torch.device,
-    *,
-    bytes_per_s: float | None = None,
-    overlap: bool = True,
-    tuning: Tuning = DEFAULT_TUNING,
-) -> Link:
-    """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
-
-    bytes_per_s: None emulates `default_bytes_per_s(measure_copy_rate())`. tuning: of the real one. Raises UserError
-    for a rate that is not positive, or one given under CUDA.
-    """
-    if device.type == "cuda":
-        if bytes_per_s is not None:
-            raise UserError(f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda")
-        return CudaLink(device, overlap=overlap, tuning=tuning)
-
-    if bytes_per_s is None:
-        bytes_per_s = default_bytes_per_s(measure_copy_rate())
-    return EmulatedLink(bytes_per_s, overlap=overlap)
-
-
-NUM_PROGRAMS = (32, 64, 128)
-TILE_BYTES = (2048, 4096, 8192)
-GATHERED = (64, 4096, 144)
-"""Heads, slots and bytes of a slot in the store that is gathered from: int4 rows of head_dim 128, of which half go."""
-PIECE_BYTES = tuple(2**power for power in range(12, 19))
-COPIED_BYTES, COPIED_SLOT_BYTES = 2**24, 512
-REPEATS = 5
-
-
-def measure_tuning(device: torch.device) -> Tuning:
-    """The best of some launches of the kernel, and the crossover to copies with it."""
-    num_programs, bytes_in_flight = choose_gather(_gather_seconds(device))
-    tuning = Tuning(num_programs, bytes_in_flight)
-    kernel_s, copy_s = _piece_seconds(device, tuning)
-    return replace(tuning, min_copy_bytes=choose_min_copy(kernel_s, copy_s))
-
-
-def _gather_seconds(device: torch.device) -> dict[tuple[int, int], float]:
-    """What a gather of scattered rows takes, by the number of programs and the bytes in flight."""
-    heads, capacity, slot_bytes = GATHERED
-    slots = _host_slots(device, heads, capacity, slot_bytes)
-    index = torch.rand(1, heads, capacity, device=device).argsort(-1)[..., : capacity // 2].contiguous()
-    rows = torch.empty((1, heads, capacity // 2, slot_bytes), dtype=torch.uint8, device=device)
-    seconds = {}
-    for num_programs, tile_bytes in product(NUM_PROGRAMS, TILE_BYTES):
-        tuning = Tuning(num_programs, num_programs * tile_bytes)
-        move = partial(gather_rows, slots, index, rows, tuning=tuning)
-        seconds[num_programs, tuning.bytes_in_flight] = _seconds(move)
-    return seconds
-
-
-def _piece_seconds(device: torch.device, tuning: Tuning) -> tuple[dict[int, float], dict[int, float]]:
-    """What the kernel and a copy take to fetch every other piece of host memory, by the bytes of a piece."""
-    kernel_s, copy_s = {}, {}
-    for piece_bytes in PIECE_BYTES:
-        heads, count = COPIED_BYTES // piece_bytes, piece_bytes // COPIED_SLOT_BYTES
-        slots = _host_slots(device, heads, 2 * count, COPIED_SLOT_BYTES)
-        rows = torch.empty((1, heads, count, COPIED_SLOT_BYTES), dtype=torch.uint8, device=device)
-        index = torch.arange(count, device=device).expand(1, heads, -1).contiguous()
-        kernel_s[piece_bytes] = _seconds(partial(gather_rows, slots, index, rows, tuning=tuning))
-        copy_s[piece_bytes] = _seconds(partial(copy_heads, slots[:, :, :count], rows))
-    return kernel_s, copy_s
-
-
-def _host_slots(device: torch.device, heads: int, capacity: int, slot_bytes: int) -> Tensor:
-    """Slots in memory that `device` can address."""
-    return torch.zeros((1, heads, capacity, slot_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-def _seconds(move: Callable[[], object]) -> float:
-    """Of the current stream, the median of some calls behind one that compiles and loads what it needs."""
-    move()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        move()
-        event.record()
-    events[-1].synchronize()
-    times = sorted(begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False))
-    return times[REPEATS // 2] / 1e3

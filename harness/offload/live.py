@@ -1,59 +1,61 @@
 """Live decoding: prefill, then one token a step through two memories.
 
-Under host placement every layer's cache lies in host memory. A layer's rows are asked for while the layer before
-computes: all that is kept, or what a rehearsal there selects; a method that selects by the layer's own query asks in
-the layer itself and waits. Rows of the exempt layers, where the others read less, cross during the step before. The own
-row never waits: its key and value are on the device, and are written back while later layers compute.
+Under host placement the cache of every layer that sees every token lies in host memory. A layer's rows are asked for
+while the previous layer computes: all that is kept, or what a rehearsal there selects; a method that selects by the
+layer's own query asks in the layer itself and waits. Rows of the exempt layers, where the others read less, cross
+during the step before. `harness.offload.step` is the page on which a step can be read.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
         for logits in generate(session, session.prefill(ids, real)): ...
-
-The selection functions are those of replay, called with one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from harness.model.attach import Attached
+from harness.model.attached import Attached
+from harness.model.policies import Policy, policies_of
+from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of
 from harness.offload import memory
-from harness.offload.cache import (
-    Batch,
-    LayerCache,
-    ResidualCache,
-    ValuesCache,
-    positions_of,
-    slots_needed,
-    slots_stored,
-)
+from harness.offload.cache import Batch, LayerCache, LocalCache, ResidualCache, ValuesCache, slots_needed
 from harness.offload.fetch import Fetcher
-from harness.offload.links import Link
-from harness.offload.memory import PinnedSlab
-from harness.offload.step import PrefilledPrompt, PromptPass, StepPass
-from harness.offload.store import KVStore, slot_bytes
+from harness.offload.links import Link, links_by_device
+from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
+from harness.offload.step import DecodeStep
+from harness.offload.store import KVStore, RowFormat
 from harness.offload.timeline import Timeline
-from harness.offload.tuning import DEFAULT_TUNING
 from harness.settings.speed import Placement, check_combination
-from harness.sizes import share_of_cache
-from methods.base import Calibration, Method, State
-from methods.checks import require
+from harness.sizes import StepReads
+from methods.base import Calibration, Method, State, calibration_on
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
-from methods.evicting import EvictingState
 from methods.keyless_codec import without_keys
+
+
+@dataclass
+class _Stage:
+    """What a session has on one device. layers: indices of the attention layers that lie there."""
+
+    device: torch.device
+    layers: list[int]
+    fetcher: Fetcher
+    batch: Batch | None = None
+    state: State | None = None
+    slab: PinnedSlab | None = None
 
 
 class LiveSession:
     """One batch of sequences under one method, decoded one token a step.
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the cached rows in the
-    non-exempt layers; None stores them as they are. placement: where the cache lies. link: moves the rows under host
-    placement. reuse: rows fetched in the step before and selected again do not cross the link again. pinned: host
-    memory is page-locked under CUDA, so that transfers can overlap. timeline: marks the segments of each step.
-    Raises ValueError for combinations without meaning.
+    layers under the method; None stores them as they are. placement: where the cache lies. link: moves the rows under
+    host placement; of a model on several devices one for each. reuse: rows fetched in the step before and selected
+    again do not cross the link again. pinned: host memory is page-locked under CUDA, so that transfers can overlap.
+    timeline: marks the segments of each step. Raises ValueError for combinations without meaning.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class LiveSession:
         max_new_tokens: int,
         codec: AnyCodec | None = None,
         placement: Placement = "device",
-        link: Link | None = None,
+        link: Link | Mapping[torch.device, Link] | None = None,
         calibration: Calibration | None = None,
         reuse: bool = False,
         pinned: bool = True,
@@ -73,10 +75,9 @@ class LiveSession:
         check_combination(method, placement, reuse)
         if placement == "host" and link is None:
             raise ValueError("placement=host: needs a link")
-        exempt, layers = method.num_exempt_layers, attached.geometry.num_layers
-        require(exempt < layers, "num_exempt_layers", exempt, f"< {layers} layers")
         self.attached = attached
         self.method = method
+        self.policies: list[Policy] = policies_of(attached, method)
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
         self.codec: AnyCodec = codec or self.exact
@@ -86,10 +87,14 @@ class LiveSession:
         self.calibration = calibration
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
-        self.fetcher = Fetcher(link if placement == "host" else None, reuse)
-        self.tuning = link.tuning if link is not None else DEFAULT_TUNING
-        self.caches: list[LayerCache] = []
-        self.slab: PinnedSlab | None = None
+        self.stages: dict[torch.device, _Stage] = {}
+        for index, layer in enumerate(attached.layers):
+            if layer.device not in self.stages:
+                of_device = links_by_device(link, layer.device) if placement == "host" else None
+                self.stages[layer.device] = _Stage(layer.device, [], Fetcher(of_device, reuse))
+            self.stages[layer.device].layers.append(index)
+        self.caches: list[LayerCache | LocalCache] = []
+        self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
 
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
@@ -99,8 +104,8 @@ class LiveSession:
         column. Returns logits [batch, vocab] for the first new token.
         """
         self._open(real, memory.prompt_bytes(self.attached, ids.numel()))
-        handler = PromptPass(self._keep_prompt, self.attached.geometry.scale, real)
-        hidden = self.attached.forward(ids, positions_of(real), handler)
+        keep = PromptPass(self.attached, real, self._keep_prompt)
+        hidden = self.attached.forward(ids, positions_of(real), keep, self.model_cache, real)
         return self.attached.logits(hidden[:, -1])
 
     def start(self, prompt: PrefilledPrompt) -> Tensor:
@@ -108,22 +113,45 @@ class LiveSession:
         self._open(prompt.real, activations=0)
         for layer, states in enumerate(prompt.layers):
             self._keep_prompt(layer, *states)
+        self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
         return self.attached.logits(prompt.hidden)
 
     def decode_step(self, ids: Tensor) -> Tensor:
         """Decode one token of every sequence, ids int [batch]; returns logits [batch, vocab] for the next."""
         if self.steps >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: all of them have been decoded")
-        scale, last = self.attached.geometry.scale, self.steps + 2 >= self.max_new_tokens  # the last token is not fed
-        step = StepPass(self.caches, self.fetcher, self.timeline, scale, last=last)
-        for cache in self.caches[: max(1, self.fetcher.num_ahead)]:
-            if not self.fetcher.pending(cache.layer):
-                step.request_early(cache.layer)  # the first step: nothing computed before it
-        hidden = self.attached.forward(ids[:, None], self.batch.positions[:, None], step)
+        step = DecodeStep(self.caches, self.timeline, is_last=self.steps + 2 >= self.max_new_tokens)
+        step.begin()
+        hidden = self.attached.forward(ids[:, None], self.batch.positions[:, None], step, self.model_cache)
         self.timeline.switch("other")
         self.reads.count(self.batch.positions, step.reads, step.index_reads)
-        self.batch.advance()
+        for stage in self.stages.values():
+            assert stage.batch is not None
+            stage.batch.advance()
         return self.attached.logits(hidden[:, -1])
+
+    @property
+    def batch(self) -> Batch:
+        """How far the session has come, and the tokens of its columns, on the first layer's device."""
+        batch = next(iter(self.stages.values())).batch
+        assert batch is not None, "prefill or start comes first"
+        return batch
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Of the first layer's device."""
+        return next(iter(self.stages.values())).fetcher
+
+    @property
+    def links(self) -> list[Link]:
+        """Those that the session uses, each once."""
+        found = [stage.fetcher.link for stage in self.stages.values() if stage.fetcher.link is not None]
+        return list(dict.fromkeys(found))
+
+    @property
+    def states(self) -> list[State]:
+        """The method's, one on each device; none where it reads everything."""
+        return [stage.state for stage in self.stages.values() if stage.state is not None]
 
     @property
     def steps(self) -> int:
@@ -132,115 +160,176 @@ class LiveSession:
 
     @property
     def stores(self) -> list[KVStore]:
-        """Each layer's store."""
-        return [cache.store for cache in self.caches]
+        """The store of each layer that sees every token."""
+        return [cache.store for cache in self.caches if isinstance(cache, LayerCache)]
+
+    @property
+    def loaded_bytes(self) -> int | Tensor:
+        """Payload bytes of the rows that the steps so far took from the link, whatever is still under way."""
+        return sum(stage.fetcher.loaded.num_bytes for stage in self.stages.values())
+
+    @property
+    def written_bytes(self) -> int | Tensor:
+        """Payload bytes that were written back so far, alike, the prompt's included."""
+        return sum(stage.fetcher.written.num_bytes for stage in self.stages.values())
 
     @property
     def h2d_bytes(self) -> int:
         """Payload bytes fetched over the link so far, those under way included: waits for them."""
-        self.fetcher.drain()
+        self._drain()
         return sum(store.h2d_bytes for store in self.stores)
 
     @property
     def d2h_bytes(self) -> int:
         """Payload bytes written back over the link so far, the prompt's included: waits as `h2d_bytes`."""
-        self.fetcher.drain()
+        self._drain()
         return sum(store.d2h_bytes for store in self.stores)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of what the cache and the method keep on the device: stores there (none under managed placement, whose
-        pages come and go), resident rows, buffers for fetched rows, and every tensor of the method's state, a
-        calibration included."""
+        pages come and go), rows that stay there, windows, recurrent states, buffers for fetched rows, and every tensor
+        of the method's state, a calibration included."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
-        state = next((cache.state for cache in self.caches if cache.state is not None), None)
-        resident = sum(cache.device_bytes for cache in self.caches)
-        return stores + resident + self.fetcher.device_bytes + memory.tensor_bytes(vars(state) if state else None)
+        kept = sum(cache.device_bytes for cache in self.caches) + self.model_cache.nbytes
+        buffers = sum(stage.fetcher.device_bytes for stage in self.stages.values())
+        return stores + kept + buffers + sum(memory.tensor_bytes(vars(state)) for state in self.states)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked for this session."""
-        return self.slab.nbytes if self.slab else 0
+        return sum(stage.slab.nbytes for stage in self.stages.values() if stage.slab is not None)
 
     def close(self) -> None:
-        """Free the cache. The link stays open. Raises the error of a transfer that failed."""
+        """Free the cache. The links stay open. Raises the error of a transfer that failed."""
         try:
-            self.fetcher.close()
+            for stage in self.stages.values():
+                stage.fetcher.close()
         finally:
             for store in self.stores:
                 store.free()
-            if self.slab is not None:
-                self.slab.close()
+            for stage in self.stages.values():
+                if stage.slab is not None:
+                    stage.slab.close()
+
+    def _drain(self) -> None:
+        for stage in self.stages.values():
+            stage.fetcher.drain()
 
     def _open(self, real: Tensor, activations: int) -> None:
         """Make all that decoding needs, after asking whether it fits. activations: bytes that the prompt takes."""
         if self.caches:
             raise RuntimeError("a session prefills once")
-        self.attached.require_window(real.shape[1] + self.max_new_tokens)
-        self.batch = Batch(real, self.max_new_tokens)
-        state = None
-        if not self.method.reads_all:
-            state = self.method.new_state(self.attached.geometry, self.batch.lengths, self.calibration)
-        layers = range(self.attached.geometry.num_layers)
-        slots = [self._slots(layer, state) for layer in layers]
-        exempt = self.method.num_exempt_layers
-        rows = {row for steps in range(self.max_new_tokens + 1) for row in self.batch.rows(steps)}
-        selected = max(self.method.max_tokens_read(row, layer) for row in rows for layer in layers[exempt:])
-        ahead = exempt if not self.method.reads_all or self.codec.bits < 16 else 0
-        self.bytes_needed = memory.session_bytes(
-            slots, self.placement, ahead=ahead, selected=selected, reuse=self.fetcher.reuse, activations=activations
+        self.attached.require_length(real.shape[1] + self.max_new_tokens)
+        self.attached.require_even(real)
+        caches: dict[int, LayerCache | LocalCache] = {}
+        for stage in self.stages.values():
+            batch = stage.batch = Batch(real.to(stage.device), self.max_new_tokens)
+            if not self.method.reads_all and any(self.policies[layer].kind == "method" for layer in stage.layers):
+                calibration = calibration_on(self.calibration, stage.device)
+                stage.state = self.method.new_state(self.attached.geometry, batch.lengths, calibration)
+            caches |= self._open_stage(stage, batch, activations)
+            activations = 0  # layers compute one after another
+        self.caches = [caches[layer] for layer in sorted(caches)]
+        fetched = [cache for cache in self.caches if isinstance(cache, LayerCache)]
+        for cache, following in zip(fetched, fetched[1:], strict=False):
+            cache.following = following
+        self.reads = StepReads(
+            self.attached.geometry,
+            self.method.num_exempt_layers,
+            self.codec,
+            slot_bytes=self.stores[-1].slot_bytes,
+            element_bytes=self.attached.dtype.itemsize,
+            device=self.attached.device,
         )
-        if self.placement == "managed":
-            memory.require_managed(self.bytes_needed.managed, self.attached.device)
-        memory.require_session(self.bytes_needed, self.attached.device)
-        if self.pinned and self.bytes_needed.host:
-            self.slab = PinnedSlab(self.bytes_needed.host)
-        self.caches = [self._cache(layer, state, slots[layer].capacity) for layer in layers]
-        self.reads = StepReads(self.attached, exempt, self.codec, self.stores[-1].slot_bytes)
-        self.fetcher.open(self.stores, selected, ahead)
+
+    def _open_stage(self, stage: _Stage, batch: Batch, activations: int) -> dict[int, LayerCache | LocalCache]:
+        """The caches of the layers on one device."""
+        fetched = [layer for layer in stage.layers if self.policies[layer].kind != "local"]
+        slots = {layer: self._slots(layer, stage, batch) for layer in fetched}
+        under_method = [layer for layer in fetched if self.policies[layer].kind == "method"]
+        rows = {row for steps in range(self.max_new_tokens + 1) for row in batch.rows(steps)}
+        numbers = [self.policies[layer].number for layer in under_method]
+        selected = max((self.method.max_tokens_read(row, number) for row in rows for number in numbers), default=0)
+        reads_less = bool(under_method) and (not self.method.reads_all or self.codec.bits < 16)
+        num_ahead = len(fetched) - len(under_method) if reads_less else 0
+        if fetched:
+            needed = memory.session_bytes(
+                list(slots.values()), self.placement, ahead=num_ahead, selected=selected, reuse=stage.fetcher.reuse,
+                activations=activations + self._window_bytes(stage, batch),
+            )  # fmt: skip
+            self.bytes_needed = memory.SessionBytes(*map(sum, zip(self.bytes_needed, needed, strict=True)))
+            if self.placement == "managed":
+                memory.require_managed(needed.managed, stage.device)
+            memory.require_session(needed, stage.device)
+            if self.pinned and needed.host:
+                stage.slab = PinnedSlab(needed.host)
+        caches: dict[int, LayerCache | LocalCache] = {
+            layer: self._cache(layer, stage, batch, slots[layer].capacity) if layer in slots
+            else LocalCache(self.policies[layer], batch)
+            for layer in stage.layers
+        }  # fmt: skip
+        in_order = [cache for cache in caches.values() if isinstance(cache, LayerCache)]
+        if in_order:
+            stage.fetcher.open([cache.store for cache in in_order], selected, num_ahead)
+        ahead, others = in_order[: stage.fetcher.num_ahead], in_order[stage.fetcher.num_ahead :]
+        for place, cache in enumerate(ahead):
+            cache.ahead_place = place
+        for part, cache in enumerate(others if ahead else []):
+            cache.ahead, cache.part = ahead, (part, len(others))
+        return caches
 
     def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Hand a layer's prompt to its cache. The first that has a state shows what each of them keeps of a prompt, so
         that is asked for before the others make it."""
         cache = self.caches[layer]
         cache.keep_prompt(query, key, value)
-        if cache.state is not None and layer == self.method.num_exempt_layers:
-            kept, others = memory.layer_bytes(cache.state, layer), len(self.caches) - layer - 1
+        if not isinstance(cache, LayerCache) or cache.state is None:
+            return
+        alike = [each for each in self.caches if isinstance(each, LayerCache) and each.state is cache.state]
+        if cache is alike[0]:
+            kept, others = memory.layer_bytes(cache.state, cache.policy.number), len(alike) - 1
             self.bytes_needed = self.bytes_needed._replace(device=self.bytes_needed.device + kept * (others + 1))
-            memory.require_memory(kept * others, self.attached.device, "what the method keeps of the prompt")
+            memory.require_memory(kept * others, cache.store.device, "what the method keeps of the prompt")
 
-    def _slots(self, layer: int, state: State | None) -> memory.LayerSlots:
-        geometry = self.attached.geometry
-        size = slot_bytes(self._codec(layer), geometry.head_dim)
-        return memory.LayerSlots(len(self.batch.prompts) * geometry.num_kv_heads, self._num_slots(layer, state), size)
+    def _format(self, layer: int) -> RowFormat:
+        """How a layer's rows are stored: exempt layers as they are, in replay and here."""
+        shape, policy = self.attached.layers[layer], self.policies[layer]
+        codec = self.codec if policy.kind == "method" else self.exact
+        return RowFormat(codec, shape.head_dim, self.attached.dtype, shape.value_dim, shape.latent is not None)
 
-    def _num_slots(self, layer: int, state: State | None) -> int:
-        if isinstance(state, EvictingState) and layer >= self.method.num_exempt_layers:
-            return slots_needed(self.method, self.batch, layer)
-        codec = self._codec(layer)
-        return slots_stored(codec, self.batch, self.max_new_tokens) if codec.residual else self.batch.tokens.shape[1]
+    def _slots(self, layer: int, stage: _Stage, batch: Batch) -> memory.LayerSlots:
+        row_format = self._format(layer)
+        capacity = slots_needed(self.policies[layer], self.method, stage.state, row_format.codec, batch)
+        heads = len(batch.prompts) * self.attached.layers[layer].num_kv_heads
+        return memory.LayerSlots(heads, capacity, row_format.slot_bytes)
 
-    def _codec(self, layer: int) -> AnyCodec:
-        """Exempt layers are stored as they are, in replay and here."""
-        return self.exact if layer < self.method.num_exempt_layers else self.codec
+    def _window_bytes(self, stage: _Stage, batch: Batch) -> int:
+        """Of the local layers' rings."""
+        total = 0
+        for layer in stage.layers:
+            shape, window = self.attached.layers[layer], self.policies[layer].window
+            if window is not None:
+                token = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * self.attached.dtype.itemsize
+                total += len(batch.prompts) * LocalCache.bytes_needed(window, batch.tokens.shape[1], token)
+        return total
 
-    def _cache(self, layer: int, state: State | None, num_slots: int) -> LayerCache:
-        geometry, exempt = self.attached.geometry, layer < self.method.num_exempt_layers
+    def _cache(self, layer: int, stage: _Stage, batch: Batch, capacity: int) -> LayerCache:
+        policy = self.policies[layer]
         store = KVStore(
-            batch=len(self.batch.prompts),
-            num_kv_heads=geometry.num_kv_heads,
-            capacity=num_slots,
-            head_dim=geometry.head_dim,
-            dtype=self.attached.dtype,
-            codec=self._codec(layer),
+            self._format(layer),
+            batch=len(batch.prompts),
+            num_kv_heads=self.attached.layers[layer].num_kv_heads,
+            capacity=capacity,
             placement=self.placement,
-            device=self.attached.device,
-            slab=self.slab,
-            tuning=self.tuning,
+            device=stage.device,
+            slab=stage.slab,
+            tuning=stage.fetcher.link.tuning if stage.fetcher.link is not None else DEFAULT_TUNING,
         )
-        kind = ValuesCache if self.method.holds_keys and not exempt else LayerCache
+        kind = ValuesCache if self.method.holds_keys and policy.kind == "method" else LayerCache
         kind = ResidualCache if store.codec.residual else kind
-        return kind(layer, self.batch, store, None if exempt else state, self.method, self.fetcher, exempt)
+        state = stage.state if policy.kind == "method" else None
+        return kind(layer, policy, batch, store, state, self.method, stage.fetcher)
 
 
 def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:
@@ -254,50 +343,3 @@ def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None)
         if step + 1 == session.max_new_tokens:
             return
         logits = session.decode_step(logits.argmax(-1) if forced is None else forced[:, step])
-
-
-class StepReads:
-    """Sums over the steps and sequences so far; the shares are those of `harness.sizes`.
-
-    codec: of the rows in the non-exempt layers, which take `slot_bytes` a token and KV head.
-    num_bytes: fp64, 0-d: the rows that attention read as they are stored, what was read of an index in the dtype that
-    is computed in, and the own token of every layer; of real tokens only, padding is not counted.
-    """
-
-    def __init__(self, attached: Attached, num_exempt: int, codec: AnyCodec, slot_bytes: int) -> None:
-        geometry = attached.geometry
-        self.num_layers, self.num_kv_heads = geometry.num_layers, geometry.num_kv_heads
-        self.num_exempt = num_exempt
-        self.width = codec.bits_per_element(geometry.head_dim) / 16
-        self.token_bytes = 2 * geometry.head_dim * attached.dtype.itemsize  # exact, of a KV head
-        self.slot_bytes = slot_bytes
-        self.rows = 0
-        self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(3, dtype=torch.float64, device=attached.device)
-
-    def count(self, cached: Tensor, reads: list[Tensor], index_reads: list[Tensor]) -> None:
-        """Add a step: int [batch] tokens cached before it; of each non-exempt layer [batch] tokens read, and read of an
-        index, mean over KV heads."""
-        read, index_read = (_sum(cached, each) for each in (reads, index_reads))
-        self.rows += len(cached)
-        share = share_of_cache(cached, read, self.width, self.num_exempt, self.num_layers)
-        index_share = share_of_cache(cached, index_read, 1.0, 0, self.num_layers)
-        exact = self.num_exempt * cached + index_read + self.num_layers
-        num_bytes = self.num_kv_heads * (exact * self.token_bytes + read * self.slot_bytes)
-        self.frac_sum = self.frac_sum + share.sum()
-        self.index_sum = self.index_sum + index_share.sum()
-        self.num_bytes = self.num_bytes + num_bytes.sum()
-
-    @property
-    def kv_frac(self) -> float:
-        """What was read of the cache / the full cache, mean over the steps and sequences so far."""
-        return float(self.frac_sum) / self.rows
-
-    @property
-    def device_frac(self) -> float:
-        """What was read in device memory / the full cache, alike."""
-        return float(self.frac_sum + self.index_sum) / self.rows
-
-
-def _sum(cached: Tensor, layers: list[Tensor]) -> Tensor:
-    """Over the layers, one launch for all: fp64, shaped like `cached`, zeros of none."""
-    return torch.stack(layers).sum(0, dtype=torch.float64) if layers else torch.zeros_like(cached, dtype=torch.float64)

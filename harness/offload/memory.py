@@ -41,7 +41,7 @@ LOWER = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bit
 
 @dataclass(frozen=True)
 class Tuning:
-    """How rows cross the link of one device fastest (measured in `harness.offload.tuning`).
+    """How rows cross the link of one device fastest (measured in `harness.speed.tuning`).
 
     Rows chosen one by one are moved by a kernel, which needs enough bytes under way at any time to cover the link's
     latency, and only so many multiprocessors; long pieces are faster by a copy engine. num_programs: of the kernel.
@@ -153,8 +153,8 @@ def require_memory(num_bytes: int, home: torch.device, what: str = "the KV cache
     available = available_bytes(home)
     if num_bytes > available:
         raise UserError(
-            f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory and {available / GIB:.1f} GiB are available; "
-            f"{LOWER}"
+            f"{what} needs {num_bytes / GIB:.1f} GiB of {home.type} memory and {available / GIB:.1f} GiB are "
+            f"available; {LOWER}"
         )
 
 
@@ -184,7 +184,7 @@ class PinnedSlab:
 
     PyTorch rounds page-locked allocations up to powers of two, and keeps them locked when they are freed: 31 GiB of
     slots would lock 40, for good. A slab is mapped, its pages touched by all threads at once, locked by
-    `cudaHostRegister`, and given back to the machine when it is closed. Raises UserError where so much cannot be locked.
+    `cudaHostRegister`, and given back to the machine when it is closed. Raises UserError where it cannot be locked.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -1,248 +1,210 @@
-"""The forward passes of live decoding, seen from the layers: a prompt's, and a step's."""
+"""The decode step, on one page: one token of every sequence through all layers, each of which selects, fetches, attends
+and writes its own row back.
+
+    select      what the method reads of the layer: by its own query here, or earlier (`methods.base.When`)
+    fetch       the named rows cross the link while an earlier layer computes; the layer waits for what is missing
+    attend      over the fetched rows and the step's own, which never waits: it is on the device
+    write back  the own row goes to its slot in the store, while later layers compute
+
+A layer selects through `State.select`, the function that replay calls as well, with one row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.model.attach import Attached, Handler
-from harness.model.attention import heads_last, padding, prompt_attention, row_attention, with_rest
-from harness.offload.cache import LayerCache, positions_of
-from harness.offload.fetch import Fetcher
+from harness.model.attached import Handler
+from harness.model.attention import heads_last, row_attention, with_rest
+from harness.offload.cache import LayerCache, LocalCache
 from harness.offload.store import KeyValue
 from harness.offload.timeline import Timeline
-from methods.base import Rest, Selection, attention_scores
+from methods.base import Rest, Selection, Softmax
 from methods.codec import Codec
 
 
-@dataclass
-class PrefilledPrompt:
-    """A prompt that has run, from which several methods can start.
+class DecodeStep(Handler):
+    """One step. is_last: no further one follows, so nothing is asked for it.
 
-    real: bool [batch, prompt]; layers: (query, key, value) of each layer, [batch, heads, prompt, head_dim];
-    hidden: final hidden states of the last column [batch, hidden_size].
-    """
-
-    real: Tensor
-    layers: list[tuple[Tensor, Tensor, Tensor]]
-    hidden: Tensor
-
-
-class PromptKeeper(Handler):
-    """A dense pass that keeps every layer's query, key and value."""
-
-    def __init__(self, scale: float, real: Tensor) -> None:
-        self.scale = scale
-        self.padding = padding(real)
-        self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.layers.append((_alone(query), _alone(key), _alone(value)))
-        return prompt_attention(query, key, value, self.scale, self.padding)
-
-
-def _alone(states: Tensor) -> Tensor:
-    """`states`, copied where they are a part of a larger tensor, a fused projection, that would be kept with them."""
-    return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
-
-
-def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
-    """One dense pass over left-padded prompts, ids and real [batch, prompt]."""
-    keeper = PromptKeeper(attached.geometry.scale, real)
-    hidden = attached.forward(ids, positions_of(real), keeper)
-    return PrefilledPrompt(real, keeper.layers, hidden[:, -1])
-
-
-class PromptPass(Handler):
-    """A dense pass that hands every layer's number, query, key and value to `keep` as they come."""
-
-    def __init__(self, keep: Callable[[int, Tensor, Tensor, Tensor], None], scale: float, real: Tensor) -> None:
-        self.keep = keep
-        self.scale = scale
-        self.padding = padding(real)
-
-    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self.keep(layer, query, key, value)
-        return prompt_attention(query, key, value, self.scale, self.padding)
-
-
-class StepPass(Handler):
-    """One token: each layer asks for the next one's rows, waits for its own, attends, and writes its row back.
-
-    reads, index_reads: [batch] of each layer that is not exempt: tokens read, and read on the device, of an index or of
+    reads, index_reads: [batch] of each layer under the method: tokens read, and read on the device, of an index or of
     rows that stay there.
     """
 
-    def __init__(
-        self, caches: Sequence[LayerCache], fetcher: Fetcher, timeline: Timeline, scale: float, *, last: bool
-    ) -> None:
+    def __init__(self, caches: Sequence[LayerCache | LocalCache], timeline: Timeline, *, is_last: bool) -> None:
         self.caches = caches
-        self.fetcher = fetcher
         self.timeline = timeline
-        self.scale = scale
-        self.last = last
+        self.is_last = is_last
+        self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[Tensor] = []
         self.index_reads: list[Tensor] = []
         self.rest: dict[int, Rest] = {}
 
+    def begin(self) -> None:
+        """Before the first layer: ask for what no earlier step asked for, which is so in the first one."""
+        for cache in self.caches:
+            is_first = cache is self.first or isinstance(cache, LayerCache) and cache.ahead_place is not None
+            if isinstance(cache, LayerCache) and is_first and not cache.fetcher.is_pending(cache.index):
+                self._request_early(cache, None)
+
     def layer_begins(self, layer: int) -> None:
-        """The rehearsal comes first, the next layer's query projection included."""
-        self.timeline.switch("prediction" if self.rehearses(layer + 1) else "attention")
+        """The rehearsal comes first, the later layer's query projection included."""
+        cache = self.caches[layer]
+        following = cache.following if isinstance(cache, LayerCache) else None
+        rehearses = following is not None and following.rehearses
+        self.timeline.switch("prediction" if rehearses else "attention")
 
     def layer_ends(self, layer: int) -> None:
         self.timeline.switch("ffn")
 
-    def rehearses(self, layer: int) -> bool:
-        return layer < len(self.caches) and self.caches[layer].rehearses
-
-    def rehearse(self, layer: int, query: Tensor) -> None:
-        self._choose(layer, query)
-        self.timeline.switch("attention")
-
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cache = self.caches[layer]
-        cache.append(key, value)
-        if cache.chooses:
+        cache, own = self.caches[layer], KeyValue(key, value)
+        if isinstance(cache, LocalCache):
+            return cache.attend(query, own)
+
+        # Select, where the layer's own query decides. Other layers have selected by now.
+        cache.append(*own)
+        if cache.names_rows and cache.policy.when == "own_query":
             self.timeline.switch("prediction")
-            self._choose(layer, query)
+            self._select(cache, query)
         cache.remember(query)
-        self._request_next(layer)
+
+        # Fetch: first ask for the next layer's rows, then wait for this one's.
+        self._request_next(cache, query)
         self.timeline.switch("transfer")
-        self.fetcher.wait(layer)
+        cache.fetcher.wait(cache.index)
         self.timeline.switch("attention")
-        output = self._how(cache)(cache, query, KeyValue(key, value))
-        if cache.state is None and not cache.exempt:
-            self._note_all(cache)
+
+        # Attend, and write the own row back.
+        if cache.joins_own:
+            output = self._attend_fused(cache, query, own)
+        elif cache.attends_to_codes:
+            output = self._attend_to_codes(cache, query, own)
+        else:
+            output = self._attend_by_scores(cache, query, own)
+        if cache.state is None and cache.policy.kind == "method":
+            self._note_everything(cache)
         return heads_last(with_rest(output, self.rest.pop(layer, None)))
 
-    def _how(self, cache: LayerCache) -> Callable[[LayerCache, Tensor, KeyValue], Tensor]:
-        """The attention that a layer's rows allow, fewest launches first."""
-        if cache.joins_own:
-            return self._attend
-        return self._attend_to_codes if cache.attends_to_codes else self._attend_by_scores
+    # Select
 
-    def _attend(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
-        fetched = cache.take_with_own(*own)
-        (rows,) = cache.parts(fetched)
-        return attend(query, rows, cache.visible(fetched), fetched.bias, self.scale)
-
-    def _attend_to_codes(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
-        fetched, codec = cache.take(), cache.store.codec
-        assert isinstance(codec, Codec)
-        output = attend_to_codes(query, fetched.rows, own, cache.visible(fetched), fetched.bias, self.scale, codec)
-        cache.keep_own(*own)
-        return output
-
-    def _attend_by_scores(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
-        fetched = cache.take()
-
-        def edit(scores: Tensor) -> None:
-            if fetched.bias is not None:
-                scores[..., : fetched.rows.shape[2]] += fetched.bias
-            if cache.state is not None and cache.known_ahead:
-                self._select_kept(cache, query, scores)
-
-        output = attend_by_scores(query, cache.parts(fetched), own, cache.visible(fetched), self.scale, edit)
-        cache.keep_own(*own)
-        return output
-
-    def request_early(self, layer: int) -> None:
-        """Ask for a layer's rows where they are known before its query is."""
+    def rehearses(self, layer: int) -> bool:
         cache = self.caches[layer]
-        if cache.known_ahead:
-            cache.request()
-        elif cache.foresees:
-            assert cache.last_query is not None, "a prompt comes first"
-            self._choose(layer, cache.last_query)
+        return isinstance(cache, LayerCache) and cache.rehearses
 
-    def _choose(self, layer: int, query: Tensor) -> None:
+    def rehearse(self, layer: int, query: Tensor) -> None:
+        cache = self.caches[layer]
+        assert isinstance(cache, LayerCache)
+        self._select(cache, query)
+        self.timeline.switch("attention")
+
+    def _select(self, cache: LayerCache, query: Tensor) -> None:
         """Let the method name rows by a query, and ask for them."""
-        selection = self.caches[layer].select(query, _no_scores)
-        self._note(layer, selection)
-        self.caches[layer].request_selected(selection)
+        selection = cache.select(query, _no_scores)
+        self._note(cache, selection)
+        cache.request_selected(selection)
 
-    def _request_next(self, layer: int) -> None:
-        """Ask for the next layer's rows where they are known, and for the next step's first ones."""
-        following, ahead = layer + 1, self.fetcher.num_ahead
-        if ahead <= following < len(self.caches):
-            self.request_early(following)
-        if self.last:
-            return
-        if layer >= ahead > 0:
-            columns = self.caches[0].slots_in_use(steps_ahead=1)
-            stores = [cache.store for cache in self.caches]
-            self.fetcher.request_ahead(stores, columns, layer - ahead, len(self.caches) - ahead)
-        elif following == len(self.caches) and self.caches[0].known_ahead:
-            self.caches[0].request(steps_ahead=1)
-
-    def _select_kept(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
+    def _select_among_fetched(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
         selection = cache.select(query, lambda: scores)
-        self._note(cache.layer, selection)
+        self._note(cache, selection)
         if selection.bias is not None:
             scores[..., :-1] += selection.bias[..., :-1]
         if selection.mask is not None and not cache.evicts:  # what it keeps is visible, and it reads all of it
             scores[..., :-1].masked_fill_(~selection.mask[..., :-1].unsqueeze(2), float("-inf"))
 
-    def _note_all(self, cache: LayerCache) -> None:
+    # Fetch
+
+    def _request_next(self, cache: LayerCache, query: Tensor) -> None:
+        """Ask for the next layer's rows where they are known, and for the next step's first ones."""
+        following = cache.following
+        if following is not None and following.ahead_place is None:
+            self._request_early(following, query)
+        if self.is_last:
+            return
+        if cache.part is not None:
+            self._request_ahead(cache.ahead, *cache.part)
+        elif following is None and not self.first.names_rows:
+            self.first.request_kept(steps_ahead=1)
+
+    def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
+        """Ask for a layer's rows where they are known before its own query is."""
+        if cache.ahead_place is not None:
+            count = cache.slots_in_use()
+            cache.fetcher.request_part(cache.index, cache.ahead_place, cache.store, count, slice(0, count))
+        elif not cache.names_rows:
+            cache.request_kept()
+        elif cache.policy.when == "previous_step":
+            assert cache.last_query is not None, "a prompt comes first"
+            self._select(cache, cache.last_query)
+        elif cache.policy.when == "earlier_layer":
+            assert query is not None, "an earlier layer has selected"
+            self._select(cache, query)
+
+    def _request_ahead(self, ahead: Sequence[LayerCache], part: int, parts: int) -> None:
+        """Ask for one of `parts` equal parts of what the layers `ahead` read in the next step."""
+        count = ahead[0].slots_in_use(steps_ahead=1)
+        begin, end = (len(ahead) * count * edge // parts for edge in (part, part + 1))
+        for place, cache in enumerate(ahead):
+            columns = slice(*(min(max(edge - place * count, 0), count) for edge in (begin, end)))
+            cache.fetcher.request_part(cache.index, place, cache.store, count, columns)
+
+    # Attend, and write back
+
+    def _attend_fused(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+        """One fused call over rows that lie in one piece, the own one last."""
+        packed = cache.store.format.pack(*own)
+        cache.write_own(packed)
+        fetched = cache.take(packed)
+        (rows,) = cache.parts(fetched)
+        mask = _mask(cache.visible(fetched), fetched.bias, query.dtype)
+        return row_attention(query, *rows, cache.policy.softmax.scale, mask)
+
+    def _attend_to_codes(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+        """Kernels decode the rows as they go."""
+        from harness.offload.kernels import attention as kernels
+
+        fetched, codec = cache.take(), cache.store.codec
+        assert isinstance(codec, Codec)
+        visible = cache.visible(fetched)
+        of_group = None if visible is None else visible.unsqueeze(2)
+        output = kernels.attend(query, fetched.rows, own, of_group, fetched.bias, cache.policy.softmax.scale, codec)
+        cache.keep_own(*own)
+        return output
+
+    def _attend_by_scores(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+        """With scores: for methods that look at them, rows that lie in several places, formats that the kernels do not
+        know, and softmaxes that the fused call does not."""
+        fetched = cache.take()
+
+        def edit(scores: Tensor) -> None:
+            if fetched.bias is not None:
+                scores[..., : fetched.rows.shape[2]] += fetched.bias
+            if cache.state is not None and not cache.names_rows:
+                self._select_among_fetched(cache, query, scores)
+
+        parts, visible = cache.parts(fetched), cache.visible(fetched)
+        output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)
+        cache.keep_own(*own)
+        return output
+
+    # Count
+
+    def _note(self, cache: LayerCache, selection: Selection) -> None:
+        if selection.rest is not None:
+            self.rest[cache.index] = selection.rest
+        self.reads.append(selection.num_read[:, 0])
+        if selection.side is not None:
+            self.index_reads.append(selection.side[:, 0])
+
+    def _note_everything(self, cache: LayerCache) -> None:
         cached, codec = cache.batch.positions, cache.store.codec
         stored = codec.stored(cached)
         self.reads.append(stored)
         if codec.residual:
             self.index_reads.append(cached - stored)
-
-    def _note(self, layer: int, selection: Selection) -> None:
-        if selection.rest is not None:
-            self.rest[layer] = selection.rest
-        self.reads.append(selection.num_read[:, 0])
-        if selection.side is not None:
-            self.index_reads.append(selection.side[:, 0])
-
-
-def _no_scores() -> Tensor:
-    raise AssertionError("a method that chooses what is fetched does so before the true scores are known")
-
-
-def attend(query: Tensor, rows: KeyValue, visible: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
-    """In one call.
-
-    rows: [batch, num_kv_heads, n + 1, head_dim], the own one last. Of the n others, visible: bool [batch, 1 or
-    num_kv_heads, 1, n], None for all; bias: added to the scores, fp32 [batch, num_kv_heads, 1 or group, 1, n].
-    """
-    return row_attention(query, *rows, scale, _mask(visible, bias, query.dtype))
-
-
-def attend_to_codes(
-    query: Tensor,
-    rows: Tensor,
-    own: KeyValue,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    scale: float,
-    codec: Codec,
-) -> Tensor:
-    """By kernels, where `has_kernels`.
-
-    rows: the cached ones, packed, uint8 [batch, num_kv_heads, n, slot_bytes], contiguous in a head; own: [batch,
-    num_kv_heads, 1, head_dim]; visible and bias as in `attend`.
-    """
-    from harness.offload.kernels import attention as kernels
-
-    of_group = None if visible is None else visible.unsqueeze(2)
-    return kernels.attend(query, rows, own, of_group, bias, scale, codec)
-
-
-def _mask(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Both in one, the own row included."""
-    mask = None if visible is None else pad(visible, (0, 1), value=True)
-    if bias is None:
-        return mask
-    added = pad(bias.squeeze(3), (0, 1)).to(dtype)
-    return added if mask is None else added.masked_fill(~mask, float("-inf"))
 
 
 def attend_by_scores(
@@ -250,24 +212,40 @@ def attend_by_scores(
     parts: Sequence[KeyValue],
     own: KeyValue,
     visible: Tensor | None,
-    scale: float,
+    softmax: Softmax,
     edit: Callable[[Tensor], None],
 ) -> Tensor:
-    """With the scores fp32 [batch, num_kv_heads, group, 1, n + 1], the own one last, shown to `edit`, which may change
-    those of the cached rows in place.
+    """Attention of one row with its scores fp32 [batch, num_kv_heads, group, 1, n + 1], the own one last, shown to
+    `edit`, which may change those of the cached rows in place.
 
-    parts: the n cached rows, together; own: [batch, num_kv_heads, 1, head_dim]; visible as in `attend`.
+    query: [batch, heads, 1, head_dim]; parts: the n cached rows, together; own: [batch, num_kv_heads, 1, size];
+    visible: of the cached rows, bool [batch, 1 or num_kv_heads, 1, n], None for all. Returns [batch, num_kv_heads,
+    group, 1, value_dim].
     """
     of_keys = (*(part.keys for part in parts), own.keys)
-    *cached, of_own_key = (attention_scores(query, keys, scale) for keys in of_keys)
+    *cached, of_own_key = (softmax.scores(query, keys) for keys in of_keys)
     if visible is not None:
         seen = visible.unsqueeze(2).split([part.shape[-1] for part in cached], -1)
         cached = [torch.where(*each, float("-inf")) for each in zip(seen, cached, strict=True)]
     scores = torch.cat([*cached, of_own_key], -1)
     edit(scores)
-    probs = scores.softmax(-1).to(own.values.dtype)
-    *of_parts, of_own = probs[..., 0, :].split([keys.shape[2] for keys in of_keys], -1)
-    output = of_own * own.values  # [batch, kv, group, head_dim]
-    for weights, part in zip(of_parts, parts, strict=True):
-        output = output + weights @ part.values
+    weights = softmax.weights(scores).to(own.values.dtype)
+    *of_parts, of_own = weights[..., 0, :].split([keys.shape[2] for keys in of_keys], -1)
+    output = of_own * own.values  # [batch, kv, group, value_dim]
+    for of_part, part in zip(of_parts, parts, strict=True):
+        output = output + of_part @ part.values
     return output.unsqueeze(3)
+
+
+def _mask(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask of a fused call, the own row included. visible: bool [batch, 1 or num_kv_heads, 1, n], None for all;
+    bias: added to the scores, fp32 [batch, num_kv_heads, 1 or group, 1, n]."""
+    mask = None if visible is None else pad(visible, (0, 1), value=True)
+    if bias is None:
+        return mask
+    added = pad(bias.squeeze(3), (0, 1)).to(dtype)
+    return added if mask is None else added.masked_fill(~mask, float("-inf"))
+
+
+def _no_scores() -> Tensor:
+    raise AssertionError("a method that names rows does so before the true scores are known")

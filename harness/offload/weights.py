@@ -80,7 +80,7 @@ class StreamedWeights:
         self.attached, self.link, self.timeline = attached, link, timeline
         self.pinned = pinned and attached.device.type == "cuda"
         self.num_bytes = 0
-        self._modules: list[nn.Module] = attached.adapter.layers(attached.model)
+        self._modules: list[nn.Module] = attached.decoder.blocks
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
@@ -150,9 +150,10 @@ class StreamedWeights:
         return chosen
 
     def _streamable(self, module: nn.Module) -> list[nn.Parameter]:
-        adapter = self.attached.adapter
-        early = adapter.query_weight(adapter.attention(module))
-        matrices = [each for each in module.parameters() if each.ndim > 1 and each is not early]
+        decoder = self.attached.decoder
+        layers = [layer for layer in decoder.layers if layer.block is module]
+        early = {id(weight) for layer in layers for weight in decoder.query_parameters(layer)}
+        matrices = [each for each in module.parameters() if each.ndim > 1 and id(each) not in early]
         return sorted(matrices, key=lambda each: -each.nbytes)
 
     def _moved(self, parameters: Sequence[nn.Parameter]) -> _Layer:

@@ -27,7 +27,7 @@ FORM: Mapping[str, Any] = {
         "kind": str, "label": str, "method_name": str, "method": dict, "model": {"name": str},
         "codec": (str, NOTHING), "target_kv_frac": (*NUMBER, NOTHING),
     },
-    "method_module": str, "method_file": (str, NOTHING), "selects": str,
+    "method_module": str, "method_file": (str, NOTHING), "when": str,
     "inputs": Each(dict, str),
     "environment": dict, "metrics": dict, "samples": dict, "methods": Each(dict, dict), "chunks": Each(list, dict),
     "seconds": (*NUMBER, NOTHING), "error": (str, NOTHING),

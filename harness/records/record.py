@@ -4,7 +4,7 @@ A record is written whole or not at all. Its folder's name is a hash of all that
 is found again and not repeated. Schema 3:
 
     {"schema", "run_id", "settings_id", "experiment", "kind", "table": "accuracy" | "latency" | "analysis",
-     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "method_file", "selects",
+     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "method_file", "when",
      "inputs": {name: sha256}, "environment", "metrics", "samples", "methods", "chunks", "seconds", "error", "digest"}
 
 `method_file` is where a user's own method lay, None of a shipped one. `digest` is of all the rest, so that a number

@@ -12,8 +12,9 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from harness.model.attached import Attached, PromptPass
+from harness.model.attached import Attached
 from harness.model.policies import policies_of
+from harness.model.prompt import PromptPass
 from harness.replay.decode_rows import DecodePass
 from harness.replay.history import History
 from harness.sizes import ReadStats, resident_share
@@ -104,6 +105,11 @@ class ReplaySession:
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
         self.reads += rows.stats(_weights(valid, multiplicity), self.reads.code_bits, self._resident())
         return hidden
+
+    @property
+    def reads_everything(self) -> bool:
+        """Whether decode rows read all columns, as they were: the full cache."""
+        return self.method.reads_all and self.history.codec is None
 
     def fork(self, index: Tensor, num_columns: int) -> ReplaySession:
         """A session of the sequences `index` [new_batch] of this one, state copied; its `reads` start empty."""

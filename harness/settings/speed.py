@@ -94,7 +94,7 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
         raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
     if method.replay_only:
         raise UserError(method.replay_only)
-    if placement == "host" and method.selects == "scores":
+    if placement == "host" and method.when == "true_scores":
         raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
     if reuse and not (placement == "host" and method.names_rows):
         raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")

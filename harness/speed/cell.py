@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from harness.model.attach import Attached
+from harness.model.prompt import PrefilledPrompt, run_prompt
 from harness.offload.links import Link, Transfer
 from harness.offload.live import LiveSession
-from harness.offload.step import PrefilledPrompt, run_prompt
 from harness.offload.timeline import Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.speed import LatencyConfig, Placement
@@ -126,7 +126,7 @@ def _time(
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
     # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
-    h2d_bytes, d2h_bytes = session.fetcher.h2d_bytes, session.fetcher.d2h_bytes
+    h2d_bytes, d2h_bytes = session.loaded_bytes, session.written_bytes
     read_bytes, weight_bytes = session.reads.num_bytes, weights.num_bytes if weights else 0
     step_s = _step_seconds(session, logits, shape, until)
     segments = session.timeline.take()
@@ -138,8 +138,8 @@ def _time(
         begin_s=begin_s,
         step_s=step_s,
         segments=segments,
-        h2d_bytes=int(session.fetcher.h2d_bytes - h2d_bytes) if counted else None,
-        d2h_bytes=int(session.fetcher.d2h_bytes - d2h_bytes) if counted else None,
+        h2d_bytes=int(session.loaded_bytes - h2d_bytes) if counted else None,
+        d2h_bytes=int(session.written_bytes - d2h_bytes) if counted else None,
         device_read_bytes=round(float(session.reads.num_bytes - read_bytes)),
         weight_bytes=weights.num_bytes - weight_bytes if weights else None,
         weights_on_device=weights.on_device if weights else None,
@@ -179,8 +179,8 @@ def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:
 
 
 def _take_transfers(session: LiveSession) -> list[Transfer]:
-    """The link's transfers since the last call, once it is idle: the counters of the stores are exact then."""
-    return [] if session.fetcher.link is None else session.fetcher.link.take_transfers()
+    """The links' transfers since the last call, once they are idle: the counters of the stores are exact then."""
+    return [transfer for link in session.links for transfer in link.take_transfers()]
 
 
 def _busy(transfers: list[Transfer]) -> float:

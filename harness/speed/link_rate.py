@@ -18,7 +18,7 @@ import torch
 from harness.errors import reason
 from harness.files import write_atomic
 from harness.offload.links import default_bytes_per_s, measure_copy_rate
-from harness.offload.tuning import DEFAULT_TUNING, Tuning
+from harness.offload.memory import DEFAULT_TUNING, Tuning
 from harness.records.environment import processor
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
 
 
 def _measure(device: torch.device) -> tuple[float, Tuning]:
-    from harness.offload.links import measure_pinned_copy_rate, measure_tuning
+    from harness.speed.tuning import measure_pinned_copy_rate, measure_tuning
 
     return measure_pinned_copy_rate(device), measure_tuning(device)
 

@@ -70,10 +70,13 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
 def _late_frac(method: Method, result: LatencyResult) -> float:
     """Share of what crosses the link to the device that compute waits for idle: rows that are named in their own layer.
 
-    Those of the exempt layers, and all that is asked for a layer ahead, travel beside the compute.
+    Those of the exempt layers, and all that is asked for a layer ahead, travel beside the compute. Where some layers
+    name their rows late and others early, all are taken to read alike.
     """
-    exempt = min(method.num_exempt_layers, result.num_layers) / result.num_layers
-    return max(0.0, 1 - exempt / result.kv_frac) if method.selects == "query" else 0.0
+    exempt, num_layers = min(method.num_exempt_layers, result.num_layers), result.num_layers
+    under_method = range(exempt, num_layers)
+    late = sum(method.when_of(layer) == "own_query" for layer in under_method) / max(1, len(under_method))
+    return late * max(0.0, 1 - exempt / num_layers / result.kv_frac)
 
 
 @contextmanager

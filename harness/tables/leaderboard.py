@@ -117,8 +117,8 @@ def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
 
 def _family(record: Record) -> str:
     """How a method reads less, in a word, by when it learns what it reads."""
-    if record["selects"] != "ahead":
-        return "bound" if record["selects"] == "scores" else "retrieves"
+    if record["when"] != "kept":
+        return "bound" if record["when"] == "true_scores" else "retrieves"
     if record["config"]["target_kv_frac"] is not None:
         return "evicts"
     return "reads all" if _reads_all(record) else "codes"

@@ -165,7 +165,13 @@ def attend(
     scale: float,
     codec: Codec,
 ) -> Tensor:
-    """As `harness.offload.attend.attend_to_codes`."""
+    """Attention of one row over cached rows of integer codes and its own.
+
+    query: [batch, heads, 1, head_dim]; rows: the cached ones, packed, uint8 [batch, num_kv_heads, n, slot_bytes],
+    contiguous in a head; own: key and value [batch, num_kv_heads, 1, head_dim]; visible: bool [batch, 1 or
+    num_kv_heads, 1 or group, 1, n], None for all; bias: added to the scores, fp32 alike. Returns [batch, num_kv_heads,
+    group, 1, head_dim].
+    """
     query, own_key, own_value = map(_in_rows, (query, *own))
     (batch, heads, _, head_dim), (num_kv_heads, num_rows, slot_bytes) = query.shape, rows.shape[1:]
     assert rows[0, 0].is_contiguous() and (batch == 1 or rows.stride(0) == num_kv_heads * rows.stride(1))

@@ -1,4 +1,4 @@
-"""Lists of slots from masks, as in `harness.offload.compact`, each by one Triton kernel with a program a head.
+"""Lists of slots from masks, as in `harness.offload.fetch`, each by one Triton kernel with a program a head.
 
 A program goes through its head's slots block by block and carries how many it has found, so a list is in the order of
 the slots and nothing is asked of the host. No length is known at compile time: all of them change from step to step.
@@ -94,7 +94,7 @@ def _list_missing(  # type: ignore[no-untyped-def]
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:
-    """As `harness.offload.compact.indices`."""
+    """As `harness.offload.fetch.indices`."""
     batch, heads, num_slots = mask.shape
     found = torch.empty((batch, heads, cap), dtype=torch.int64, device=mask.device)
     if found.numel():
@@ -105,9 +105,9 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     return found
 
 
-def places(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def missing_rows(mask: Tensor, resident: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The missing slots, the places that are free for them, and the new `resident`, all int64 [batch, heads, room]; see
-    `harness.offload.compact.places`."""
+    `harness.offload.fetch.missing_rows`."""
     batch, heads, num_slots = mask.shape
     missing, free, after = (torch.empty_like(resident, memory_format=torch.contiguous_format) for _ in range(3))
     if resident.numel():

@@ -8,7 +8,7 @@ few programs do, and leave the other multiprocessors to compute; within the devi
 A thread moves 16 bytes at once where slot_bytes is a multiple of 16, else 8 or 4. Of the numbers in a launch only that
 width is known at compile time: counts grow from step to step, and none may compile anew in one.
 
-Shapes as in `harness.offload.gather`. Importable without CUDA; with TRITON_INTERPRET=1 set before the import it runs
+Shapes as in `harness.offload.store`. Importable without CUDA; with TRITON_INTERPRET=1 set before the import it runs
 on CPU tensors.
 """
 
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.offload.tuning import Tuning
+from harness.offload.memory import Tuning
 
 WORD_BYTES = 4
 WORDS_AT_ONCE = 4  # a thread's widest access

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from harness.data.text import calibration_ids
-from harness.model.attached import PromptPass
 from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
+from harness.model.prompt import PromptPass
 from harness.paper.analysis.points import Point, mean_point
 from harness.paper.analysis.subject import Subject
 from methods.infinigen import InfiniGen
@@ -28,7 +28,8 @@ def measure(subject: Subject) -> list[Point]:
     config, loaded, attached = subject.config, subject.loaded, subject.attached
     ids = calibration_ids(config.calibration, loaded.tokenizer)
     calibration = cached_calibration(attached, InfiniGen(), ids, loaded.fingerprint, cache_dir() / "calibration")
-    layers, points = subject.layers(PAPER_LAYERS), []
+    layers = subject.layers(PAPER_LAYERS)
+    points: list[Point] = []
 
     def keep_magnitudes(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         number = attached.numbers[layer]

@@ -8,7 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from harness.model.attached import Attached, PromptPass
+from harness.model.attached import Attached
+from harness.model.prompt import PromptPass
 from harness.replay.decode_rows import MAX_CHUNK, SCORES_PER_CHUNK
 from methods.base import Softmax
 

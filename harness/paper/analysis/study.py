@@ -39,7 +39,7 @@ def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
     ids = _ids(config, loaded)
     assert config.analysis.statistic is not None, "RunConfig checks it"
     with attach(loaded.model) as attached:
-        attached.require_window(len(ids))
+        attached.require_length(len(ids))
         tokens = torch.tensor([ids], device=attached.device)
         points = STATISTICS[config.analysis.statistic](Subject(config, loaded, attached, tokens))
     return Outcome({"source": "measured", "points": [asdict(point) for point in points]})

@@ -6,13 +6,13 @@ import pytest
 import torch
 from living import FAMILIES, largest_difference, tiny
 
-from harness.model.adapters import adapter_for
+from harness.model.attach import attach
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_positions_come_off_and_on_again(family):
-    model = tiny(family)
-    geometry = adapter_for(model).geometry(model)
+    with attach(tiny(family)) as attached:
+        geometry = attached.geometry
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(2, geometry.num_kv_heads, 7, geometry.head_dim, generator=generator)
     positions = torch.randint(0, 300, (2, 7), generator=generator)
@@ -24,8 +24,8 @@ def test_positions_come_off_and_on_again(family):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "opt"])
 def test_they_are_the_models_own(family):
     """Scores of placed queries and keys depend on the distance alone, and at position 0 nothing changes."""
-    model = tiny(family)
-    geometry = adapter_for(model).geometry(model)
+    with attach(tiny(family)) as attached:
+        geometry = attached.geometry
     generator = torch.Generator().manual_seed(2)
     query, key = torch.randn(2, 1, 1, 1, geometry.head_dim, generator=generator)
 
