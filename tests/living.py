@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from cases import Case
@@ -17,10 +18,11 @@ from harness.contract.checks import TOLERANCE, largest_difference
 from harness.contract.decode import STEPS, Result, force, token_batch
 from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
-from harness.offload.links import EmulatedLink, Link
+from harness.offload.links import EmulatedLink, Link, Ticket
 from harness.offload.live import LiveSession
-from harness.offload.store import KeyValue, KVStore, chosen
+from harness.offload.store import KeyValue, KVStore, RowFormat, chosen
 from harness.setup import Setup
+from methods.codec import AnyCodec, Codec
 
 PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
@@ -32,6 +34,33 @@ moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a
 (`smooth`), the codec's path is held to the contract's tolerance."""
 
 __all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "token_batch"]  # of the contract, for tests
+
+
+CPU = torch.device("cpu")
+
+
+def make_store(head_dim: int, codec: str | AnyCodec = "fp32", *, dtype=torch.float32, **options) -> KVStore:
+    """A store of `options`, in host memory unless they say otherwise."""
+    stored = Codec(codec) if isinstance(codec, str) else codec
+    return KVStore(RowFormat(stored, head_dim, dtype), **({"placement": "host", "device": CPU} | options))
+
+
+class Prefetched(NamedTuple):
+    """A transfer under way, and where its rows will be."""
+
+    ticket: Ticket
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        self.ticket.wait()
+        return self.rows
+
+
+def prefetch(link: Link, store: KVStore, request: int | Tensor) -> Prefetched:
+    """Ask a link for rows, into a buffer of their own."""
+    count = request if isinstance(request, int) else request.shape[-1]
+    rows = store.rows_in(store.new_buffer(count), count)[:, :, :count]
+    return Prefetched(link.prefetch(store, request if isinstance(request, int) else chosen(request), rows), rows)
 
 
 def loaded(store: KVStore, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:

@@ -1,19 +1,18 @@
 """Which rows are asked for and when: slot arithmetic against plain Python, and buffers under links at their slowest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
-from living import PROMPTS, STEPS, attached_with_link, force, live, loaded, open_live
+from living import PROMPTS, STEPS, attached_with_link, force, live, loaded, make_store, open_live
 from torch import Tensor
 
-from harness.offload.fetch import Fetcher, indices, places
+from harness.offload.fetch import Fetcher, indices, missing_rows
 from harness.offload.links import EmulatedLink, Link, Ticket, Transfer
-from harness.offload.store import Chosen, KVStore, Part, SlotRequest
-from methods.codec import Codec
+from harness.offload.store import Chosen, KVStore, SlotRequest
 
 CPU = torch.device("cpu")
 
@@ -55,7 +54,7 @@ def test_places_keep_what_is_there_and_fetches_the_rest_into_free_places(mask, d
         resident.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
     resident = torch.tensor(resident).view(*mask.shape[:2], room)
     before = resident.clone()
-    request, after = places(mask, resident)
+    request, after = missing_rows(mask, resident)
     fetch = request.by_target()
     assert request.num_rows == (fetch >= 0).sum()
     assert (request.slots >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
@@ -75,36 +74,27 @@ def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token():
     write(store, 0, torch.arange(4.0))
     with EmulatedLink(1e12) as link:
         fetcher = Fetcher(link, reuse=True)
-        fetcher.open([store], 3)
+        fetcher.open({0: store}, 3)
         mask = torch.tensor([[[True, True, False, True]]])
         assert fetched(fetcher, store, mask) == [0.0, 1.0, 3.0]
-        fetcher.write_back(0, store, rows_of(store, torch.tensor([9.0])), torch.tensor([[[1]]]))
+        fetcher.write_back(0, rows_of(store, torch.tensor([9.0])), torch.tensor([[[1]]]))
         moved = store.h2d_bytes
         assert fetched(fetcher, store, mask) == [0.0, 3.0, 9.0]
         assert store.h2d_bytes - moved == store.slot_bytes
         assert fetched(fetcher, store, mask) == [0.0, 3.0, 9.0]
         assert store.h2d_bytes - moved == store.slot_bytes
-        fetcher.write_back(0, store, rows_of(store, torch.tensor([7.0])), torch.tensor([[[-1]]]))  # evicted at once
+        fetcher.write_back(0, rows_of(store, torch.tensor([7.0])), torch.tensor([[[-1]]]))  # evicted at once
         assert fetched(fetcher, store, mask) == [0.0, 3.0, 9.0]
         assert store.h2d_bytes - moved == store.slot_bytes
 
 
 def small_store(batch: int = 1, heads: int = 1, capacity: int = 4) -> KVStore:
-    return KVStore(
-        batch=batch,
-        num_kv_heads=heads,
-        capacity=capacity,
-        head_dim=2,
-        dtype=torch.float32,
-        codec=Codec("fp32"),
-        placement="host",
-        device=CPU,
-    )
+    return make_store(2, batch=batch, num_kv_heads=heads, capacity=capacity)
 
 
 def rows_of(store: KVStore, values: Tensor) -> Tensor:
     rows = values.view(1, 1, -1, 1).expand(-1, -1, -1, 2)
-    return store.pack(rows, rows)
+    return store.format.pack(rows, rows)
 
 
 def write(store: KVStore, at: int, values: Tensor) -> None:
@@ -113,10 +103,10 @@ def write(store: KVStore, at: int, values: Tensor) -> None:
 
 def fetched(fetcher: Fetcher, store: KVStore, mask: Tensor) -> list[float]:
     """First elements of the present rows' values; keys and values must agree, and absent ones be numbers."""
-    fetcher.request_selected(0, store, mask, 3)
+    fetcher.request_selected(0, mask, 3)
     fetcher.wait(0)
     rows, present, bias = fetcher.take(0)
-    keys, values = store.unpack(rows)
+    keys, values = store.format.unpack(rows)
     assert bias is None
     assert torch.equal(keys[present], values[present])
     assert values.isfinite().all()
@@ -129,29 +119,12 @@ def test_a_selection_of_nothing_has_no_row(reuse):
     write(store, 0, torch.arange(4.0))
     with EmulatedLink(1e12) as link:
         fetcher = Fetcher(link, reuse)
-        fetcher.open([store], 3)
+        fetcher.open({0: store}, 3)
         assert fetched(fetcher, store, torch.zeros(1, 1, 4, dtype=torch.bool)) == []
         assert store.h2d_bytes == 0
 
 
 # Links that could not be later, or sooner, than they are
-
-
-class Deferred(Ticket):
-    """A transfer that runs when `run` is called."""
-
-    def __init__(self, link: "LatestLink", rows: Tensor, move: Callable[[], object]) -> None:
-        super().__init__(rows)
-        self.link, self.move, self.done = link, move, False
-
-    def run(self) -> None:
-        self.move()
-        self.done = True
-
-    def wait(self) -> Tensor:
-        while not self.done:  # what was submitted before comes first
-            self.link.queue.pop(0).run()
-        return self._rows
 
 
 class LatestLink(Link):
@@ -161,26 +134,27 @@ class LatestLink(Link):
     """
 
     def __init__(self) -> None:
-        self.queue: list[Deferred] = []
+        super().__init__()
+        self.queue: list[Callable[[], object]] = []
 
-    def prefetch(self, store: KVStore, request: SlotRequest, buffer: Tensor) -> Ticket:
-        rows = store.rows_in(buffer, request)
+    def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
         rows[request.by_target() >= 0 if isinstance(request, Chosen) else slice(None)] = 0xFF
-        return self._submit(rows, lambda: store.load(request, rows))
-
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Tensor) -> Ticket:
-        return self._submit(rows, lambda: store.write(rows, at))
+        return super().prefetch(store, request, rows)
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
-        return self._submit(target.fill_(0xFF), lambda: target.copy_(source))
+        return super().copy(source, target.fill_(0xFF))
 
-    def _submit(self, rows: Tensor, move: Callable[[], object]) -> Ticket:
-        self.queue.append(Deferred(self, rows, move))
-        return self.queue[-1]
+    def start(self, direction: str, move: Callable[[], object], used: Sequence[Tensor]) -> Callable[[], object]:
+        self.queue.append(move)
+        return move
+
+    def finish(self, started: Callable[[], object]) -> None:
+        while started in self.queue:  # what was submitted before comes first
+            self.queue.pop(0)()
 
     def drain(self) -> None:
         while self.queue:
-            self.queue.pop(0).run()
+            self.queue.pop(0)()
 
     def take_transfers(self) -> list[Transfer]:
         return []
@@ -216,15 +190,15 @@ def test_a_slow_link_gives_the_same_logits(name, overlap):
 def test_at_most_two_layers_share_the_buffers_that_take_turns():
     """The one computing and the next: more would need more buffers. Exempt layers ahead have their own."""
     most = 0
-    original = Fetcher._submit
+    original = Fetcher._request
 
     def counting(fetcher, *arguments, **options):
         nonlocal most
         original(fetcher, *arguments, **options)
-        most = max(most, sum(layer >= fetcher.num_ahead for layer in fetcher._pending))
+        most = max(most, sum(layer not in fetcher.ahead for layer in fetcher._pending))
 
     with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fetcher, "_submit", counting)
+        patch.setattr(Fetcher, "_request", counting)
         for name in ("full", "infinigen", "h2o-heavy"):
             session = open_live(attached, CASES[name], placement="host", link=link)
             force(session, PROMPTS["even"])
@@ -241,14 +215,14 @@ def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
         store.slots.view(torch.float32).add_(1000 * number)
     with EmulatedLink(1e12) as link:
         fetcher = Fetcher(link, reuse=False)
-        fetcher.open(stores, 1, ahead=layers)
+        fetcher.open(dict(enumerate(stores)), 1, num_ahead=layers)
         for part in range(parts):
-            fetcher.request_ahead(stores, count, part, parts)
+            fetcher.request_ahead(count, part, parts)
         for layer in range(layers):
             got, moved = fetcher.take(layer), stores[layer].h2d_bytes
             assert got.present is None and moved == 2 * 3 * count * stores[layer].slot_bytes
             expected = loaded(stores[layer], count)
-            keys, values = stores[layer].unpack(got.rows)
+            keys, values = stores[layer].format.unpack(got.rows)
             assert torch.equal(keys, expected.keys) and torch.equal(values, expected.values)
         assert not fetcher.is_pending(layers)
 
@@ -258,16 +232,16 @@ def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():
     shares = []
     original = Fetcher._prefetch
 
-    def noting(fetcher, layer, request, buffer):
-        if isinstance(request, Part):
-            shares.append(request.end - request.begin)
-        original(fetcher, layer, request, buffer)
+    def noting(fetcher, layer, request, rows):
+        if isinstance(request, slice) and request.stop - request.start < fetcher._pending[layer].request:
+            shares.append(request.stop - request.start)
+        original(fetcher, layer, request, rows)
 
     with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fetcher, "_prefetch", noting)
         session = open_live(attached, CASES["infinigen"], placement="host", link=link)
         force(session, PROMPTS["even"])
-        layers, ahead = attached.geometry.num_layers, session.fetcher.num_ahead
-        rows = ahead * session.batch.columns * session.stores[0].slots.shape[:2].numel()
-        assert shares and max(shares) <= -(-rows // (layers - ahead))
+        layers, ahead = attached.geometry.num_layers, len(session.fetcher.ahead)
+        columns = ahead * session.batch.columns
+        assert shares and max(shares) <= -(-columns // (layers - ahead))
         session.close()

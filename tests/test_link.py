@@ -15,12 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from living import make_store as store_of
+from living import prefetch
 
 from harness.errors import UserError
 from harness.offload.links import EmulatedLink, default_bytes_per_s, measure_copy_rate, open_link
 from harness.offload.memory import PinnedSlab, aligned
-from harness.offload.store import KVStore
-from methods.codec import Codec
+from harness.offload.store import chosen as chosen_of
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
 CPU = torch.device("cpu")
@@ -30,14 +31,14 @@ ALL_BYTES = BATCH * HEADS * CAPACITY * ROW_BYTES  # 49,152
 
 
 def make_store(codec="fp32", device=CPU, **overrides):
-    shape = {"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY, "head_dim": HEAD_DIM}
-    return KVStore(**shape, dtype=torch.float32, codec=Codec(codec), placement="host", device=device, **overrides)
+    shape = {"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY}
+    return store_of(HEAD_DIM, codec, device=device, **shape, **overrides)
 
 
 def filled_store(codec="fp32"):
     store = make_store(codec)
     keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
-    store.write(store.pack(keys, values), at=0)
+    store.write(store.format.pack(keys, values), at=0)
     return store, keys, values
 
 
@@ -58,10 +59,10 @@ def test_rows_arrive_and_reads_see_earlier_writes(codec, overlap):
     new_keys, new_values = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM).unbind()
     index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
     with EmulatedLink(FAST, overlap=overlap) as link:
-        link.write_back(store, store.pack(new_keys, new_values), at=5)
-        chosen = link.prefetch(store, index, store.new_buffer(4))
-        first = link.prefetch(store, 7, store.new_buffer(CAPACITY))
-        chosen, first = store.unpack(chosen.wait()), store.unpack(first.wait())
+        link.write_back(store, store.format.pack(new_keys, new_values), at=5)
+        chosen = prefetch(link, store, index)
+        first = prefetch(link, store, 7)
+        chosen, first = store.format.unpack(chosen.wait()), store.format.unpack(first.wait())
     keys[:, :, 5:6], values[:, :, 5:6] = new_keys, new_values
     keys, values = store.codec.roundtrip(keys), store.codec.roundtrip(values)
     assert torch.equal(first.keys, keys[:, :, :7]) and torch.equal(first.values, values[:, :, :7])
@@ -85,7 +86,7 @@ def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap)
                 link.write_back(store, store.rows_in(store.new_buffer(num_rows), num_rows), at=3)
                 continue
             index = torch.arange(num_rows).expand(BATCH, HEADS, -1)
-            link.prefetch(store, num_rows if kind == "read" else index, store.new_buffer(num_rows)).wait()
+            prefetch(link, store, num_rows if kind == "read" else index).wait()
         transfers = link.take_transfers()
         assert link.take_transfers() == []
     sizes = [BATCH * HEADS * num_rows * ROW_BYTES for _, num_rows in moves]
@@ -103,9 +104,9 @@ def test_transfers_are_kept_only_once_somebody_measures():
     store, _, _ = filled_store()
     with EmulatedLink(FAST) as link:
         for _ in range(2):
-            link.prefetch(store, 7, store.new_buffer(7)).wait()
+            prefetch(link, store, 7).wait()
         assert link.take_transfers() == []
-        link.prefetch(store, 5, store.new_buffer(5)).wait()
+        prefetch(link, store, 5).wait()
         assert [transfer.num_bytes for transfer in link.take_transfers()] == [BATCH * HEADS * 5 * ROW_BYTES]
 
 
@@ -119,7 +120,7 @@ def test_a_transfer_takes_its_bytes_over_the_rate():
     store, _, _ = filled_store()
     with EmulatedLink(ALL_BYTES / 0.05) as link:  # 50 ms a transfer
         began = time.perf_counter()
-        tickets = [link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)) for _ in range(3)]
+        tickets = [prefetch(link, store, CAPACITY) for _ in range(3)]
         assert time.perf_counter() - began < 0.1  # starting waits for nothing
         for ticket in tickets:
             ticket.wait()
@@ -133,9 +134,10 @@ def test_a_plain_tensor_crosses_at_the_rate_of_the_link_and_in_its_turn(overlap)
     source, target = torch.randint(256, (ALL_BYTES,), dtype=torch.uint8), torch.zeros(ALL_BYTES, dtype=torch.uint8)
     with EmulatedLink(ALL_BYTES / 0.02, overlap=overlap) as link:
         link.take_transfers()
-        rows, copied = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)), link.copy(source, target)
+        rows, copied = prefetch(link, store, CAPACITY), link.copy(source, target)
         rows.wait()
-        assert copied.wait() is target and torch.equal(source, target)
+        copied.wait()
+        assert torch.equal(source, target)
         transfers = link.take_transfers()
     assert [(each.direction, each.num_bytes) for each in transfers] == 2 * [("h2d", ALL_BYTES)]
     assert transfers[1].start_s >= transfers[0].end_s and transfers[1].end_s - transfers[1].start_s >= 0.0199
@@ -147,7 +149,7 @@ def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
     exposed = {}
     for overlap in (True, False):
         with EmulatedLink(ALL_BYTES / 0.05, overlap=overlap) as link:
-            ticket = link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY))
+            ticket = prefetch(link, store, CAPACITY)
             time.sleep(0.08)  # stands for the layer that computes meanwhile
             exposed[overlap] = seconds_of(ticket.wait)
             assert seconds_of(ticket.wait) < 0.04, "waiting again costs nothing"
@@ -159,13 +161,13 @@ def test_a_waiting_thread_leaves_its_core_alone():
     store, _, _ = filled_store()
     with EmulatedLink(ALL_BYTES / 0.3) as link:
         began = time.process_time()
-        link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)).wait()
+        prefetch(link, store, CAPACITY).wait()
         assert time.process_time() - began < 0.1
 
 
 def test_a_write_back_is_awaited_at_once_without_overlap():
     store, keys, values = filled_store()
-    rows = store.pack(keys, values)
+    rows = store.format.pack(keys, values)
     with EmulatedLink(ALL_BYTES / 0.02, overlap=False) as link:
         assert seconds_of(lambda: link.write_back(store, rows, at=0)) >= 0.02
     with EmulatedLink(ALL_BYTES / 0.02) as link:
@@ -179,15 +181,15 @@ def test_a_failing_copy_ends_in_its_error_everywhere(overlap):
     beyond = torch.full((BATCH, HEADS, 1), CAPACITY)
     began = time.perf_counter()
     with EmulatedLink(FAST, overlap=overlap) as link:
-        failing = link.prefetch(store, beyond, store.new_buffer(1))
+        failing = prefetch(link, store, beyond)
         with pytest.raises(IndexError, match="slot index 64"):
             failing.wait()
         with pytest.raises(IndexError, match="slot index 64"):
-            link.prefetch(store, 1, store.new_buffer(1)).wait()
+            prefetch(link, store, 1).wait()
         with pytest.raises(IndexError, match="slot index 64"):
             link.copy(torch.zeros(1), torch.zeros(1)).wait()
         with pytest.raises(IndexError, match="slot index 64"):
-            link.write_back(store, store.rows_in(store.new_buffer(1), 1), at=0)
+            link.write_back(store, store.rows_in(store.new_buffer(1), 1)[:, :, :1], at=0)
         with pytest.raises(IndexError, match="slot index 64"):
             link.drain()
     assert time.perf_counter() - began < 5
@@ -197,9 +199,9 @@ def test_transfers_behind_a_failed_one_end_in_its_error_too():
     store, _, _ = filled_store()
     gate = threading.Event()
     with EmulatedLink(FAST) as link:
-        link.submit("h2d", lambda: gate.wait() and 0)
-        link.prefetch(store, torch.full((BATCH, HEADS, 1), CAPACITY), store.new_buffer(1))
-        behind = link.prefetch(store, 1, store.new_buffer(1))
+        link.start("h2d", lambda: gate.wait() and 0, [])
+        prefetch(link, store, torch.full((BATCH, HEADS, 1), CAPACITY))
+        behind = prefetch(link, store, 1)
         gate.set()
         began = time.perf_counter()
         with pytest.raises(IndexError, match="slot index 64"):
@@ -214,11 +216,11 @@ def test_a_worker_that_dies_raises_instead_of_hanging():
         raise SystemExit("killed")
 
     with EmulatedLink(FAST) as link:
-        link.submit("h2d", die)
+        link.start("h2d", die, [])
         with pytest.raises(SystemExit, match="killed"):
             link.drain()
         with pytest.raises(SystemExit, match="killed"):
-            link.prefetch(store, 1, store.new_buffer(1))
+            prefetch(link, store, 1)
 
 
 def test_a_closed_link_takes_no_more():
@@ -227,14 +229,14 @@ def test_a_closed_link_takes_no_more():
     link.close()
     link.close()
     with pytest.raises(RuntimeError, match="the link is closed"):
-        link.prefetch(store, 1, store.new_buffer(1))
+        prefetch(link, store, 1)
 
 
 def test_an_error_while_transferring_leaves_no_thread():
     store, _, _ = filled_store()
     began = time.perf_counter()
     with pytest.raises(KeyboardInterrupt), EmulatedLink(ALL_BYTES / 20) as link:  # 20 s a transfer
-        link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY))
+        prefetch(link, store, CAPACITY)
         raise KeyboardInterrupt
     assert time.perf_counter() - began < 5
 
@@ -251,7 +253,7 @@ def test_an_interrupt_ends_a_wait_and_the_link(monkeypatch):
     monkeypatch.setattr(time, "sleep", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt), EmulatedLink(ALL_BYTES / 600) as link:
-            link.prefetch(store, CAPACITY, store.new_buffer(CAPACITY)).wait()
+            prefetch(link, store, CAPACITY).wait()
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(waits) == 1 and 0 < waits[0] <= 600 and not link_threads()
@@ -265,14 +267,11 @@ def resident_bytes():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_sequences_one_after_another_leave_memory_and_threads_where_they_were():
     def sequence():
-        store = KVStore(
-            batch=4, num_kv_heads=4, capacity=256, head_dim=64, dtype=torch.float32, codec=Codec("fp32"),
-            placement="host", device=CPU,
-        )  # fmt: skip
-        rows = store.rows_in(store.new_buffer(256), 256)  # 2 MiB, as much as the store
+        store = store_of(64, batch=4, num_kv_heads=4, capacity=256)
+        rows = store.rows_in(store.new_buffer(256), 256)[:, :, :256]  # 2 MiB, as much as the store
         with EmulatedLink(FAST) as link:
             link.write_back(store, rows, at=0)
-            link.prefetch(store, 256, store.new_buffer(256)).wait()
+            prefetch(link, store, 256).wait()
 
     for _ in range(20):
         sequence()
@@ -289,7 +288,7 @@ def test_the_worker_takes_no_compute_threads():
     before = torch.get_num_threads()
     with EmulatedLink(FAST) as link:
         inside = []
-        link.submit("h2d", lambda: inside.append(torch.get_num_threads()) or 0)
+        link.start("h2d", lambda: inside.append(torch.get_num_threads()) or 0, [])
         link.drain()
     assert inside == [1] and torch.get_num_threads() == before
 
@@ -323,25 +322,25 @@ def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
     store = make_store(codec, device, slab=slab)
     keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
     index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
-    reference.write(reference.pack(keys, values), at=0)
+    reference.write(reference.format.pack(keys, values), at=0)
     on_device = [tensor.to(device) for tensor in (keys, values, index)]
     with open_link(device, overlap=overlap) as link:
         assert link.take_transfers() == []  # starts the recording
         if pinned:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            link.write_back(store, store.pack(*on_device[:2]), at=0)
-            link.write_back(store, store.pack(on_device[0][:, :, :1], on_device[1][:, :, :1]), at=0)
-            chosen = link.prefetch(store, on_device[2], store.new_buffer(4))
-            first = link.prefetch(store, 7, store.new_buffer(CAPACITY))
-            got = [store.unpack(chosen.wait()), store.unpack(first.wait())]
+            link.write_back(store, store.format.pack(*on_device[:2]), at=0)
+            link.write_back(store, store.format.pack(on_device[0][:, :, :1], on_device[1][:, :, :1]), at=0)
+            chosen = prefetch(link, store, on_device[2])
+            first = prefetch(link, store, 7)
+            got = [store.format.unpack(chosen.wait()), store.format.unpack(first.wait())]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         transfers = link.take_transfers()
     wanted = [torch.zeros(BATCH, HEADS, count, reference.slot_bytes, dtype=torch.uint8) for count in (4, 7)]
     for request, rows in zip((index, 7), wanted, strict=True):
-        reference.load(request, rows)
-    for got_pair, want_pair in zip(got, map(reference.unpack, wanted), strict=True):
+        reference.load(request if isinstance(request, int) else chosen_of(request), rows)
+    for got_pair, want_pair in zip(got, map(reference.format.unpack, wanted), strict=True):
         torch.testing.assert_close(got_pair.keys.cpu(), want_pair.keys)
         torch.testing.assert_close(got_pair.values.cpu(), want_pair.values)
     row_bytes = BATCH * HEADS * store.slot_bytes

@@ -128,7 +128,7 @@ def test_reuse_moves_only_what_the_step_before_did_not_select(name, monkeypatch)
         tokens = cache.slots().expand(-1, KV_HEADS, -1)
         mask = selection.mask[:, :, 0].expand_as(tokens)
         picked = [set(t[m].tolist()) for t, m in zip(tokens.flatten(0, 1), mask.flatten(0, 1), strict=True)]
-        selections.setdefault(cache.layer, []).append(picked)
+        selections.setdefault(cache.policy.number, []).append(picked)
         original(cache, selection)
 
     monkeypatch.setattr(LayerCache, "request_selected", spy)

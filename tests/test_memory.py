@@ -60,7 +60,7 @@ def test_a_session_on_the_device_needs_its_slots_there(name):
 
 def state_bytes(session) -> int:
     """What the method keeps beside the rows; its layers are alike."""
-    return sum(layer_bytes(cache.state, cache.layer) for cache in session.caches if cache.state is not None)
+    return sum(layer_bytes(cache.state, cache.policy.number) for cache in session.caches if cache.state is not None)
 
 
 def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import loaded
+from living import make_store as store_of
 
 from harness.errors import UserError
 from harness.offload.fetch import Fetcher
-from harness.offload.store import KVStore
 from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
@@ -17,14 +17,7 @@ CPU = torch.device("cpu")
 
 def make_store(codec="fp32", placement="host", head_dim=8, **overrides):
     settings = {"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY, **overrides}
-    return KVStore(
-        **settings,
-        head_dim=head_dim,
-        dtype=torch.float32,
-        codec=Codec(codec),
-        placement=placement,
-        device=CPU,
-    )
+    return store_of(head_dim, codec, placement=placement, **settings)
 
 
 def key_value(num_rows, generator, head_dim=8):
@@ -80,7 +73,7 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
     for operation, num_rows, ragged in [("append", 4, False), *operations]:
         if operation == "append" and filled + num_rows <= CAPACITY:
             keys, values = key_value(num_rows, generator)
-            store.write(store.pack(keys, values), at=filled)
+            store.write(store.format.pack(keys, values), at=filled)
             columns = torch.arange(filled, filled + num_rows).expand(BATCH, HEADS, -1)
             reference.write(keys, values, columns)
             filled += num_rows
@@ -88,7 +81,7 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
             keys, values = key_value(num_rows, generator)
             index = distinct_slots(CAPACITY, generator, ragged=ragged)
             index = index.masked_fill(index >= filled, -1)[..., :num_rows]
-            store.write(store.pack(keys, values), at=index)
+            store.write(store.format.pack(keys, values), at=index)
             reference.write(keys, values, index)
         elif operation == "read":
             every = torch.arange(min(filled, num_rows)).expand(BATCH, HEADS, -1)
@@ -115,8 +108,8 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
 def test_bytes_by_hand(codec, head_dim, h2d, d2h):
     generator = torch.Generator().manual_seed(0)
     store = make_store(codec, head_dim=head_dim)
-    store.write(store.pack(*key_value(10, generator, head_dim)), at=0)
-    store.write(store.pack(*key_value(1, generator, head_dim)), at=torch.full((BATCH, HEADS, 1), 3))
+    store.write(store.format.pack(*key_value(10, generator, head_dim)), at=0)
+    store.write(store.format.pack(*key_value(1, generator, head_dim)), at=torch.full((BATCH, HEADS, 1), 3))
     loaded(store, 5)
     loaded(store, torch.tensor([0, 9, -1, 4]).expand(BATCH, HEADS, 4))
     assert (store.h2d_bytes, store.d2h_bytes) == (h2d, d2h)
@@ -125,7 +118,7 @@ def test_bytes_by_hand(codec, head_dim, h2d, d2h):
 def test_load_and_write_return_the_bytes_they_moved():
     store = make_store()
     keys, values = key_value(3, torch.Generator().manual_seed(0))
-    rows = store.pack(keys, values)
+    rows = store.format.pack(keys, values)
     assert store.write(rows, at=0) == BATCH * HEADS * 3 * 64
     assert store.load(torch.tensor([2, -1, 0]).expand(BATCH, HEADS, 3), rows) == BATCH * HEADS * 2 * 64
 
@@ -134,7 +127,7 @@ def test_a_buffer_row_of_negative_index_keeps_what_it_holds():
     """What lets a method fetch only the rows that are not on the device already."""
     store = make_store()
     keys, values = key_value(4, torch.Generator().manual_seed(0))
-    store.write(store.pack(keys, values), at=0)
+    store.write(store.format.pack(keys, values), at=0)
     buffer = store.new_buffer(2)
     loaded(store, torch.tensor([0, 1]).expand(BATCH, HEADS, 2), buffer)
     kept = loaded(store, torch.tensor([-1, 3]).expand(BATCH, HEADS, 2), buffer)
@@ -146,7 +139,7 @@ def test_the_first_slots_on_the_device_are_read_in_place():
     fetcher = Fetcher(None, reuse=False)
     fetcher.open([store], selected=4)
     fetcher.request_all(0, store, 4)
-    keys = store.unpack(fetcher.take(0).rows).keys
+    keys = store.format.unpack(fetcher.take(0).rows).keys
     assert keys.untyped_storage().data_ptr() == store.slots.untyped_storage().data_ptr()
 
 
@@ -159,7 +152,7 @@ def test_free_gives_the_slots_back():
 
 def test_slots_beyond_the_capacity_are_refused():
     store = make_store()
-    rows = store.pack(*key_value(2, torch.Generator().manual_seed(0)))
+    rows = store.format.pack(*key_value(2, torch.Generator().manual_seed(0)))
     with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):
         store.write(rows, at=CAPACITY - 1)
     with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):

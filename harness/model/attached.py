@@ -105,7 +105,7 @@ class Attached:
         first = layers[0]
         sizes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements) for each in layers}
         if len(sizes) > 1:
-            raise refusal(self.model, "its layers that see every token have several shapes")
+            raise refusal(self.decoder.family, "its layers that see every token have several shapes")
         # A module that scales its queries itself hands over a scale of 1; its own scale is the one that methods see.
         scale = float(getattr(first.module, "scaling", None) or first.softmax.scale)
         softmaxes = tuple(each.softmax._replace(scale=scale) for each in layers)
@@ -116,7 +116,7 @@ class Attached:
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
             scale=scale,
-            family=self.model.config.model_type,
+            family=self.decoder.family,
             rotate=self._rotate,
             value_dim=first.value_dim,
             values_in_keys=first.latent is not None,
@@ -244,10 +244,13 @@ class Attached:
         index = self._index[id(module)]
         latent = self.layers[index].latent
         query = self._as_handled(index, query)
+        assert self._cache is not None
+        stored, self._cache.latest = self._cache.latest, None  # not held beyond the layer
         if latent is None:
+            del stored
             return self._handler.attention(index, query, key, value), None
-        assert self._cache is not None and self._cache.latest is not None
-        key = torch.cat(self._cache.latest, -1)
+        assert stored is not None
+        key = torch.cat(stored, -1)
         output = self._handler.attention(index, query, key, key[..., : latent.rank])
         return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
 
@@ -374,5 +377,5 @@ def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
             stack.callback(hook.remove)
         for module in decoder.recurrent:
             stack.enter_context(replaced_forward(module, partial(attached._recurrent, module, module.forward)))
-        stack.enter_context(attention_function(model, attached._attend))
+        stack.enter_context(attention_function(decoder.stack, attached._attend))
         yield attached

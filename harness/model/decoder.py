@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -163,34 +164,36 @@ def attention_function(
         AttentionMaskInterface._global_mapping.pop(name, None)
 
 
-def refusal(model: Any, why: str) -> UserError:
+def refusal(family: str, why: str) -> UserError:
     """The one line in which a model is refused."""
-    return UserError(f"model family {model.config.model_type!r} is not supported: {why}")
+    return UserError(f"model family {family!r} is not supported: {why}")
+
+
+_decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
 
 
 def read_decoder(model: Any) -> Decoder:
     """The decoder of a loaded model, which is read once. Raises UserError for a model that computes attention in a way
     that is not transformers' attention interface."""
-    found = model.__dict__.get("_kv_harness_decoder")
-    if found is None:
-        found = Decoder(model)
-        object.__setattr__(model, "_kv_harness_decoder", found)  # lives as long as the model
-    return found
+    if model not in _decoders:
+        _decoders[model] = Decoder(model)
+    return _decoders[model]
 
 
 class Decoder:
-    """A loaded model's layers, as the model showed them.
+    """A loaded model's layers, as the model showed them. It does not keep the model alive.
 
-    stack: the module that turns token ids into final hidden states. layers: its attention layers, in order. blocks:
-    its decoder layers. recurrent: modules that keep a state of the sequence instead of keys and values. output_type: of
-    what the stack returns.
+    family: what transformers calls it. stack: the module that turns token ids into final hidden states. layers: its
+    attention layers, in order. blocks: its decoder layers. recurrent: modules that keep a state of the sequence instead
+    of keys and values. output_type: of what the stack returns.
+
     is_checked: whether its numbers were compared with the model's own. takes_rows: whether recurrent modules go on from
     a state with several rows at once. no_rehearsal, no_padding: why the model takes no rehearsal, or no batch with
     padding; None where it does.
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.family: str = model.config.model_type
         self.stack: Any = _stack_of(model)
         self.is_checked = False
         self.takes_rows = True
@@ -203,7 +206,7 @@ class Decoder:
             self.output_type = trace.output_type
             self.blocks = self._find_blocks()
             self._find_previous_mixers()
-            with attention_function(model, stop):
+            with attention_function(self.stack, stop):
                 self._find_unused()
                 for layer in self.layers:
                     layer.latent = self._read_latent(layer, trace.stored.get(id(layer.module)))
@@ -247,7 +250,7 @@ class Decoder:
                 for layer in self.layers:
                     layer.block = blocks[id(layer.module)]
                 return list(modules)
-        raise refusal(self.model, "its layers are in no list")
+        raise refusal(self.family, "its layers are in no list")
 
     def _find_previous_mixers(self) -> None:
         """What mixes the tokens in a block is an attention module, or another one that knows its place."""
@@ -327,7 +330,7 @@ class _Trace:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.model = decoder, decoder.model
+        self.decoder, self.device = decoder, decoder.stack.device
         self.layers: list[Layer] = []
         self.recurrent: list[nn.Module] = []
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
@@ -346,19 +349,19 @@ class _Trace:
             hooks.append(module.register_forward_pre_hook(self._enters, with_kwargs=True))
             hooks.append(module.register_forward_hook(self._leaves, with_kwargs=True))
         try:
-            with attention_function(self.model, self._attend, self._mask):
-                ids = torch.ones(1, 2, dtype=torch.long, device=self.model.device)
+            with attention_function(self.decoder.stack, self._attend, self._mask):
+                ids = torch.ones(1, 2, dtype=torch.long, device=self.device)
                 positions = torch.arange(2, device=ids.device)[None]
                 given = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache}
                 self.output_type = type(self.decoder.stack(**given, use_cache=False))
         except (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError) as error:
-            raise error if isinstance(error, UserError) else refusal(self.model, reason(error)) from error
+            raise error if isinstance(error, UserError) else refusal(self.decoder.family, reason(error)) from error
         finally:
             self._cache.on_state = None
             for hook in hooks:
                 hook.remove()
         if not self.layers:
-            raise refusal(self.model, "its attention is not transformers' attention function")
+            raise refusal(self.decoder.family, "its attention is not transformers' attention function")
         return self.layers
 
     def _enters(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -378,7 +381,7 @@ class _Trace:
 
     def _mask(self, *_: Any, mask_function: Any, local_size: int | None = None, **__: Any) -> Tensor:
         """A stand-in for a mask, by which a layer's window is known."""
-        stand_in = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=self.model.device)
+        stand_in = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=self.device)
         self._masks.append((stand_in, self._window(mask_function, local_size)))
         return stand_in
 
@@ -386,7 +389,7 @@ class _Trace:
         """What a mask function lets a row see, asked of the function itself."""
         if mask_function is causal_mask_function:
             return None
-        zero = torch.zeros((), dtype=torch.long, device=self.model.device)
+        zero = torch.zeros((), dtype=torch.long, device=self.device)
 
         def visible(row: int) -> Tensor:
             """Which tokens a row sees, up to the one after its own."""
@@ -409,7 +412,9 @@ class _Trace:
         for window in (Window(num_seen), Window(size or num_seen, is_chunk=True)):
             if agrees(window):
                 return window
-        raise refusal(self.model, "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them")
+        raise refusal(
+            self.decoder.family, "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them"
+        )
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
         """Take down a layer from its call of the attention function."""
@@ -417,13 +422,13 @@ class _Trace:
         masks = [window for mask, window in self._masks if given is mask or getattr(given, "_base", None) is mask]
         odd = sorted(name for name, each in options.items() if name not in HARMLESS_OPTIONS and each is not None)
         if given is not None and not masks or odd:
-            raise refusal(self.model, f"its attention takes {', '.join(odd) or 'a mask of its own'}")
+            raise refusal(self.decoder.family, f"its attention takes {', '.join(odd) or 'a mask of its own'}")
         if not getattr(module, "is_causal", True):
-            raise refusal(self.model, "its attention is not causal")
+            raise refusal(self.decoder.family, "its attention is not causal")
         if any(layer.module is module for layer in self.layers):
-            raise refusal(self.model, "a layer attends more than once")
+            raise refusal(self.decoder.family, "a layer attends more than once")
         if query.shape[2] != 2 or key.shape[2] != 2:
-            raise refusal(self.model, "a layer does not attend to each of the tokens")
+            raise refusal(self.decoder.family, "a layer does not attend to each of the tokens")
         call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
         source = self._made.get(id(first_tensor(call.kwargs.get("position_embeddings"))))
         scale, sinks, size = options.get("scaling"), options.get("s_aux"), options.get("sliding_window")
@@ -473,5 +478,5 @@ def _stack_of(model: Any) -> Any:
     if stack is model or not isinstance(stack, PreTrainedModel):
         stack = next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
     if stack is None or "position_ids" not in inspect.signature(stack.forward).parameters:
-        raise refusal(model, "its decoder is given no positions")
+        raise refusal(model.config.model_type, "its decoder is given no positions")
     return stack

@@ -76,7 +76,7 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
     hidden = torch.randn(1, 4, layer.call.hidden.shape[-1], generator=generator).to(layer.call.hidden)
     positions = torch.tensor([[1, 5, 11, 40]])
     try:
-        with attention_function(decoder.model, stop):
+        with attention_function(decoder.stack, stop):
             bare, placed = (_keys(decoder, layer, hidden, each) for each in (torch.zeros_like(positions), positions))
     except RuntimeError:  # its code takes no other rows than those of its own pass
         return None

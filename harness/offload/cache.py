@@ -11,7 +11,7 @@ method's (`Method.tokens_kept`), so no step asks the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,8 +83,8 @@ class LayerCache:
     """index: the layer among all attention layers. state: None in a layer that reads everything. last_query: [batch,
     heads, 1, head_dim], where the next step selects by it.
 
-    following: the next layer that fetches rows. ahead: the layers whose rows come during the whole step before, and
-    part: which of how many parts of them is asked for in this layer. ahead_place: this layer's place among `ahead`.
+    following: the next layer that fetches rows. part: which of how many parts is asked for in this layer, of the rows
+    that come during the whole step before.
     """
 
     index: int
@@ -96,9 +96,7 @@ class LayerCache:
     fetcher: Fetcher
     last_query: Tensor | None = None
     following: LayerCache | None = None
-    ahead: Sequence[LayerCache] = ()
     part: tuple[int, int] | None = None
-    ahead_place: int | None = None
 
     @property
     def evicts(self) -> bool:
@@ -160,7 +158,7 @@ class LayerCache:
             columns = self.state.compact(self.policy.number, self.store.capacity)
             index = columns.clamp(min=0).unsqueeze(-1)
             key, value = (part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
-        self.fetcher.write_back(self.index, self.store, self.store.format.pack(key, value), 0)
+        self.fetcher.write_back(self.index, self.store.format.pack(key, value), 0)
 
     def remember(self, query: Tensor) -> None:
         """Keep the query [batch, heads, 1, head_dim] by which the next step selects."""
@@ -194,7 +192,7 @@ class LayerCache:
         rows = self.batch.rows(self.batch.steps)
         cap = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
         bias = None if selection.bias is None else selection.bias[:, :, :, 0]
-        return self.fetcher.request_selected(self.index, self.store, selection.mask[:, :, 0], cap, bias)
+        return self.fetcher.request_selected(self.index, selection.mask[:, :, 0], cap, bias)
 
     def request_kept(self, steps_ahead: int = 0) -> None:
         """Ask for all that is kept; where sequences or KV heads keep different numbers, for the slots with a token."""
@@ -204,9 +202,9 @@ class LayerCache:
             asked = (self.method.tokens_kept, self.method.tokens_read)
             if len({ask(row, number) for ask in asked for row in rows}) > 1:
                 held = self.state.tokens[number][..., :count] != EMPTY
-                self.fetcher.request_held(self.index, self.store, held)
+                self.fetcher.request_held(self.index, held)
                 return
-        self.fetcher.request_all(self.index, self.store, count)
+        self.fetcher.request_all(self.index, count)
 
     def take(self, own: Tensor | None = None) -> Fetched:
         """What was asked for, waiting for it if need be; `own`: the packed own row, to come behind it."""
@@ -230,7 +228,7 @@ class LayerCache:
         at: int | Tensor = self.slots_in_use()
         if isinstance(self.state, EvictingState):
             at = self.state.place_own(self.policy.number, self.slots_in_use())
-        self.fetcher.write_back(self.index, self.store, packed, at)
+        self.fetcher.write_back(self.index, packed, at)
 
     def keep_own(self, key: Tensor, value: Tensor) -> None:
         """Write the own row back."""
@@ -341,7 +339,7 @@ class ResidualCache(LayerCache):
         stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
         packed = self.store.format.pack(key[:, :, :coded], value[:, :, :coded])
         if stored:
-            self.fetcher.write_back(self.index, self.store, packed[:, :, :stored].contiguous(), 0)
+            self.fetcher.write_back(self.index, packed[:, :, :stored].contiguous(), 0)
         begin = min(map(self.codec.stored, prompts))
         if begin == coded:
             return
@@ -389,7 +387,7 @@ class ResidualCache(LayerCache):
         tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
         leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
         at = leaving[:, None].expand(-1, self.rows.shape[1], -1).contiguous()
-        self.fetcher.write_back(self.index, self.store, _rows_at(self.rows, tokens % self.ring_rows), at)
+        self.fetcher.write_back(self.index, _rows_at(self.rows, tokens % self.ring_rows), at)
 
     def _ring_tokens(self, cached: Tensor) -> Tensor:
         """The token in each row of the ring, below 0 for none: int [batch, ring_rows]; cached: int [batch, 1]."""

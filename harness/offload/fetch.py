@@ -12,6 +12,7 @@ the others computes, one part of what the next step's exempt layers will read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -41,17 +42,11 @@ class Fetched(NamedTuple):
 class _Pending(NamedTuple):
     """What a layer was asked for. rows: where it comes to lie, one more a head than there are rows."""
 
-    store: KVStore
     request: int | Chosen
     rows: Tensor
     present: Tensor | None
     bias: Tensor | None
     tickets: list[Ticket]
-
-    @property
-    def num_rows(self) -> int:
-        """Buffer rows of each head, those that stay empty included."""
-        return self.request if isinstance(self.request, int) else self.request.slots.shape[-1]
 
 
 class Traffic:
@@ -87,7 +82,7 @@ class Fetcher:
     """Requests and write-backs of the layers on one device. link: None but under host placement.
 
     loaded, written: payload that crosses the link for the rows taken and written back so far, counted where a step uses
-    it, so that it is exact for any run of steps, whatever is still under way. num_ahead: leading layers whose rows come
+    it, so that it is exact for any run of steps, whatever is still under way. ahead: the leading layers whose rows come
     during the whole step before.
     """
 
@@ -95,26 +90,28 @@ class Fetcher:
         self.link = link
         self.reuse = reuse
         self.loaded, self.written = Traffic(), Traffic()
-        self.num_ahead = 0
+        self.ahead: list[int] = []
+        self._stores: dict[int, KVStore] = {}
         self._pending: dict[int, _Pending] = {}
         self._turns: list[Tensor] = []
-        self._ahead: list[Tensor] = []
+        self._ahead_buffers: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
         self._kept_slots: dict[int, Tensor] = {}
 
-    def open(self, stores: list[KVStore], selected: int, num_ahead: int = 0) -> None:
-        """Make the buffers: one for each of the first `num_ahead` stores, two in turn for the slots of any other, and
-        with reuse one for `selected` rows of each layer. The kernels of a step are compiled, where there are any."""
-        self.selected = selected
-        for store in {store.slot_bytes: store for store in stores}.values():
+    def open(self, stores: Mapping[int, KVStore], selected: int, num_ahead: int = 0) -> None:
+        """Make the buffers: one for each of the first `num_ahead` layers, two in turn for the slots of any other, and
+        with reuse one for `selected` rows of each layer. stores: by layer. The kernels of a step are compiled, where
+        there are any."""
+        self.selected, self._stores, in_order = selected, dict(stores), list(stores.values())
+        for store in {store.slot_bytes: store for store in in_order}.values():
             if store.reachable:
                 warm_gather(store.slots, store.device, store.tuning)
-        warm_lists(stores[0].device, reuse=self.reuse)
+        warm_lists(in_order[0].device, reuse=self.reuse)
         if self.link is None:
             return
-        self.num_ahead = num_ahead
-        self._ahead = [store.new_buffer(store.capacity) for store in stores[:num_ahead]]
-        largest = max(stores[num_ahead:], key=lambda store: store.nbytes)
+        self.ahead = list(stores)[:num_ahead]
+        self._ahead_buffers = {layer: stores[layer].new_buffer(stores[layer].capacity) for layer in self.ahead}
+        largest = max(in_order[num_ahead:], key=lambda store: store.nbytes)
         rows = min(selected, largest.capacity) if num_ahead else largest.capacity
         self._turns = [largest.new_buffer(rows) for _ in range(2)]
 
@@ -122,46 +119,45 @@ class Fetcher:
         """Whether the layer's rows have been asked for."""
         return layer in self._pending
 
-    def request_all(self, layer: int, store: KVStore, count: int) -> None:
+    def request_all(self, layer: int, count: int) -> None:
         """Ask for the first `count` slots of every head."""
-        self._request(layer, store, count, self._next_turn())
+        if layer in self._ahead_buffers:
+            self._request_part(layer, count, slice(0, count))
+        else:
+            self._request(layer, count, self._next_turn())
 
-    def request_part(self, layer: int, place: int, store: KVStore, count: int, part: slice) -> None:
-        """Ask for the slots `part` of the first `count`, of the layer whose rows come ahead into buffer `place`."""
-        if not self.is_pending(layer):
-            rows = store.rows_in(self._ahead[place], count)
-            self._pending[layer] = _Pending(store, count, rows, None, None, [])
-        if part.start < part.stop:
-            pending = self._pending[layer]
-            self._prefetch(pending, part, pending.rows[:, :, part])
+    def request_ahead(self, count: int, part: int, parts: int) -> None:
+        """Ask for one of `parts` equal parts of the first `count` slots of the layers whose rows come ahead."""
+        begin, end = (len(self.ahead) * count * edge // parts for edge in (part, part + 1))
+        for place, layer in enumerate(self.ahead):
+            columns = slice(*(min(max(edge - place * count, 0), count) for edge in (begin, end)))
+            if columns.start < columns.stop:
+                self._request_part(layer, count, columns)
 
-    def request_held(self, layer: int, store: KVStore, held: Tensor) -> None:
+    def request_held(self, layer: int, held: Tensor) -> None:
         """Ask for the slots where `held`, bool [batch, num_kv_heads, slots], each into the row of its slot."""
         slots = torch.arange(held.shape[-1], device=held.device)
         request = Chosen(torch.where(held, slots, -1), num_true(held))
-        self._request(layer, store, request, self._next_turn(), present=held)
+        self._request(layer, request, self._next_turn(), present=held)
 
-    def request_selected(
-        self, layer: int, store: KVStore, mask: Tensor, cap: int, bias: Tensor | None = None
-    ) -> Tensor:
+    def request_selected(self, layer: int, mask: Tensor, cap: int, bias: Tensor | None = None) -> Tensor:
         """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head.
 
         bias: added to the scores of these slots, fp32 [batch, 1 or num_kv_heads, group or 1, slots]. Returns the slot
         of each row that `take` will give, int [batch, num_kv_heads, n], -1 for none.
         """
-        mask = mask.expand(-1, store.slots.shape[1], -1)
+        mask = mask.expand(-1, self._stores[layer].slots.shape[1], -1)
         if not self.reuse:
             index = indices(mask, cap)
             present = index >= 0
-            request = Chosen(index, num_true(present))
-            self._request(layer, store, request, self._next_turn(), present, _at(bias, index))
+            self._request(layer, Chosen(index, num_true(present)), self._next_turn(), present, _at(bias, index))
             return index
         if layer not in self._kept:
             self._kept_slots[layer] = indices(torch.zeros_like(mask), self.selected)
-            self._kept[layer] = store.new_buffer(self.selected)
+            self._kept[layer] = self._stores[layer].new_buffer(self.selected)
         request, slots = missing_rows(mask, self._kept_slots[layer])
         self._kept_slots[layer] = slots
-        self._request(layer, store, request, self._kept[layer], slots >= 0, _at(bias, slots))
+        self._request(layer, request, self._kept[layer], slots >= 0, _at(bias, slots))
         return slots
 
     def wait(self, layer: int) -> None:
@@ -176,18 +172,19 @@ class Fetcher:
         in place, it has been written to the slot there.
         """
         self.wait(layer)
-        pending = self._pending.pop(layer)
-        store, count = pending.store, pending.num_rows
+        store, (request, rows, present, bias, _) = self._stores[layer], self._pending.pop(layer)
+        count = _num_rows(request)
         if self.link is not None:
-            self.loaded.add(store.num_rows(pending.request), store.slot_bytes)
+            self.loaded.add(store.num_rows(request), store.slot_bytes)
         if own is None:
-            return Fetched(pending.rows[:, :, :count], pending.present, pending.bias)
-        if not self._reads_in_place(pending.request):
-            pending.rows[:, :, count:] = own
-        return Fetched(pending.rows, pending.present, pending.bias)
+            return Fetched(rows[:, :, :count], present, bias)
+        if not self._reads_in_place(request):
+            rows[:, :, count:] = own
+        return Fetched(rows, present, bias)
 
-    def write_back(self, layer: int, store: KVStore, rows: Tensor, at: int | Tensor) -> None:
-        """Write packed rows to a store; a kept copy of a slot that is used again is no longer valid."""
+    def write_back(self, layer: int, rows: Tensor, at: int | Tensor) -> None:
+        """Write packed rows to a layer's store; a kept copy of a slot that is used again is no longer valid."""
+        store = self._stores[layer]
         if layer in self._kept_slots and not isinstance(at, int):
             self._kept_slots[layer].masked_fill_(self._kept_slots[layer] == at, -1)
         if self.link is None:
@@ -200,7 +197,8 @@ class Fetcher:
     @property
     def device_bytes(self) -> int:
         """Bytes of the buffers on the device."""
-        return sum(buffer.nbytes for buffer in (*self._turns, *self._ahead, *self._kept.values()))
+        buffers = (*self._turns, *self._ahead_buffers.values(), *self._kept.values())
+        return sum(buffer.nbytes for buffer in buffers)
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the error of a transfer that failed."""
@@ -212,7 +210,7 @@ class Fetcher:
         try:
             self.drain()
         finally:
-            for held in (self._pending, self._turns, self._ahead, self._kept, self._kept_slots):
+            for held in (self._pending, self._turns, self._ahead_buffers, self._kept, self._kept_slots):
                 held.clear()
 
     def _next_turn(self) -> Tensor | None:
@@ -221,33 +219,44 @@ class Fetcher:
         self._turns.reverse()
         return self._turns[0]
 
+    def _request_part(self, layer: int, count: int, columns: slice) -> None:
+        """Ask for some columns of the first `count` slots of a layer whose rows come ahead."""
+        if not self.is_pending(layer):
+            rows = self._stores[layer].rows_in(self._ahead_buffers[layer], count)
+            self._pending[layer] = _Pending(count, rows, None, None, [])
+        self._prefetch(layer, columns, self._pending[layer].rows[:, :, columns])
+
     def _request(
         self,
         layer: int,
-        store: KVStore,
         request: int | Chosen,
         buffer: Tensor | None,
         present: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> None:
         """Start a request that comes in one piece; without a link its rows are there at once."""
-        count = request if isinstance(request, int) else request.slots.shape[-1]
+        store, count = self._stores[layer], _num_rows(request)
         if self._reads_in_place(request):
             rows = store.slots[:, :, : count + 1]
         else:
             rows = store.rows_in(store.new_buffer(count) if buffer is None else buffer, count)
-        pending = self._pending[layer] = _Pending(store, request, rows, present, bias, [])
+        self._pending[layer] = _Pending(request, rows, present, bias, [])
         if self.link is not None:
-            self._prefetch(pending, request, rows[:, :, :count])
+            self._prefetch(layer, request, rows[:, :, :count])
         elif not self._reads_in_place(request):
             store.load(request, rows[:, :, :count])
 
     def _reads_in_place(self, request: SlotRequest) -> bool:
         return self.link is None and isinstance(request, int)
 
-    def _prefetch(self, pending: _Pending, request: SlotRequest, rows: Tensor) -> None:
+    def _prefetch(self, layer: int, request: SlotRequest, rows: Tensor) -> None:
         assert self.link is not None
-        pending.tickets.append(self.link.prefetch(pending.store, request, rows))
+        self._pending[layer].tickets.append(self.link.prefetch(self._stores[layer], request, rows))
+
+
+def _num_rows(request: int | Chosen) -> int:
+    """Buffer rows of each head that a request fills, those of negative indices included."""
+    return request if isinstance(request, int) else request.slots.shape[-1]
 
 
 def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:

@@ -271,12 +271,10 @@ class LiveSession:
         }  # fmt: skip
         in_order = [cache for cache in caches.values() if isinstance(cache, LayerCache)]
         if in_order:
-            stage.fetcher.open([cache.store for cache in in_order], selected, num_ahead)
-        ahead, others = in_order[: stage.fetcher.num_ahead], in_order[stage.fetcher.num_ahead :]
-        for place, cache in enumerate(ahead):
-            cache.ahead_place = place
-        for part, cache in enumerate(others if ahead else []):
-            cache.ahead, cache.part = ahead, (part, len(others))
+            stage.fetcher.open({cache.index: cache.store for cache in in_order}, selected, num_ahead)
+        others = in_order[len(stage.fetcher.ahead) :]
+        for part, cache in enumerate(others if stage.fetcher.ahead else []):
+            cache.part = part, len(others)
         return caches
 
     def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:

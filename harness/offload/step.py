@@ -45,8 +45,9 @@ class DecodeStep(Handler):
     def begin(self) -> None:
         """Before the first layer: ask for what no earlier step asked for, which is so in the first one."""
         for cache in self.caches:
-            is_first = cache is self.first or isinstance(cache, LayerCache) and cache.ahead_place is not None
-            if isinstance(cache, LayerCache) and is_first and not cache.fetcher.is_pending(cache.index):
+            if not isinstance(cache, LayerCache) or cache.fetcher.is_pending(cache.index):
+                continue
+            if cache is self.first or cache.index in cache.fetcher.ahead:
                 self._request_early(cache, None)
 
     def layer_begins(self, layer: int) -> None:
@@ -120,21 +121,18 @@ class DecodeStep(Handler):
     def _request_next(self, cache: LayerCache, query: Tensor) -> None:
         """Ask for the next layer's rows where they are known, and for the next step's first ones."""
         following = cache.following
-        if following is not None and following.ahead_place is None:
+        if following is not None and following.index not in following.fetcher.ahead:
             self._request_early(following, query)
         if self.is_last:
             return
         if cache.part is not None:
-            self._request_ahead(cache.ahead, *cache.part)
+            cache.fetcher.request_ahead(self.first.slots_in_use(steps_ahead=1), *cache.part)
         elif following is None and not self.first.names_rows:
             self.first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Ask for a layer's rows where they are known before its own query is."""
-        if cache.ahead_place is not None:
-            count = cache.slots_in_use()
-            cache.fetcher.request_part(cache.index, cache.ahead_place, cache.store, count, slice(0, count))
-        elif not cache.names_rows:
+        if not cache.names_rows:
             cache.request_kept()
         elif cache.policy.when == "previous_step":
             assert cache.last_query is not None, "a prompt comes first"
@@ -142,14 +140,6 @@ class DecodeStep(Handler):
         elif cache.policy.when == "earlier_layer":
             assert query is not None, "an earlier layer has selected"
             self._select(cache, query)
-
-    def _request_ahead(self, ahead: Sequence[LayerCache], part: int, parts: int) -> None:
-        """Ask for one of `parts` equal parts of what the layers `ahead` read in the next step."""
-        count = ahead[0].slots_in_use(steps_ahead=1)
-        begin, end = (len(ahead) * count * edge // parts for edge in (part, part + 1))
-        for place, cache in enumerate(ahead):
-            columns = slice(*(min(max(edge - place * count, 0), count) for edge in (begin, end)))
-            cache.fetcher.request_part(cache.index, place, cache.store, count, columns)
 
     # Attend, and write back
 
