@@ -12,7 +12,7 @@ from harness.model.calibration import cached_calibration
 from harness.model.gguf import cache_dir
 from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
-from harness.sizes import sized
+from harness.sizes import code_width, sized
 from methods.base import Calibration, Method, Row
 from methods.channel_codec import ChannelCodec
 from methods.codec import AnyCodec, Codec, SplitCodec
@@ -38,9 +38,10 @@ def prepare(
     method, codec, geometry = config.method, codec_of(config), attached.geometry
     if config.target_kv_frac is not None:
         stored = without_keys(codec) if method.holds_keys else codec
-        width = stored.bits_per_element(geometry.head_dim) / 16 if stored else 1.0
-        nearest = config.sizing == "nearest"
-        method = sized(method, decode_rows(), geometry.num_layers, config.target_kv_frac, width, nearest=nearest)
+        method = sized(
+            method, decode_rows(), geometry.num_layers, config.target_kv_frac, code_width(stored, geometry),
+            windows=geometry.windows, nearest=config.sizing == "nearest",
+        )  # fmt: skip
     calibration = None
     if method.needs_calibration:
         num_tokens = config.calibration.num_tokens

@@ -133,8 +133,10 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * (FLOAT_BYTES if tensor.is_floating_point() else tensor.itemsize)
 
 
-SHARES = ("kv_frac", "kv_frac_artifact", "device_frac", "resident_frac", "window_frac")
+SHARES = ("kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` that every score of accuracy has beside it."""
+OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
+"""Those that it has where the model has such layers."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,9 @@ class ReadStats:
     the shares of the cache that were read, read in device memory on top (an index), kept there, and read in local
     layers. pairs_read, pairs: (query, key) pairs, own token included, mean over the non-exempt layers; prompt rows too.
     code_bits: bits of one stored element, groups' scales not counted. recall_sum: sum over rows of attention_recall.
+    recurrent_bytes: of a sequence's states in recurrent layers, whatever its length. latent_bytes: that a token takes
+    in all layers, where latents are stored in place of keys and values. Both as the model computes them, and 0 where it
+    has none.
     """
 
     rows: float = 0.0
@@ -158,6 +163,8 @@ class ReadStats:
     pairs: float = 0.0
     code_bits: float = 16
     recall_sum: float | None = None
+    recurrent_bytes: float = 0.0
+    latent_bytes: float = 0.0
 
     def __add__(self, other: ReadStats) -> ReadStats:
         recalls = [stats.recall_sum for stats in (self, other) if stats.recall_sum is not None]
@@ -172,7 +179,15 @@ class ReadStats:
             pairs=self.pairs + other.pairs,
             code_bits=min(self.code_bits, other.code_bits),
             recall_sum=sum(recalls) if recalls else None,
+            recurrent_bytes=max(self.recurrent_bytes, other.recurrent_bytes),
+            latent_bytes=max(self.latent_bytes, other.latent_bytes),
         )
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """`SHARES` and those of `OF_SOME_MODELS` that this model has."""
+        sizes = {name: getattr(self, name) for name in (*SHARES, *OF_SOME_MODELS)}
+        return {name: size for name, size in sizes.items() if size or name in SHARES}
 
     @property
     def kv_frac(self) -> float:

@@ -67,5 +67,4 @@ class QuestState(RetrievingState):
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """Two vectors a full page."""
-        tokens = 2 * self.geometry.head_dim / self.geometry.elements
-        return (positions // self.method.page_size).double() * tokens
+        return (positions // self.method.page_size).double() * (2 * self.geometry.head_dim / self.geometry.elements)

@@ -41,21 +41,21 @@ def launch_narrow_moves() -> None:
 
 
 def launch_lists() -> None:
-    from harness.offload.kernels.compact import indices, places
+    from harness.offload.kernels.compact import indices, missing_rows
 
     masks = [torch.empty(2, 1, num_slots, dtype=torch.bool).expand(-1, 3, -1) for _, num_slots in COUNTS]
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
         indices(mask, num_rows)
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
-        places(mask, torch.empty(2, 3, num_rows, dtype=torch.int64))
+        missing_rows(mask, torch.empty(2, 3, num_rows, dtype=torch.int64))
 
 
 def launch(codec: Codec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:
     from harness.offload.kernels.attention import attend
     from harness.offload.kernels.pack import pack
-    from harness.offload.store import slot_bytes
+    from harness.offload.store import RowFormat
 
-    states, width = torch.empty(4, num_kv_heads, 1, head_dim, dtype=dtype), slot_bytes(codec, head_dim)
+    states, width = torch.empty(4, num_kv_heads, 1, head_dim, dtype=dtype), RowFormat(codec, head_dim, dtype).slot_bytes
     pack(states, states, codec, width)
     for num_rows in NUM_ROWS:
         rows = torch.empty(4, num_kv_heads, num_rows + 1, width, dtype=torch.uint8)[:, :, :num_rows]

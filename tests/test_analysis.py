@@ -26,6 +26,7 @@ from harness.paper.analysis.memory import kv_bytes, run_memory
 from harness.paper.analysis.study import run_analysis
 from harness.resources import Resources
 from harness.settings.run import RunConfig
+from methods.base import Softmax
 from methods.infinigen import InfiniGen
 from tests.composed import load
 from tests.runs import start
@@ -281,19 +282,19 @@ def test_watched_keys_have_their_weights(tiny_gqa, text):
 class Capture(Handler):
     """Keeps queries and keys by layer."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale, self.rows = scale, {}
+    def __init__(self, softmax: Softmax) -> None:
+        self.softmax, self.rows = softmax, {}
 
     def attention(self, layer, query, key, value):
         self.rows[layer] = query[0].double(), key[0].double()
-        return dense_attention(query, key, value, self.scale)
+        return dense_attention(query, key, value, self.softmax)
 
 
 def test_column_magnitudes_are_the_direct_ones(model, text):
     points = measured(model, settings(text, "fig7", "analysis.layers=[2]"))
     with attach(model) as attached:
         rotation = calibrate(attached, InfiniGen(), list(text.read_bytes())[:80])["rotation"][2].double()
-        capture = Capture(attached.geometry.scale)
+        capture = Capture(attached.geometry.softmax(0))
         attached.forward(ids_of(text), torch.arange(NUM_TOKENS)[None], capture)
     query, key = capture.rows[2]
     group = len(query) // len(key)

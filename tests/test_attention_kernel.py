@@ -13,8 +13,9 @@ from living import TOLERANCE, attached_with_link, force, open_live
 
 from harness.model.attach import Attached
 from harness.offload import store as coded
-from harness.offload.step import attend_by_scores, attend_to_codes
-from harness.offload.store import KeyValue, KVStore
+from harness.offload.step import attend_by_scores
+from harness.offload.store import KeyValue, RowFormat
+from methods.base import Softmax
 from methods.channel_codec import ChannelCodec
 from methods.codec import Codec, SplitCodec
 
@@ -48,25 +49,23 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(attention, "PROGRAMS", 4)
 
 
-def make(case, num_rows: int, dtype: torch.dtype) -> tuple[KVStore, KeyValue]:
-    """A store without slots, and random rows of it, the heads behind the tokens as a projection gives them."""
+def make(case, num_rows: int, dtype: torch.dtype) -> tuple[RowFormat, KeyValue]:
+    """A format, and random rows of it, the heads behind the tokens as a projection gives them."""
     torch.manual_seed(case["seed"])
     batch, heads, head_dim = (case[name] for name in ("batch", "num_kv_heads", "head_dim"))
-    options = {"placement": "device", "device": DEVICE, "dtype": dtype, "codec": case["codec"], "head_dim": head_dim}
-    store = KVStore(batch=batch, num_kv_heads=heads, capacity=0, **options)
     states = 3 * torch.randn(2, batch, num_rows, heads, head_dim, device=DEVICE).to(dtype)
     states[:, :, :1] = states[:, :, :1, :, :1]  # a row of one value: its step is 0
-    return store, KeyValue(*states.transpose(2, 3))
+    return RowFormat(case["codec"], head_dim, dtype), KeyValue(*states.transpose(2, 3))
 
 
 @QUICK
 @given(case=shapes, num_rows=st.integers(0, 3))
 def test_rows_are_packed_as_by_torch(case, num_rows):
-    store, states = make(case, num_rows, case["dtype"])
-    expected = store.pack(*(each.cpu() for each in states))
+    row_format, states = make(case, num_rows, case["dtype"])
+    expected = row_format.pack(*(each.cpu() for each in states))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coded, "COMPILED", {DEVICE.type})
-        assert torch.equal(store.pack(*states).cpu(), expected)
+        assert torch.equal(row_format.pack(*states).cpu(), expected)
 
 
 @QUICK
@@ -80,7 +79,7 @@ def test_rows_are_packed_as_by_torch(case, num_rows):
 def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, biased):
     from harness.offload.kernels import attention
 
-    store, states = make(case, num_rows + 1, case["dtype"])
+    row_format, states = make(case, num_rows + 1, case["dtype"])
     batch, heads, group = (case[name] for name in ("batch", "num_kv_heads", "group"))
     query = torch.randn(batch, 1, heads * group, case["head_dim"], device=DEVICE).to(case["dtype"]).transpose(1, 2)
     visible = None
@@ -88,18 +87,19 @@ def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, b
         of_heads = heads if hidden == "heads" else 1
         visible = torch.rand(batch, of_heads, 1, num_rows, device=DEVICE) < (0 if hidden == "all" else 0.5)
     bias = torch.randn(batch, heads, group, 1, num_rows, device=DEVICE) if biased else None
-    packed = store.pack(*states)
+    packed = row_format.pack(*states)
     rows, own = packed[:, :, :num_rows], KeyValue(*(each[:, :, num_rows:] for each in states))
 
     def edit(scores):
         if bias is not None:
             scores[..., :num_rows] += bias
 
-    expected = attend_by_scores(query, [store.unpack(rows)], own, visible, 0.1, edit)
+    expected = attend_by_scores(query, [row_format.unpack(rows)], own, visible, Softmax(0.1), edit)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "ELEMENTS", 2048)
         patch.setattr(attention, "PROGRAMS", programs)
-        got = attend_to_codes(query, rows, own, visible, bias, 0.1, store.codec)
+        of_group = None if visible is None else visible.unsqueeze(2)
+        got = attention.attend(query, rows, own, of_group, bias, 0.1, case["codec"])
     assert got.shape == expected.shape and got.dtype == expected.dtype
     tolerance = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}[case["dtype"]]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
@@ -107,22 +107,28 @@ def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, b
 
 def test_codes_are_decoded_to_the_last_bit(by_kernels):
     """One row that is seen, far above the own one, is the output."""
+    from harness.offload.kernels.attention import attend
+
     for dtype in DTYPES:
         case = {"codec": Codec("int4", 16), "head_dim": 96, "batch": 1, "num_kv_heads": 2, "seed": 3}
-        store, states = make(case, 4, dtype)
-        keys, values = store.unpack(rows := store.pack(*states))
+        row_format, states = make(case, 4, dtype)
+        keys, values = row_format.unpack(rows := row_format.pack(*states))
         own = KeyValue(-keys[:, :, 2:3], values[:, :, :1])
-        visible = torch.arange(4, device=DEVICE).eq(2)[None, None, None]
-        got = attend_to_codes(keys[:, :, 2:3], rows, own, visible, None, 1.0, store.codec)
+        visible = torch.arange(4, device=DEVICE).eq(2)[None, None, None, None]
+        got = attend(keys[:, :, 2:3], rows, own, visible, None, 1.0, case["codec"])
         assert torch.equal(got[:, :, 0], values[:, :, 2:3])
 
 
 def test_formats_that_the_kernels_do_not_know_are_for_torch():
-    cuda = torch.device("cuda")
-    assert coded.has_kernels(Codec("int4"), cuda) and not coded.has_kernels(Codec("int4"), torch.device("cpu"))
+    def known(codec, device="cuda", **shape) -> bool:
+        return RowFormat(codec, 64, torch.float16, **shape).has_kernels(torch.device(device))
+
+    assert known(Codec("int4")) and known(Codec("int4"), value_dim=64)
+    assert not known(Codec("int4"), "cpu")
+    assert not known(Codec("int4"), value_dim=32) and not known(Codec("int4"), value_dim=32, values_in_keys=True)
     half, turned, keys = Codec("fp16"), Codec("int8", rotation="hadamard"), ChannelCodec("int4", 4)
     others = (half, turned, keys, SplitCodec(Codec("int4"), Codec("int2")), SplitCodec(keys, Codec("int4"), 8))
-    assert not any(coded.has_kernels(codec, cuda) for codec in others)
+    assert not any(map(known, others))
 
 
 def decoded(attached: Attached, case: Case, **options) -> torch.Tensor:

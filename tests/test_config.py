@@ -279,7 +279,7 @@ REFUSED = {
     "method.partial_weight_ratio=0": "method.partial_weight_ratio=0.0: must be in (0, 1]",
     "method.columns=sums": "method.columns=sums",
     "method.alpha=-1": "method.alpha=-1.0: must be a number >= 0, inf or null",
-    "method.num_exempt_layers=0": "method.num_exempt_layers=0: must be an integer >= 1",
+    "method.num_exempt_layers=-1": "method.num_exempt_layers=-1: must be an integer >= 0",
     "method=full method.num_exempt_layers=-1": "method.num_exempt_layers=-1: must be",
     "method=h2o": None,
     "method=int4 method.num_bits=3": "unknown setting method.num_bits: ",

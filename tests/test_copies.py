@@ -1,22 +1,22 @@
-"""Whole layers and parts of them as few strided copies, against a loop over rows; a stand-in for `cuda.bindings` moves
-the bytes here, and the real one on a GPU."""
+"""Whole layers and columns of them as one strided copy each, against a loop over rows; a stand-in for `cuda.bindings`
+moves the bytes here, and the real one on a GPU."""
 
 import ctypes
 import sys
 from enum import Enum, IntEnum
-from itertools import combinations_with_replacement
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+from living import make_store
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.offload import store as copies
 from harness.offload.memory import DEFAULT_TUNING, RUNTIME, PinnedSlab, cuda_runtime
-from harness.offload.store import KVStore, Part, copy_heads, copy_part, rectangles
-from methods.codec import Codec
+from harness.offload.store import copy_heads
 
 BATCH, KV_HEADS, CAPACITY, SLOT_BYTES = 2, 2, 7, 8
 HEADS = BATCH * KV_HEADS
@@ -63,52 +63,33 @@ def random_bytes(*shape):
     return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-PARTS = [
-    Part(begin, end, count)
-    for count in (1, 2, 5, CAPACITY)
-    for begin, end in combinations_with_replacement(range(HEADS * count + 1), 2)
-]
+COLUMNS = [slice(begin, end) for begin, end in combinations(range(CAPACITY + 1), 2)]
 
 
-def num_places(part: Part) -> int:
-    """From a part's first row to its last, the place behind each whole head's rows included."""
-    return part.place(part.end - 1) + 1 - part.place(part.begin) if part.begin < part.end else 0
+def buffer_rows(columns: slice) -> torch.Tensor:
+    """Rows of a buffer with room for one more behind each head's."""
+    return random_bytes(BATCH, KV_HEADS, columns.stop - columns.start + 1, SLOT_BYTES)
 
 
-def test_every_part_is_what_a_loop_over_its_rows_copies(runtime):
+def test_columns_are_read_by_one_copy_that_is_a_loop_over_their_rows(runtime):
     slots = random_bytes(BATCH, KV_HEADS, CAPACITY, SLOT_BYTES)
-    for part in PARTS:
+    for columns in COLUMNS:
         runtime.calls.clear()
-        rows = random_bytes(num_places(part), SLOT_BYTES)
-        expected = rows.clone()
-        for row in range(part.begin, part.end):
-            head, slot = divmod(row, part.num_slots)
-            expected[part.place(row) - part.place(part.begin)] = slots.flatten(0, 1)[head, slot]
-        copy_part(slots, rows, part)
-        assert torch.equal(rows, expected), part
-        assert len(runtime.calls) <= 3, part
-        if part.begin == 0 and part.end == HEADS * part.num_slots:
-            (call,) = runtime.calls
-            width = part.num_slots * SLOT_BYTES
-            assert call[:4] == (width + SLOT_BYTES, CAPACITY * SLOT_BYTES, width, HEADS)
+        rows = buffer_rows(columns)
+        expected, count = rows.clone(), columns.stop - columns.start
+        for batch, head, row in product(range(BATCH), range(KV_HEADS), range(count)):
+            expected[batch, head, row] = slots[batch, head, columns.start + row]
+        copy_heads(slots[:, :, columns], rows[:, :, :count])
+        assert torch.equal(rows, expected), columns
+        (call,) = runtime.calls
+        width = count * SLOT_BYTES
+        assert call[:4] == (width + SLOT_BYTES, CAPACITY * SLOT_BYTES, width, HEADS)
 
 
-@pytest.mark.parametrize(
-    ("part", "shapes"),
-    [  # [heads, bytes of a head], of five slots a head
-        (Part(0, 20, 5), [(4, 40)]),
-        (Part(3, 4, 5), [(1, 8)]),
-        (Part(3, 13, 5), [(1, 16), (1, 40), (1, 24)]),
-        (Part(3, 8, 5), [(1, 16), (1, 24)]),
-        (Part(5, 15, 5), [(2, 40)]),
-        (Part(5, 5, 5), []),
-        (Part(0, 0, 0), []),
-    ],
-)
-def test_a_part_is_the_rest_of_a_head_whole_heads_and_a_begin(part, shapes):
-    slots, rows = random_bytes(BATCH, KV_HEADS, CAPACITY, SLOT_BYTES), random_bytes(num_places(part), SLOT_BYTES)
-    assert [tuple(source.shape) for source, _ in rectangles(slots, rows, part)] == shapes
-    assert [tuple(target.shape) for _, target in rectangles(slots, rows, part)] == shapes
+def test_no_columns_are_no_copy(monkeypatch):
+    monkeypatch.setattr(copies, "cuda_runtime", lambda: pytest.fail("CUDA is asked for nothing"))
+    slots = torch.empty(BATCH, KV_HEADS, CAPACITY, SLOT_BYTES, dtype=torch.uint8)
+    copy_heads(slots[:, :, :0], slots[:, :, :0].to("meta"))
 
 
 @pytest.mark.parametrize("count", [1, 3, CAPACITY])
@@ -160,23 +141,11 @@ def test_without_the_bindings_lines_are_copied_one_by_one(without_bindings):
     assert seen.names[1:] == ["copy_"] * HEADS, "after that of `to`"
 
 
-def pageable_store():
-    return KVStore(
-        batch=BATCH,
-        num_kv_heads=KV_HEADS,
-        capacity=CAPACITY,
-        head_dim=4,
-        dtype=torch.float16,
-        codec=Codec("fp16"),
-        placement="host",
-        device=torch.device("cuda"),
-    )
-
-
 def test_a_pageable_stores_own_row_crosses_once_and_the_host_deals_it_out():
     assert DEFAULT_TUNING.min_copy_bytes > CAPACITY * 16
     with FakeTensorMode(), Copies() as seen:
-        store = pageable_store()
+        shape = {"batch": BATCH, "num_kv_heads": KV_HEADS, "capacity": CAPACITY}
+        store = make_store(4, "fp16", dtype=torch.float16, device=torch.device("cuda"), **shape)
         store.write(torch.empty(BATCH, KV_HEADS, 1, 16, dtype=torch.uint8, device="cuda"), at=3)
     assert seen.names == ["_to_copy", "copy_"]
 
@@ -189,19 +158,16 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @gpu
 @pytest.mark.parametrize("bindings", [True, False])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_parts_and_columns_cross_as_they_are(pinned, bindings, request):
+def test_columns_cross_as_they_are(pinned, bindings, request):
     if not bindings:
         request.getfixturevalue("without_bindings")
     slots = random_bytes(BATCH, KV_HEADS, CAPACITY, SLOT_BYTES)
     slab = PinnedSlab(slots.numel()) if pinned else None
     home = slots.clone() if slab is None else slab.take(slots.shape).copy_(slots)
-    for part in PARTS[::7]:
-        rows = torch.zeros(num_places(part), SLOT_BYTES, dtype=torch.uint8, device="cuda")
-        copy_part(home, rows, part)
-        for row in range(part.begin, part.end):
-            head, slot = divmod(row, part.num_slots)
-            place = part.place(row) - part.place(part.begin)
-            assert torch.equal(rows[place].cpu(), slots.flatten(0, 1)[head, slot]), (part, row)
+    for columns in COLUMNS[::7]:
+        rows, count = buffer_rows(columns).cuda(), columns.stop - columns.start
+        copy_heads(home[:, :, columns], rows[:, :, :count])
+        assert torch.equal(rows[:, :, :count].cpu(), slots[:, :, columns]), columns
     rows = random_bytes(BATCH, KV_HEADS, 3, SLOT_BYTES)
     copy_heads(rows.cuda(), home[:, :, 2:5])
     torch.cuda.synchronize()

@@ -239,7 +239,7 @@ def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():
 
     with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fetcher, "_prefetch", noting)
-        session = open_live(attached, CASES["infinigen"], placement="host", link=link)
+        session = open_live(attached, CASES["infinigen-union"], placement="host", link=link)
         force(session, PROMPTS["even"])
         layers, ahead = attached.geometry.num_layers, len(session.fetcher.ahead)
         columns = ahead * session.batch.columns

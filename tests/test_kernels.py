@@ -107,11 +107,11 @@ def test_lists_are_those_of_the_cpu(case, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", block)
         assert torch.equal(module.indices(mask.to(DEVICE), room).cpu(), compact.indices(mask, room))
-        missing, free, after = module.places(mask.to(DEVICE), resident.to(DEVICE))
-    expected, expected_after = compact.places(mask, resident)
+        missing, free, after = module.missing_rows(mask.to(DEVICE), resident.to(DEVICE))
+    expected, expected_after = compact.missing_rows(mask, resident)
     assert torch.equal(missing.cpu(), expected.slots) and torch.equal(after.cpu(), expected_after)
     fetched = missing >= 0
-    assert torch.equal(free[fetched].cpu(), expected.places[fetched.cpu()])
+    assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])
 
 
 def test_lists_take_a_mask_of_any_strides():

@@ -310,7 +310,7 @@ def test_combinations_are_checked_without_a_configuration_too():
 class Deciding:
     """What settings ask a method for."""
 
-    selects: str
+    when: str
     replay_only: str | None = None
     title: str = "Deciding"
 
@@ -320,23 +320,24 @@ class Deciding:
 
 
 @pytest.mark.parametrize(
-    ("selects", "reusable", "on_the_host"),
+    ("when", "reusable", "on_the_host"),
     [
-        ("ahead", False, True),
-        ("previous", True, True),
-        ("rehearsed", True, True),
-        ("query", True, True),
-        ("scores", False, False),
+        ("kept", False, True),
+        ("earlier_layer", True, True),
+        ("previous_step", True, True),
+        ("previous_layer", True, True),
+        ("own_query", True, True),
+        ("true_scores", False, False),
     ],
 )
-def test_what_a_method_selects_by_decides_where_it_may_run(selects, reusable, on_the_host):
-    method = Deciding(selects)
+def test_what_a_method_selects_by_decides_where_it_may_run(when, reusable, on_the_host):
+    method = Deciding(when)
     check_combination(method, "device", reuse=False)
     for reuse, allowed in ((False, on_the_host), (True, on_the_host and reusable)):
         with nullcontext() if allowed else pytest.raises(UserError):
             check_combination(method, "host", reuse)
     with pytest.raises(UserError, match="^method.x=1: cannot be decoded live$"):
-        check_combination(Deciding(selects, "method.x=1: cannot be decoded live"), "device", reuse=False)
+        check_combination(Deciding(when, "method.x=1: cannot be decoded live"), "device", reuse=False)
 
 
 # Runs

@@ -102,7 +102,7 @@ def runtime(monkeypatch):
 @pytest.fixture
 def anywhere(runtime, monkeypatch):
     """Managed memory where the tests compute."""
-    monkeypatch.setattr(managed, "_require_device", lambda device: None)
+    monkeypatch.setattr(managed, "_require_managed_access", lambda device: None)
     return runtime
 
 

@@ -172,7 +172,7 @@ def test_a_session_that_cannot_lock_leaves_nothing_behind(cudart):
         with pytest.raises(UserError, match="cannot be page-locked"):
             live.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
         live.close()
-    assert live.caches == [] and live.slab is None
+    assert live.caches == [] and live.pinned_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from living import make_store as store_of
 
 from harness.errors import UserError
 from harness.offload.fetch import Fetcher
+from harness.offload.store import chosen
 from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
@@ -120,7 +121,7 @@ def test_load_and_write_return_the_bytes_they_moved():
     keys, values = key_value(3, torch.Generator().manual_seed(0))
     rows = store.format.pack(keys, values)
     assert store.write(rows, at=0) == BATCH * HEADS * 3 * 64
-    assert store.load(torch.tensor([2, -1, 0]).expand(BATCH, HEADS, 3), rows) == BATCH * HEADS * 2 * 64
+    assert store.load(chosen(torch.tensor([2, -1, 0]).expand(BATCH, HEADS, 3)), rows) == BATCH * HEADS * 2 * 64
 
 
 def test_a_buffer_row_of_negative_index_keeps_what_it_holds():
@@ -137,8 +138,8 @@ def test_a_buffer_row_of_negative_index_keeps_what_it_holds():
 def test_the_first_slots_on_the_device_are_read_in_place():
     store = make_store(placement="device")
     fetcher = Fetcher(None, reuse=False)
-    fetcher.open([store], selected=4)
-    fetcher.request_all(0, store, 4)
+    fetcher.open({0: store}, selected=4)
+    fetcher.request_all(0, 4)
     keys = store.format.unpack(fetcher.take(0).rows).keys
     assert keys.untyped_storage().data_ptr() == store.slots.untyped_storage().data_ptr()
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.offload import links as measure
 from harness.offload.links import open_link
 from harness.offload.memory import Tuning
 from harness.speed import link_rate as rates
+from harness.speed import tuning as measure
 from harness.speed.link_rate import link_rate
 from harness.speed.tuning import CLOSE, choose_gather, choose_min_copy
 

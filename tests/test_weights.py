@@ -108,7 +108,7 @@ def test_nothing_changes_without_overlap(attached, reuse):
 @pytest.mark.parametrize("share", [0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.42])
 def test_the_share_is_met_within_a_matrix(family, share, link):
     with attach(tiny(family)) as attached:
-        layers = attached.adapter.layers(attached.model)
+        layers = attached.decoder.blocks
         whole = sum(each.nbytes for layer in layers for each in layer.parameters())
         with streamed_weights(attached, link, share) as weights:
             assert share - 1e-9 <= weights.on_device < share + 2 * MATRIX / whole
@@ -236,7 +236,7 @@ def test_an_error_inside_leaves_the_model_whole(attached, link):
 
 
 def test_an_error_in_a_pass_leaves_the_model_whole_and_the_next_pass_right(attached, link):
-    case, layer = CASES["full"], attached.adapter.layers(attached.model)[2]
+    case, layer = CASES["full"], attached.decoder.blocks[2]
     expected = live(attached, case, PADDED).logits
 
     def fail(*_):
@@ -256,7 +256,7 @@ def test_a_transfer_that_fails_leaves_the_model_whole(attached):
         pytest.raises(MemoryError, match="gone"),
         streamed_weights(attached, link, 0.5),
     ):
-        link.submit("h2d", lambda: (_ for _ in ()).throw(MemoryError("gone")))
+        link.start("h2d", lambda: (_ for _ in ()).throw(MemoryError("gone")), ())
         live(attached, CASES["full"], PADDED)
 
 

@@ -31,7 +31,7 @@ from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, prepare
-from harness.sizes import SHARES, ReadStats
+from harness.sizes import ReadStats
 from methods.base import Row
 from methods.full import Full
 
@@ -72,7 +72,7 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Kept[lis
             decoded = decode_freely(attached, setup, batch, steps)
             reads += decoded.reads
             pairs += _compare(attached, batch, decoded, full)
-    sizes = {"seq_len": length + steps} | {name: getattr(reads, name) for name in SHARES}
+    sizes = {"seq_len": length + steps} | reads.sizes
     return Outcome(
         metrics={config.corpus.title: texts.summarize(pairs) | sizes},
         samples={"prompts": [_raw(pair, loaded.tokenizer) for pair in pairs]},

@@ -14,7 +14,7 @@ from lm_eval.api.task import Task
 from harness.accuracy.requests import AnyRequest
 from harness.data.ruler import facts
 from harness.records.samples import clustered_stderr
-from harness.sizes import SHARES, ReadStats
+from harness.sizes import ReadStats
 
 NO_FILTER = "none"
 OTHER_LENGTH = -1
@@ -92,7 +92,7 @@ def group_metrics(group: Group, tasks: Mapping[str, Metrics], reads: Mapping[str
             found[label] = _number(value)
     read = sum((reads[name] for name in names), ReadStats())
     found |= {"num_samples": sum(tasks[name]["num_samples"] for name in names), "tasks": names}
-    return found | {name: getattr(read, name) for name in SHARES}
+    return found | read.sizes
 
 
 def name_of(metric: str, filtered: str) -> str:

@@ -27,7 +27,7 @@ from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, prepare
-from harness.sizes import SHARES, ReadStats
+from harness.sizes import ReadStats
 from methods.base import Row
 from methods.full import Full
 
@@ -114,7 +114,7 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     _add(metrics, "perplexity_full", [window.full_nll for window in windows], math.exp)
     _add(metrics, "kl_nats", [window.scores.kl for window in windows])
     _add(metrics, "top1_agreement", [window.scores.agrees for window in windows])
-    for name in ("attention_recall", *SHARES):
+    for name in ("attention_recall", *reads.sizes):
         metrics[name] = getattr(reads, name)
         metrics[f"{name}_stderr"] = _stderr([getattr(window.reads, name) for window in windows])
     samples = {"windows": [_raw(window) for window in windows]}

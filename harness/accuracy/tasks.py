@@ -30,7 +30,6 @@ from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.settings.experiment import Outcome
 from harness.settings.run import GENERATED_TASKS, RunConfig
-from harness.sizes import SHARES
 
 
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
@@ -97,7 +96,7 @@ def _run_task(
     metrics = as_recorded(judgement) | {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
     if config.task.too_long == "truncate":
         metrics["num_truncated"] = lm.num_truncated
-    return metrics | {share: getattr(engine.reads, share) for share in SHARES}, samples
+    return metrics | engine.reads.sizes, samples
 
 
 def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:

@@ -305,12 +305,12 @@ def copy_heads(source: Tensor, target: Tensor) -> None:
 
 def copy_rectangle(source: Tensor, target: Tensor) -> None:
     """`target.copy_(source)`, uint8 [lines, bytes of a line]."""
-    if source.device == target.device:
+    if not source.numel() or source.device == target.device:
         target.copy_(source)
     elif (runtime := cuda_runtime()) is None:
         for from_line, to_line in zip(source, target, strict=True):
             to_line.copy_(from_line, non_blocking=True)
-    elif source.numel():
+    else:
         _memcpy_2d(runtime, source, target)
 
 

@@ -122,7 +122,7 @@ class DecodePass(Handler):
         size = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // (batch * heads * self.history.length)))
         return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
-    def stats(self, weights: Tensor, code_bits: float, resident: Tensor) -> ReadStats:
+    def stats(self, weights: Tensor, resident: Tensor) -> ReadStats:
         """Sums over the pass's rows, each `weights` [batch, rows] times; resident: a sequence's share, fp64 [batch]."""
         geometry, codec = self.geometry, self.history.codec
         cached = self.positions.double()
@@ -134,7 +134,7 @@ class DecodePass(Handler):
         if self.reads_everything:
             recall = rows if self.measure_recall else None
             whole = {"rows": rows, "fired_rows": rows, "frac_sum": rows, "pairs_read": pairs, "pairs": pairs}
-            return ReadStats(**whole, **sums, code_bits=code_bits, recall_sum=recall)
+            return ReadStats(**whole, **sums, recall_sum=recall)
         exempt, num_layers = self.method.num_exempt_layers, geometry.num_layers
         share = share_of_cache(cached, self.read, code_width(codec, geometry), exempt, num_layers, geometry.windows)
         index_share = share_beside(cached, self.index_read, num_layers, geometry.windows)
@@ -147,7 +147,6 @@ class DecodePass(Handler):
             **sums,
             pairs_read=pairs if self.method.reads_all else float((weights * (self.read / selecting + 1)).sum()),
             pairs=pairs,
-            code_bits=code_bits,
             recall_sum=float((weights * self.recall).sum()) / selecting if self.measure_recall else None,
         )
 

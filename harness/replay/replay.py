@@ -8,6 +8,7 @@ Columns are token slots: prompts are padded left and end in one column, later ro
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class ReplaySession:
         }
         hidden = self.attached.forward(ids, positions, prompt, self.model_cache, valid)
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
-        self.reads += ReadStats(pairs=pairs, pairs_read=pairs, code_bits=self.reads.code_bits)
+        self.reads += replace(self._no_reads(), pairs=pairs, pairs_read=pairs)
         return hidden
 
     def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -103,7 +104,7 @@ class ReplaySession:
         positions = self.history.enter(valid)
         rows = DecodePass(self.attached, self.history, self.states, positions, valid, self.measure_recall)
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
-        self.reads += rows.stats(_weights(valid, multiplicity), self.reads.code_bits, self._resident())
+        self.reads += rows.stats(_weights(valid, multiplicity), self._resident())
         return hidden
 
     @property
@@ -127,8 +128,13 @@ class ReplaySession:
         return resident_share(states, self.history.codec, self.final_lengths, exempt, self.attached.geometry)
 
     def _no_reads(self) -> ReadStats:
-        codec = self.history.codec
-        return ReadStats(code_bits=codec.bits if codec else 16)
+        codec, layers = self.history.codec, self.attached.layers
+        latent = sum(each.num_kv_heads * each.elements for each in layers if each.latent is not None)
+        return ReadStats(
+            code_bits=codec.bits if codec else 16,
+            recurrent_bytes=self.model_cache.nbytes / len(self.final_lengths),
+            latent_bytes=latent * self.attached.dtype.itemsize,
+        )
 
 
 def _weights(valid: Tensor, multiplicity: Tensor | None) -> Tensor:

@@ -18,11 +18,13 @@ from harness.tables.columns import (
     MISSING,
     NUM_FEWSHOT,
     NUM_SAMPLES,
+    OF_SOME_MODELS,
     RESIDENT_FRAC,
     SEQ_LEN,
     SETTINGS,
     Column,
     TableRow,
+    has_any,
     quantity,
     rank,
 )
@@ -34,8 +36,8 @@ SCORES = ("acc", "exact_match", "perplexity")
 """What every run on a task or text measures, as it does any metric of lm-eval's that `METRICS` does not list."""
 BRIEF = (*SCORES, "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
 """Those of `METRICS` that are shown in a terminal."""
-ON_DEVICE = (DEVICE_FRAC, RESIDENT_FRAC)
-"""Sizes that stand beside the one under which methods are compared; a table of an older version lacks them."""
+BESIDE = (*OF_SOME_MODELS, DEVICE_FRAC, RESIDENT_FRAC)
+"""Sizes that stand beside the one under which methods are compared, where a table has them."""
 TOLD_IN_HEADINGS = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
 
 Key = tuple[str, str]
@@ -124,7 +126,7 @@ def _sheet(title: str, rows: Sequence[TableRow], heading: Callable[[str, str], s
     columns = sorted(cells, key=lambda key: rank(key[1]))
     conditions = _conditions(cells)
     headings = {key: heading(*key) + conditions[key] for key in columns}
-    counted = (size for size in ON_DEVICE if any(row.get(size.name) is not None for row in rows))
+    counted = (size for size in BESIDE if has_any(rows, size))
     sizes = [KV_FRAC, *counted]
     header = [*(column.heading for column in (LABEL, SETTINGS, *sizes)), *headings.values()]
     scores = [heading for (_, metric), heading in headings.items() if _is_among(SCORES, metric)]

@@ -75,6 +75,12 @@ SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 KV_FRAC = Column("kv_frac", "KV read (%)", 100, 1)
 DEVICE_FRAC = Column("device_frac", "device read (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "on device (%)", 100, 1)
+OF_SOME_MODELS = (
+    Column("window_frac", "of it in windows (%)", 100, 1),
+    Column("recurrent_bytes", "recurrent state (MiB)", 1 / MIB, 2),
+    Column("latent_bytes", "latent of a token (KiB)", 1 / 1024, 2),
+)
+"""A table has them where one of its models has local layers, recurrent ones, or stores latents."""
 DEVICE_READ_BYTES = Column("device_read_bytes", "device read (GiB)", 1 / GIB, 3)
 DEVICE_KV_BYTES = Column("device_kv_bytes", "KV on device (MiB)", 1 / MIB, 1)
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
@@ -90,7 +96,7 @@ ACCURACY = (
     Column("task"),
     METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
     Column("kv_frac_artifact", "KV read as the artifact counts (%)", 100, 1),
-    DEVICE_FRAC, RESIDENT_FRAC, SOURCE, RUN_ID,
+    DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_MODELS, SOURCE, RUN_ID,
 )  # fmt: skip
 SEGMENTS = (
     Column("attention_s", "attention (ms)", 1e3, 3),
@@ -170,10 +176,10 @@ TABLES: Mapping[str, Sequence[Column]] = {
 """The shapes of table; a record says in `table` which is its own."""
 OPTIONAL = (
     *(column.name for column in (SETTINGS, *COMPARED, DEVICE_FRAC, RESIDENT_FRAC, DEVICE_READ_BYTES, DEVICE_KV_BYTES)),
-    *(column.name for column in WEIGHTS),
+    *(column.name for column in (*WEIGHTS, *OF_SOME_MODELS)),
     *(f"{task.name}_{DETECTABLE.name}" for task in BOARD_TASKS),
 )
-"""Columns that a table made by an older version lacks."""
+"""Columns that a table may lack: those of some models, and those that an older version did not write."""
 FORMER_NAMES = {"device_bytes": DEVICE_KV_BYTES.name}
 """What an older version's records and tables call a column."""
 
@@ -243,6 +249,11 @@ def rank(metric: str) -> tuple[int, int, str]:
 def names(columns: Sequence[Column]) -> tuple[str, ...]:
     """The header of a CSV of these columns."""
     return tuple(column.name for column in columns)
+
+
+def has_any(rows: Iterable[TableRow], column: Column) -> bool:
+    """Whether any row has something in a column."""
+    return any(row.get(column.name) is not None for row in rows)
 
 
 def column(name: str) -> Column:

@@ -8,14 +8,17 @@ from typing import Any
 from harness.records.baseline import Baselines, of_windows
 from harness.records.samples import Difference
 from harness.settings.experiment import foreign_settings
-from harness.tables.columns import TableRow, todays_names
+from harness.tables.columns import OF_SOME_MODELS, TableRow, todays_names
 from harness.tables.depths import depth_rows
 
 Record = Mapping[str, Any]
 
 OLDER_CHUNK = 256
 ROUND = str.maketrans("[]", "()")
-CONDITIONS = ("num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
+CONDITIONS = (
+    "num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac",
+    *(column.name for column in OF_SOME_MODELS),
+)  # fmt: skip
 """What a record keeps beside the metrics of a task and the table has columns for."""
 
 

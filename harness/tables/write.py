@@ -24,7 +24,7 @@ from harness.records.record import current, read_records
 from harness.settings.choices import kind_of
 from harness.settings.experiment import find
 from harness.tables import leaderboard, speed
-from harness.tables.columns import BOARD, TABLES, Column, TableRow, check, names, rank
+from harness.tables.columns import BOARD, OF_SOME_MODELS, TABLES, Column, TableRow, check, has_any, names, rank
 from harness.tables.lines import Pairs, tell_apart
 from harness.tables.rows import rows_of
 from harness.tables.sheets import render_markdown, render_terminal
@@ -96,7 +96,8 @@ def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
 
 def write_table(path: Path, shape: str, rows: Sequence[TableRow]) -> None:
     """Write rows of a shape (`TABLES`) to the CSV at `path`, and for people beside it. Raises UserError as `update`."""
-    write_atomic(path, render_csv(TABLES[shape], rows))
+    columns = [column for column in TABLES[shape] if column not in OF_SOME_MODELS or has_any(rows, column)]
+    write_atomic(path, render_csv(columns, rows))
     write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
 
