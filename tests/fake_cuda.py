@@ -24,7 +24,6 @@ from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,10 +40,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.model import room
-from harness.model.adapters import adapter_for
 from harness.model.attach import Attached, attach
+from harness.model.decoder import Layer, read_decoder
+from harness.model.rotary import Rotary
 from harness.model.shape import read_yaml
-from harness.offload import live as session
+from harness.offload import live
 from harness.offload import store as copies
 from harness.offload.memory import PinnedSlab
 from harness.settings.choices import CONF_DIR
@@ -217,12 +217,15 @@ class Trace(TorchDispatchMode):
     @contextmanager
     def follow(self, model: Any) -> Iterator[Attached]:
         """`attach(model)`; the trace knows which layer is computing, from the input of its attention on."""
-        adapter = adapter_for(model)
-        modules = [adapter.attention(layer) for layer in adapter.layers(model)]
-        hooks = [module.register_forward_pre_hook(partial(self._enter, at)) for at, module in enumerate(modules)]
+        layers = enumerate(read_decoder(model).layers)
+        hooks = [layer.module.register_forward_pre_hook(partial(self._enter, at)) for at, layer in layers]
         try:
-            with patch("harness.model.attach.require_in_range"), attach(model) as attached:  # there are no numbers
-                yield attached
+            with pytest.MonkeyPatch.context() as patch:  # there are no numbers to check
+                patch.setattr("harness.model.attach.check_decoder", lambda *_: None)
+                patch.setattr("harness.model.attached.require_in_range", lambda *_: None)
+                patch.setattr("harness.model.attached.rotary_of", whole_heads)
+                with attach(model) as attached:
+                    yield attached
         finally:
             for hook in hooks:
                 hook.remove()
@@ -344,6 +347,12 @@ class Trace(TorchDispatchMode):
             self.count(name)
 
 
+def whole_heads(_: Any, layer: Layer) -> Rotary:
+    """Llama's positions, or none, instead of `rotary_of`, which looks at numbers."""
+    size = layer.head_dim if layer.positions else 0
+    return Rotary(layer, size=size, planes=slice(size // 2))
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
@@ -376,7 +385,7 @@ def fake_gpu() -> Iterator[Trace]:
             patch.setattr(kind, "run", lambda kernel, *args, **kwargs: trace.launch(kernel, *args, **kwargs))
         patch.setattr(copies, "cuda_runtime", lambda: torch.cuda)
         patch.setattr(copies, "_memcpy_2d", trace.rectangle)
-        patch.setattr(session, "PinnedSlab", FakeSlab)
+        patch.setattr(live, "PinnedSlab", FakeSlab)
         patch.setattr(room, "available_memory", lambda: 2**50)
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**40, 2**40))
         for name in ("memory_reserved", "memory_allocated"):

@@ -12,6 +12,7 @@ from fake_cuda import LIBC10, fake_gpu, fake_model
 from held import Held
 from test_fake_cuda import opened, system_of
 
+from harness.model.decoder import read_decoder
 from harness.offload import memory
 from harness.offload.memory import tensor_bytes
 from methods.codec import Codec
@@ -34,12 +35,15 @@ KEPT = {
 @pytest.mark.parametrize("label", ["ideal", "offload", "offload+int4", "offload+h2o", "infinigen", "infinigen+reuse"])
 def test_the_refusal_knows_what_decoding_takes(label, monkeypatch):
     asked = []
-    monkeypatch.setattr(memory, "require_memory", lambda num_bytes, _, what: what == KEEPS and asked.append(num_bytes))
+    monkeypatch.setattr(
+        memory, "require_memory", lambda num_bytes, _, what="": what == KEEPS and asked.append(num_bytes)
+    )
     method, system = system_of(label)
     codec = Codec(system.codec) if system.codec else None
     options = {"placement": system.placement, "reuse": system.reuse, "codec": codec, "steps": 128}
     with fake_gpu() as trace:
         model = fake_model("opt-13b", num_hidden_layers=LAYERS)  # its weights are not counted
+        read_decoder(model)
         with Held("cuda") as held, opened(trace, model, (PROMPT_LEN,) * BATCH, method, **options) as (session, token):
             needed, prompt, state = session.bytes_needed.device, held.peak, session.caches[-1].state
             made_before = tensor_bytes(vars(state)["measured"]) if method.needs_calibration else 0

@@ -238,7 +238,7 @@ def check_and_poison(session, layer, keys, real) -> int:
     assert bool((state[..., store.capacity :] == EMPTY).all()), "the own slot and the dump are empty between steps"
     tokens = state[..., : store.capacity]
     used = tokens != EMPTY
-    stored = store.unpack(store.slots).keys
+    stored = store.format.unpack(store.slots).keys
     padding = (~real[:, :PROMPT]).sum(-1)[:, None, None]
     columns = (tokens + padding).masked_fill(~used, 0).long()
     truth = keys.gather(2, columns.unsqueeze(-1).expand(-1, -1, -1, HEAD_DIM))
@@ -248,11 +248,13 @@ def check_and_poison(session, layer, keys, real) -> int:
 
 
 def key_spy(attached) -> dict[int, torch.Tensor]:
-    """Fills with every key a layer's attention was given, by column."""
+    """Fills with every key a layer's attention was given, by column; a rehearsal makes none."""
     keys: dict[int, torch.Tensor] = {}
     original = attached._attend
 
     def spy(module, query, key, value, *arguments, **options):
+        if attached._rehearsing:
+            return original(module, query, key, value, *arguments, **options)
         before = keys.get(module.layer_idx)
         keys[module.layer_idx] = key if before is None else torch.cat([before, key], 2)
         return original(module, query, key, value, *arguments, **options)

@@ -471,7 +471,10 @@ def edit(file, text):
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
 
 
-IN_ALL = ("methods/base.py", "methods/codec.py", "harness/replay/replay.py", "harness/model/decoder.py", "harness/data/text.py")
+IN_ALL = (
+    "methods/base.py", "methods/codec.py", "harness/replay/replay.py", "harness/model/decoder.py",
+    "harness/data/text.py",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("file", ["methods/h2o.py", "harness/accuracy/perplexity.py", *IN_ALL])

@@ -13,13 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from harness.offload.fetch import indices
 from harness.offload.links import open_link
-from harness.offload.memory import PinnedSlab
-from harness.offload.store import KVStore, slot_bytes
-from harness.offload.memory import DEFAULT_TUNING, Tuning
+from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning
+from harness.offload.store import KVStore, RowFormat, SlotRequest, chosen
 from methods.codec import Codec
 
 REPEATS = 5
@@ -53,13 +51,13 @@ def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) 
         source, target = (stack.enter_context(_store(device, 1, slots)) for _ in range(2))
         there = stack.enter_context(open_link(device, bytes_per_s=bytes_per_s))
         back = stack.enter_context(open_link(device)) if device.type == "cuda" else there
-        buffer, rows = source.new_buffer(slots), target.rows_in(target.new_buffer(slots), slots)
+        loaded, written = (each.rows_in(each.new_buffer(slots), slots)[:, :, :slots] for each in (source, target))
 
         def move(ways: Sequence[str]) -> None:
             if "h2d" in ways:
-                there.prefetch(source, slots, buffer)
+                there.prefetch(source, slots, loaded)
             if "d2h" in ways:
-                back.write_back(target, rows, 0)
+                back.write_back(target, written, 0)
             there.drain()
             back.drain()
 
@@ -72,11 +70,11 @@ def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) 
 def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterator[Rate]:
     """Of the gather of a fifth of `num_bytes` of slots, in order within a head as a selection is, by size of row."""
     for codec, head_dim in ROWS:
-        heads = max(1, num_bytes // (CAPACITY * slot_bytes(Codec(codec), head_dim)))
+        heads = max(1, num_bytes // (CAPACITY * _format(codec, head_dim).slot_bytes))
         with _store(device, heads, CAPACITY, head_dim, codec, tuning) as store:
-            chosen = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
-            mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, chosen, True)
-            samples = _load_rates(device, store, indices(mask, KEPT), heads * KEPT)
+            kept = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
+            mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, kept, True)
+            samples = _load_rates(device, store, chosen(indices(mask, KEPT)), heads * KEPT)
             yield Rate("gather", samples, {"row_bytes": store.slot_bytes, "codec": codec, "head_dim": head_dim})
 
 
@@ -84,11 +82,10 @@ def copy_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterator
     """Of `num_bytes` in whole pieces, one a head, by copies and by the gather, by size of piece."""
     for piece in PIECES:
         count, heads = piece // ROW_BYTES, max(1, num_bytes // piece)
-        with _store(
-            device, heads, count + 1, tuning=tuning
-        ) as store:  # a slot between two pieces: they do not merge into one
+        capacity = count + 1  # a slot between two pieces: they do not merge into one
+        with _store(device, heads, capacity, tuning=tuning) as store:
             rows = torch.arange(count, device=device).expand(1, heads, -1).contiguous()
-            for name, request in (("copies", count), ("gather", rows)):
+            for name, request in (("copies", count), ("gather", chosen(rows))):
                 samples = _load_rates(device, store, request, heads * count)
                 yield Rate(name, samples, {"piece_bytes": piece, "pieces": heads})
 
@@ -114,8 +111,9 @@ def seconds(device: torch.device, run: Callable[[], object]) -> list[float]:
     return times[1:]
 
 
-def _load_rates(device: torch.device, store: KVStore, request: int | Tensor, num_rows: int) -> list[float]:
-    rows = store.rows_in(store.new_buffer(num_rows // store.slots.shape[1]), request)
+def _load_rates(device: torch.device, store: KVStore, request: SlotRequest, num_rows: int) -> list[float]:
+    count = num_rows // store.slots.shape[1]
+    rows = store.rows_in(store.new_buffer(count), count)[:, :, :count]
     return [num_rows * store.slot_bytes / each for each in seconds(device, lambda: store.load(request, rows))]
 
 
@@ -129,11 +127,11 @@ def _store(
     tuning: Tuning = DEFAULT_TUNING,
 ) -> Iterator[KVStore]:
     """A store in host memory, page-locked under CUDA, freed in the end."""
-    num_bytes = heads * capacity * slot_bytes(Codec(codec), head_dim)
-    slab = PinnedSlab(num_bytes) if device.type == "cuda" else None
+    row_format = _format(codec, head_dim)
+    slab = PinnedSlab(heads * capacity * row_format.slot_bytes) if device.type == "cuda" else None
     store = KVStore(
-        batch=1, num_kv_heads=heads, capacity=capacity, head_dim=head_dim, dtype=torch.float16, codec=Codec(codec),
-        placement="host", device=device, slab=slab, tuning=tuning,
+        row_format, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device, slab=slab,
+        tuning=tuning,
     )  # fmt: skip
     try:
         yield store
@@ -141,6 +139,10 @@ def _store(
         store.free()
         if slab is not None:
             slab.close()
+
+
+def _format(codec: str, head_dim: int) -> RowFormat:
+    return RowFormat(Codec(codec), head_dim, torch.float16)
 
 
 def _idle(device: torch.device) -> float:

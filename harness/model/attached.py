@@ -106,16 +106,14 @@ class Attached:
         sizes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements) for each in layers}
         if len(sizes) > 1:
             raise refusal(self.decoder.family, "its layers that see every token have several shapes")
-        # A module that scales its queries itself hands over a scale of 1; its own scale is the one that methods see.
-        scale = float(getattr(first.module, "scaling", None) or first.softmax.scale)
-        softmaxes = tuple(each.softmax._replace(scale=scale) for each in layers)
+        softmaxes = tuple(each.softmax._replace(scale=first.softmax.scale) for each in layers)
         token = first.num_kv_heads * first.elements
         return Geometry(
             num_layers=len(layers),
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=first.head_dim,
-            scale=scale,
+            scale=first.softmax.scale,
             family=self.decoder.family,
             rotate=self._rotate,
             value_dim=first.value_dim,
@@ -372,6 +370,9 @@ def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
             stack.callback(hook.remove)
         for layer in decoder.layers:
             stack.callback(layer.module.register_forward_hook(attached._after).remove)
+            if layer.prescales:
+                stack.callback(setattr, layer.module, "scaling", layer.module.scaling)
+                layer.module.scaling = 1.0  # type: ignore[assignment]
         for module in sources.values():
             hook = module.register_forward_hook(attached._positions_made, with_kwargs=True)
             stack.callback(hook.remove)

@@ -94,7 +94,8 @@ class Layer:
     block: the decoder layer that it is a part of. window: which tokens a row sees; None for all. before: the module
     whose input stands in for this layer's in a rehearsal, which is what mixes tokens in the previous block; None in the
     first. positions: where its position embeddings come from, None where it is given none. call: how it was called.
-    device: where it computes.
+    device: where it computes. prescales: the module multiplies its queries by its own `scaling` and hands over a scale
+    of 1; methods get them as they are, so that it is to be told to multiply by 1.
     unused: submodules that the query does not depend on, and the size of their output. query_modules: those it does
     depend on.
     """
@@ -109,6 +110,7 @@ class Layer:
     positions: PositionSource | None
     call: Call
     device: torch.device
+    prescales: bool = False
     block: nn.Module = field(default_factory=nn.Identity)
     before: nn.Module | None = None
     unused: dict[str, int] = field(default_factory=dict)
@@ -265,7 +267,7 @@ class Decoder:
                 previous = next((each for each in block.children() if hasattr(each, "layer_idx")), previous)
 
     def _find_unused(self) -> None:
-        """Find the submodules that no query depends on, by asking autograd; a rehearsal leaves them out."""
+        """Find the submodules that no query depends on, in autograd's graph; a rehearsal leaves them out."""
         known: dict[Any, Layer] = {}
         for layer in self.layers:
             names = tuple(name for name, _ in layer.module.named_modules())
@@ -287,17 +289,14 @@ class Decoder:
             with torch.enable_grad():
                 hidden = layer.call.hidden.clone().requires_grad_()
                 call = layer.call.with_hidden(hidden, past_key_values=ModelCache(self.stack.config))
-                total = self.run_to_attention(layer, call).query.float().sum()
-            found = [output for output in outputs.values() if output.requires_grad]
-            grads = torch.autograd.grad(total, found, allow_unused=True)
-            reached = {id(output) for output, grad in zip(found, grads, strict=True) if grad is not None}
-        except RuntimeError:  # a kernel without a derivative: everything is computed
-            reached = {id(output) for output in outputs.values()}
+                query = self.run_to_attention(layer, call).query
         finally:
             for hook in hooks:
                 hook.remove()
-        layer.unused = {name: each.shape[-1] for name, each in outputs.items() if id(each) not in reached}
-        layer.query_modules = tuple(name for name, each in outputs.items() if id(each) in reached)
+        ancestors = {None, *_ancestors(query.grad_fn)}  # None: made of nothing that autograd follows
+        unused = {name for name, each in outputs.items() if query.requires_grad and each.grad_fn not in ancestors}
+        layer.unused = {name: each.shape[-1] for name, each in outputs.items() if name in unused}
+        layer.query_modules = tuple(name for name in outputs if name not in unused)
 
     def _read_latent(self, layer: Layer, cached: tuple[Tensor, Tensor] | None) -> Latent | None:
         """The matrices by which a stored latent stands for every head's key and value: what the module's own code makes
@@ -432,6 +431,8 @@ class _Trace:
         call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
         source = self._made.get(id(first_tensor(call.kwargs.get("position_embeddings"))))
         scale, sinks, size = options.get("scaling"), options.get("s_aux"), options.get("sliding_window")
+        own_scale = getattr(module, "scaling", None)
+        prescales = scale == 1 and own_scale not in (None, 1)
         layer = Layer(
             module=module,
             num_heads=num_heads,
@@ -439,7 +440,7 @@ class _Trace:
             head_dim=head_dim,
             value_dim=value.shape[3],
             softmax=Softmax(
-                scale=head_dim**-0.5 if scale is None else float(scale),
+                scale=float(own_scale if prescales else head_dim**-0.5 if scale is None else scale),
                 softcap=options.get("softcap"),
                 sinks=None if sinks is None else sinks.detach().float(),
             ),
@@ -447,6 +448,7 @@ class _Trace:
             positions=source and source[0],
             call=call,
             device=query.device,
+            prescales=prescales,
         )
         self.layers.append(layer)
         if self._cache.latest is not None:
@@ -470,6 +472,17 @@ def first_tensor(output: Any) -> Tensor | None:
 def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a call that are words or whole numbers."""
     return tuple(each for each in (*args, *kwargs.values()) if isinstance(each, str | int))
+
+
+def _ancestors(node: Any) -> set[Any]:
+    """All that a tensor was made of: the nodes of autograd's graph from its own one on."""
+    found, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return found
 
 
 def _stack_of(model: Any) -> Any:

@@ -6,8 +6,7 @@ the ways in which rotary embeddings lie in a head, the one that turns the latter
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,25 +19,24 @@ COARSE = 0.03
 """Of half precision keys."""
 
 
-@dataclass(frozen=True)
-class Rotary:
+class Rotary(NamedTuple):
     """Which elements of a head are turned, and how.
 
     start, size: the turned elements; size 0: none are. interleaved: the elements 2i and 2i + 1 are a plane, else i and
-    i + size / 2. source: makes the position embeddings.
+    i + size / 2. planes: which of the angles that the model's own module makes are one of each plane.
     """
 
-    decoder: Decoder
     layer: Layer
     start: int = 0
     size: int = 0
     interleaved: bool = False
+    planes: slice = slice(None)
 
     def apply(self, states: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
         """States [batch, heads, n, head_dim] at `positions` int [batch, n]; `inverse` takes positions off."""
         if not self.size:
             return states
-        cos, sin = (each.to(states)[:, None] for each in angles(self.layer, states, positions))
+        cos, sin = (each[..., self.planes].to(states)[:, None] for each in angles(self.layer, states, positions))
         turned = states[..., self.start : self.start + self.size]
         first, second = (turned[..., 0::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
         sin = -sin if inverse else sin
@@ -48,19 +46,14 @@ class Rotary:
 
 
 def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each plane's angle, [batch, n, planes], from the model's own module; a scale of both, which
-    long-context variants have, is left out."""
+    """Cosines and sines of angles, [batch, n, planes or twice as many], as the model's own module makes them; a scale
+    of both, which long-context variants have, is left out."""
     assert layer.positions is not None
     begin = torch.zeros_like(positions[:, :1])
     made = layer.positions.module.forward(  # past the hooks of a pass under way
         states.to(layer.device).float(), torch.cat([begin, positions], 1).to(layer.device), *layer.positions.options
     )
     cos, sin = (made.real, made.imag) if isinstance(made, Tensor) else made[:2]
-    half = cos.shape[-1] // 2
-    if torch.equal(cos[..., :half], cos[..., half:]):
-        cos, sin = cos[..., :half], sin[..., :half]
-    elif torch.equal(cos[..., 0::2], cos[..., 1::2]):
-        cos, sin = cos[..., 0::2], sin[..., 0::2]
     cos, sin = (each.expand(len(positions), -1, -1).float() for each in (cos, sin))
     scale = cos[:, :1]  # at position 0
     return (cos / scale)[:, 1:], (sin / scale)[:, 1:]
@@ -82,16 +75,26 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
         return None
     close = TOLERANCE.get(bare.dtype, COARSE) * float(bare.abs().max())
     if torch.allclose(bare, placed, atol=close):
-        return Rotary(decoder, layer)
+        return Rotary(layer)
     if layer.positions is None:
         return None
-    size = 2 * angles(layer, bare, positions)[0].shape[-1]
+    cos, _ = angles(layer, bare, positions)
+    planes = _one_of_each(cos)
+    size = 2 * cos[..., planes].shape[-1]
     for start in {0, layer.head_dim - size}:
         for interleaved in (False, True):
-            rotary = Rotary(decoder, layer, start, size, interleaved)
+            rotary = Rotary(layer, start, size, interleaved, planes)
             if start >= 0 and torch.allclose(rotary.apply(bare, positions), placed, atol=close):
                 return rotary
     return None
+
+
+def _one_of_each(cos: Tensor) -> slice:
+    """Which of the angles are one of each plane: where all are there twice, the first half, or every other one."""
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[..., :half], cos[..., half:]):
+        return slice(half)
+    return slice(0, None, 2) if torch.equal(cos[..., 0::2], cos[..., 1::2]) else slice(None)
 
 
 def _keys(decoder: Decoder, layer: Layer, hidden: Tensor, positions: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class Link(ABC):
 
     @abstractmethod
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
-        """Queue a transfer; returns what `finish` takes. used: tensors that must outlive it."""
+        """Queue a transfer; returns what `finish` takes. used: tensors of the device that must outlive it."""
 
     @abstractmethod
     def finish(self, started: Any) -> None:
@@ -309,8 +309,7 @@ class CudaLink(Link):
             num_bytes = move()
             end = _event(stream, timed=start is not None)
         for tensor in used:
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
+            tensor.record_stream(stream)
         if self._records is not None and start is not None:
             self._records.append(_Record(direction, start, end, num_bytes))
         return end
