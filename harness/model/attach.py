@@ -97,16 +97,22 @@ def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: floa
             unknown.append("position_embeddings")
         if unknown:
             return f"its queries depend on {', '.join(unknown)}"
-    off = _early_difference(model, decoder, ids)
+    try:
+        off = early_difference(model, decoder, ids)
+    except RuntimeError:
+        return "the layer before has no input that it could be made of"
     if not off <= tolerance and any(layer.unused for layer in decoder.layers):
         for layer in decoder.layers:  # a submodule may decide something though no derivative passes through it
             layer.query_modules, layer.unused = (*layer.query_modules, *layer.unused), {}
-        off = _early_difference(model, decoder, ids)
+        off = early_difference(model, decoder, ids)
     return None if off <= tolerance else f"a query made ahead of its layer is off by {off:.1e} of the largest"
 
 
-def _early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
-    """How far off early queries are, each made of its layer's own input, relative to the largest."""
+def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
+    """How far off early queries are, each made of its layer's own input, relative to the largest.
+
+    Each layer is rehearsed in the one before as well, to see that it can be.
+    """
     early: dict[int, Tensor] = {}
     with attached_unchecked(model, decoder) as attached, ExitStack() as hooks:
 
@@ -116,7 +122,7 @@ def _early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
         for index, layer in enumerate(decoder.layers):
             hook = layer.module.register_forward_pre_hook(partial(make_early, index), with_kwargs=True)
             hooks.callback(hook.remove)
-        handler = _History(attached)
+        handler = _History(attached, is_rehearsing=True)
         attached.forward(ids, torch.arange(ids.shape[1], device=ids.device)[None], handler)
     return max(_relative(early[index], query) for index, query in handler.queries.items())
 
@@ -144,11 +150,15 @@ class _History(Handler):
     """Dense attention over all passes so far. real: bool [batch, rows] of the only pass; None: all rows are.
     queries: by layer, of the last pass."""
 
-    def __init__(self, attached: Attached, real: Tensor | None = None) -> None:
+    def __init__(self, attached: Attached, real: Tensor | None = None, *, is_rehearsing: bool = False) -> None:
         self.attached = attached
         self.real = real
+        self.is_rehearsing = is_rehearsing
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.queries: dict[int, Tensor] = {}
+
+    def rehearses(self, layer: int) -> bool:
+        return self.is_rehearsing
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if layer in self.stored:

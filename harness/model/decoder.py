@@ -431,8 +431,8 @@ class _Trace:
         call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
         source = self._made.get(id(first_tensor(call.kwargs.get("position_embeddings"))))
         scale, sinks, size = options.get("scaling"), options.get("s_aux"), options.get("sliding_window")
-        own_scale = getattr(module, "scaling", None)
-        prescales = scale == 1 and own_scale not in (None, 1)
+        scale = head_dim**-0.5 if scale is None else scale
+        prescales = scale == 1 and getattr(module, "scaling", 1) != 1
         layer = Layer(
             module=module,
             num_heads=num_heads,
@@ -440,7 +440,7 @@ class _Trace:
             head_dim=head_dim,
             value_dim=value.shape[3],
             softmax=Softmax(
-                scale=float(own_scale if prescales else head_dim**-0.5 if scale is None else scale),
+                scale=float(module.scaling if prescales else scale),
                 softcap=options.get("softcap"),
                 sinks=None if sinks is None else sinks.detach().float(),
             ),

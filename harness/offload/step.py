@@ -127,8 +127,8 @@ class DecodeStep(Handler):
             return
         if cache.part is not None:
             cache.fetcher.request_ahead(self.first.slots_in_use(steps_ahead=1), *cache.part)
-        elif following is None and not self.first.names_rows:
-            self.first.request_kept(steps_ahead=1)
+        elif following is None and cache is not self.first and not self.first.names_rows:
+            self.first.request_kept(steps_ahead=1)  # an only layer is still to take this step's rows: see `begin`
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Ask for a layer's rows where they are known before its own query is."""

@@ -1,0 +1,310 @@
+"""Which model families run, seen on a tiny random model of each: the table in docs/families.md.
+
+    python -m harness.model.families                    # all of them, and the table is written anew
+    python -m harness.model.families qwen3_next gemma2  # these alone, nothing is written
+
+No code knows a family by its name; only this table of tiny shapes does, families.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from harness.contract.decode import force, open_live, open_replay, token_batch
+from harness.errors import UserError, exit_code
+from harness.files import write_atomic
+from harness.model.attach import attach, early_difference
+from harness.model.attached import Attached
+from harness.model.calibration import calibrate
+from harness.model.decoder import read_decoder
+from harness.model.shape import read_yaml
+from harness.setup import Setup
+from methods.base import Method
+from methods.codec import Codec
+from methods.full import Full
+from methods.h2o import H2O
+from methods.infinigen import InfiniGen
+from methods.quest import Quest
+from methods.snapkv import SnapKV
+
+SHAPES = Path(__file__).with_suffix(".yaml")
+TABLE = Path("docs/families.md")
+TOLERANCE = 1e-4
+"""Largest difference of logits in float32, over the largest logit where that is above 1."""
+SHORT, LONG = ((8, 3), 6), ((26, 21), 22)
+"""Prompt tokens of two sequences and decode steps: within a window of 16 tokens, and beyond it."""
+STEPS = 5
+"""Decode steps of a method."""
+METHODS: dict[str, tuple[Method, Codec | None]] = {
+    "full": (Full(), None),
+    "infinigen": (InfiniGen(alpha=0.3, max_fetch_frac=0.4), None),
+    "h2o": (H2O(heavy_frac=0.15, recent_frac=0.1), None),
+    "quest": (Quest(read_frac=0.4, page_size=3), None),
+    "snapkv": (SnapKV(kept_frac=0.75, window=4, kernel=3), None),
+    "int4": (Full(), Codec("int4")),
+}
+"""Each leaves one layer exempt, where the model has several under it."""
+
+Verdict = Literal["works", "in part", "refused", "FAILED"]
+
+
+class Finding(NamedTuple):
+    """How a family does. layers: what its attention is. why: what is refused, or what failed."""
+
+    family: str
+    verdict: Verdict
+    layers: str
+    why: str
+
+
+@cache
+def families() -> dict[str, dict[str, Any]]:
+    """What each family's tiny shape has beside the common sizes, by its name."""
+    table = read_yaml(SHAPES)
+    return dict(sorted((dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]).items()))
+
+
+def tiny_family(name: str) -> Any:
+    """A random model of a family: eager attention, float32, on the CPU."""
+    config_class = CONFIG_MAPPING[name]
+    aliases = getattr(config_class, "attribute_map", None) or {}
+    known = {*config_class().to_dict(), *vars(config_class()), *aliases}
+    shape = {size: value for size, value in read_yaml(SHAPES)["sizes"].items() if size in known}
+    shape = {size: value for size, value in shape.items() if aliases.get(size) not in shape}
+    if "layer_types" in aliases:
+        shape.pop("layer_types", None)
+    config = config_class(**(shape | families()[name]))
+    if getattr(config, "is_decoder", True) is False:
+        config.is_decoder = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("bias", "sink", "sinks")):  # of no effect as initialised
+                parameter.normal_(std=0.5)
+            elif "norm" in parameter_name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def check_family(name: str) -> Finding:
+    """The four checks on a family: own logits, early queries, live decoding, methods."""
+    layers = ""
+    try:
+        model = tiny_family(name)
+        with attach(model) as attached:
+            layers = kinds_of_layers(attached)
+        limits = [limit for check in CHECKS if (limit := check(model))]
+    except UserError as error:
+        return Finding(name, "refused", layers, str(error).partition("not supported: ")[2] or str(error))
+    except Exception as error:
+        return Finding(name, "FAILED", layers, f"{type(error).__name__}: {error}")
+    return Finding(name, "in part" if limits else "works", layers, "; ".join(limits))
+
+
+def own_logits(model: Any) -> str:
+    """The full cache in replay gives the model's own logits, within and beyond its window, padded and not."""
+    full = Setup(Full(num_exempt_layers=0), None, None)
+    for prompts, steps in (SHORT, LONG):
+        ids, real = token_batch(prompts, steps)
+        with torch.inference_mode():
+            alone = [model(row[kept][None], use_cache=False).logits[0] for row, kept in zip(ids, real, strict=True)]
+        with attach(model) as attached:
+            if attached.longest is not None and ids.shape[1] > attached.longest:
+                continue
+            for batch in _batches(attached, prompts):
+                first, at = len(ids[0]) - steps - batch.skipped, list(batch.sequences)
+                own_ids, own_real = ids[at, batch.skipped :], real[at, batch.skipped :]
+                session = open_replay(attached, full, own_real)
+                hidden = [session.prefill(own_ids[:, :first], own_real[:, :first])]
+                hidden.append(session.decode(own_ids[:, first:], own_real[:, first:]))
+                got = attached.logits(torch.cat(hidden, 1))
+                for row, sequence in enumerate(at):
+                    _require_same("the full cache", got[row][own_real[row]], alone[sequence])
+                if session.reads.kv_frac != 1:
+                    raise AssertionError(f"the full cache reads {session.reads.kv_frac} of itself")
+    return _refusal_of_padding(model)
+
+
+def early_queries(model: Any) -> str:
+    """A query made ahead of its layer, of that layer's own input, is the layer's, bit for bit."""
+    decoder = read_decoder(model)
+    if decoder.no_rehearsal:
+        return f"takes no method that rehearses: {decoder.no_rehearsal}"
+    off = early_difference(model, decoder, token_batch((20,))[0])
+    if off:
+        raise AssertionError(f"an early query is off by {off:.1e}")
+    return ""
+
+
+def methods_agree(model: Any) -> str:
+    """Methods run, and live decoding is replay, the full cache included."""
+    with attach(model) as attached:
+        short = attached.longest is not None and attached.longest < max(LONG[0]) + STEPS
+        prompts = (10, 7) if short else LONG[0]
+        exempt = min(1, attached.geometry.num_layers - 1)
+        for name, (method, codec) in METHODS.items():
+            if method.when == "previous_layer" and attached.decoder.no_rehearsal:
+                continue
+            calibration = None
+            if method.needs_calibration:
+                calibration = calibrate(attached, method, token_batch((15 if short else 64,), 0)[0][0].tolist())
+            setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
+            for batch in _batches(attached, prompts):
+                _require_live_is_replay(name, attached, setup, tuple(prompts[at] for at in batch.sequences))
+    return ""
+
+
+CHECKS = (own_logits, early_queries, methods_agree)
+
+
+def kinds_of_layers(attached: Attached) -> str:
+    """What is special about a decoder's layers, in words."""
+    layers, kinds = attached.layers, []
+    if any(layer.latent for layer in layers):
+        kinds.append("latent")
+    if any(layer.window is None and not layer.latent for layer in layers):
+        kinds.append("full")
+    for word, is_chunk in (("sliding window", False), ("chunked", True)):
+        if any(layer.window and layer.window.is_chunk == is_chunk for layer in layers):
+            kinds.append(word)
+    if attached.decoder.recurrent:
+        kinds.append("recurrent")
+    if any(layer.softmax.sinks is not None for layer in layers):
+        kinds.append("sinks")
+    if any(layer.softmax.softcap is not None for layer in layers):
+        kinds.append("softcap")
+    return ", ".join(kinds)
+
+
+def as_markdown(findings: Sequence[Finding]) -> str:
+    """The page docs/families.md."""
+    by_layers: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.verdict == "works":
+            by_layers.setdefault(finding.layers, []).append(finding.family)
+    by_reason: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.verdict == "refused":
+            by_reason.setdefault(re.sub(r" by \S+ of the largest", "", finding.why), []).append(finding.family)
+    number = sum(map(len, by_layers.values()))
+    lines = [
+        "# Model families",
+        "",
+        "Any decoder of transformers whose attention goes through its attention interface runs, read off the model: no",
+        "family is known by its name. This page, written by `python -m harness.model.families`, says what was seen on a",
+        f"tiny random model of each family in transformers {transformers.__version__}: {number} of {len(findings)} work",
+        "whole.",
+        "",
+        "- In replay, the full cache gives the model's own logits, shorter and longer than its window, padded or not.",
+        "- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4.",
+        "- A query made ahead of its layer is the layer's own, bit for bit.",
+        "",
+        "Every model is checked anew when it is loaded; what fails is refused in one line.",
+        "",
+        "| layers | families that work |",
+        "|---|---|",
+        *(f"| {layers} | {', '.join(names)} |" for layers, names in sorted(by_layers.items())),
+        "",
+        "| in part | layers | refused |",
+        "|---|---|---|",
+        *(f"| {each.family} | {each.layers} | {each.why} |" for each in findings if each.verdict == "in part"),
+        "",
+        "| refused, since | families |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(by_reason.items())),
+        "",
+        f"Not tried: {', '.join(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*families()}))}. Of a multimodal model",
+        "the text decoder runs, which is in the table under its own name.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the families named, or all; exit code not 0 where one gives wrong numbers."""
+    parser = argparse.ArgumentParser(prog="python -m harness.model.families", description=__doc__)
+    parser.add_argument("family", nargs="*", help=f"names in {SHAPES.name}; all by default")
+    names = parser.parse_args(argv).family
+    return exit_code(lambda: _check_and_write(names))
+
+
+def _check_and_write(names: Sequence[str]) -> None:
+    logging.set_verbosity_error()
+    unknown = sorted(set(names) - set(families()))
+    if unknown:
+        raise UserError(f"family {unknown[0]}: must be one of {', '.join(families())}")
+    findings = []
+    for name in names or families():
+        findings.append(check_family(name))
+        print("  ".join([f"{findings[-1].verdict:8}", f"{name:22}", *findings[-1][2:]]), flush=True)
+    failed = [each.family for each in findings if each.verdict == "FAILED"]
+    if failed:
+        raise UserError(f"{len(failed)} of {len(findings)} families fail: {', '.join(failed)}")
+    if not names:
+        write_atomic(TABLE, as_markdown(findings))
+
+
+class _Batch(NamedTuple):
+    """sequences: their numbers. skipped: columns before the first real one."""
+
+    sequences: tuple[int, ...]
+    skipped: int
+
+
+def _batches(attached: Attached, prompts: tuple[int, ...]) -> list[_Batch]:
+    """All sequences together, or one by one where the model takes no padding."""
+    if attached.decoder.no_padding:
+        return [_Batch((at,), max(prompts) - length) for at, length in enumerate(prompts)]
+    return [_Batch(tuple(range(len(prompts))), 0)]
+
+
+def _refusal_of_padding(model: Any) -> str:
+    """Why a padded batch is refused, once it is seen to be; empty where there is nothing to refuse."""
+    ids, real = token_batch(SHORT[0], 0)
+    with attach(model) as attached:
+        if not attached.decoder.no_padding:
+            return ""
+        try:
+            open_replay(attached, Setup(Full(num_exempt_layers=0), None, None), real).prefill(ids, real)
+        except UserError:
+            return f"takes no padded batch: {attached.decoder.no_padding}"
+    raise AssertionError("a padded batch is not refused")
+
+
+def _require_live_is_replay(name: str, attached: Attached, setup: Setup, prompts: tuple[int, ...]) -> None:
+    ids, real = token_batch(prompts, STEPS)
+    first = max(prompts)
+    session = open_replay(attached, setup, real)
+    hidden = [session.prefill(ids[:, :first], real[:, :first])[:, -1:], session.decode(ids[:, first:], real[:, first:])]
+    expected = attached.logits(torch.cat(hidden, 1))
+    live = open_live(attached, setup, STEPS)
+    try:
+        _require_same(f"{name}, live", force(live, prompts, STEPS), expected)
+        if abs(live.reads.kv_frac - session.reads.kv_frac) > 1e-9:
+            raise AssertionError(f"{name} reads {live.reads.kv_frac} live and {session.reads.kv_frac} in replay")
+    finally:
+        live.close()
+
+
+def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
+    off = float((got - expected).abs().max() / expected.abs().max().clamp(min=1))
+    if not off <= TOLERANCE:
+        raise AssertionError(f"{what}: logits are off by {off:.1e} of the largest")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
