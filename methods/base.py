@@ -79,11 +79,6 @@ class Softmax(NamedTuple):
         sinks = self.sinks.view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
-    def total(self, scores: Tensor) -> Tensor:
-        """Logarithm of the sum of the exponentials, the sink's included: [batch, num_kv_heads, group, rows]."""
-        total = torch.logsumexp(scores, -1)
-        return total if self.sinks is None else torch.logaddexp(total, self.sinks.view(*scores.shape[1:3], 1))
-
 
 class Window(NamedTuple):
     """The tokens that a local layer sees: the last `size`, the row's own included; or, if `is_chunk`, those of the
@@ -113,9 +108,9 @@ class Geometry:
         many as of a key. values_in_keys: a value is the first `value_dim` elements of its key, and takes no memory of
         its own (multi-head latent attention). softmaxes: one for each layer; none: all are plain. windows: those of the
         local layers.
-    rotate: applies the model's positions to keys or queries [batch, heads, n, head_dim] at positions int [batch, n], or
-        takes them off again (`inverse=True`); the identity where a model has no rotary positions. Raises ValueError
-        where the model applies its positions in another way.
+    rotate: applies the positions of layer `layer` to keys or queries [batch, heads, n, head_dim] at positions int
+        [batch, n], or takes them off again (`inverse=True`); the identity where it has no rotary positions. Raises
+        ValueError where the model applies its positions in another way.
     """
 
     num_layers: int
@@ -124,7 +119,7 @@ class Geometry:
     head_dim: int
     scale: float
     family: str
-    rotate: Callable[..., Tensor] = lambda states, positions, inverse=False: states
+    rotate: Callable[..., Tensor] = lambda states, positions, inverse=False, layer=0: states
     value_dim: int | None = None
     values_in_keys: bool = False
     softmaxes: tuple[Softmax, ...] = ()

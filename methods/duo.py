@@ -58,11 +58,12 @@ class DuoAttention(Method):
         self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, Tensor]:
         """gates: fp32 [num_kv_heads], the group's mean."""
+        layer = len(earlier)
         text, ahead = (torch.arange(n, device=query.device)[None] for n in (query.shape[1], 500))
-        plain = (geometry.rotate(states[None], text, inverse=True).float() for states in (query, key))
+        plain = (geometry.rotate(states[None], text, inverse=True, layer=layer).float() for states in (query, key))
         means = (states.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1) for states in plain)
-        mean_query, mean_key = (geometry.rotate(states, ahead) for states in means)
-        softmax = geometry.softmax(len(earlier))
+        mean_query, mean_key = (geometry.rotate(states, ahead, layer=layer) for states in means)
+        softmax = geometry.softmax(layer)
         probs = softmax.weights(softmax.scores(mean_query[:, :, -1:], mean_key))
         return {"gates": probs[0, :, :, 0].cumsum(-1).mean((1, 2))}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, PromptRows
+from methods.base import PromptRows
 from methods.checks import require
 from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 
@@ -20,39 +20,37 @@ HORIZON = 512
 
 
 class ExpectedState(PromptEvictingState):
-    """rotation: fp32 [batch, head_dim, head_dim], the mean over these positions; a row is a unit vector's image."""
-
-    sequence_tensors = ("rotation",)
-    rotation: Tensor
-
-    def __init__(self, method: ExpectedAttention, geometry: Geometry, lengths: Lengths) -> None:
-        super().__init__(method, geometry, lengths)
-        units = torch.eye(geometry.head_dim, device=lengths.prompt.device)[None, :, None].expand(-1, -1, HORIZON, -1)
-        ahead = lengths.prompt[:, None] + torch.arange(HORIZON, device=lengths.prompt.device)
-        self.rotation = torch.cat([geometry.rotate(units, each[None]).mean(2) for each in ahead])
+    """Nothing is kept of it once the prompt is done."""
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         """The expectation of exp(query . key), over all tokens but the sinks, times |value|; the group's mean."""
         batch, num_kv_heads, prompt, head_dim = key.shape
         past_sinks = rows.real & (rows.positions >= self.method.num_sinks)
-        mean, cov = self._statistics(query, rows, past_sinks)
+        mean, cov = self._statistics(layer, query, rows, past_sinks)
         mean, cov = (each.view(batch, num_kv_heads, -1, *each.shape[2:]) for each in (mean, cov))
         keys = key.float().unsqueeze(2) * self.geometry.scale  # [batch, kv, 1, prompt, head_dim]
         scores = (keys @ mean.unsqueeze(-1)).squeeze(-1) + ((keys @ cov) * keys).sum(-1) / 2
         probs = scores.masked_fill_(~past_sinks[:, None, None], float("-inf")).softmax(-1).mean(2)
         return (probs + self.method.epsilon) * value.float().norm(dim=-1)
 
-    def _statistics(self, query: Tensor, rows: PromptRows, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def _statistics(self, layer: int, query: Tensor, rows: PromptRows, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Mean [batch, heads, head_dim] and covariance of the counted rows' queries, rotated to what follows."""
         positions = rows.positions.masked_fill(~rows.real, 0)
-        plain = self.geometry.rotate(query, positions, inverse=True).float()
+        plain = self.geometry.rotate(query, positions, inverse=True, layer=layer).float()
         counted = counted[:, None, :, None].float()
         number = counted.sum(2, keepdim=True).clamp(min=1)
         mean = (plain * counted).sum(2, keepdim=True) / number
         apart = (plain - mean) * counted
-        rotation = self.rotation[:, None]
+        rotation = self._mean_rotation(layer, query.device)
         cov = rotation.mT @ (apart.mT @ apart / number) @ rotation
         return (mean @ rotation).squeeze(2), cov
+
+    def _mean_rotation(self, layer: int, device: torch.device) -> Tensor:
+        """Of the positions that follow: fp32 [batch, 1, head_dim, head_dim], a row is a unit vector's image."""
+        units = torch.eye(self.geometry.head_dim, device=device)[None, :, None].expand(-1, -1, HORIZON, -1)
+        ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=device)
+        turned = [self.geometry.rotate(units, each[None], layer=layer).mean(2) for each in ahead]
+        return torch.stack(turned)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class ShadowKVState(State):
     def _keep_low_rank(self, layer: int, key: Tensor, rows: PromptRows) -> None:
         """Of each sequence's real tokens: padding is rows of zeros, which change nothing."""
         positions = rows.positions.masked_fill(~rows.real, 0)
-        bare = self.geometry.rotate(key.float(), positions, inverse=True) * rows.real[:, None, :, None]
+        bare = self.geometry.rotate(key.float(), positions, inverse=True, layer=layer) * rows.real[:, None, :, None]
         left, scale, right = torch.linalg.svd(bare.transpose(1, 2).flatten(2), full_matrices=False)
         rank = math.ceil(self.method.rank_frac * right.shape[-1])
         self.left[layer] = (left * scale.unsqueeze(1))[..., :rank].to(key.dtype)
@@ -150,7 +150,8 @@ class ShadowKVState(State):
         bare = rows.unflatten(1, slots.shape[1:]) @ self.right[layer]
         positions = self._positions(slots.flatten(1)).clamp(min=0).view_as(slots)
         # The heads' tokens lie at positions of their own, so each head is a sequence here.
-        return self.geometry.rotate(bare.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1)).view_as(bare)
+        rebuilt = self.geometry.rotate(bare.flatten(0, 1).unsqueeze(1), positions.flatten(0, 1), layer=layer)
+        return rebuilt.view_as(bare)
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """The best chunks by their landmarks."""

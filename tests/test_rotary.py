@@ -6,7 +6,15 @@ import pytest
 import torch
 from living import FAMILIES, largest_difference, tiny
 
+from harness.contract.decode import open_replay, token_batch
 from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.calibration import calibrate
+from harness.model.families import tiny_family
+from harness.setup import Setup
+from methods.duo import DuoAttention
+from methods.expected import ExpectedAttention
+from methods.shadowkv import ShadowKV
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -35,3 +43,30 @@ def test_they_are_the_models_own(family):
     assert largest_difference(score(90, 70), score(31, 11)) < 1e-4
     assert largest_difference(score(90, 70), score(90, 60)) > 1e-3
     assert torch.allclose(geometry.rotate(query, torch.tensor([[0]])), query)
+
+
+ASKS = {
+    "duo": DuoAttention(sparsity=0.5, num_sinks=1, num_recent=4, num_exempt_layers=0),
+    "expected": ExpectedAttention(num_exempt_layers=0),
+    "shadowkv": ShadowKV(read_frac=0.4, num_exempt_layers=0),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_each_layer_has_its_own_positions(name, monkeypatch):
+    """SmolLM3 has layers without any: here the second and the fourth."""
+    rotate, method, asked = Attached._rotate, ASKS[name], {}
+
+    def listen(self, states, positions, inverse=False, layer=0):
+        turned = rotate(self, states, positions, inverse, layer)
+        asked[layer] = asked.get(layer, False) or not torch.equal(turned, states)
+        return turned
+
+    monkeypatch.setattr(Attached, "_rotate", listen)
+    ids, real = token_batch((60,), 6)
+    with attach(tiny_family("smollm3")) as attached:
+        calibration = calibrate(attached, method, ids[0].tolist()) if method.needs_calibration else None
+        session = open_replay(attached, Setup(method, None, calibration), real)
+        session.prefill(ids[:, :60], real[:, :60])
+        session.decode(ids[:, 60:], real[:, 60:])
+    assert asked == {0: True, 1: False, 2: True, 3: False}
