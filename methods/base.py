@@ -303,8 +303,8 @@ class State:
         device = self.lengths.final.device
         for name in self.handed_on:
             value = getattr(earlier, name)
-            moved = {key: item.to(device) for key, item in value.items()} if isinstance(value, dict) else value.to(device)
-            setattr(self, name, moved)
+            by_key = isinstance(value, dict)
+            setattr(self, name, {key: item.to(device) for key, item in value.items()} if by_key else value.to(device))
 
     def fork(self, index: Tensor, num_slots: int) -> State:
         """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots` slots."""

@@ -221,8 +221,11 @@ def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
     """The part of the record that the run itself makes."""
     experiment = find(config.kind)
     outcome = experiment.run(config, resources)
-    device = str(resources.model(config.model).model.device) if experiment.needs_weights(config) else None
-    return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": environment.describe(device)}
+    devices: dict[str, None] = {}
+    if experiment.needs_weights(config):
+        devices = dict.fromkeys(str(each.device) for each in resources.model(config.model).model.parameters())
+    described = environment.describe([*devices])
+    return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": described}
 
 
 @contextmanager

@@ -337,7 +337,7 @@ class _Trace:
         self._cache = ModelCache(decoder.stack.config)
         self._running: list[nn.Module] = []
         self._calls: dict[int, Call] = {}
-        """By module. Of a model over several devices a block's holds what accelerate's copies for its layers stem from."""
+        """By module. Over several devices a block's has the tensors of which its attention gets accelerate's copies."""
         self._made: dict[int, tuple[PositionSource, Any]] = {}
         self._masks: list[tuple[Tensor, Window | None]] = []
 
@@ -434,10 +434,10 @@ class _Trace:
         if query.shape[2] != 2 or key.shape[2] != 2:
             raise refusal(self.decoder.family, "a layer does not attend to each of the tokens")
         call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
-        made = [first_tensor(each.kwargs.get("position_embeddings")) for each in under_way]
-        source = next((self._made[id(each)] for each in made if id(each) in self._made), None)
+        positions = [id(first_tensor(each.kwargs.get("position_embeddings"))) for each in under_way]
+        source = next((self._made[each] for each in positions if each in self._made), None)
         scale, sinks, size = options.get("scaling"), options.get("s_aux"), options.get("sliding_window")
-        own_scale = getattr(module, "scaling", None)
+        own_scale: Any = getattr(module, "scaling", None)
         prescales = scale == 1 and own_scale not in (None, 1)
         layer = Layer(
             module=module,

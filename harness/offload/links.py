@@ -160,9 +160,13 @@ def open_link(
     )
 
 
-def links_by_device(links: Link | Mapping[torch.device, Link] | None, device: torch.device) -> Link | None:
-    """The link of a device, where one link serves all or each device has its own."""
-    return links.get(device) if isinstance(links, Mapping) else links
+Links = Link | Mapping[torch.device, Link]
+"""One link for all devices, or one for each."""
+
+
+def link_of(links: Links, device: torch.device) -> Link:
+    """The link of a device."""
+    return links[device] if isinstance(links, Mapping) else links
 
 
 # The CPU's link: a transfer starts once it is submitted and the link is free, and ends when bytes / bandwidth have

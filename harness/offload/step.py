@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.model.attached import Handler
+from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
 from harness.offload.cache import LayerCache, LocalCache
 from harness.offload.store import KeyValue
@@ -127,19 +127,21 @@ class DecodeStep(Handler):
             return
         if cache.part is not None:
             cache.fetcher.request_ahead(self.first.slots_in_use(steps_ahead=1), *cache.part)
-        elif following is None and not self.first.names_rows:
+        if following is None and not self.first.names_rows and self.first.index not in self.first.fetcher.ahead:
             self.first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Ask for a layer's rows where they are known before its own query is."""
-        if not cache.names_rows:
-            cache.request_kept()
-        elif cache.policy.when == "previous_step":
-            assert cache.last_query is not None, "a prompt comes first"
-            self._select(cache, cache.last_query)
-        elif cache.policy.when == "earlier_layer":
-            assert query is not None, "an earlier layer has selected"
-            self._select(cache, query)
+        device = cache.batch.real.device
+        with launching_on(device):
+            if not cache.names_rows:
+                cache.request_kept()
+            elif cache.policy.when == "previous_step":
+                assert cache.last_query is not None, "a prompt comes first"
+                self._select(cache, cache.last_query)
+            elif cache.policy.when == "earlier_layer":
+                assert query is not None, "an earlier layer has selected"
+                self._select(cache, query.to(device))
 
     # Attend, and write back
 
