@@ -37,7 +37,8 @@ from methods.base import Geometry
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Inside the block `device` is CUDA's current one: there Triton launches and events are recorded, wherever the
     tensors lie."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class Handler:

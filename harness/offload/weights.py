@@ -85,7 +85,7 @@ class StreamedWeights:
         self.pinned = pinned and attached.device.type == "cuda"
         self.num_bytes = 0
         self._modules: list[nn.Module] = attached.decoder.blocks
-        self._devices = [next(module.parameters()).device for module in self._modules]
+        self._devices = [device_of(module) for module in self._modules]
         self._links = {device: link_of(link, device) for device in dict.fromkeys(self._devices)}
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
@@ -196,6 +196,11 @@ class StreamedWeights:
     def _request(self, index: int, turn: int) -> _Ahead:
         host, target = self._layers[index].host, self._layers[index].buffers[turn]
         return _Ahead(index, turn, self._links[self._devices[index]].copy(host, target[: len(host)]))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a decoder layer's weights lie."""
+    return next(module.parameters()).device
 
 
 def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> int:
