@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from cases import CASES, Case
-from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, real_tensors
+from fake_cuda import CUDA, LIBC10, FakeSlab, Stream, Trace, fake_gpu, real_tensors
 from living import PROMPTS, calibration, force, live, open_live, replay, tiny, token_batch
 from torch import nn
 
@@ -26,7 +26,7 @@ from harness.model.attach import Attached, attach
 from harness.model.decoder import read_decoder
 from harness.model.load import load_model
 from harness.model.tiny import tiny_model
-from harness.offload import timeline as timelines
+from harness.offload import weights as weights_module
 from harness.offload.links import CudaLink, EmulatedLink
 from harness.offload.live import LiveSession
 from harness.offload.timeline import Timeline
@@ -60,6 +60,7 @@ class FollowingState(QuestState):
     handed_on = ("chosen",)
 
     def select(self, layer, rows):
+        assert rows.query.device == self.lengths.final.device
         if self.method.when_of(layer) == "own_query":
             found = super().select(layer, rows)
             self.chosen = {"mask": found.mask, "num_read": found.num_read}
@@ -184,6 +185,31 @@ def test_replay_mixes_no_devices(gpus, answers, name):
 
 
 @needs_fakes
+def test_streamed_weights_come_by_the_link_of_their_device(gpus, monkeypatch):
+    monkeypatch.setattr(weights_module, "PinnedSlab", FakeSlab)
+    monkeypatch.setattr(weights_module, "available_memory", lambda: 2**50)
+    with followed(gpus) as (attached, _, ids, real):
+        links = {device: CudaLink(device) for device in attached.devices}
+        with streamed_weights(attached, links, 0.4) as weights:
+            session = LiveSession(attached, Full(), max_new_tokens=5, placement="host", link=links)
+            token = session.prefill(ids, real).argmax(-1)
+            for link in links.values():
+                link.take_transfers()
+            gpus.restart()
+            Stream.waits.clear()
+            before = weights.num_bytes
+            token = session.decode_step(token).argmax(-1)
+            assert weights.num_bytes - before == weights.host_bytes
+            assert gpus.faults == [] and Stream.waits == []
+            moved = {device: [each.num_bytes for each in link.take_transfers()] for device, link in links.items()}
+            for device, sizes in moved.items():
+                own = [size for size, at in zip(weights._sizes, weights._devices, strict=True) if at == device]
+                assert len(own) == 2 and [size for size in sizes if size in own] == own[::-1]
+            session.close()
+        assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
+
+
+@needs_fakes
 def test_a_kernel_on_another_device_than_its_tensors_is_found(gpus):
     from harness.offload.fetch import indices
 
@@ -263,27 +289,6 @@ def moved(session: LiveSession) -> list[tuple[int, int]]:
         return [(store.h2d_bytes, store.d2h_bytes) for store in session.stores]
 
 
-def test_streamed_weights_cross_the_link_of_their_device(monkeypatch):
-    with attach(tiny("gqa")) as attached, EmulatedLink(1e12) as link, streamed_weights(attached, link, 0.4) as weights:
-        session = open_live(attached, FULL, placement="host", link=link)
-        with closing(session):
-            whole, num_bytes = force(session, PADDED), weights.num_bytes
-    with split() as attached, links_of(attached) as links:
-        devices = [layer.device for layer in attached.layers]
-        monkeypatch.setattr(
-            "harness.offload.weights.device_of", lambda block: devices[attached.decoder.blocks.index(block)]
-        )
-        for link in links.values():
-            link.take_transfers()
-        options = {"placement": "host", "link": links}
-        with (
-            streamed_weights(attached, links, 0.4) as weights,
-            closing(open_live(attached, FULL, **options)) as session,
-        ):
-            assert torch.equal(force(session, PADDED), whole) and weights.num_bytes == num_bytes
-        assert all(link.take_transfers() for link in links.values())
-
-
 def test_what_layers_share_is_moved_or_refused(monkeypatch):
     monkeypatch.setattr(FollowingState, "handed_on", ())
     with split() as attached, pytest.raises(UserError, match="FollowingState takes selections from earlier layers"):
@@ -311,25 +316,34 @@ def test_a_step_over_two_devices_is_timed_by_events_of_one_device_each(monkeypat
     clock, current = iter(range(100)), [0]
 
     class Event:
-        def __init__(self, device: int) -> None:
-            self.device, self.at = device, next(clock)
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = next(clock)
+
+        def record(self, device):
+            self.device = device
 
         def elapsed_time(self, other):
             assert self.device == other.device
             return 1e3 * (other.at - self.at)
 
-    monkeypatch.setattr(timelines, "_event", Event)
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     timeline = Timeline(CUDA)
     timeline.begin_step()  # at 0
     timeline.switch("attention")  # 1
     current[0] = 1
-    timeline.switch("ffn")  # 2 on the second device, 3 on the first
+    timeline.switch("ffn")  # 2 on the first device, 3 on the second
     current[0] = 0
-    timeline.switch("other")  # 4 on the first, 5 on the second
-    (step,) = timeline.take()  # 6
-    assert {name: seconds for name, seconds in step.items() if seconds} == {"other": 3, "attention": 2, "ffn": 3}
+    timeline.switch("other")  # 4 on the second, 5 on the first
+    timeline.begin_step()  # 6
+    current[0] = 1
+    timeline.begin_step()  # 7 on the first, 8 on the second
+    steps = [{name: each for name, each in step.items() if each} for step in timeline.take()]  # 9
+    assert steps == [{"other": 2, "attention": 1, "ffn": 1}, {"other": 1}, {"other": 1}]
 
 
 # Loading

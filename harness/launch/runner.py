@@ -221,10 +221,12 @@ def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
     """The part of the record that the run itself makes."""
     experiment = find(config.kind)
     outcome = experiment.run(config, resources)
-    devices: dict[str, None] = {}
+    devices: list[str] = []
     if experiment.needs_weights(config):
-        devices = dict.fromkeys(str(each.device) for each in resources.model(config.model).model.parameters())
-    described = environment.describe([*devices])
+        model = resources.model(config.model).model
+        spread = dict.fromkeys(f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values())
+        devices = [*spread] or [str(model.device)]
+    described = environment.describe(devices)
     return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": described}
 
 

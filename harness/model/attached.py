@@ -186,7 +186,7 @@ class Attached:
         made = self.decoder.output_type(last_hidden_state=flat)  # what the model's own code is given instead
         with replaced_forward(self.decoder.stack, lambda *_, **__: made):
             logits = self.model(input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False).logits
-        return logits.view(*hidden.shape[:-1], -1).to(hidden.device).float()
+        return logits.view(*hidden.shape[:-1], -1).float()
 
     def require_length(self, num_tokens: int) -> None:
         """Raise UserError for a sequence on which the model's rows would see other tokens, or be placed otherwise, than

@@ -85,12 +85,14 @@ class StreamedWeights:
         self.pinned = pinned and attached.device.type == "cuda"
         self.num_bytes = 0
         self._modules: list[nn.Module] = attached.decoder.blocks
-        self._devices = [device_of(module) for module in self._modules]
+        self._devices = [next(module.parameters()).device for module in self._modules]
         self._links = {device: link_of(link, device) for device in dict.fromkeys(self._devices)}
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
         self.on_device = 1 - self.host_bytes / sum(_num_bytes(module.parameters()) for module in self._modules)
+        by_size = sorted(zip(self._sizes, self._devices, strict=True), key=lambda each: each[0])
+        self._largest = {device: size for size, device in by_size}
         self._ahead: dict[torch.device, _Ahead] = {}
         self._slab: PinnedSlab | None = None
         self._layers: list[_Layer] = []
@@ -99,10 +101,7 @@ class StreamedWeights:
     @property
     def device_bytes(self) -> int:
         """See the class."""
-        return 2 * sum(map(self._largest, self._links))
-
-    def _largest(self, device: torch.device) -> int:
-        return max(size for size, own in zip(self._sizes, self._devices, strict=True) if own == device)
+        return 2 * sum(self._largest.values())
 
     def open(self) -> None:
         """Move the weights to host memory, and ask for the first layer's."""
@@ -111,10 +110,8 @@ class StreamedWeights:
                 f"platform.weights_on_device={self.on_device:.2f}: the rest needs {self.host_bytes / 2**30:.1f} GiB of "
                 f"host memory and {available / 2**30:.1f} GiB are available"
             )
-        buffers = {
-            device: [torch.empty(self._largest(device), dtype=torch.uint8, device=device) for _ in range(2)]
-            for device in self._links
-        }
+        sizes = self._largest.items()
+        buffers = {each: [torch.empty(size, dtype=torch.uint8, device=each) for _ in range(2)] for each, size in sizes}
         if self.pinned and self.host_bytes:
             self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
         for chosen, device in zip(self._chosen, self._devices, strict=True):
@@ -196,11 +193,6 @@ class StreamedWeights:
     def _request(self, index: int, turn: int) -> _Ahead:
         host, target = self._layers[index].host, self._layers[index].buffers[turn]
         return _Ahead(index, turn, self._links[self._devices[index]].copy(host, target[: len(host)]))
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Where a decoder layer's weights lie."""
-    return next(module.parameters()).device
 
 
 def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> int:
