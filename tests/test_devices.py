@@ -25,6 +25,7 @@ from harness.model import load
 from harness.model.attach import Attached, attach
 from harness.model.decoder import read_decoder
 from harness.model.load import load_model
+from harness.model.prompt import run_prompt
 from harness.model.tiny import tiny_model
 from harness.offload import weights as weights_module
 from harness.offload.links import CudaLink, EmulatedLink
@@ -69,7 +70,19 @@ class FollowingState(QuestState):
 
 FULL = Case(Full())
 FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
-METHODS = ("full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "snapkv", "kivi", "following")
+METHODS = (
+    "full",
+    "int4",
+    "h2o",
+    "infinigen",
+    "quest",
+    "pool-counter",
+    "shadowkv",
+    "snapkv",
+    "kivi",
+    "infinigen-balanced",
+    "following",
+)
 
 
 def case_of(name: str) -> Case:
@@ -182,6 +195,18 @@ def test_replay_mixes_no_devices(gpus, answers, name):
         hidden = session.decode(torch.empty(rows.shape, dtype=torch.int64, device=CUDA), rows)
         assert hidden.device == CUDA and attached.logits(hidden).device == CUDA
         assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
+
+
+@needs_fakes
+def test_a_prompt_that_ran_before_is_taken_over_on_each_device(gpus):
+    with followed(gpus) as (attached, measured, ids, real):
+        prompt = run_prompt(attached, ids, real)
+        options = {"codec": CASES["int4"].codec, "calibration": measured}
+        with closing(LiveSession(attached, Full(), max_new_tokens=5, **options)) as session:
+            gpus.restart()
+            token = session.start(prompt).argmax(-1)
+            assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
+            session.decode_step(token)
 
 
 @needs_fakes

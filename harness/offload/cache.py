@@ -423,12 +423,12 @@ class LocalCache:
     def __init__(self, policy: Policy, batch: Batch) -> None:
         assert policy.window is not None
         self.policy, self.batch, self.window = policy, batch, policy.window
-        self.ring_rows = max(1, min(policy.window.size - 1, batch.tokens.shape[1]))
+        self.ring_rows = self.rows_needed(self.window, batch.tokens.shape[1])
 
     @staticmethod
-    def bytes_needed(window: Window, columns: int, token_bytes: int) -> int:
-        """Of a sequence's window, where a token takes `token_bytes`."""
-        return max(1, min(window.size - 1, columns)) * token_bytes
+    def rows_needed(window: Window, columns: int) -> int:
+        """Rows of the ring of a batch with so many columns."""
+        return max(1, min(window.size - 1, columns))
 
     @property
     def device_bytes(self) -> int:

@@ -12,7 +12,7 @@ during the step before. `harness.offload.step` is the page on which a step can b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of
 from harness.offload import memory
 from harness.offload.cache import Batch, LayerCache, LocalCache, ResidualCache, ValuesCache, slots_needed
 from harness.offload.fetch import Fetcher
-from harness.offload.links import Link, Links, link_of
+from harness.offload.links import Link, Links
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
 from harness.offload.step import DecodeStep
 from harness.offload.store import KVStore, RowFormat
@@ -89,11 +89,10 @@ class LiveSession:
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
         self.stages: dict[torch.device, _Stage] = {}
-        for index, layer in enumerate(attached.layers):
-            if layer.device not in self.stages:
-                own_link = link_of(link, layer.device) if link is not None and placement == "host" else None
-                self.stages[layer.device] = _Stage(layer.device, [], Fetcher(own_link, reuse))
-            self.stages[layer.device].layers.append(index)
+        for device in attached.devices:
+            own_link = link[device] if isinstance(link, Mapping) else link
+            layers = [index for index, layer in enumerate(attached.layers) if layer.device == device]
+            self.stages[device] = _Stage(device, layers, Fetcher(own_link if placement == "host" else None, reuse))
         if placement == "managed" and len(self.stages) > 1:
             raise UserError("placement=managed: the model lies on several devices; allowed there: device, host")
         self.caches: list[LayerCache | LocalCache] = []
@@ -232,8 +231,7 @@ class LiveSession:
         self.attached.require_even(real)
         caches: dict[int, LayerCache | LocalCache] = {}
         batches = {device: Batch(real.to(device), self.max_new_tokens) for device in self.stages}
-        lengths = next(iter(batches.values())).lengths
-        states = new_states(self.attached, self.method, lengths, self.calibration)
+        states = new_states(self.attached, self.method, next(iter(batches.values())).lengths, self.calibration)
         for device, stage in self.stages.items():
             stage.batch, stage.state = batches[device], states.get(device)
             with launching_on(device):
@@ -314,13 +312,13 @@ class LiveSession:
 
     def _window_bytes(self, stage: _Stage, batch: Batch) -> int:
         """Of the local layers' rings."""
-        total = 0
+        elements = 0
         for layer in stage.layers:
             shape, window = self.attached.layers[layer], self.policies[layer].window
             if window is not None:
-                token = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * self.attached.dtype.itemsize
-                total += len(batch.prompts) * LocalCache.bytes_needed(window, batch.tokens.shape[1], token)
-        return total
+                rows = LocalCache.rows_needed(window, batch.tokens.shape[1])
+                elements += rows * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+        return len(batch.prompts) * elements * self.attached.dtype.itemsize
 
     def _cache(self, layer: int, stage: _Stage, batch: Batch, capacity: int) -> LayerCache:
         policy = self.policies[layer]

@@ -85,8 +85,11 @@ class DecodeStep(Handler):
             output = self._attend_to_codes(cache, query, own)
         else:
             output = self._attend_by_scores(cache, query, own)
-        if cache.state is None and cache.policy.kind == "method":
-            self._note_everything(cache)
+        if cache.state is None and cache.policy.kind == "method":  # it reads everything
+            stored = cache.store.codec.stored(cache.batch.positions)
+            self.reads.append(stored)
+            if cache.store.codec.residual:
+                self.index_reads.append(cache.batch.positions - stored)
         return heads_last(with_rest(output, self.rest.pop(layer, None)))
 
     # Select
@@ -190,13 +193,6 @@ class DecodeStep(Handler):
         self.reads.append(selection.num_read[:, 0])
         if selection.side is not None:
             self.index_reads.append(selection.side[:, 0])
-
-    def _note_everything(self, cache: LayerCache) -> None:
-        cached, codec = cache.batch.positions, cache.store.codec
-        stored = codec.stored(cached)
-        self.reads.append(stored)
-        if codec.residual:
-            self.index_reads.append(cached - stored)
 
 
 def attend_by_scores(

@@ -13,7 +13,7 @@ computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from harness.errors import UserError
 from harness.files import available_memory
 from harness.model.attach import Attached
 from harness.model.attached import launching_on
-from harness.offload.links import Links, Ticket, link_of
+from harness.offload.links import Links, Ticket
 from harness.offload.memory import PinnedSlab, aligned
 from harness.offload.timeline import Timeline
 
@@ -64,12 +64,8 @@ class _Layer(NamedTuple):
     views: tuple[list[Tensor], list[Tensor]]
 
 
-class _Ahead(NamedTuple):
-    """Weights under way: of which layer, and into which of the buffers."""
-
-    layer: int
-    turn: int
-    ticket: Ticket
+_Ahead = tuple[int, int, Ticket]
+"""Weights under way: of which layer, into which of the buffers, and their transfer."""
 
 
 class StreamedWeights:
@@ -86,22 +82,18 @@ class StreamedWeights:
         self.num_bytes = 0
         self._modules: list[nn.Module] = attached.decoder.blocks
         self._devices = [next(module.parameters()).device for module in self._modules]
-        self._links = {device: link_of(link, device) for device in dict.fromkeys(self._devices)}
+        self._links = {each: link[each] if isinstance(link, Mapping) else link for each in self._devices}
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
         self.on_device = 1 - self.host_bytes / sum(_num_bytes(module.parameters()) for module in self._modules)
         by_size = sorted(zip(self._sizes, self._devices, strict=True), key=lambda each: each[0])
         self._largest = {device: size for size, device in by_size}
+        self.device_bytes = 2 * sum(self._largest.values())
         self._ahead: dict[torch.device, _Ahead] = {}
         self._slab: PinnedSlab | None = None
         self._layers: list[_Layer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-
-    @property
-    def device_bytes(self) -> int:
-        """See the class."""
-        return 2 * sum(self._largest.values())
 
     def open(self) -> None:
         """Move the weights to host memory, and ask for the first layer's."""
@@ -138,7 +130,13 @@ class StreamedWeights:
     def _choose(self, on_device: float) -> list[list[nn.Parameter]]:
         """The matrices of each layer that are streamed, larger ones first. What whole matrices leave open is made up
         for in the layers that follow."""
-        layers = [self._streamable(module) for module in self._modules]
+        decoder = self.attached.decoder
+        early = {id(weight) for layer in decoder.layers for weight in decoder.query_parameters(layer)}
+        layers = [
+            [each for each in sorted(module.parameters(), key=lambda each: -each.nbytes)
+             if each.ndim > 1 and id(each) not in early]
+            for module in self._modules
+        ]  # fmt: skip
         sizes = [_num_bytes(module.parameters()) for module in self._modules]
         least = max(1 - _num_bytes(some) / size for some, size in zip(layers, sizes, strict=True))
         if on_device < least:
@@ -157,13 +155,6 @@ class StreamedWeights:
                     owed -= parameter.nbytes
         return chosen
 
-    def _streamable(self, module: nn.Module) -> list[nn.Parameter]:
-        decoder = self.attached.decoder
-        layers = [layer for layer in decoder.layers if layer.block is module]
-        early = {id(weight) for layer in layers for weight in decoder.query_parameters(layer)}
-        matrices = [each for each in module.parameters() if each.ndim > 1 and id(each) not in early]
-        return sorted(matrices, key=lambda each: -each.nbytes)
-
     def _moved(self, parameters: Sequence[nn.Parameter], buffers: list[Tensor]) -> _Layer:
         """Copy parameters to host memory; from here on they are views of a buffer."""
         size = [_num_bytes(parameters)]
@@ -178,21 +169,21 @@ class StreamedWeights:
         """Ask for the next layer's weights, then wait for this one's. The other buffer was the layer before's, whose
         work is queued by now: the link starts after it."""
         device = self._devices[index]
-        ahead = self._ahead[device]
-        if ahead.layer != index:  # the pass before ended early
-            ahead = self._request(index, 1 - ahead.turn)
+        ahead, turn, ticket = self._ahead[device]
+        if ahead != index:  # the pass before ended early
+            _, turn, ticket = self._request(index, 1 - turn)
         following = (*self._devices[index + 1 :], *self._devices[: index + 1]).index(device)
-        self._ahead[device] = self._request((index + 1 + following) % len(self._layers), 1 - ahead.turn)
+        self._ahead[device] = self._request((index + 1 + following) % len(self._layers), 1 - turn)
         with launching_on(device), self.timeline.within("transfer"):
-            ahead.ticket.wait()
+            ticket.wait()
         layer = self._layers[index]
-        for parameter, view in zip(layer.parameters, layer.views[ahead.turn], strict=True):
+        for parameter, view in zip(layer.parameters, layer.views[turn], strict=True):
             parameter.data = view
         self.num_bytes += layer.host.nbytes
 
     def _request(self, index: int, turn: int) -> _Ahead:
         host, target = self._layers[index].host, self._layers[index].buffers[turn]
-        return _Ahead(index, turn, self._links[self._devices[index]].copy(host, target[: len(host)]))
+        return index, turn, self._links[self._devices[index]].copy(host, target[: len(host)])
 
 
 def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> int:
