@@ -171,7 +171,7 @@ class StreamedWeights:
         device = self._devices[index]
         ahead, turn, ticket = self._ahead[device]
         if ahead != index:  # the pass before ended early
-            _, turn, ticket = self._request(index, 1 - turn)
+            ahead, turn, ticket = self._request(index, 1 - turn)
         following = (*self._devices[index + 1 :], *self._devices[: index + 1]).index(device)
         self._ahead[device] = self._request((index + 1 + following) % len(self._layers), 1 - turn)
         with launching_on(device), self.timeline.within("transfer"):
