@@ -117,7 +117,7 @@ def _placement(config: ModelConfig) -> "tuple[list[torch.device], torch.dtype]":
         raise UserError(f"model.device={config.device}: torch finds no CUDA device here; allowed: auto, cpu")
     if config.device == "cpu" or not has_cuda:
         return [torch.device("cpu")], dtype
-    require_kernels()
+    require_kernels("map" if config.device == "map" else "cuda")
     if config.device == "map":
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())], dtype
     return [torch.device("cuda")], dtype
@@ -145,7 +145,7 @@ def _require_on_devices(name: str, left: Sequence[str]) -> None:
         )
 
 
-def require_kernels() -> None:
+def require_kernels(device: str = "cuda") -> None:
     """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a C compiler, which a
     machine that only runs programs may lack, and would say so minutes later."""
     try:
@@ -153,11 +153,11 @@ def require_kernels() -> None:
 
         _ = driver.active.utils
     except ImportError as error:
-        raise UserError(f"model.device=cuda: {missing(error)}; allowed: cpu") from error
+        raise UserError(f"model.device={device}: {missing(error)}; allowed: cpu") from error
     except (RuntimeError, AssertionError, OSError, SubprocessError) as error:
         raise UserError(
-            f"model.device=cuda: Triton cannot build its launcher ({reason(error)}); it needs a C compiler, Python's "
-            "headers (python3-dev) and libcuda.so; allowed without them: cpu"
+            f"model.device={device}: Triton cannot build its launcher ({reason(error)}); it needs a C compiler, "
+            "Python's headers (python3-dev) and libcuda.so; allowed without them: cpu"
         ) from error
 
 
