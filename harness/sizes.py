@@ -288,10 +288,14 @@ class StepReads:
 
 
 def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
-    """Over the layers, one launch for all: fp64, shaped like `cached`, zeros of none."""
+    """Over the layers, one launch for all of a device: fp64, shaped like `cached`, zeros of none."""
     if not layers:
         return torch.zeros_like(cached, dtype=torch.float64)
-    return torch.stack([layer.to(cached.device) for layer in layers]).sum(0, dtype=torch.float64)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for layer in layers:
+        by_device.setdefault(layer.device, []).append(layer)
+    sums = [torch.stack(each).sum(0, dtype=torch.float64).to(cached.device) for each in by_device.values()]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
 def kv_frac(

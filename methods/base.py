@@ -238,11 +238,14 @@ class State:
     slot_tensors: attributes kept per slot, dicts by layer of [batch, num_kv_heads, slots, ...], and the value of an
         empty slot; copied as well, and given room.
     spare_slots: slots that they have beyond those of the batch.
+    handed_on: attributes that an earlier layer's `select` leaves to later ones, tensors or dicts of them. A model over
+        several devices has a state on each, with its layers' tensors; these attributes follow from device to device.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ()
     slot_tensors: ClassVar[Mapping[str, float]] = {}
     spare_slots: ClassVar[int] = 0
+    handed_on: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, method: Any, geometry: Geometry, lengths: Lengths) -> None:
         self.method = method
@@ -289,6 +292,14 @@ class State:
         head_dim].
         """
         raise NotImplementedError
+
+    def take_over(self, earlier: State) -> None:
+        """Take what the layers of another device, whose state is `earlier`, have handed on."""
+        device = self.lengths.final.device
+        for name in self.handed_on:
+            value = getattr(earlier, name)
+            by_key = isinstance(value, dict)
+            setattr(self, name, {key: item.to(device) for key, item in value.items()} if by_key else value.to(device))
 
     def fork(self, index: Tensor, num_slots: int) -> State:
         """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots` slots."""

@@ -33,7 +33,7 @@ class PromptEvictingState(EvictingState):
         super().__init__(method, geometry, lengths)
         selecting = geometry.num_layers - method.num_exempt_layers
         shares = [method.shares(prompt, selecting) for prompt in lengths.prompt.tolist()]
-        self.shares = lengths.prompt.new_tensor(shares).T
+        self.shares = torch.tensor(shares, dtype=lengths.prompt.dtype, device=lengths.prompt.device).T
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; what stands in the padding plays no part."""

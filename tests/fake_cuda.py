@@ -79,6 +79,7 @@ class Stream:
     waits: list[str] = []
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = device or CUDA
         self.number = next(Stream.numbers)
         self.clock: Counter[int] = Counter()
 
@@ -119,6 +120,21 @@ class Event:
         return 0.0
 
 
+class CurrentDevice:
+    """torch.cuda.device: kernels are launched on the current one, and events recorded, wherever tensors lie."""
+
+    index = 0
+
+    def __init__(self, device: torch.device | int) -> None:
+        self.wanted = device if isinstance(device, int) else device.index or 0
+
+    def __enter__(self) -> None:
+        self.before, CurrentDevice.index = CurrentDevice.index, self.wanted
+
+    def __exit__(self, *_: object) -> None:
+        CurrentDevice.index = self.before
+
+
 class Streams:
     """torch.cuda's streams while the stand-ins are in place. recorded: storages that another stream's use keeps."""
 
@@ -134,7 +150,8 @@ class Streams:
     def on(stream: Stream) -> Iterator[None]:
         Streams.stack.append(stream)
         try:
-            yield
+            with CurrentDevice(stream.device):
+                yield
         finally:
             Streams.stack.pop()
 
@@ -154,6 +171,8 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Stream", "Event"):
             patch.setattr(torch.cuda, name, globals()[name])
+        patch.setattr(torch.cuda, "device", CurrentDevice)
+        patch.setattr(torch.cuda, "current_device", lambda: CurrentDevice.index)
         patch.setattr(torch.cuda, "stream", Streams.on)
         patch.setattr(torch.cuda, "current_stream", Streams.current)
         patch.setattr(torch.cuda, "synchronize", Streams.synchronize)
@@ -336,6 +355,8 @@ class Trace(TorchDispatchMode):
         for key, value in arguments.items():
             if isinstance(value, Tensor) and not self._reachable(value):
                 self.fault(f"{name}: {key} is not on the device")
+            elif isinstance(value, Tensor) and value.is_cuda and value.device.index != CurrentDevice.index:
+                self.fault(f"{name}: {key} is on {value.device}, the kernel on cuda:{CurrentDevice.index}")
         told = any(word in key for key in arguments for word in ("stride", "per_head"))
         for key, value in arguments.items():
             if isinstance(value, Tensor) and not (value.is_contiguous() or (told and value.stride(-1) == 1)):

@@ -552,7 +552,7 @@ def test_report_updates_tables_and_returns_one(runs, command):
 
 
 def test_environment_is_json_and_knows_the_packages():
-    found = environment.describe("cpu")
+    found = environment.describe(["cpu"])
     assert json.loads(json.dumps(found)) == found
     assert found["packages"]["torch"] and found["num_cores"] >= 1
     assert environment.describe()["num_threads"] is None

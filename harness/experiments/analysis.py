@@ -27,6 +27,8 @@ class Analysis(Experiment):
         statistic = config.analysis.statistic
         if statistic is None:
             raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
+        if config.model.device == "map":
+            raise UserError("model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda")
         for name in ("codec", "target_kv_frac"):
             if getattr(config, name) is not None:
                 raise UserError(f"{name}={getattr(config, name)}: plays no part in kind=analysis; leave it out")

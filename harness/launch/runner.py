@@ -221,8 +221,13 @@ def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
     """The part of the record that the run itself makes."""
     experiment = find(config.kind)
     outcome = experiment.run(config, resources)
-    device = str(resources.model(config.model).model.device) if experiment.needs_weights(config) else None
-    return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": environment.describe(device)}
+    devices: list[str] = []
+    if experiment.needs_weights(config):
+        model = resources.model(config.model).model
+        spread = dict.fromkeys(f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values())
+        devices = [*spread] or [str(model.device)]
+    described = environment.describe(devices)
+    return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": described}
 
 
 @contextmanager

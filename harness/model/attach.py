@@ -173,5 +173,5 @@ class _History(Handler):
             visible &= tokens >= window.first_visible(rows)[:, None]
         visible = visible.expand(len(key), 1, *visible.shape)
         if self.real is not None:  # a row of padding sees itself, so that its softmax is of something
-            visible = visible & (self.real[:, None, None] | (tokens == rows[:, None]))
+            visible = visible & (self.real[:, None, None].to(key.device) | (tokens == rows[:, None]))
         return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)

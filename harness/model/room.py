@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from harness.errors import UserError
@@ -18,14 +20,14 @@ def available_bytes(home: torch.device) -> int:
     return torch.cuda.mem_get_info(home)[0] + unused
 
 
-def require_room(what: str, num_weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UserError where so many weights do not fit into the free memory of `device`."""
-    needed, available = num_weights * dtype.itemsize, available_bytes(device)
+def require_room(what: str, num_weights: int, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
+    """Raise UserError where so many weights do not fit into the free memory of all `devices` together."""
+    needed, available = num_weights * dtype.itemsize, sum(map(available_bytes, devices))
     if needed <= available:
         return
     word = str(dtype).removeprefix("torch.")
     halved = ", or model.dtype=bfloat16" if dtype == torch.float32 and needed <= 2 * available else ""
     raise UserError(
-        f"{what} needs {needed / GIB:.1f} GiB of {device.type} memory for its weights in {word} and "
+        f"{what} needs {needed / GIB:.1f} GiB of {devices[0].type} memory for its weights in {word} and "
         f"{available / GIB:.1f} GiB are available; choose a smaller model{halved}"
     )

@@ -83,8 +83,8 @@ class LayerCache:
     """index: the layer among all attention layers. state: None in a layer that reads everything. last_query: [batch,
     heads, 1, head_dim], where the next step selects by it.
 
-    following: the next layer that fetches rows. part: which of how many parts is asked for in this layer, of the rows
-    that come during the whole step before.
+    following: the next layer that fetches rows. earlier: the state of the one before, maybe on another device. part:
+    which of how many parts is asked for in this layer, of the rows that come during the whole step before.
     """
 
     index: int
@@ -96,6 +96,7 @@ class LayerCache:
     fetcher: Fetcher
     last_query: Tensor | None = None
     following: LayerCache | None = None
+    earlier: State | None = None
     part: tuple[int, int] | None = None
 
     @property
@@ -175,6 +176,8 @@ class LayerCache:
     def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
         """What the step's single row reads, over `slots()`."""
         assert self.state is not None, "only a layer with a state selects"
+        if self.earlier not in (None, self.state):
+            self.state.take_over(self.earlier)
         own = self.slots_in_use()
         rows = Rows(
             query=query,
@@ -420,12 +423,12 @@ class LocalCache:
     def __init__(self, policy: Policy, batch: Batch) -> None:
         assert policy.window is not None
         self.policy, self.batch, self.window = policy, batch, policy.window
-        self.ring_rows = max(1, min(policy.window.size - 1, batch.tokens.shape[1]))
+        self.ring_rows = self.rows_needed(self.window, batch.tokens.shape[1])
 
     @staticmethod
-    def bytes_needed(window: Window, columns: int, token_bytes: int) -> int:
-        """Of a sequence's window, where a token takes `token_bytes`."""
-        return max(1, min(window.size - 1, columns)) * token_bytes
+    def rows_needed(window: Window, columns: int) -> int:
+        """Rows of the ring of a batch with so many columns."""
+        return max(1, min(window.size - 1, columns))
 
     @property
     def device_bytes(self) -> int:

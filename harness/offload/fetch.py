@@ -106,7 +106,9 @@ class Fetcher:
         for store in {store.slot_bytes: store for store in in_order}.values():
             if store.reachable:
                 warm_gather(store.slots, store.device, store.tuning)
-        warm_lists(in_order[0].device, reuse=self.reuse)
+        if (device := in_order[0].device).type == "cuda":
+            nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=device)
+            missing_rows(nothing, torch.full((1, 1, 1), -1, device=device)) if self.reuse else indices(nothing, 1)
         if self.link is None:
             return
         self.ahead = list(stores)[:num_ahead]
@@ -304,13 +306,3 @@ def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Chosen, Tensor]:
     missing, free = indices(mask & ~there[..., :num_slots], room), indices(~stays, room)
     fetch = Chosen(missing, num_true(missing >= 0), free)
     return fetch, torch.where(stays, kept, fetch.by_target())
-
-
-def warm_lists(device: torch.device, *, reuse: bool) -> None:
-    """Under CUDA compile and load the kernel for lists of slots, or with `reuse` for missing rows."""
-    if device.type == "cuda":
-        nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=device)
-        if reuse:
-            missing_rows(nothing, torch.full((1, 1, 1), -1, device=device))
-        else:
-            indices(nothing, 1)

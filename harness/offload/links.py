@@ -17,6 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -67,7 +68,7 @@ class Ticket:
             self._is_done = True
 
 
-class Link(ABC):
+class Link(AbstractContextManager["Link"], ABC):
     """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
 
     overlap: transfers run beside the computation; False: a transfer runs when it is waited for, and a write-back at
@@ -130,9 +131,6 @@ class Link(ABC):
     def close(self) -> None:
         """End the link after what was submitted; it takes no more transfers. Idempotent, raises nothing."""
 
-    def __enter__(self) -> Link:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -160,9 +158,8 @@ def open_link(
     )
 
 
-def links_by_device(links: Link | Mapping[torch.device, Link] | None, device: torch.device) -> Link | None:
-    """The link of a device, where one link serves all or each device has its own."""
-    return links.get(device) if isinstance(links, Mapping) else links
+Links = Link | Mapping[torch.device, Link]
+"""One link for all devices, or one for each."""
 
 
 # The CPU's link: a transfer starts once it is submitted and the link is free, and ends when bytes / bandwidth have

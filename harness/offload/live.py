@@ -18,20 +18,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.model.attached import Attached
-from harness.model.policies import Policy, policies_of
+from harness.errors import UserError
+from harness.model.attached import Attached, launching_on
+from harness.model.policies import Policy, new_states, policies_of
 from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of
 from harness.offload import memory
 from harness.offload.cache import Batch, LayerCache, LocalCache, ResidualCache, ValuesCache, slots_needed
 from harness.offload.fetch import Fetcher
-from harness.offload.links import Link, links_by_device
+from harness.offload.links import Link, Links
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
 from harness.offload.step import DecodeStep
 from harness.offload.store import KVStore, RowFormat
 from harness.offload.timeline import Timeline
 from harness.settings.speed import Placement, check_combination
 from harness.sizes import StepReads
-from methods.base import Calibration, Method, State, calibration_on
+from methods.base import Calibration, Method, State
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
 from methods.keyless_codec import without_keys
 
@@ -66,7 +67,7 @@ class LiveSession:
         max_new_tokens: int,
         codec: AnyCodec | None = None,
         placement: Placement = "device",
-        link: Link | Mapping[torch.device, Link] | None = None,
+        link: Links | None = None,
         calibration: Calibration | None = None,
         reuse: bool = False,
         pinned: bool = True,
@@ -88,11 +89,12 @@ class LiveSession:
         self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
         self.stages: dict[torch.device, _Stage] = {}
-        for index, layer in enumerate(attached.layers):
-            if layer.device not in self.stages:
-                of_device = links_by_device(link, layer.device) if placement == "host" else None
-                self.stages[layer.device] = _Stage(layer.device, [], Fetcher(of_device, reuse))
-            self.stages[layer.device].layers.append(index)
+        for device in attached.devices:
+            own_link = link[device] if isinstance(link, Mapping) else link
+            layers = [index for index, layer in enumerate(attached.layers) if layer.device == device]
+            self.stages[device] = _Stage(device, layers, Fetcher(own_link if placement == "host" else None, reuse))
+        if placement == "managed" and len(self.stages) > 1:
+            raise UserError("placement=managed: the model lies on several devices; allowed there: device, host")
         self.caches: list[LayerCache | LocalCache] = []
         self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
@@ -166,23 +168,23 @@ class LiveSession:
     @property
     def loaded_bytes(self) -> int | Tensor:
         """Payload bytes of the rows that the steps so far took from the link, whatever is still under way."""
-        return sum(stage.fetcher.loaded.num_bytes for stage in self.stages.values())
+        return self._total([stage.fetcher.loaded.num_bytes for stage in self.stages.values()])
 
     @property
     def written_bytes(self) -> int | Tensor:
         """Payload bytes that were written back so far, alike, the prompt's included."""
-        return sum(stage.fetcher.written.num_bytes for stage in self.stages.values())
+        return self._total([stage.fetcher.written.num_bytes for stage in self.stages.values()])
 
     @property
     def h2d_bytes(self) -> int:
         """Payload bytes fetched over the link so far, those under way included: waits for them."""
-        self._drain()
+        self.drain()
         return sum(store.h2d_bytes for store in self.stores)
 
     @property
     def d2h_bytes(self) -> int:
         """Payload bytes written back over the link so far, the prompt's included: waits as `h2d_bytes`."""
-        self._drain()
+        self.drain()
         return sum(store.d2h_bytes for store in self.stores)
 
     @property
@@ -210,11 +212,16 @@ class LiveSession:
                 store.free()
             for stage in self.stages.values():
                 if stage.slab is not None:
-                    stage.slab.close()
+                    with launching_on(stage.device):
+                        stage.slab.close()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Wait until nothing is under way. Raises the error of a transfer that failed."""
         for stage in self.stages.values():
             stage.fetcher.drain()
+
+    def _total(self, counts: list[int | Tensor]) -> int | Tensor:
+        return sum(each.to(self.attached.device) if isinstance(each, Tensor) else each for each in counts)
 
     def _open(self, real: Tensor, activations: int) -> None:
         """Make all that decoding needs, after asking whether it fits. activations: bytes that the prompt takes."""
@@ -223,24 +230,24 @@ class LiveSession:
         self.attached.require_length(real.shape[1] + self.max_new_tokens)
         self.attached.require_even(real)
         caches: dict[int, LayerCache | LocalCache] = {}
-        for stage in self.stages.values():
-            batch = stage.batch = Batch(real.to(stage.device), self.max_new_tokens)
-            if not self.method.reads_all and any(self.policies[layer].kind == "method" for layer in stage.layers):
-                calibration = calibration_on(self.calibration, stage.device)
-                stage.state = self.method.new_state(self.attached.geometry, batch.lengths, calibration)
-            caches |= self._open_stage(stage, batch, activations)
-            activations = 0  # layers compute one after another
+        batches = {device: Batch(real.to(device), self.max_new_tokens) for device in self.stages}
+        states = new_states(self.attached, self.method, next(iter(batches.values())).lengths, self.calibration)
+        for device, stage in self.stages.items():
+            stage.batch, stage.state = batches[device], states.get(device)
+            with launching_on(device):
+                caches |= self._open_stage(stage, batches[device], activations)
         self.caches = [caches[layer] for layer in sorted(caches)]
         fetched = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         for cache, following in zip(fetched, fetched[1:], strict=False):
             cache.following = following
+            following.earlier = cache.state
         self.reads = StepReads(
             self.attached.geometry,
             self.method.num_exempt_layers,
             self.codec,
             slot_bytes=self.stores[-1].slot_bytes,
             element_bytes=self.attached.dtype.itemsize,
-            device=self.attached.device,
+            device=self.batch.real.device,
         )
 
     def _open_stage(self, stage: _Stage, batch: Batch, activations: int) -> dict[int, LayerCache | LocalCache]:
@@ -281,7 +288,8 @@ class LiveSession:
         """Hand a layer's prompt to its cache. The first that has a state shows what each of them keeps of a prompt, so
         that is asked for before the others make it."""
         cache = self.caches[layer]
-        cache.keep_prompt(query, key, value)
+        with launching_on(key.device):
+            cache.keep_prompt(query, key, value)
         if not isinstance(cache, LayerCache) or cache.state is None:
             return
         alike = [each for each in self.caches if isinstance(each, LayerCache) and each.state is cache.state]
@@ -304,13 +312,13 @@ class LiveSession:
 
     def _window_bytes(self, stage: _Stage, batch: Batch) -> int:
         """Of the local layers' rings."""
-        total = 0
+        elements = 0
         for layer in stage.layers:
             shape, window = self.attached.layers[layer], self.policies[layer].window
             if window is not None:
-                token = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * self.attached.dtype.itemsize
-                total += len(batch.prompts) * LocalCache.bytes_needed(window, batch.tokens.shape[1], token)
-        return total
+                rows = LocalCache.rows_needed(window, batch.tokens.shape[1])
+                elements += rows * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+        return len(batch.prompts) * elements * self.attached.dtype.itemsize
 
     def _cache(self, layer: int, stage: _Stage, batch: Batch, capacity: int) -> LayerCache:
         policy = self.policies[layer]

@@ -90,23 +90,20 @@ class SessionBytes(NamedTuple):
 def session_bytes(
     layers: Sequence[LayerSlots], placement: str, *, ahead: int, selected: int, reuse: bool, activations: int
 ) -> SessionBytes:
-    """ahead, selected, reuse: of the `Fetcher`. activations: `prompt_bytes`, 0 where no prompt is run."""
+    """Of the slots, and under host placement of a `Fetcher`'s buffers: one for each of the first `ahead` layers, two
+    that the others take in turn, and with reuse one for `selected` rows of each of those. activations: `prompt_bytes`,
+    0 where no prompt is run."""
     cache = sum(aligned(layer.num_bytes) for layer in layers)
-    if placement == "host":
-        return SessionBytes(cache, buffer_bytes(layers, ahead=ahead, selected=selected, reuse=reuse) + activations)
     if placement == "managed":
         return SessionBytes(0, activations, cache)
-    return SessionBytes(0, cache + activations)
-
-
-def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reuse: bool) -> int:
-    """Of the buffers of a `Fetcher`: one for each of the first `ahead` layers, two that the others take in turn, and
-    with reuse one for `selected` rows of each of those."""
+    if placement == "device":
+        return SessionBytes(0, cache + activations)
     others = layers[ahead:]
     largest = max(others, key=lambda layer: layer.num_bytes)
-    in_turn = largest.bytes_of((min(selected, largest.capacity) if ahead else largest.capacity) + OWN)
-    kept = sum(layer.bytes_of(selected + OWN) for layer in others) if reuse else 0
-    return sum(layer.bytes_of(layer.capacity + OWN) for layer in layers[:ahead]) + 2 * in_turn + kept
+    buffers = 2 * largest.bytes_of((min(selected, largest.capacity) if ahead else largest.capacity) + OWN)
+    buffers += sum(layer.bytes_of(layer.capacity + OWN) for layer in layers[:ahead])
+    buffers += sum(layer.bytes_of(selected + OWN) for layer in others) if reuse else 0
+    return SessionBytes(cache, buffers + activations)
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:

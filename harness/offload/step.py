@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.model.attached import Handler
+from harness.model.attached import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
 from harness.offload.cache import LayerCache, LocalCache
 from harness.offload.store import KeyValue
@@ -85,8 +85,11 @@ class DecodeStep(Handler):
             output = self._attend_to_codes(cache, query, own)
         else:
             output = self._attend_by_scores(cache, query, own)
-        if cache.state is None and cache.policy.kind == "method":
-            self._note_everything(cache)
+        if cache.state is None and cache.policy.kind == "method":  # it reads everything
+            stored = cache.store.codec.stored(cache.batch.positions)
+            self.reads.append(stored)
+            if cache.store.codec.residual:
+                self.index_reads.append(cache.batch.positions - stored)
         return heads_last(with_rest(output, self.rest.pop(layer, None)))
 
     # Select
@@ -127,19 +130,24 @@ class DecodeStep(Handler):
             return
         if cache.part is not None:
             cache.fetcher.request_ahead(self.first.slots_in_use(steps_ahead=1), *cache.part)
-        elif following is None and cache is not self.first and not self.first.names_rows:
-            self.first.request_kept(steps_ahead=1)  # an only layer is still to take this step's rows: see `begin`
+        first = self.first
+        is_last_layer = following is None and cache is not first  # an only layer has its own rows still to take
+        if is_last_layer and not first.names_rows and first.index not in first.fetcher.ahead:
+            with launching_on(first.batch.real.device):
+                first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Ask for a layer's rows where they are known before its own query is."""
-        if not cache.names_rows:
-            cache.request_kept()
-        elif cache.policy.when == "previous_step":
-            assert cache.last_query is not None, "a prompt comes first"
-            self._select(cache, cache.last_query)
-        elif cache.policy.when == "earlier_layer":
-            assert query is not None, "an earlier layer has selected"
-            self._select(cache, query)
+        device = cache.batch.real.device
+        with launching_on(device):
+            if not cache.names_rows:
+                cache.request_kept()
+            elif cache.policy.when == "previous_step":
+                assert cache.last_query is not None, "a prompt comes first"
+                self._select(cache, cache.last_query)
+            elif cache.policy.when == "earlier_layer":
+                assert query is not None, "an earlier layer has selected"
+                self._select(cache, query.to(device))
 
     # Attend, and write back
 
@@ -188,13 +196,6 @@ class DecodeStep(Handler):
         self.reads.append(selection.num_read[:, 0])
         if selection.side is not None:
             self.index_reads.append(selection.side[:, 0])
-
-    def _note_everything(self, cache: LayerCache) -> None:
-        cached, codec = cache.batch.positions, cache.store.codec
-        stored = codec.stored(cached)
-        self.reads.append(stored)
-        if codec.residual:
-            self.index_reads.append(cached - stored)
 
 
 def attend_by_scores(

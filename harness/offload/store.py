@@ -345,9 +345,14 @@ def gather_rows(
         kernels.gather_rows(slots, index, rows, targets, tuning)
         return
     _check(slots, index)
-    words = slots.view(torch.int32), rows.view(torch.int32)
+    words, target_words = slots.view(torch.int32), rows.view(torch.int32)
     for head in np.ndindex(*index.shape[:2]):
-        _gather_head(words[0][head], index[head], words[1][head], None if targets is None else targets[head])
+        moving, own = (index[head] >= 0).nonzero().view(-1), index[head]
+        if targets is None and len(moving) == len(own):  # without an intermediate copy
+            torch.index_select(words[head], 0, own, out=target_words[head])
+        elif len(moving):
+            target = moving if targets is None else targets[head][moving]
+            target_words[head].index_copy_(0, target, words[head].index_select(0, own[moving]))
 
 
 def gather_staged(slots: Tensor, index: Tensor, rows: Tensor) -> None:
@@ -371,7 +376,8 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DE
     batch, num_kv_heads, capacity, _ = slots.shape
     first = torch.arange(0, batch * num_kv_heads * capacity, capacity).view(batch, num_kv_heads, 1)
     moving = (index >= 0).view(-1).nonzero().view(-1)
-    _flat_words(slots).index_copy_(0, (first + index).view(-1)[moving], _flat_words(rows)[moving])
+    words, of_rows = (each.view(torch.int32).view(-1, each.shape[-1] // 4) for each in (slots, rows))  # a row each
+    words.index_copy_(0, (first + index).view(-1)[moving], of_rows[moving])
 
 
 def warm_gather(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -380,20 +386,6 @@ def warm_gather(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TU
         from harness.offload.kernels import gather as kernels
 
         kernels.warm(slots, device, tuning)
-
-
-def _gather_head(slots: Tensor, index: Tensor, rows: Tensor, targets: Tensor | None) -> None:
-    """The rows of one head, in words; where nothing is left out or moved without an intermediate copy."""
-    moving = (index >= 0).nonzero().view(-1)
-    if targets is None and len(moving) == len(index):
-        torch.index_select(slots, 0, index, out=rows)
-    elif len(moving):
-        rows.index_copy_(0, moving if targets is None else targets[moving], slots.index_select(0, index[moving]))
-
-
-def _flat_words(rows: Tensor) -> Tensor:
-    """[..., num_rows, bytes] as 32-bit words [all rows, words], a view."""
-    return rows.view(torch.int32).view(-1, rows.shape[-1] // 4)
 
 
 def _check(slots: Tensor, index: Tensor) -> None:

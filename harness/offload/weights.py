@@ -2,8 +2,9 @@
 
 Streamed are whole matrices. Biases and norms stay on the device, and so does the matrix that makes queries, which a
 rehearsal reads while the layer before computes; embedding and output head are no decoder layer's. A layer's matrices
-lie side by side in host memory and cross in one piece, into one of two buffers that take turns: the layer that
-computes has one, the next layer's come into the other, as the first layer's do while the last one computes.
+lie side by side in host memory and cross in one piece, into one of its device's two buffers, which take turns: the
+layer that computes has one, the device's next layer's come into the other, as its first layer's do while its last one
+computes.
 
     with streamed_weights(attached, link, 0.7) as weights:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -12,7 +13,7 @@ computes has one, the next layer's come into the other, as the first layer's do 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -23,14 +24,15 @@ from torch import Tensor, nn
 from harness.errors import UserError
 from harness.files import available_memory
 from harness.model.attach import Attached
-from harness.offload.links import Link, Ticket
+from harness.model.attached import launching_on
+from harness.offload.links import Links, Ticket
 from harness.offload.memory import PinnedSlab, aligned
 from harness.offload.timeline import Timeline
 
 
 @contextmanager
 def streamed_weights(
-    attached: Attached, link: Link | None, on_device: float, *, timeline: Timeline | None = None, pinned: bool = True
+    attached: Attached, link: Links | None, on_device: float, *, timeline: Timeline | None = None, pinned: bool = True
 ) -> Iterator[StreamedWeights | None]:
     """Keep the share `on_device` of the decoder layers' weights on the device, the rest in host memory, inside the
     `with` block; None where all stay. Afterwards the model is whole again.
@@ -53,19 +55,17 @@ def streamed_weights(
 
 
 class _Layer(NamedTuple):
-    """What of a decoder layer is streamed. host: its bytes, flat uint8; views: each parameter's in either buffer."""
+    """What of a decoder layer is streamed. host: its bytes, flat uint8; buffers: those that they come into; views: each
+    parameter's in either."""
 
     parameters: Sequence[nn.Parameter]
     host: Tensor
+    buffers: list[Tensor]
     views: tuple[list[Tensor], list[Tensor]]
 
 
-class _Ahead(NamedTuple):
-    """Weights under way: of which layer, and into which of the buffers."""
-
-    layer: int
-    turn: int
-    ticket: Ticket
+_Ahead = tuple[int, int, Ticket]
+"""Weights under way: of which layer, into which of the buffers, and their transfer."""
 
 
 class StreamedWeights:
@@ -76,24 +76,24 @@ class StreamedWeights:
     streamed weights. device_bytes: of the buffers.
     """
 
-    def __init__(self, attached: Attached, link: Link, on_device: float, timeline: Timeline, pinned: bool) -> None:
-        self.attached, self.link, self.timeline = attached, link, timeline
+    def __init__(self, attached: Attached, link: Links, on_device: float, timeline: Timeline, pinned: bool) -> None:
+        self.attached, self.timeline = attached, timeline
         self.pinned = pinned and attached.device.type == "cuda"
         self.num_bytes = 0
         self._modules: list[nn.Module] = attached.decoder.blocks
+        self._devices = [next(module.parameters()).device for module in self._modules]
+        self._links = {each: link[each] if isinstance(link, Mapping) else link for each in self._devices}
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
         self.on_device = 1 - self.host_bytes / sum(_num_bytes(module.parameters()) for module in self._modules)
-        self._buffers: list[Tensor] = []
+        by_size = sorted(zip(self._sizes, self._devices, strict=True), key=lambda each: each[0])
+        self._largest = {device: size for size, device in by_size}
+        self.device_bytes = 2 * sum(self._largest.values())
+        self._ahead: dict[torch.device, _Ahead] = {}
         self._slab: PinnedSlab | None = None
         self._layers: list[_Layer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-
-    @property
-    def device_bytes(self) -> int:
-        """See the class."""
-        return 2 * max(self._sizes)
 
     def open(self) -> None:
         """Move the weights to host memory, and ask for the first layer's."""
@@ -102,35 +102,41 @@ class StreamedWeights:
                 f"platform.weights_on_device={self.on_device:.2f}: the rest needs {self.host_bytes / 2**30:.1f} GiB of "
                 f"host memory and {available / 2**30:.1f} GiB are available"
             )
-        size, device = max(self._sizes), self.attached.device
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        sizes = self._largest.items()
+        buffers = {each: [torch.empty(size, dtype=torch.uint8, device=each) for _ in range(2)] for each, size in sizes}
         if self.pinned and self.host_bytes:
             self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
-        for chosen in self._chosen:
-            self._layers.append(self._moved(chosen))
+        for chosen, device in zip(self._chosen, self._devices, strict=True):
+            self._layers.append(self._moved(chosen, buffers[device]))
         for index, module in enumerate(self._modules):
             self._hooks.append(module.register_forward_pre_hook(partial(self._layer_begins, index)))
-        self._ahead = self._request(0, turn=0)
+        self._ahead = {device: self._request(self._devices.index(device), turn=0) for device in self._links}
 
     def close(self) -> None:
         """Make the model whole again. Raises the error of a transfer that failed."""
         for hook in self._hooks:
             hook.remove()
         try:
-            self.link.drain()
+            for link in self._links.values():
+                link.drain()
         finally:
             while self._layers:
                 layer = self._layers.pop()
                 for parameter, held in zip(layer.parameters, _split(layer.host, layer.parameters), strict=True):
-                    parameter.data = held.to(self.attached.device, copy=True)
-            self._buffers.clear()
+                    parameter.data = held.to(layer.buffers[0].device, copy=True)
             if self._slab:
                 self._slab.close()
 
     def _choose(self, on_device: float) -> list[list[nn.Parameter]]:
         """The matrices of each layer that are streamed, larger ones first. What whole matrices leave open is made up
         for in the layers that follow."""
-        layers = [self._streamable(module) for module in self._modules]
+        decoder = self.attached.decoder
+        early = {id(weight) for layer in decoder.layers for weight in decoder.query_parameters(layer)}
+        layers = [
+            [each for each in sorted(module.parameters(), key=lambda each: -each.nbytes)
+             if each.ndim > 1 and id(each) not in early]
+            for module in self._modules
+        ]  # fmt: skip
         sizes = [_num_bytes(module.parameters()) for module in self._modules]
         least = max(1 - _num_bytes(some) / size for some, size in zip(layers, sizes, strict=True))
         if on_device < least:
@@ -149,40 +155,35 @@ class StreamedWeights:
                     owed -= parameter.nbytes
         return chosen
 
-    def _streamable(self, module: nn.Module) -> list[nn.Parameter]:
-        decoder = self.attached.decoder
-        layers = [layer for layer in decoder.layers if layer.block is module]
-        early = {id(weight) for layer in layers for weight in decoder.query_parameters(layer)}
-        matrices = [each for each in module.parameters() if each.ndim > 1 and id(each) not in early]
-        return sorted(matrices, key=lambda each: -each.nbytes)
-
-    def _moved(self, parameters: Sequence[nn.Parameter]) -> _Layer:
+    def _moved(self, parameters: Sequence[nn.Parameter], buffers: list[Tensor]) -> _Layer:
         """Copy parameters to host memory; from here on they are views of a buffer."""
         size = [_num_bytes(parameters)]
         host = self._slab.take(size) if self._slab else torch.empty(size, dtype=torch.uint8)
-        first, second = (_split(buffer, parameters) for buffer in self._buffers)
+        first, second = (_split(buffer, parameters) for buffer in buffers)
         for parameter, held, view in zip(parameters, _split(host, parameters), first, strict=True):
             held.copy_(parameter.data)
             parameter.data = view
-        return _Layer(parameters, host, (first, second))
+        return _Layer(parameters, host, buffers, (first, second))
 
     def _layer_begins(self, index: int, *_: object) -> None:
         """Ask for the next layer's weights, then wait for this one's. The other buffer was the layer before's, whose
         work is queued by now: the link starts after it."""
-        ahead = self._ahead
-        if ahead.layer != index:  # the pass before ended early
-            ahead = self._request(index, 1 - ahead.turn)
-        self._ahead = self._request((index + 1) % len(self._layers), 1 - ahead.turn)
-        with self.timeline.within("transfer"):
-            ahead.ticket.wait()
+        device = self._devices[index]
+        ahead, turn, ticket = self._ahead[device]
+        if ahead != index:  # the pass before ended early
+            ahead, turn, ticket = self._request(index, 1 - turn)
+        following = (*self._devices[index + 1 :], *self._devices[: index + 1]).index(device)
+        self._ahead[device] = self._request((index + 1 + following) % len(self._layers), 1 - turn)
+        with launching_on(device), self.timeline.within("transfer"):
+            ticket.wait()
         layer = self._layers[index]
-        for parameter, view in zip(layer.parameters, layer.views[ahead.turn], strict=True):
+        for parameter, view in zip(layer.parameters, layer.views[turn], strict=True):
             parameter.data = view
         self.num_bytes += layer.host.nbytes
 
     def _request(self, index: int, turn: int) -> _Ahead:
-        host = self._layers[index].host
-        return _Ahead(index, turn, self.link.copy(host, self._buffers[turn][: len(host)]))
+        host, target = self._layers[index].host, self._layers[index].buffers[turn]
+        return index, turn, self._links[self._devices[index]].copy(host, target[: len(host)])
 
 
 def _num_bytes(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> int:

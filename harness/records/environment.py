@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ PACKAGES = ("torch", "triton", "transformers", "lm_eval", "hydra-core", "dataset
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def describe(device: str | None = None) -> dict[str, Any]:
+def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
     """Interpreter, machine, packages and commit.
 
     Args:
-        device: the torch device the model was on, such as "cuda:0"; None where none was loaded.
+        devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
 
     Returns:
         A flat, JSON-able mapping; what this machine does not tell is None.
@@ -27,10 +28,10 @@ def describe(device: str | None = None) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": processor(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "num_threads": _num_threads() if device else None,
+        "num_threads": _num_threads() if devices else None,
         "memory_bytes": total_memory(),
-        "device": device,
-        "device_name": _device_name(device),
+        "device": ", ".join(devices) or None,
+        "device_name": ", ".join(_device_name(each) for each in devices if each.startswith("cuda")) or None,
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": _git("rev-parse", "HEAD"),
         "dirty": _is_dirty(),
@@ -56,9 +57,7 @@ def _num_threads() -> int:
     return torch.get_num_threads()
 
 
-def _device_name(device: str | None) -> str | None:
-    if device is None or not device.startswith("cuda"):
-        return None
+def _device_name(device: str) -> str:
     import torch
 
     return torch.cuda.get_device_name(device)

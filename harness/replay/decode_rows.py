@@ -69,6 +69,7 @@ class DecodePass(Handler):
         self.read, self.index_read, self.recall = (torch.zeros_like(valid, dtype=torch.float64) for _ in range(3))
         self.num_selecting = 0
         self._on_device: dict[torch.device, _Rows] = {}
+        self._latest: State | None = None
 
     def rehearses(self, layer: int) -> bool:
         return bool(self.states) and self.policies[layer].when == "previous_layer"
@@ -86,6 +87,9 @@ class DecodePass(Handler):
         is_selecting = policy.kind == "method" and not self.reads_everything
         state = self.states.get(device) if is_selecting else None
         if state is not None:
+            if self._latest not in (None, state):
+                state.take_over(self._latest)
+            self._latest = state
             state.append(policy.number, key, value, rows.tokens[:, columns], columns)
         if is_selecting:
             self.num_selecting += 1

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from harness.model.attached import Attached
-from harness.model.policies import policies_of
+from harness.model.policies import new_states, policies_of
 from harness.model.prompt import PromptPass
 from harness.replay.decode_rows import DecodePass
 from harness.replay.history import History
 from harness.sizes import ReadStats, resident_share
-from methods.base import Calibration, Lengths, Method, PromptRows, State, calibration_on
+from methods.base import Calibration, Lengths, Method, PromptRows, State
 from methods.codec import AnyCodec
 from methods.keyless_codec import without_keys
 
@@ -65,11 +65,8 @@ class ReplaySession:
         if self.history.length:
             raise RuntimeError("prefill runs once, before any decode row")
         self.attached.require_even(valid)
-        if not self.method.reads_all:
-            for device in self.attached.method_devices(self.method.num_exempt_layers):
-                lengths = Lengths(valid.sum(-1).to(device), self.final_lengths.to(device))
-                calibration = calibration_on(self.calibration, device)
-                self.states[device] = self.method.new_state(self.attached.geometry, lengths, calibration)
+        lengths = Lengths(valid.sum(-1), self.final_lengths)
+        self.states = new_states(self.attached, self.method, lengths, self.calibration)
         positions = self.history.enter(valid)
         prompt = PromptPass(self.attached, valid, self._keep_prompt)
         self._prompt_rows = {

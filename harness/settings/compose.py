@@ -132,10 +132,13 @@ def _platform(node: dict[str, Any]) -> PlatformConfig:
 def _model(node: dict[str, Any], platform: Device, given: set[str]) -> ModelConfig:
     """The model where the platform says, in the precision that the user gave, else its entry's, or a CPU's."""
     model = build(ModelConfig, _with_source(node, given), "model")
-    if model.device not in ("auto", platform):
+    if model.device == "map" and platform != "cuda":
+        raise UserError(f"model.device=map: needs platform=cuda; allowed on {platform}: auto, {platform}")
+    if model.device not in ("auto", "map", platform):
         raise UserError(f"model.device={model.device}: contradicts platform={platform}; leave one of them out")
     in_entry = "model.dtype" not in given
-    return replace(model, device=platform, dtype=CPU_DTYPE if in_entry and platform == "cpu" else model.dtype)
+    device = platform if model.device == "auto" else model.device
+    return replace(model, device=device, dtype=CPU_DTYPE if in_entry and platform == "cpu" else model.dtype)
 
 
 def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class ModelConfig:
 
     `path` and `hub_id` are both None where the model comes from a package or has random weights; `gguf_file` names
     the file among those of either that holds the weights, as transformers calls it; `shape` is a transformers config as
-    a plain mapping (with `model_type`), used where `weights` is random.
+    a plain mapping (with `model_type`), used where `weights` is random. `device`: `map` spreads the layers over all
+    CUDA devices, whole layers each (accelerate's device map); `auto` is the platform's.
     """
 
     name: str
@@ -29,7 +30,7 @@ class ModelConfig:
     gguf_file: str | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "map"] = "auto"
     trust_remote_code: bool = False
     seed: int = 0
     shape: Mapping[str, Any] | None = None

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from harness.model.attach import Attached
 from harness.model.prompt import PrefilledPrompt, run_prompt
-from harness.offload.links import Link, Transfer
+from harness.offload.links import Links, Transfer
 from harness.offload.live import LiveSession
 from harness.offload.timeline import Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
@@ -77,7 +77,7 @@ def time_cell(
     prompt: SharedPrompt | Tensor,
     cell: Cell,
     *,
-    link: Link | None = None,
+    link: Links | None = None,
     calibration: Calibration | None = None,
 ) -> LatencyResult:
     """Time a cell from its prompt on.
@@ -121,7 +121,8 @@ def _time(
     logits = _begin(session, prompt)
     begin_s = _now(device) - began
     _take_transfers(session)  # the prompt's have ended, and from here on they are recorded
-    _forget_peak(device)
+    for each in session.attached.devices:
+        _forget_peak(each)
     until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
@@ -130,7 +131,7 @@ def _time(
     read_bytes, weight_bytes = session.reads.num_bytes, weights.num_bytes if weights else 0
     step_s = _step_seconds(session, logits, shape, until)
     segments = session.timeline.take()
-    transfers = _take_transfers(session)
+    by_link = _take_transfers(session)
     counted = cell.placement != "managed"
     return LatencyResult(
         shape=shape,
@@ -143,8 +144,8 @@ def _time(
         device_read_bytes=round(float(session.reads.num_bytes - read_bytes)),
         weight_bytes=weights.num_bytes - weight_bytes if weights else None,
         weights_on_device=weights.on_device if weights else None,
-        transferred_bytes=sum(transfer.num_bytes for transfer in transfers),
-        link_busy_s=_busy(transfers),
+        transferred_bytes=sum(transfer.num_bytes for transfers in by_link for transfer in transfers),
+        link_busy_s=sum(map(_busy, by_link)),
         device_kv_bytes=session.device_bytes,
         pinned_bytes=session.pinned_bytes,
         peak_device_bytes=_peak_device_bytes(session, weights),
@@ -178,13 +179,13 @@ def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:
     return session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
 
 
-def _take_transfers(session: LiveSession) -> list[Transfer]:
-    """The links' transfers since the last call, once they are idle: the counters of the stores are exact then."""
-    return [transfer for link in session.links for transfer in link.take_transfers()]
+def _take_transfers(session: LiveSession) -> list[list[Transfer]]:
+    """Each link's transfers since the last call, once it is idle: the counters of the stores are exact then."""
+    return [link.take_transfers() for link in session.links]
 
 
 def _busy(transfers: list[Transfer]) -> float:
-    """Seconds in which at least one transfer was under way."""
+    """Seconds in which at least one transfer of a link was under way."""
     busy = end = 0.0
     for transfer in sorted(transfers, key=lambda each: each.start_s):
         busy += max(0.0, transfer.end_s - max(end, transfer.start_s))
@@ -200,9 +201,8 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) -> int:
-    device = session.attached.device
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if session.attached.device.type == "cuda":
+        return sum(map(torch.cuda.max_memory_allocated, session.attached.devices))
     away = weights.host_bytes - weights.device_bytes if weights else 0
     return sum(weight.nbytes for weight in session.attached.model.parameters()) - away + session.device_bytes
 

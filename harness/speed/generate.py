@@ -22,7 +22,7 @@ from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.run import RunConfig
 from harness.setup import prepare
 from harness.speed.link_rate import link_rate
-from harness.speed.run import SOURCES, compute_threads, opened_link
+from harness.speed.run import SOURCES, compute_threads, opened_links
 from methods.base import Row
 
 MIB = 2**20
@@ -48,7 +48,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
         platform = config.platform
         with (
             smaller_card(attached.device, platform.device_gib),
-            opened_link(config, attached.device, rate) as link,
+            opened_links(config, attached, rate) as link,
             streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned) as weights,
         ):
             session = LiveSession(
@@ -64,7 +64,7 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             )
             with closing(session):
                 _stream(session, ids, loaded.tokenizer, write)
-                session.fetcher.drain()
+                session.drain()
                 write(f"\n{_summary(session, weights, SOURCES[platform.name])}\n")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 import torch
@@ -57,7 +57,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
         pinned, on_device = config.platform.pinned, config.platform.weights_on_device
         cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, pinned, on_device)
         card = smaller_card(attached.device, config.platform.device_gib)
-        with card, opened_link(config, attached.device, rate) as link:
+        with card, opened_links(config, attached, rate) as link:
             prompt = _prompt(config, loaded, attached, Kept() if prompts is None else prompts)
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
     marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
@@ -80,14 +80,18 @@ def _late_frac(method: Method, result: LatencyResult) -> float:
 
 
 @contextmanager
-def opened_link(config: RunConfig, device: torch.device, rate: LinkRate) -> Iterator[Link | None]:
-    """The link of a run under host placement, closed in the end; None under any other."""
+def opened_links(config: RunConfig, attached: Attached, rate: LinkRate) -> Iterator[dict[torch.device, Link] | None]:
+    """The link of each device under host placement, closed in the end; None under any other."""
     if config.placement != "host":
         yield None
         return
-    bytes_per_s = rate.bytes_per_s if device.type == "cpu" else None
-    with open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap, tuning=rate.tuning) as link:
-        yield link
+    bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
+    links = {}
+    with ExitStack() as stack:
+        for device in attached.devices:
+            link = open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap, tuning=rate.tuning)
+            links[device] = stack.enter_context(link)
+        yield links
 
 
 @contextmanager

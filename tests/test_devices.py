@@ -1,0 +1,403 @@
+"""A model over several devices (`model.device=map`): nothing mixes devices, and the numbers are those of one.
+
+On fake CUDA devices every operation that meets tensors of two raises. The numbers are computed on the CPU, where layers
+that say `cpu` and layers that say `cpu:0` are of two devices for us, and of one for torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from cases import CASES, Case
+from fake_cuda import CUDA, LIBC10, FakeSlab, Stream, Trace, fake_gpu, real_tensors
+from living import PROMPTS, calibration, force, live, open_live, replay, tiny, token_batch
+from torch import nn
+
+from harness.errors import UserError
+from harness.model import load
+from harness.model.attach import Attached, attach
+from harness.model.decoder import read_decoder
+from harness.model.load import load_model
+from harness.model.prompt import run_prompt
+from harness.model.tiny import tiny_model
+from harness.offload import weights as weights_module
+from harness.offload.links import CudaLink, EmulatedLink
+from harness.offload.live import LiveSession
+from harness.offload.timeline import Timeline
+from harness.offload.weights import streamed_weights
+from harness.replay.replay import ReplaySession
+from harness.settings.sources import ModelConfig
+from methods.base import Selection
+from methods.full import Full
+from methods.infinigen import InfiniGen
+from methods.quest import Quest, QuestState
+from tests.composed import load as composed
+
+SECOND = torch.device("cuda", 1)
+PADDED = PROMPTS["padded"]
+
+
+@dataclass(frozen=True)
+class Following(Quest):
+    """Every other layer reads what the one before it selected."""
+
+    num_exempt_layers: int = 1
+
+    def when_of(self, layer):
+        return "own_query" if layer % 3 == 1 else "earlier_layer"
+
+    def new_state(self, geometry, lengths, calibration=None):
+        return FollowingState(self, geometry, lengths)
+
+
+class FollowingState(QuestState):
+    handed_on = ("chosen",)
+
+    def select(self, layer, rows):
+        assert rows.query.device == self.lengths.final.device
+        if self.method.when_of(layer) == "own_query":
+            found = super().select(layer, rows)
+            self.chosen = {"mask": found.mask, "num_read": found.num_read}
+        return Selection(self.chosen["mask"], self.chosen["num_read"])
+
+
+FULL = Case(Full())
+FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
+METHODS = (
+    "full",
+    "int4",
+    "h2o",
+    "infinigen",
+    "quest",
+    "pool-counter",
+    "shadowkv",
+    "snapkv",
+    "kivi",
+    "infinigen-balanced",
+    "following",
+)
+
+
+def case_of(name: str) -> Case:
+    return FOLLOWING if name == "following" else CASES[name]
+
+
+# No operation mixes devices
+
+needs_fakes = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
+
+
+@cache
+def spread_fake(family: str, **shape: Any) -> Any:
+    """A tiny model whose last two layers, norm and head are on a second device, under accelerate's hooks."""
+    with CUDA:
+        model = tiny_model(family, **shape)
+    parts = {name: CUDA for name, _ in model.model.named_children()}
+    places = {f"model.{name}": CUDA for name in parts if name != "layers"} | {"lm_head": SECOND}
+    places |= {"model.norm": SECOND, "model.rotary_emb": SECOND}
+    places |= {f"model.layers.{layer}": SECOND if layer > 1 else CUDA for layer in range(4)}
+    for name, device in places.items():
+        for module in model.get_submodule(name).modules():
+            for kind, held in ((nn.Parameter, module._parameters), (torch.Tensor, module._buffers)):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                        held[key] = nn.Parameter(moved, requires_grad=False) if kind is nn.Parameter else moved
+    dispatch_model(model, places, skip_keys=["past_key_values"])
+    return model
+
+
+@pytest.fixture
+def gpus() -> Iterator[Trace]:
+    pytest.importorskip("triton")
+    with fake_gpu() as trace:
+        yield trace
+
+
+@contextmanager
+def followed(trace: Trace) -> Iterator[tuple[Attached, Any, Any, Any]]:
+    """The model, a calibration, ids and which of them are real."""
+    with trace.follow(spread_fake("llama", num_key_value_heads=2)) as attached:
+        assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
+        assert all(layer.positions for layer in attached.layers)
+        geometry = attached.geometry
+        with real_tensors():
+            _, real = token_batch(PADDED, steps=0)
+            measured = calibration(geometry.num_kv_heads, geometry.head_dim)
+        known = {name: trace.know(each) for name, each in measured.items()}
+        yield attached, known, torch.empty(real.shape, dtype=torch.int64, device=CUDA), trace.know(real)
+
+
+@needs_fakes
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
+    case = case_of(name)
+    with followed(gpus) as (attached, measured, ids, real):
+        links = {device: CudaLink(device) for device in attached.devices} if placement == "host" else None
+        options = {"max_new_tokens": 5, "codec": case.codec, "calibration": measured}
+        session = LiveSession(attached, case.method, placement=placement, link=links, **options)
+        with closing(session):
+            token = session.prefill(ids, real).argmax(-1)
+            assert token.device == CUDA and [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
+            gpus.restart()
+            Stream.waits.clear()
+            for _ in range(3):
+                token = session.decode_step(token).argmax(-1)
+            assert gpus.faults == [] and Stream.waits == []
+            session.drain()
+            assert isinstance(session.loaded_bytes, int) or session.loaded_bytes.device == CUDA
+
+
+@pytest.fixture
+def answers(gpus, monkeypatch) -> None:
+    """The host may ask for values: what is known, or else zeros and yes."""
+    asked = gpus._value
+
+    def value(operation, args):
+        if isinstance(args[0], torch.Tensor) and args[0] in gpus._known:
+            return asked(operation, args)
+        return len(args) > 1 or args[0].dtype == torch.bool
+
+    monkeypatch.setattr(gpus, "_value", value)
+
+
+@needs_fakes
+def test_reading_and_checking_a_decoder_mixes_no_devices(gpus, answers):
+    model = spread_fake("llama", num_key_value_heads=2)
+    with attach(model) as attached:
+        assert attached.decoder.is_checked and attached.decoder.no_rehearsal is attached.decoder.no_padding is None
+        assert attached.devices == [CUDA, SECOND]
+        states = torch.empty(1, 2, 3, 16, device=SECOND)
+        assert (
+            attached.geometry.rotate(states, torch.ones(1, 3, dtype=torch.int64, device=SECOND), layer=3).device
+            == SECOND
+        )
+
+
+@needs_fakes
+@pytest.mark.parametrize("name", METHODS)
+def test_replay_mixes_no_devices(gpus, answers, name):
+    case = case_of(name)
+    with followed(gpus) as (attached, measured, ids, real):
+        lengths, columns = real.sum(-1) + 4, real.shape[1] + 4
+        options = {"final_lengths": lengths, "num_columns": columns, "codec": case.codec, "calibration": measured}
+        session = ReplaySession(attached, case.method, **options)
+        hidden = session.prefill(ids, real)
+        rows = torch.ones(len(ids), 4, dtype=torch.bool, device=CUDA)
+        hidden = session.decode(torch.empty(rows.shape, dtype=torch.int64, device=CUDA), rows)
+        assert hidden.device == CUDA and attached.logits(hidden).device == CUDA
+        assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
+
+
+@needs_fakes
+def test_a_prompt_that_ran_before_is_taken_over_on_each_device(gpus):
+    with followed(gpus) as (attached, measured, ids, real):
+        prompt = run_prompt(attached, ids, real)
+        options = {"codec": CASES["int4"].codec, "calibration": measured}
+        with closing(LiveSession(attached, Full(), max_new_tokens=5, **options)) as session:
+            gpus.restart()
+            token = session.start(prompt).argmax(-1)
+            assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
+            session.decode_step(token)
+
+
+@needs_fakes
+def test_streamed_weights_come_by_the_link_of_their_device(gpus, monkeypatch):
+    monkeypatch.setattr(weights_module, "PinnedSlab", FakeSlab)
+    monkeypatch.setattr(weights_module, "available_memory", lambda: 2**50)
+    with followed(gpus) as (attached, _, ids, real):
+        links = {device: CudaLink(device) for device in attached.devices}
+        with streamed_weights(attached, links, 0.4) as weights:
+            session = LiveSession(attached, Full(), max_new_tokens=5, placement="host", link=links)
+            token = session.prefill(ids, real).argmax(-1)
+            for link in links.values():
+                link.take_transfers()
+            gpus.restart()
+            Stream.waits.clear()
+            before = weights.num_bytes
+            token = session.decode_step(token).argmax(-1)
+            assert weights.num_bytes - before == weights.host_bytes
+            assert gpus.faults == [] and Stream.waits == []
+            moved = {device: [each.num_bytes for each in link.take_transfers()] for device, link in links.items()}
+            for device, sizes in moved.items():
+                own = [size for size, at in zip(weights._sizes, weights._devices, strict=True) if at == device]
+                assert len(own) == 2 and [size for size in sizes if size in own] == own[::-1]
+            session.close()
+        assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
+
+
+@needs_fakes
+def test_a_kernel_on_another_device_than_its_tensors_is_found(gpus):
+    from harness.offload.fetch import indices
+
+    gpus.restart()
+    indices(torch.empty(1, 2, 8, dtype=torch.bool, device=SECOND), 4)
+    assert "is on cuda:1, the kernel on cuda:0" in gpus.faults[-1][1]
+    gpus.restart()
+    with torch.cuda.device(SECOND):
+        indices(torch.empty(1, 2, 8, dtype=torch.bool, device=SECOND), 4)
+    assert gpus.faults == []
+
+
+# The numbers are those of one device
+
+
+@contextmanager
+def split(family: str = "gqa") -> Iterator[Attached]:
+    """A tiny model whose later layers say `cpu:0`."""
+    layers = read_decoder(tiny(family)).layers
+    with attach(tiny(family)):
+        pass  # checked once, while it is whole
+    try:
+        for layer in layers[2:]:
+            layer.device = torch.device("cpu", 0)
+        with attach(tiny(family)) as attached:
+            assert len(attached.devices) == 2
+            yield attached
+    finally:
+        for layer in layers:
+            layer.device = torch.device("cpu")
+
+
+@contextmanager
+def links_of(attached: Attached) -> Iterator[dict[torch.device, EmulatedLink]]:
+    with ExitStack() as stack:
+        yield {device: stack.enter_context(EmulatedLink(1e12)) for device in attached.devices}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_replay_gives_the_same(name):
+    case = case_of(name)
+    with attach(tiny("gqa")) as attached:
+        whole = replay(attached, case, PADDED)
+    with split() as attached:
+        parts = replay(attached, case, PADDED)
+    assert torch.equal(parts.logits, whole.logits)
+    assert (parts.kv_frac, parts.device_frac) == (whole.kv_frac, whole.device_frac)
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("name", METHODS)
+def test_live_gives_the_same(name, placement):
+    case = case_of(name)
+    with attach(tiny("gqa")) as attached:
+        whole = live(attached, case, PADDED)
+    with split() as attached, links_of(attached) as links:
+        parts = live(attached, case, PADDED, placement=placement, link=links if placement == "host" else None)
+    assert torch.equal(parts.logits, whole.logits)
+    assert (parts.kv_frac, parts.device_frac) == (whole.kv_frac, whole.device_frac)
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest"])
+def test_each_link_moves_the_rows_of_its_layers_once(name):
+    with attach(tiny("gqa")) as attached, EmulatedLink(1e12) as link:
+        whole = moved(open_live(attached, case_of(name), placement="host", link=link))
+    with split() as attached, links_of(attached) as links:
+        session = open_live(attached, case_of(name), placement="host", link=links)
+        assert session.links == list(links.values())
+        assert moved(session) == whole
+
+
+def moved(session: LiveSession) -> list[tuple[int, int]]:
+    """What crossed of each layer, to the device and back."""
+    with closing(session):
+        force(session, PADDED)
+        session.drain()
+        return [(store.h2d_bytes, store.d2h_bytes) for store in session.stores]
+
+
+def test_what_layers_share_is_moved_or_refused(monkeypatch):
+    monkeypatch.setattr(FollowingState, "handed_on", ())
+    with split() as attached, pytest.raises(UserError, match="FollowingState takes selections from earlier layers"):
+        replay(attached, FOLLOWING, PADDED)
+
+
+def test_each_device_is_asked_for_its_own_memory():
+    with split() as attached, links_of(attached) as links:
+        session = open_live(attached, Case(InfiniGen()), placement="host", link=links)
+        with closing(session):
+            force(session, PADDED)
+            buffers = [stage.fetcher.device_bytes for stage in session.stages.values()]
+            assert min(buffers) > 0 and session.device_bytes >= sum(buffers)
+
+
+def test_managed_memory_is_refused():
+    with split() as attached, pytest.raises(UserError, match="placement=managed: the model lies on several devices"):
+        open_live(attached, Case(Full()), placement="managed")
+
+
+# Time
+
+
+def test_a_step_over_two_devices_is_timed_by_events_of_one_device_each(monkeypatch):
+    clock, current = iter(range(100)), [0]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = next(clock)
+
+        def record(self, device):
+            self.device = device
+
+        def elapsed_time(self, other):
+            assert self.device == other.device
+            return 1e3 * (other.at - self.at)
+
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    timeline = Timeline(CUDA)
+    timeline.begin_step()  # at 0
+    timeline.switch("attention")  # 1
+    current[0] = 1
+    timeline.switch("ffn")  # 2 on the first device, 3 on the second
+    current[0] = 0
+    timeline.switch("other")  # 4 on the second, 5 on the first
+    timeline.begin_step()  # 6
+    current[0] = 1
+    timeline.begin_step()  # 7 on the first, 8 on the second
+    steps = [{name: each for name, each in step.items() if each} for step in timeline.take()]  # 9
+    assert steps == [{"other": 2, "attention": 1, "ffn": 1}, {"other": 1}, {"other": 1}]
+
+
+# Loading
+
+
+def config(**options: Any) -> ModelConfig:
+    return ModelConfig(name="some", device="map", **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_cuda_a_map_is_refused():
+    with pytest.raises(UserError, match="model.device=map: torch finds no CUDA device here; allowed: auto, cpu"):
+        load_model(config(weights="random", shape={"model_type": "llama"}))
+
+
+def test_a_map_needs_the_platform_cuda():
+    with pytest.raises(UserError, match="model.device=map: needs platform=cuda; allowed on cpu: auto, cpu"):
+        composed(["model.device=map"])
+    assert composed(["model.device=map", "platform=cuda"]).model.device == "map"
+    with pytest.raises(UserError, match="model.device=map: kind=analysis"):
+        composed(["experiment=fig7", "model.device=map", "platform=cuda"])
+
+
+@pytest.mark.parametrize("weights", ["random", "pretrained"])
+def test_layers_that_do_not_fit_on_the_devices_are_refused(weights, tmp_path, monkeypatch):
+    """Without a CUDA device accelerate leaves all layers in host memory."""
+    model = tiny("gqa")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(load, "_placement", lambda config: ([torch.device("cpu")], torch.float32))
+    source = {"path": str(tmp_path)} if weights == "pretrained" else {"shape": model.config.to_dict()}
+    with pytest.raises(UserError, match="^model.device=map: model some leaves .* in host memory or on disk; choose"):
+        load_model(config(weights=weights, **source))
