@@ -431,7 +431,7 @@ class _Trace:
         call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
         source = self._made.get(id(first_tensor(call.kwargs.get("position_embeddings"))))
         scale, sinks, size = options.get("scaling"), options.get("s_aux"), options.get("sliding_window")
-        own_scale = getattr(module, "scaling", None)
+        own_scale: Any = getattr(module, "scaling", None)
         prescales = scale == 1 and own_scale not in (None, 1)
         layer = Layer(
             module=module,
