@@ -36,9 +36,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "llama4_text",
         {
-            **HEADS, **one_of_three("chunked_attention"), "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0, 1] * 2,
-            "num_local_experts": 4, "interleave_moe_layer_step": 2, "intermediate_size": 32, "intermediate_size_mlp": 96,
-            "attn_temperature_tuning": False,
+            **HEADS, **one_of_three("chunked_attention"), "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0, 1] * 2, "attn_temperature_tuning": False, "num_local_experts": 4,
+            "interleave_moe_layer_step": 2, "intermediate_size": 32, "intermediate_size_mlp": 96,
         },
     ),
     "qwen3_next": (

@@ -16,6 +16,7 @@ from harness.replay.replay import ReplaySession
 from harness.setup import Setup
 from harness.sizes import resident_share
 from methods.base import Rows, Selection
+from methods.evicting import EvictingState
 
 STEPS = 10
 ROWS_OF_FIRST_CALL = (8, 3)
@@ -179,6 +180,7 @@ class SelectedRows:
         self.number = 0
         self.miscounted = 0.0
         self.num_kv_heads = session.attached.geometry.num_kv_heads
+        self.evicts = isinstance(session.states[0], EvictingState) if session.states else False
         for state in session.states:
             self.select = state.select
             state.select = self._listen  # type: ignore[method-assign]
@@ -187,6 +189,9 @@ class SelectedRows:
         selection = self.select(layer, rows)
         mask = rows.visible() if selection.mask is None else selection.mask
         read = mask[..., :-1].sum(-1).double()  # the own slot is the last; [batch, num_kv_heads or 1, rows]
-        self.number += int(read.sum()) * (self.num_kv_heads // mask.shape[1])
+        crosses = read
+        if selection.mask is None and not self.evicts:  # whole, as in an exempt layer: padding crosses as well
+            crosses = torch.full_like(read, mask.shape[-1] - 1)
+        self.number += int(crosses.sum()) * (self.num_kv_heads // mask.shape[1])
         self.miscounted = max(self.miscounted, float((read.mean(1) - selection.num_read).abs().max()))
         return selection

@@ -200,9 +200,9 @@ class _Block:
             scores += selection.bias
             self._own(scores).copy_(own)
         if selection.mask is not None:
-            mask = self.decode.history.with_resident(self.layer, selection.mask)
-            self._own(mask).fill_(True)
-            scores.masked_fill_(~mask.unsqueeze(2), float("-inf"))
+            hidden = ~self.decode.history.with_resident(self.layer, selection.mask)  # new: the method may hold the mask
+            self._own(hidden).fill_(False)
+            scores.masked_fill_(hidden.unsqueeze(2), float("-inf"))
         if everything is not None:
             recall = (torch.logsumexp(scores, -1) - everything).exp_()
             self._add(self.decode.recall, recall.mean((1, 2)))
