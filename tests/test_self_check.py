@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, Case
-from mixed_models import SHAPES
+from mixed_models import SHAPES, mixed
 from replaying import assert_close, run_one, run_ragged, token_ids
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -221,6 +221,9 @@ def test_recurrent_layers_that_take_one_row_at_a_time_are_given_one():
     with attach(model) as attached:
         assert not attached.decoder.takes_rows
     assert_close(run_one(model, Case(Full()), ids, 11).logits[0], expected)
+    whole = run_ragged(mixed("qwen3_next"), CASES["h2o"]).logits
+    for got, wanted in zip(run_ragged(model, CASES["h2o"]).logits, whole, strict=True):
+        assert_close(got, wanted, 1e-3)
 
 
 # Rotary frequencies that follow the sequence's length
