@@ -58,7 +58,7 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
     for where, trial in _trials(config.method, torch.device(config.platform.name)):
         refusals.append(_refusal(trial))
         for name, check in CHECKS.items():
-            finding = Finding("-", refusals[-1]) if refusals[-1] else _judge(check, trial)
+            finding = Finding("-", refusals[-1]) if refusals[-1] else judge(check, trial)
             write(f"{finding.verdict:6} {where:13} {name}: {finding.words}")
             findings.append(finding.verdict)
     failed = findings.count("FAILED")
@@ -101,7 +101,7 @@ def _refusal(trial: Trial) -> str | None:
     return None
 
 
-def _judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
+def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
     """An error of the method's is what differed, with its line."""
     try:
         return Finding("ok", _on_other_tokens_as_well(check, trial))
