@@ -153,7 +153,7 @@ class ChoosesBySign(nn.Module):
         self.decides = decides
 
     def forward(self, hidden):
-        return self.query(hidden) * (1.5 + self.decides(hidden).mean(-1, keepdim=True).sign())
+        return self.query(hidden) * (1.5 + self.decides(hidden).mean(-1, keepdim=True).detach().sign())
 
 
 def test_a_query_that_is_decided_without_a_derivative_is_made_in_full():
