@@ -22,7 +22,7 @@ from harness.offload.links import EmulatedLink
 from harness.setup import Setup
 from methods.base import Method, Selection, State
 from methods.infinigen import InfiniGen
-from methods.quest import Quest
+from methods.quest import Quest, QuestState
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,22 @@ def test_live_selects_at_the_recorded_times(monkeypatch):
         live(attached, Case(InfiniGen(num_exempt_layers=0, own_query_layers=2)), PROMPTS["even"])
     assert set(asked) == {(0, 0), (1, 1), (2, 1), (3, 2)}
     assert asked[:4] == [(0, 0), (2, 1), (1, 1), (3, 2)], "a rehearsal comes before the layer's own selection"
+
+
+def test_replay_selects_block_by_block_and_layer_by_layer(monkeypatch):
+    """In the order that `State.select` promises."""
+    asked: list[tuple[int, list[int]]] = []
+    select = QuestState.select
+
+    def noting(state, layer, rows):
+        asked.append((layer, rows.positions[0].tolist()))
+        return select(state, layer, rows)
+
+    monkeypatch.setattr(QuestState, "select", noting)
+    with attached_with_link() as (attached, _):
+        replay(attached, CASES["quest"], (24,), rows_per_block=4)
+    blocks = [[24, 25, 26, 27], [28, 29, 30, 31], [32, 33]]
+    assert asked == [(layer, block) for layer in (2, 3) for block in blocks]
 
 
 # Calibration that compares layers

@@ -1,9 +1,8 @@
 """Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
 
 Under host placement a request starts a transfer into one of two buffers, for the layer computing and the next. Under
-any other, whole layers are read in place. In the buffers a head's rows leave room behind them for the
-step's own one: attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it
-cross the link.
+any other, whole layers are read in place. In the buffers a head's rows leave room behind them for the step's own one:
+attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it cross the link.
 
 Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
 ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
@@ -102,9 +101,9 @@ class Fetcher:
         self._kept_slots: dict[int, Tensor] = {}
 
     def open(self, stores: Mapping[int, KVStore], selected: int, num_ahead: int = 0) -> None:
-        """Make the buffers: one for each of the first `num_ahead` layers, two for the slots of any other, and
-        with reuse one for `selected` rows of each layer. stores: by layer. The kernels of a step are compiled, where
-        there are any."""
+        """Make the buffers: one for each of the first `num_ahead` layers, two for the slots of any other, and with
+        reuse one for `selected` rows of each layer. stores: by layer. The kernels of a step are compiled, where there
+        are any."""
         self.selected, self._stores, in_order = selected, dict(stores), list(stores.values())
         for store in {store.slot_bytes: store for store in in_order}.values():
             if store.reachable:
@@ -213,6 +212,7 @@ class Fetcher:
         try:
             self.drain()
         finally:
+            self._latest = None
             for held in (self._pending, self._shared, self._ahead_buffers, self._kept, self._kept_slots):
                 held.clear()
 

@@ -100,8 +100,8 @@ def session_bytes(
 
 
 def buffer_bytes(layers: Sequence[LayerSlots], *, ahead: int, selected: int, reuse: bool) -> int:
-    """Of the buffers of a `Fetcher`: one for each of the first `ahead` layers, two that the others take in turn, and
-    with reuse one for `selected` rows of each of those."""
+    """Of the buffers of a `Fetcher`: one for each of the first `ahead` layers, two that the others share, and with
+    reuse one for `selected` rows of each of those."""
     others = layers[ahead:]
     largest = max(others, key=lambda layer: layer.num_bytes)
     in_turn = largest.bytes_of((min(selected, largest.capacity) if ahead else largest.capacity) + OWN)
