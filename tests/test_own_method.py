@@ -379,7 +379,7 @@ def test_a_method_that_depends_on_the_rest_of_the_batch_fails(mistake, capsys):
     """Live and replay make the same mistake, so that no other check sees it."""
     write(DEPENDS_ON_THE_BATCH[mistake])
     code, failed, _ = checked(capsys)
-    expected = "a padded sequence is itself alone: a prompt of .* tokens beside others in replay.*: logits differ by "
+    expected = "a padded sequence is itself alone: in replay.*, the sequence with a prompt of .* logits differ by "
     assert code == 2 and failed and all(re.search(expected, line) for line in failed), failed
 
 

@@ -171,7 +171,7 @@ def padded_is_alone(trial: Trial) -> str:
     alone = [trial.replay(only=index) for index in each]
     words = _same_as_alone(trial.replayed, alone, trial, "in replay")
     in_turns = replay_in_turns(trial.attached, trial.setup, trial.prompts, trial.seed)
-    _same_as_alone(in_turns, alone, trial, "in replay, padding behind its decode rows")
+    _same_as_alone(in_turns, alone, trial, "in replay with padding behind the decode rows")
     if not trial.setup.method.replay_only:
         _same_as_alone(trial.on_device, [trial.live(only=index) for index in each], trial, "live")
     return words
@@ -208,7 +208,7 @@ def _at(where: str) -> Iterator[None]:
 def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: str) -> str:
     """Raise BrokenError where a sequence of a batch differs from its run alone."""
     for logits, own, prompt in zip(batch.logits, alone, trial.prompts, strict=True):
-        with _at(f"a prompt of {prompt} tokens beside others {where}"):
+        with _at(f"{where}, the sequence with a prompt of {prompt} tokens is not what it is alone"):
             _same_logits(logits[None], own.logits)
     for name in ("kv_frac", "device_frac"):  # what stays on the device may be as long as the longest sequence needs it
         together, mean = getattr(batch, name), sum(getattr(own, name) for own in alone) / len(alone)
