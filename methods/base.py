@@ -270,10 +270,12 @@ class State:
     def select(self, layer: int, rows: Rows) -> Selection:
         """What each of `rows` reads in `layer`; carries the state past these rows. The only selection function.
 
-        Live decoding calls it once a step and layer, layer by layer. Replay calls it with many rows at once: in a layer
-        for one block of rows after another, in the order of the rows, and only then in the next layer. So a block's
-        selection may depend on earlier blocks of its layer and on all blocks of earlier layers, and a layer that takes
-        over an earlier layer's selection has to keep it by row (`rows.positions`). The size of a block changes nothing.
+        Live decoding calls it once for each step and layer, in the order of the layers, except that a layer which
+        selects ahead (`previous_step`, `previous_layer`) may come before the layer in front of it. Replay calls it with
+        many rows at once: a layer gets one block of rows after another, in the order of the rows, and only then the
+        next layer begins. So a selection may depend on earlier rows of its own layer. Only an `earlier_layer` may
+        depend on other layers: it reads what a layer before it chose for the same rows, which the method keeps by row
+        (`rows.own_slots`, one slot for each row, padding included). The size of a block changes nothing.
         """
         raise NotImplementedError
 

@@ -113,9 +113,11 @@ def setup_of(attached: Attached, case: Case) -> Setup:
     return Setup(case.method, case.codec, calibration_of(attached))
 
 
-def replay(attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len: int | None = None) -> Result:
+def replay(
+    attached: Attached, case: Case, prompts: tuple[int, ...], prefill_len: int | None = None, **options
+) -> Result:
     """Teacher-forced over all rows at once."""
-    return decode.replay(attached, setup_of(attached, case), prompts, prefill_len)
+    return decode.replay(attached, setup_of(attached, case), prompts, prefill_len, **options)
 
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:

@@ -24,9 +24,17 @@ from living import (
     replay,
 )
 from living import live as live_session
+from transformers import PreTrainedModel
 
+from harness.contract.checks import CHECKS, Trial
 from harness.contract.decode import result_of
+from harness.contract.run import MODELS, judge
+from harness.model.attach import attach
+from harness.model.calibration import calibrate
+from harness.model.tiny import tiny_model
 from harness.offload.cache import LayerCache
+from harness.offload.links import EmulatedLink
+from harness.setup import Setup
 from harness.sizes import kv_frac
 from methods.base import Geometry, Row
 
@@ -183,6 +191,24 @@ def test_a_shipped_methods_size_is_its_closed_form(name):
 @every_method
 def test_a_shipped_method_names_itself(name):
     assert shipped(name).method.title
+
+
+@cache
+def contract_model(name: str) -> PreTrainedModel:
+    model_type, shape = MODELS[name]
+    return tiny_model(model_type, **shape)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if shipped(name).codec is None])
+def test_a_shipped_method_passes_every_check_between_windows(name):
+    """As `experiment=contract` asks it, on its model with windows and a softcap."""
+    method = shipped(name).method
+    with attach(contract_model("Gemma 2")) as attached, EmulatedLink(1e12) as link:
+        measured = calibrate(attached, method, list(range(3, 253))) if method.needs_calibration else None
+        trial = Trial(attached, link, Setup(method, None, measured), LONG["padded"])
+        found = [judge(check, trial) for check in CHECKS.values()]
+    assert len(found) == 6 and "FAILED" not in {finding.verdict for finding in found}, found
+    assert found[-1].verdict == "ok"
 
 
 # Bytes

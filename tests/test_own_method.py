@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tokens import byte_tokenizer
 
+from harness.contract import checks
 from harness.errors import UserError
 from harness.launch import new_method
 from harness.launch.cli import main
@@ -294,7 +295,7 @@ def checked(capsys, *overrides: str) -> tuple[int, list[str], str]:
 def test_a_method_that_misstates_its_size_fails_that_check_alone(capsys):
     write(MINE + "    def tokens_read(self, row, layer): return super().tokens_read(row, layer) - 1\n")
     code, failed, error = checked(capsys)
-    assert code == 2 and error == "error: method=mine: 4 of 20 checks failed\n"
+    assert code == 2 and error == "error: method=mine: 6 of 36 checks failed\n"
     assert all(re.search("the size is its closed form: kv_frac is .*; by tokens_read it is ", line) for line in failed)
 
 
@@ -315,6 +316,126 @@ def test_a_broken_selection_fails(body, folder, capsys):
     )
     code, failed, _ = checked(capsys)
     assert code == 2 and any(BREAKS[body].format(here=folder) in line for line in failed)
+
+
+EVICTING = """
+import torch
+from methods.prompt_evicting import PromptEvicting, PromptEvictingState
+
+class State(PromptEvictingState):
+    def prompt_worth(self, layer, query, key, value, rows):
+        {body}
+
+@dataclass(frozen=True)
+class Mine(PromptEvicting):
+    kept_frac: float = 0.5
+    state = State
+"""
+RETRIEVING = """
+import torch
+from methods.base import Selection, State as Base
+
+class State(Base):
+    sequence_tensors = ("count", "norms")
+
+    def prompt(self, layer, query, key, value, rows):
+        self.count[layer] = torch.zeros(len(key), dtype=torch.long)
+        self.norms[layer] = key.norm(dim=-1)
+
+    def append(self, layer, key, value, positions, slots):
+        self.norms[layer] = torch.cat([self.norms[layer], key.norm(dim=-1)], 2)
+
+    def select(self, layer, rows):
+        {body}
+        return Selection(mask, mask.sum(-1).double().mean(1))
+
+@dataclass(frozen=True)
+class Mine(Method):
+    when = "own_query"
+
+    def new_state(self, geometry, lengths, calibration=None): return State(self, geometry, lengths)
+    def tokens_read(self, row, layer): return None
+"""
+DEPENDS_ON_THE_BATCH = {
+    "counts slots": EVICTING.replace("{body}", "return (torch.arange(key.shape[2]) % 7.0).expand(key.shape[:3])"),
+    "smooths over padding": EVICTING.replace(
+        "{body}", "return torch.nn.functional.avg_pool1d(key.norm(dim=-1), 9, stride=1, padding=4)"
+    ),
+    "budget of the longest prompt": RETRIEVING.replace(
+        "{body}", "mask = rows.visible() & (rows.slot_positions < self.lengths.prompt.max() // 4).unsqueeze(2)"
+    ),
+    "counts padding behind the rows": RETRIEVING.replace(
+        "{body}",
+        "count = self.count[layer][:, None] + torch.arange(rows.positions.shape[1])\n"
+        "        self.count[layer] = count[:, -1] + 1\n"
+        "        least = (count % 4)[:, None, :, None] * 20\n"
+        "        mask = rows.visible() & (rows.slot_positions.unsqueeze(2) >= least)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", DEPENDS_ON_THE_BATCH)
+def test_a_method_that_depends_on_the_rest_of_the_batch_fails(mistake, capsys):
+    """Live and replay make the same mistake, so that no other check sees it."""
+    write(DEPENDS_ON_THE_BATCH[mistake])
+    code, failed, _ = checked(capsys)
+    expected = "a padded sequence is itself alone: in replay.*, the sequence with a prompt of .* logits differ by "
+    assert code == 2 and failed and all(re.search(expected, line) for line in failed), failed
+
+
+DEPENDS_ON_THE_BLOCK = {
+    "reads an index beyond the block": (
+        "worth = self.norms[layer].unsqueeze(2)\n"
+        "        mask = rows.visible() & (worth > worth.mean(-1, keepdim=True))",
+        "RuntimeError: The size of tensor a",
+    ),
+    "goes on from the first row of the block": (
+        "count = self.count[layer][:, None] + torch.arange(rows.positions.shape[1])\n"
+        "        self.count[layer] = count[:, 0] + 1\n"
+        "        mask = rows.visible() & (rows.slot_positions.unsqueeze(2) >= (count % 5)[:, None, :, None] * 20)",
+        "logits differ by .*, first in row 4$",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", DEPENDS_ON_THE_BLOCK)
+def test_a_method_that_depends_on_the_block_of_rows_fails(mistake, capsys):
+    """A single block is as good as a step, so that live decoding does not show it."""
+    body, expected = DEPENDS_ON_THE_BLOCK[mistake]
+    write(RETRIEVING.replace("{body}", body))
+    code, failed, _ = checked(capsys)
+    assert code == 2
+    assert any(re.search(f"live decoding is replay: replay in blocks of 3 rows: {expected}", line) for line in failed)
+    assert not any("host placement" in line for line in failed)
+
+
+def test_scores_that_rounding_decides_are_looked_at_on_other_tokens(monkeypatch, capsys):
+    """What differs on one batch only is no mistake of the method."""
+    write()
+    original = checks.replay
+
+    def replay(*arguments, seed=0, **options):
+        found = original(*arguments, seed=seed, **options)
+        return found._replace(logits=found.logits + (0.1 if seed == 0 and "rows_per_block" in options else 0.0))
+
+    monkeypatch.setattr(checks, "replay", replay)
+    assert main(["method=./mine.py", "experiment=contract"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("on the first, rounding may have decided: replay in blocks of 3 rows: logits differ") == 6
+
+
+def test_a_model_that_a_method_refuses_is_not_asked(capsys):
+    """And a method that refuses all has shown nothing."""
+    refuse = "        if {}: raise ValueError('method.odd: not here')\n"
+    text = MINE + "    def new_state(self, geometry, lengths, calibration=None):\n{}        return super().new_state("
+    write(text.format(refuse.format("geometry.family == 'opt'")) + "geometry, lengths, calibration)\n")
+    assert main(["method=./mine.py", "experiment=contract"]) == 0
+    skipped = [line for line in capsys.readouterr().out.splitlines() if line.endswith(": method.odd: not here")]
+    assert len(skipped) == 12 and all(line.startswith("-      OPT ") for line in skipped)
+    forget(["mine"])
+    write(text.format(refuse.format("True")) + "geometry, lengths, calibration)\n")
+    assert main(["method=./mine.py", "experiment=contract"]) == 2
+    assert capsys.readouterr().err == "error: method=mine: nothing was checked: method.odd: not here\n"
 
 
 def test_a_method_that_shares_its_state_with_a_fork_fails(capsys):

@@ -16,8 +16,11 @@ from harness.replay.replay import ReplaySession
 from harness.setup import Setup
 from harness.sizes import resident_share
 from methods.base import Rows, Selection
+from methods.evicting import EvictingState
 
 STEPS = 10
+ROWS_OF_FIRST_CALL = (8, 3)
+"""Of even and odd sequences, where sequences take turns: the second call has the others."""
 
 
 class Result(NamedTuple):
@@ -40,35 +43,75 @@ class Bytes(NamedTuple):
     miscounted: float
 
 
-def token_batch(prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids [batch, longest prompt + steps] with the prompts' padding on the left, and which of them are real."""
+def token_batch(
+    prompts: tuple[int, ...], steps: int = STEPS, seed: int = 0, *, only: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids [batch, longest prompt + steps] with the prompts' padding on the left, and which of them are real.
+    only: this sequence of them alone, without padding."""
     longest = max(prompts)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB_SIZE, (len(prompts), longest + steps), generator=generator)
     real = torch.arange(longest + steps) >= longest - torch.tensor(prompts)[:, None]
+    if only is not None:
+        columns = slice(longest - prompts[only], None)
+        return ids[only : only + 1, columns], real[only : only + 1, columns]
     return ids, real
 
 
-def open_replay(attached: Attached, setup: Setup, real: Tensor) -> ReplaySession:
-    """A replay session for a batch of `token_batch`."""
+def open_replay(
+    attached: Attached, setup: Setup, real: Tensor, *, more_columns: int = 0, **options: Any
+) -> ReplaySession:
+    """A replay session for a batch of `token_batch`; options: of `ReplaySession`."""
     return ReplaySession(
         attached,
         setup.method,
         final_lengths=real.sum(-1),
-        num_columns=real.shape[1],
+        num_columns=real.shape[1] + more_columns,
         codec=setup.codec,
         calibration=setup.calibration,
+        **options,
     )
 
 
-def replay(attached: Attached, setup: Setup, prompts: tuple[int, ...], prefill_len: int | None = None) -> Result:
-    """Teacher-forced over all rows at once; `prefill_len` columns are prompt, by default the longest prompt."""
-    ids, real = (each.to(attached.device) for each in token_batch(prompts))
-    columns = prefill_len or max(prompts)
-    session = open_replay(attached, setup, real)
+def replay(
+    attached: Attached,
+    setup: Setup,
+    prompts: tuple[int, ...],
+    prefill_len: int | None = None,
+    *,
+    seed: int = 0,
+    only: int | None = None,
+    **options: Any,
+) -> Result:
+    """Teacher-forced over all rows at once; `prefill_len` columns are prompt, by default the longest prompt. seed,
+    only: as in `token_batch`. options: of `ReplaySession`."""
+    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=seed, only=only))
+    columns = prefill_len or ids.shape[1] - STEPS
+    session = open_replay(attached, setup, real, **options)
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
     rows = session.decode(ids[:, columns:], real[:, columns:])
     logits, reads = attached.logits(torch.cat([last, rows], 1)), session.reads
+    return Result(logits, reads.kv_frac, reads.device_frac, reads.resident_frac)
+
+
+def replay_in_turns(attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0) -> Result:
+    """The same in two calls, in each of which the sequences have unequal numbers of rows: the fewer ones are followed
+    by padding."""
+    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=seed))
+    columns = ids.shape[1] - STEPS
+    num_first = torch.tensor([ROWS_OF_FIRST_CALL[index % 2] for index in range(len(ids))], device=ids.device)
+    session = open_replay(attached, setup, real, more_columns=STEPS)
+    last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
+
+    def decode(begin: Tensor, count: Tensor) -> list[Tensor]:
+        """Hidden states of each sequence's rows from `begin` on."""
+        rows = torch.arange(int(count.max()), device=ids.device)
+        index = (columns + begin[:, None] + rows).clamp(max=ids.shape[1] - 1)
+        valid = rows < count[:, None]
+        return [hidden[own] for hidden, own in zip(session.decode(ids.gather(1, index), valid), valid, strict=True)]
+
+    parts = zip(last, decode(torch.zeros_like(num_first), num_first), decode(num_first, STEPS - num_first), strict=True)
+    logits, reads = attached.logits(torch.stack([torch.cat(part) for part in parts])), session.reads
     return Result(logits, reads.kv_frac, reads.device_frac, reads.resident_frac)
 
 
@@ -79,19 +122,27 @@ def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: A
     )
 
 
-def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS) -> Tensor:
-    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]."""
-    ids, real = (each.to(session.attached.device) for each in token_batch(prompts, steps))
-    columns = max(prompts)
+def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS, **chosen: Any) -> Tensor:
+    """Prefill and teacher-forced steps: logits [batch, 1 + steps, vocab]. chosen: of `token_batch`."""
+    ids, real = (each.to(session.attached.device) for each in token_batch(prompts, steps, **chosen))
+    columns = ids.shape[1] - steps
     logits = [session.prefill(ids[:, :columns], real[:, :columns])]
     logits += [session.decode_step(ids[:, columns + step]) for step in range(steps)]
     return torch.stack(logits, 1)
 
 
-def live(attached: Attached, setup: Setup, prompts: tuple[int, ...], **options: Any) -> Result:
+def live(
+    attached: Attached,
+    setup: Setup,
+    prompts: tuple[int, ...],
+    *,
+    seed: int = 0,
+    only: int | None = None,
+    **options: Any,
+) -> Result:
     """The same rows one step at a time."""
     with closing(open_live(attached, setup, **options)) as session:
-        return result_of(session, force(session, prompts))
+        return result_of(session, force(session, prompts, seed=seed, only=only))
 
 
 def result_of(session: LiveSession, logits: Tensor) -> Result:
@@ -129,6 +180,7 @@ class SelectedRows:
         self.number = 0
         self.miscounted = 0.0
         self.num_kv_heads = session.attached.geometry.num_kv_heads
+        self.evicts = isinstance(session.states[0], EvictingState) if session.states else False
         for state in session.states:
             self.select = state.select
             state.select = self._listen  # type: ignore[method-assign]
@@ -137,6 +189,9 @@ class SelectedRows:
         selection = self.select(layer, rows)
         mask = rows.visible() if selection.mask is None else selection.mask
         read = mask[..., :-1].sum(-1).double()  # the own slot is the last; [batch, num_kv_heads or 1, rows]
-        self.number += int(read.sum()) * (self.num_kv_heads // mask.shape[1])
+        crosses = read
+        if selection.mask is None and not self.evicts:  # whole, as in an exempt layer: padding crosses as well
+            crosses = torch.full_like(read, mask.shape[-1] - 1)
+        self.number += int(crosses.sum()) * (self.num_kv_heads // mask.shape[1])
         self.miscounted = max(self.miscounted, float((read.mean(1) - selection.num_read).abs().max()))
         return selection

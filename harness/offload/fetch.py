@@ -1,9 +1,8 @@
 """Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
 
-Under host placement a request starts a transfer into one of two buffers that take turns, the layer computing and the
-next. Under any other, whole layers are read in place. In the buffers a head's rows leave room behind them for the
-step's own one: attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it
-cross the link.
+Under host placement a request starts a transfer into one of two buffers, for the layer computing and the next. Under
+any other, whole layers are read in place. In the buffers a head's rows leave room behind them for the step's own one:
+attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it cross the link.
 
 Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
 ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
@@ -40,13 +39,15 @@ class Fetched(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """What a layer was asked for. rows: where it comes to lie, one more a head than there are rows."""
+    """What a layer was asked for. rows: where it comes to lie, one more a head than there are rows. buffer: where
+    that is, if it was made before."""
 
     request: int | Chosen
     rows: Tensor
     present: Tensor | None
     bias: Tensor | None
     tickets: list[Ticket]
+    buffer: Tensor | None = None
 
 
 class Traffic:
@@ -93,15 +94,16 @@ class Fetcher:
         self.ahead: list[int] = []
         self._stores: dict[int, KVStore] = {}
         self._pending: dict[int, _Pending] = {}
-        self._turns: list[Tensor] = []
+        self._shared: list[Tensor] = []
+        self._latest: Tensor | None = None
         self._ahead_buffers: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}
         self._kept_slots: dict[int, Tensor] = {}
 
     def open(self, stores: Mapping[int, KVStore], selected: int, num_ahead: int = 0) -> None:
-        """Make the buffers: one for each of the first `num_ahead` layers, two in turn for the slots of any other, and
-        with reuse one for `selected` rows of each layer. stores: by layer. The kernels of a step are compiled, where
-        there are any."""
+        """Make the buffers: one for each of the first `num_ahead` layers, two for the slots of any other, and with
+        reuse one for `selected` rows of each layer. stores: by layer. The kernels of a step are compiled, where there
+        are any."""
         self.selected, self._stores, in_order = selected, dict(stores), list(stores.values())
         for store in {store.slot_bytes: store for store in in_order}.values():
             if store.reachable:
@@ -115,7 +117,7 @@ class Fetcher:
         self._ahead_buffers = {layer: stores[layer].new_buffer(stores[layer].capacity) for layer in self.ahead}
         largest = max(in_order[num_ahead:], key=lambda store: store.nbytes)
         rows = min(selected, largest.capacity) if num_ahead else largest.capacity
-        self._turns = [largest.new_buffer(rows) for _ in range(2)]
+        self._shared = [largest.new_buffer(rows) for _ in range(2)]
 
     def is_pending(self, layer: int) -> bool:
         """Whether the layer's rows have been asked for."""
@@ -126,7 +128,7 @@ class Fetcher:
         if layer in self._ahead_buffers:
             self._request_part(layer, count, slice(0, count))
         else:
-            self._request(layer, count, self._next_turn())
+            self._request(layer, count, self._free_buffer())
 
     def request_ahead(self, count: int, part: int, parts: int) -> None:
         """Ask for one of `parts` equal parts of the first `count` slots of the layers whose rows come ahead."""
@@ -140,7 +142,7 @@ class Fetcher:
         """Ask for the slots where `held`, bool [batch, num_kv_heads, slots], each into the row of its slot."""
         slots = torch.arange(held.shape[-1], device=held.device)
         request = Chosen(torch.where(held, slots, -1), num_true(held))
-        self._request(layer, request, self._next_turn(), present=held)
+        self._request(layer, request, self._free_buffer(), present=held)
 
     def request_selected(self, layer: int, mask: Tensor, cap: int, bias: Tensor | None = None) -> Tensor:
         """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head.
@@ -152,7 +154,7 @@ class Fetcher:
         if not self.reuse:
             index = indices(mask, cap)
             present = index >= 0
-            self._request(layer, Chosen(index, num_true(present)), self._next_turn(), present, _at(bias, index))
+            self._request(layer, Chosen(index, num_true(present)), self._free_buffer(), present, _at(bias, index))
             return index
         if layer not in self._kept:
             self._kept_slots[layer] = indices(torch.zeros_like(mask), self.selected)
@@ -174,7 +176,7 @@ class Fetcher:
         in place, it has been written to the slot there.
         """
         self.wait(layer)
-        store, (request, rows, present, bias, _) = self._stores[layer], self._pending.pop(layer)
+        store, (request, rows, present, bias, _, self._latest) = self._stores[layer], self._pending.pop(layer)
         count = _num_rows(request)
         if self.link is not None:
             self.loaded.add(store.num_rows(request), store.slot_bytes)
@@ -199,7 +201,7 @@ class Fetcher:
     @property
     def device_bytes(self) -> int:
         """Bytes of the buffers on the device."""
-        buffers = (*self._turns, *self._ahead_buffers.values(), *self._kept.values())
+        buffers = (*self._shared, *self._ahead_buffers.values(), *self._kept.values())
         return sum(buffer.nbytes for buffer in buffers)
 
     def drain(self) -> None:
@@ -212,14 +214,18 @@ class Fetcher:
         try:
             self.drain()
         finally:
-            for held in (self._pending, self._turns, self._ahead_buffers, self._kept, self._kept_slots):
+            self._latest = None
+            for held in (self._pending, self._shared, self._ahead_buffers, self._kept, self._kept_slots):
                 held.clear()
 
-    def _next_turn(self) -> Tensor | None:
-        if not self._turns:
-            return None
-        self._turns.reverse()
-        return self._turns[0]
+    def _free_buffer(self) -> Tensor | None:
+        """The shared buffer that no request has; where none has either, the one that the layer computing does not read.
+
+        Requests need not come in the order of the layers: a rehearsal of the next layer comes before a layer's own.
+        """
+        held = [pending.buffer for pending in self._pending.values()]
+        free = [buffer for buffer in self._shared if not any(buffer is each for each in held)]
+        return next((buffer for buffer in free if buffer is not self._latest), free[0] if free else None)
 
     def _request_part(self, layer: int, count: int, columns: slice) -> None:
         """Ask for some columns of the first `count` slots of a layer whose rows come ahead."""
@@ -242,7 +248,7 @@ class Fetcher:
             rows = store.slots[:, :, : count + 1]
         else:
             rows = store.rows_in(store.new_buffer(count) if buffer is None else buffer, count)
-        self._pending[layer] = _Pending(request, rows, present, bias, [])
+        self._pending[layer] = _Pending(request, rows, present, bias, [], buffer)
         if self.link is not None:
             self._prefetch(layer, request, rows[:, :, :count])
         elif not self._reads_in_place(request):

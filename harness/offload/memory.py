@@ -91,7 +91,7 @@ def session_bytes(
     layers: Sequence[LayerSlots], placement: str, *, ahead: int, selected: int, reuse: bool, activations: int
 ) -> SessionBytes:
     """Of the slots, and under host placement of a `Fetcher`'s buffers: one for each of the first `ahead` layers, two
-    that the others take in turn, and with reuse one for `selected` rows of each of those. activations: `prompt_bytes`,
+    that the others share, and with reuse one for `selected` rows of each of those. activations: `prompt_bytes`,
     0 where no prompt is run."""
     cache = sum(aligned(layer.num_bytes) for layer in layers)
     if placement == "managed":

@@ -114,6 +114,8 @@ class DecodeStep(Handler):
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
         selection = cache.select(query, lambda: scores)
         self._note(cache, selection)
+        if cache.following is not None and _selects_for_next(cache):
+            self._request_early(cache.following, query)
         if selection.bias is not None:
             scores[..., :-1] += selection.bias[..., :-1]
         if selection.mask is not None and not cache.evicts:  # what it keeps is visible, and it reads all of it
@@ -124,7 +126,7 @@ class DecodeStep(Handler):
     def _request_next(self, cache: LayerCache, query: Tensor) -> None:
         """Ask for the next layer's rows where they are known, and for the next step's first ones."""
         following = cache.following
-        if following is not None and following.index not in following.fetcher.ahead:
+        if following is not None and following.index not in following.fetcher.ahead and not _selects_for_next(cache):
             self._request_early(following, query)
         if self.is_last:
             return
@@ -226,6 +228,13 @@ def attend_by_scores(
     for of_part, part in zip(of_parts, parts, strict=True):
         output = output + of_part @ part.values
     return output.unsqueeze(3)
+
+
+def _selects_for_next(cache: LayerCache) -> bool:
+    """Whether the next layer's rows follow from this layer's selection, which is made among the fetched rows."""
+    following = cache.following
+    waits = following is not None and following.names_rows and following.policy.when == "earlier_layer"
+    return waits and cache.state is not None and not cache.names_rows
 
 
 def _mask(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

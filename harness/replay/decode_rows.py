@@ -39,8 +39,8 @@ class _Rows(NamedTuple):
 class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
-    states: the method's, by device; none where it reads everything. read, index_read, recall: fp64 [batch, rows],
-    summed over the layers under the method.
+    states: the method's, by device; none where it reads everything. rows_per_block: see `ReplaySession`. read,
+    index_read, recall: fp64 [batch, rows], summed over the layers under the method.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class DecodePass(Handler):
         positions: Tensor,
         valid: Tensor,
         measure_recall: bool,
+        rows_per_block: int | None = None,
     ) -> None:
         self.attached = attached
         self.geometry = attached.geometry
@@ -59,6 +60,7 @@ class DecodePass(Handler):
         self.states = states
         self.method = history.method
         self.measure_recall = measure_recall
+        self.rows_per_block = rows_per_block
         self.reads_everything = self.method.reads_all and history.codec is None
         self.valid = valid
         self.positions = positions.int()
@@ -123,7 +125,8 @@ class DecodePass(Handler):
 
     def _blocks(self, query: Tensor) -> list[slice]:
         batch, heads, rows, _ = query.shape
-        size = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // (batch * heads * self.history.length)))
+        affordable = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // (batch * heads * self.history.length)))
+        size = self.rows_per_block or affordable
         return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
     def stats(self, weights: Tensor, resident: Tensor) -> ReadStats:
@@ -201,9 +204,9 @@ class _Block:
             scores += selection.bias
             self._own(scores).copy_(own)
         if selection.mask is not None:
-            mask = self.decode.history.with_resident(self.layer, selection.mask)
-            self._own(mask).fill_(True)
-            scores.masked_fill_(~mask.unsqueeze(2), float("-inf"))
+            hidden = ~self.decode.history.with_resident(self.layer, selection.mask)  # new: the method may hold the mask
+            self._own(hidden).fill_(False)
+            scores.masked_fill_(hidden.unsqueeze(2), float("-inf"))
         if everything is not None:
             recall = (torch.logsumexp(scores, -1) - everything).exp_()
             self._add(self.decode.recall, recall.mean((1, 2)))

@@ -28,7 +28,8 @@ class ReplaySession:
     """One batch of sequences under one method.
 
     final_lengths: int [batch], T of each sequence. num_columns: columns the batch will ever use.
-    measure_recall: also measure attention_recall, at the cost of a second pass over the scores.
+    measure_recall: also measure attention_recall, at the cost of a second pass over the scores. rows_per_block: rows of
+    a layer that select and attend together; None: as many as memory allows. It changes no number.
     Raises ValueError where the method cannot work in so few layers, and in `prefill` where it cannot at these lengths.
     """
 
@@ -42,6 +43,7 @@ class ReplaySession:
         codec: AnyCodec | None = None,
         calibration: Calibration | None = None,
         measure_recall: bool = False,
+        rows_per_block: int | None = None,
     ) -> None:
         attached.require_length(int(final_lengths.max()))
         codec = without_keys(codec) if method.holds_keys else codec
@@ -51,6 +53,7 @@ class ReplaySession:
         self.final_lengths = final_lengths
         self.calibration = calibration
         self.measure_recall = measure_recall and codec is None
+        self.rows_per_block = rows_per_block
         self.states: dict[torch.device, State] = {}
         self.history = History(attached, self.policies, method, codec, len(final_lengths), num_columns)
         self.model_cache = attached.new_cache()
@@ -99,7 +102,9 @@ class ReplaySession:
         if not self.history.length:
             raise RuntimeError("decode rows need a prompt: call prefill first")
         positions = self.history.enter(valid)
-        rows = DecodePass(self.attached, self.history, self.states, positions, valid, self.measure_recall)
+        rows = DecodePass(
+            self.attached, self.history, self.states, positions, valid, self.measure_recall, self.rows_per_block
+        )
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
         self.reads += rows.stats(_weights(valid, multiplicity), self._resident())
         return hidden

@@ -1,0 +1,241 @@
+"""When each layer selects: layers of one method that know their rows at different times, in replay and live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import pytest
+import torch
+from cases import CASES, Case
+from living import PROMPTS, attached_with_link, largest_difference, live, replay, setup_of, tiny
+from mixed_models import mixed
+from torch.nn.functional import pad
+
+from harness.contract.checks import CHECKS, Trial
+from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.calibration import calibrate
+from harness.model.policies import policies_of
+from harness.offload.cache import LayerCache
+from harness.offload.links import EmulatedLink
+from harness.setup import Setup
+from methods.base import Method, Selection, State
+from methods.infinigen import InfiniGen
+from methods.quest import Quest, QuestState
+
+
+@dataclass(frozen=True)
+class Shared(Method):
+    """As Kascade: an anchor chooses `share` of the tokens, and the layers behind it read what it chose.
+
+    anchors: layers that read everything and choose by their true scores (anchor `kept`), or choose by the mean of their
+    own query and of the keys (`own_query`).
+    """
+
+    share: float = 0.3
+    anchors: tuple[int, ...] = (2,)
+    anchor: str = "kept"
+
+    when = "earlier_layer"
+    title = "Shared"
+
+    def when_of(self, layer):
+        return self.anchor if layer in self.anchors else "earlier_layer"
+
+    def new_state(self, geometry, lengths, calibration=None):
+        return SharedState(self, geometry, lengths)
+
+    def tokens_read(self, row, layer):
+        reads_all = layer in self.anchors and self.anchor == "kept"
+        return row.cached if reads_all else max(1, int(self.share * row.cached))
+
+    def max_tokens_read(self, row, layer):
+        return self.tokens_read(row, layer)
+
+
+class SharedState(State):
+    """chosen: by the row's own slot, what the latest anchor chose, [batch, 1, slots]. means: of each key."""
+
+    slot_tensors = {"means": 0.0}
+
+    def __init__(self, method, geometry, lengths):
+        super().__init__(method, geometry, lengths)
+        self.chosen = {}
+
+    def prompt(self, layer, query, key, value, rows):
+        self.means[layer] = pad(key.mean(-1), (0, rows.num_slots - key.shape[2]))
+
+    def append(self, layer, key, value, positions, slots):
+        self.means[layer][:, :, slots] = key.mean(-1)
+
+    def select(self, layer, rows):
+        slots = rows.own_slots[0, 0].tolist()
+        if layer in self.method.anchors:
+            mask = self.best(layer, rows) & rows.visible()
+            self.chosen |= dict(zip(slots, mask.unbind(2), strict=True))
+            if self.method.anchor == "kept":
+                return Selection(None, rows.positions)
+        else:
+            mask = torch.stack([self.chosen[slot] for slot in slots], 2)
+        return Selection(mask, mask.sum(-1).double().mean(1))
+
+    def best(self, layer, rows):
+        if self.method.anchor == "kept":
+            scores = rows.true_scores().mean((1, 2))
+        else:
+            keys = self.means[layer][..., : rows.slot_positions.shape[-1]].mean(1)
+            scores = -(keys[:, None] - rows.query.mean((1, 3))[..., None]).abs()
+        scores = scores.masked_fill(~rows.visible()[:, 0], -inf)
+        count = (self.method.share * rows.positions.double()).long().clamp(min=1)
+        least = scores.sort(-1, descending=True).values.gather(-1, count[..., None] - 1)
+        return (scores >= least)[:, None]
+
+    def fork(self, index, num_slots):
+        child = super().fork(index, num_slots)
+        child.chosen = {}
+        return child
+
+
+SHARED = {
+    "kept": Shared(),
+    "own query": Shared(anchor="own_query"),
+    "two anchors": Shared(anchors=(1, 3), num_exempt_layers=1),
+    "two anchors by own query": Shared(anchors=(0, 2), num_exempt_layers=0, anchor="own_query"),
+}
+
+
+@pytest.mark.parametrize("padding", PROMPTS)
+@pytest.mark.parametrize("name", SHARED)
+def test_a_layer_reads_what_an_earlier_one_chose(name, padding):
+    """And keeps the whole contract."""
+    case = Case(SHARED[name])
+    with attached_with_link() as (attached, link):
+        trial = Trial(attached, link, Setup(case.method, None, None), PROMPTS[padding])
+        for check in CHECKS.values():
+            check(trial)
+        full = replay(attached, CASES["full"], PROMPTS[padding])
+    assert largest_difference(full.logits, trial.replayed.logits) > 1e-2
+
+
+@pytest.mark.parametrize("model", ["gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", SHARED)
+def test_other_kinds_of_layer_lie_between(name, model):
+    with attach(mixed(model)) as attached, EmulatedLink(1e12) as link:
+        trial = Trial(attached, link, Setup(SHARED[name], None, None), PROMPTS["padded"])
+        for check in CHECKS.values():
+            check(trial)
+
+
+def test_a_layer_without_an_earlier_selection_fails_in_replay_too():
+    """Nothing that a step before left behind is read by mistake."""
+    with attached_with_link() as (attached, _), pytest.raises(KeyError):
+        replay(attached, Case(Shared(anchors=(3,))), PROMPTS["even"])
+
+
+# InfiniGen whose layers select at several times
+
+ROWS = {
+    "first layers by their own query": (InfiniGen(own_query_layers=1), ["own_query", "previous_layer"]),
+    "no layer is exempt": (InfiniGen(num_exempt_layers=0), ["own_query", *["previous_layer"] * 3]),
+    "both": (InfiniGen(num_exempt_layers=0, own_query_layers=2), [*["own_query"] * 2, *["previous_layer"] * 2]),
+    "all by their own query": (InfiniGen(num_exempt_layers=1, when="own_query"), ["own_query"] * 3),
+    "by the step before": (
+        InfiniGen(num_exempt_layers=0, own_query_layers=1, when="previous_step"), ["own_query", *["previous_step"] * 3],
+    ),
+    "quest": (Quest(page_size=3, own_query_layers=1, when="previous_layer"), ["own_query", "previous_layer"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_layers_time_is_on_record(name):
+    method, expected = ROWS[name]
+    with attach(tiny("gqa")) as attached:
+        policies = policies_of(attached, method)
+    assert [policy.when for policy in policies if policy.kind == "method"] == expected
+    assert [policy.kind for policy in policies] == ["full"] * (4 - len(expected)) + ["method"] * len(expected)
+    assert [policy.number for policy in policies] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("model", ["gemma2", "qwen3_next"])
+def test_the_first_layer_is_rehearsed_where_another_kind_of_layer_is_before_it(model):
+    with attach(mixed(model)) as attached:
+        policies = policies_of(attached, InfiniGen(num_exempt_layers=0))
+    under_method = [policy for policy in policies if policy.kind == "method"]
+    assert [policy.when for policy in under_method] == ["previous_layer"] * 4
+
+
+@pytest.mark.parametrize("model", ["gqa", "opt", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("name", ROWS)
+def test_layers_that_select_at_several_times_keep_the_contract(name, model):
+    made = tiny(model) if model in ("gqa", "opt") else mixed(model)
+    with attach(made) as attached, EmulatedLink(1e12) as link:
+        trial = Trial(attached, link, setup_of(attached, Case(ROWS[name][0])), PROMPTS["padded"])
+        for check in CHECKS.values():
+            check(trial)
+
+
+def test_live_selects_at_the_recorded_times(monkeypatch):
+    """The layers in whose attention module a selection is asked for, layer by layer."""
+    asked: list[tuple[int, int]] = []
+    running: list[int] = []
+    begins, select = Attached._before, LayerCache.select
+
+    def before(attached, module, args, kwargs):
+        running[:] = [attached._index[id(module)]]
+        begins(attached, module, args, kwargs)
+
+    def noting(cache, query, true_scores):
+        asked.append((cache.index, running[0]))
+        return select(cache, query, true_scores)
+
+    monkeypatch.setattr(Attached, "_before", before)
+    monkeypatch.setattr(LayerCache, "select", noting)
+    with attached_with_link() as (attached, _):
+        live(attached, Case(InfiniGen(num_exempt_layers=0, own_query_layers=2)), PROMPTS["even"])
+    assert set(asked) == {(0, 0), (1, 1), (2, 1), (3, 2)}
+    assert asked[:4] == [(0, 0), (2, 1), (1, 1), (3, 2)], "a rehearsal comes before the layer's own selection"
+
+
+def test_replay_selects_block_by_block_and_layer_by_layer(monkeypatch):
+    """In the order that `State.select` promises."""
+    asked: list[tuple[int, list[int]]] = []
+    select = QuestState.select
+
+    def noting(state, layer, rows):
+        asked.append((layer, rows.positions[0].tolist()))
+        return select(state, layer, rows)
+
+    monkeypatch.setattr(QuestState, "select", noting)
+    with attached_with_link() as (attached, _):
+        replay(attached, CASES["quest"], (24,), rows_per_block=4)
+    blocks = [[24, 25, 26, 27], [28, 29, 30, 31], [32, 33]]
+    assert asked == [(layer, block) for layer in (2, 3) for block in blocks]
+
+
+# Calibration that compares layers
+
+
+@dataclass(frozen=True)
+class Ranked(Shared):
+    """Measures of each layer how its mean score compares with that of the layer before."""
+
+    needs_calibration = True
+
+    def calibrate_layer(self, query, key, geometry, earlier):
+        mean = (query.mean(1).unflatten(0, (geometry.num_kv_heads, -1)).mean(1) * key.mean(1)).sum(-1)
+        before = earlier[-1]["mean"] if earlier else torch.zeros_like(mean)
+        return {"mean": mean, "growth": mean - before, "number": torch.tensor(len(earlier))}
+
+
+@pytest.mark.parametrize("model", ["gqa", "gemma2", "qwen3_next", "deepseek_v3"])
+def test_a_calibration_sees_what_was_measured_of_the_layers_before(model):
+    """Of the layers that see every token, in their order, whatever lies between them."""
+    made = tiny(model) if model == "gqa" else mixed(model)
+    with attach(made) as attached:
+        found = calibrate(attached, Ranked(), list(range(3, 60)))
+        geometry = attached.geometry
+    assert found["number"].tolist() == [0, 1, 2, 3]
+    assert found["mean"].shape == (4, geometry.num_kv_heads)
+    assert torch.equal(found["growth"][0], found["mean"][0])
+    assert torch.equal(found["growth"][1:], found["mean"][1:] - found["mean"][:-1])

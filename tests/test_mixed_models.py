@@ -1,0 +1,315 @@
+"""Models whose layers are not all full attention: replay is the model's own pass, live is replay, sizes by hand."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+from cases import CASES, Case
+from living import PROMPT, PROMPTS, STEPS, force, largest_difference, live, of_codec, open_live, replay
+from mixed_models import LOCAL, SHAPES, WINDOW, mixed
+from replaying import RAGGED, RAGGED_IDS, assert_close, open_session, pad, run, run_one, run_ragged, token_ids
+
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.tiny import tiny_model
+from harness.offload.cache import LocalCache
+from harness.offload.links import EmulatedLink
+from methods.base import Window
+from methods.full import Full
+from methods.h2o import H2O
+from methods.snapkv import SnapKV
+
+every_model = pytest.mark.parametrize("name", SHAPES)
+local_models = pytest.mark.parametrize("name", LOCAL)
+HEADS, ROW = 2 * 2, 2 * 16 * 4
+"""Of the models but for deepseek_v3: KV heads of a batch of two, and bytes of a token's key and value."""
+
+
+def own_logits(name: str, ids: list[int]) -> torch.Tensor:
+    """Of the model's own eager forward over one sequence."""
+    model = mixed(name)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            return model(torch.tensor([ids]), use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(before)
+
+
+# Replay of the full cache is the model
+
+
+@every_model
+@pytest.mark.parametrize("length", [WINDOW - 2, 3 * WINDOW + 5])
+def test_replay_of_the_full_cache_is_the_models_own_pass(name, length):
+    """Shorter than the window, and so long that several windows have passed."""
+    ids = token_ids(length, 1)
+    for prompt in (1, WINDOW - 3, length - 4):
+        got = run_one(mixed(name), Case(Full()), ids, prompt).logits[0]
+        assert_close(got, own_logits(name, ids)[prompt:])
+
+
+@every_model
+def test_a_padded_batch_is_the_models_own_pass_over_each(name):
+    for ids, (prompt, _), got in zip(RAGGED_IDS, RAGGED, run_ragged(mixed(name), Case(Full())).logits, strict=True):
+        assert_close(got, own_logits(name, ids)[prompt:])
+
+
+@every_model
+def test_blocks_of_rows_change_nothing(name):
+    whole, parts = (run_ragged(mixed(name), CASES["h2o"], rows_per_block=rows) for rows in (None, 5))
+    for got, expected in zip(parts.logits, whole.logits, strict=True):
+        assert_close(got, expected)
+    assert parts.reads.window_frac == pytest.approx(whole.reads.window_frac)
+
+
+# Live is replay
+
+
+ON_EVERY_MODEL = ("full", "infinigen", "h2o", "quest", "snapkv", "int4", "full+smooth", "oracle")
+
+
+@pytest.mark.parametrize("case", ON_EVERY_MODEL)
+@every_model
+def test_live_is_replay_and_host_is_device(name, case):
+    with attach(mixed(name)) as attached, EmulatedLink(1e12) as link:
+        expected = replay(attached, CASES[case], PROMPTS["padded"])
+        got = live(attached, CASES[case], PROMPTS["padded"])
+        assert largest_difference(got.logits, expected.logits) <= of_codec(CASES[case].codec)
+        assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
+        if case != "oracle":
+            host = live(attached, CASES[case], PROMPTS["padded"], placement="host", link=link)
+            assert torch.equal(host.logits, got.logits)
+            assert host[1:] == got[1:]
+
+
+@pytest.mark.parametrize("case", ["infinigen", "h2o", "quest", "snapkv", "oracle"])
+@every_model
+def test_the_method_does_something(name, case):
+    """Otherwise live would be replay whatever they do."""
+    with attach(mixed(name)) as attached:
+        full, got = (replay(attached, each, PROMPTS["padded"]) for each in (Case(Full()), CASES[case]))
+    assert largest_difference(full.logits, got.logits) > 1e-2
+    assert got.kv_frac < 0.95
+
+
+# Windows and chunks
+
+
+@local_models
+def test_the_ring_stays_on_the_device(name):
+    """Over the link go the four layers that see every token; a ring holds what the next row sees beside its own."""
+    with attach(mixed(name)) as attached, EmulatedLink(1e12) as link:
+        geometry, width = attached.geometry, Window(WINDOW, is_chunk=name == "llama4")
+        assert [layer.window for layer in attached.layers] == [width, None, None] * 2
+        assert attached.numbers == [None, 0, 1, None, 2, 3]
+        assert (geometry.num_layers, geometry.windows) == (4, (width, width))
+        with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
+            force(session, (PROMPT, PROMPT))
+            rings = [cache for cache in session.caches if isinstance(cache, LocalCache)]
+            assert [cache.keys.shape[2] for cache in rings] == [WINDOW - 1] * 2
+            assert len(session.stores) == 4
+            assert session.h2d_bytes == 4 * HEADS * sum(range(PROMPT, PROMPT + STEPS)) * ROW
+            assert session.d2h_bytes == 4 * HEADS * (PROMPT + STEPS) * ROW
+
+
+@local_models
+def test_a_layer_is_exempt_by_its_number_among_those_that_see_every_token(name):
+    with attach(mixed(name)) as attached:
+        kinds = [policy.kind for policy in open_session(attached, CASES["h2o"], [20], 20).policies]
+    assert kinds == ["local", "full", "full", "local", "method", "method"]
+
+
+def test_positions_counted_by_columns_are_refused_with_padding():
+    """Llama 4 scales queries by the column of the batch, not by the position."""
+    model_type, shape = SHAPES["llama4"]
+    tuned = {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.3}
+    with attach(tiny_model(model_type, **(shape | tuned))) as attached:
+        run(attached, CASES["h2o"], [token_ids(30)], [12])
+        with pytest.raises(UserError, match="^model family 'llama4_text' takes no batch of prompts of unequal length"):
+            run(attached, CASES["h2o"], [token_ids(30), token_ids(30, 1)], [12, 9])
+
+
+# States of recurrent layers
+
+
+def test_a_fork_of_a_session_forks_the_states():
+    """Children in another order and twice, of which one runs on before the other, and the trunk after both."""
+    ids, valid = pad([token_ids(20), token_ids(13, 1)], left=True)
+    rest = torch.tensor([token_ids(6, 2)] * 3)
+    real = torch.ones_like(rest, dtype=torch.bool)
+    index = torch.tensor([1, 0, 1])
+    with attach(mixed("qwen3_next")) as attached:
+        trunk = open_session(attached, CASES["h2o"], [26, 19], 26)
+        trunk.prefill(ids, valid)
+        states = copies_of_states(trunk)
+        assert len(states) == 4, "two layers, a convolution's state and a recurrent one"
+        child, twin = (trunk.fork(index, 26) for _ in range(2))
+        first = attached.logits(child.decode(rest, real))
+        assert all(torch.equal(*pair) for pair in zip(copies_of_states(trunk), states, strict=True))
+        assert not any(torch.equal(*pair) for pair in zip(copies_of_states(child), copies_of_states(twin), strict=True))
+        assert torch.equal(attached.logits(twin.decode(rest, real)), first)
+        own = attached.logits(trunk.decode(rest[:2], real[:2]))
+    assert_close(first[0], own[1])
+    assert_close(first[1], own[0])
+    assert_close(first[2], first[0], 1e-5)
+
+
+def copies_of_states(session) -> list[torch.Tensor]:
+    """The recurrent states of a session, copied."""
+    return [state.clone() for states in session.model_cache._states() for state in states.values()]
+
+
+def test_rows_of_padding_advance_no_state():
+    """Left of the prompt and right of the decode rows: the states are those of each sequence alone."""
+    sequences, prompts, ends = [token_ids(24), token_ids(22, 1)], [9, 4], [20, 6]
+
+    def states_after(which: list[int]) -> list[torch.Tensor]:
+        chosen = [(sequences[each], prompts[each], ends[each]) for each in which]
+        session = open_session(attached, Case(Full()), [len(ids) for ids, _, _ in chosen], 24)
+        session.prefill(*pad([ids[:prompt] for ids, prompt, _ in chosen], left=True))
+        session.decode(*pad([ids[prompt:end] for ids, prompt, end in chosen], left=False))
+        return copies_of_states(session)
+
+    with attach(mixed("qwen3_next")) as attached:
+        together, first, second = (states_after(which) for which in ([0, 1], [0], [1]))
+    for both, *alone in zip(together, first, second, strict=True):
+        assert_close(both, torch.cat(alone), 1e-5)
+
+
+def test_live_steps_go_on_from_the_prompts_states():
+    """A prompt that serves several sessions gives each its own states."""
+    from harness.model.prompt import run_prompt
+    from harness.offload.live import LiveSession
+
+    ids, real = pad([token_ids(PROMPT), token_ids(15, 1)], left=True)
+    with attach(mixed("qwen3_next")) as attached:
+        prompt = run_prompt(attached, ids, real)
+        sessions = [LiveSession(attached, H2O(), max_new_tokens=4) for _ in range(2)]
+        logits = [[session.start(prompt)] for session in sessions]
+        for step in range(3):
+            for session, made in zip(sessions, logits, strict=True):
+                made.append(session.decode_step(torch.tensor([step + 5, step + 9])))
+    assert all(torch.equal(*pair) for pair in zip(*logits, strict=True))
+
+
+# Sizes, by hand
+
+
+def read_in_windows(cached: int) -> float:
+    """Of two sliding layers / the elements of the full cache, which has four layers beside them."""
+    held = 2 * min(cached, WINDOW - 1)
+    return held / (4 * cached + held)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_what_windows_read_by_hand(name):
+    case, length = Case(H2O(heavy_frac=0.1, recent_frac=0.1)), 40
+    reads = run_one(mixed(name), case, token_ids(length), 20).reads
+    rows = range(20, length)
+    assert reads.window_frac == pytest.approx(sum(map(read_in_windows, rows)) / len(rows))
+    budget = 4 + 4  # of 40 tokens, in two of the four layers
+    by_row = [(2 * t + 2 * budget + 2 * min(t, 15)) / (4 * t + 2 * min(t, 15)) for t in rows]
+    assert reads.kv_frac == pytest.approx(sum(by_row) / len(rows))
+    assert reads.sizes["window_frac"] == reads.window_frac and "recurrent_bytes" not in reads.sizes
+
+
+def test_what_chunks_read_by_hand():
+    reads = run_one(mixed("llama4"), Case(Full()), token_ids(40), 20).reads
+    rows = range(20, 40)
+    expected = [2 * (t % WINDOW) / (4 * t + 2 * (t % WINDOW)) for t in rows]
+    assert reads.window_frac == pytest.approx(sum(expected) / len(rows))
+    assert reads.kv_frac == 1
+
+
+def test_recurrent_bytes_by_hand():
+    """Of a sequence: two layers, each with heads x key x value in the state, channels x kernel in the convolution."""
+    config = mixed("qwen3_next").config
+    channels = 2 * 2 * 16 + 4 * 16  # queries and keys of 2 heads, values of 4
+    elements = 2 * (4 * 16 * 16 + channels * config.linear_conv_kernel_dim)
+    for decode in (run_one, run_ragged):
+        reads = decode(mixed("qwen3_next"), CASES["h2o"]).reads
+        assert reads.sizes["recurrent_bytes"] == elements * 4
+        assert {"window_frac", "latent_bytes"}.isdisjoint(reads.sizes)
+
+
+def test_a_latent_is_stored_once_for_all_heads_by_hand():
+    """24 latent and 8 rotary elements a token and layer, of which the first 24 are the value as well."""
+    with attach(mixed("deepseek_v3")) as attached, EmulatedLink(1e12) as link:
+        geometry = attached.geometry
+        shape = (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim, geometry.elements)
+        assert shape == (1, 32, 24, 32) and geometry.values_in_keys
+        with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
+            force(session, (PROMPT, PROMPT))
+            assert session.h2d_bytes == 4 * 2 * sum(range(PROMPT, PROMPT + STEPS)) * 32 * 4
+            latents = session.stores[0].format.unpack(session.stores[0].slots)
+            assert latents.values.shape[3] == 24 and torch.equal(latents.values, latents.keys[..., :24])
+    reads = run_one(mixed("deepseek_v3"), CASES["h2o"], token_ids(40), 20).reads
+    assert reads.sizes["latent_bytes"] == 4 * 32 * 4  # layers, elements, fp32
+    by_row = [(2 * t + 2 * (6 + 4)) / (4 * t) for t in range(20, 40)]  # floor(.15 * 40) + floor(.1 * 40)
+    assert reads.kv_frac == pytest.approx(sum(by_row) / len(by_row))
+
+
+def test_a_method_that_keeps_the_keys_takes_no_latents():
+    with attach(mixed("deepseek_v3")) as attached, pytest.raises(UserError, match="in this model they hold the values"):
+        open_session(attached, CASES["shadowkv"], [20], 20)
+
+
+# Sinks and softcaps
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_the_weights_that_a_method_sees_are_the_models(name):
+    """Attention weights by the model's own eager code, summed over the group and the prompt's rows: H2O's worth."""
+    ids = token_ids(20)
+    model = mixed(name)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            weights = model(torch.tensor([ids]), use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    with attach(model) as attached:
+        session = open_session(attached, Case(H2O(heavy_frac=0.7, recent_frac=0.3)), [21], 21)
+        session.prefill(torch.tensor([ids]), torch.ones(1, 20, dtype=torch.bool))
+        (state,) = session.states.values()
+        for number, layer in ((2, 4), (3, 5)):
+            received = weights[layer][0].sum(1).view(2, 2, 20).sum(1)
+            assert_close(state.worth[number][0, :, :20], received, 1e-5)
+
+
+def test_a_sink_takes_its_share_of_every_row():
+    """Of the model's own weights nothing else is missing to one, so that a forgotten sink shows."""
+    with attach(mixed("gpt_oss")) as attached:
+        softmax = attached.softmaxes[1]
+        scores = torch.randn(1, 2, 2, 3, 9, generator=torch.Generator().manual_seed(0))
+        weights = softmax.weights(scores.clone())
+        total = softmax.total(scores)
+    left = 1 - weights.sum(-1)
+    sinks = softmax.sinks.view(1, 2, 2, 1)
+    assert_close(left, (sinks - total).exp())
+    assert float(left.min()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
+def test_what_snapkv_keeps_follows_the_models_weights(name, monkeypatch):
+    """With a plain softmax it would keep other tokens, here or there."""
+    from methods.base import Geometry, Softmax
+
+    case = Case(SnapKV(kept_tokens=8, window=4, kernel=3, num_exempt_layers=0))
+    ids, valid = pad([token_ids(40, seed) for seed in range(12)], left=True)
+
+    def kept() -> list[torch.Tensor]:
+        with attach(mixed(name)) as attached:
+            session = open_session(attached, case, [41] * 12, 41)
+            session.prefill(ids, valid)
+            (state,) = session.states.values()
+            return [state.tokens[layer].clone() for layer in range(4)]
+
+    expected = kept()
+    monkeypatch.setattr(Geometry, "softmax", lambda geometry, layer: Softmax(geometry.scale))
+    assert not all(torch.equal(*pair) for pair in zip(kept(), expected, strict=True))

@@ -1,0 +1,85 @@
+"""Columns of the tables that only some models have: numbers by hand, and no column where no row has one."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mixed_models import WINDOW, mixed
+from tokens import byte_tokenizer
+
+from harness.launch.cli import main
+from harness.model import load as models
+from harness.model.load import LoadedModel
+from harness.tables.columns import ACCURACY, OF_SOME_MODELS, names
+from tests.living import tiny
+
+SEQ_LEN, PREFILL_LEN = 100, 40
+ROWS = range(PREFILL_LEN, SEQ_LEN - 1)
+"""Tokens cached at each decode row; the last one of a window predicts nothing."""
+
+
+def window_frac() -> float:
+    """Two of six layers hold the last 15 tokens."""
+    held = 2 * (WINDOW - 1)
+    return sum(held / (4 * t + held) for t in ROWS) / len(ROWS)
+
+
+def kv_frac(held: int = 0) -> float:
+    """Of H2O with 10 + 10 of 100 tokens in two of four layers, beside `held` elements in windows."""
+    return sum((2 * t + 2 * 20 + held) / (4 * t + held) for t in ROWS) / len(ROWS)
+
+
+CHANNELS = 2 * 2 * 16 + 4 * 16
+"""Of qwen3_next's convolution: queries and keys of two heads, values of four."""
+EXPECTED: dict[str, dict[str, float]] = {
+    "gemma2": {"window_frac": window_frac(), "kv_frac": kv_frac(2 * (WINDOW - 1))},
+    "qwen3_next": {"recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4), "kv_frac": kv_frac()},
+    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "kv_frac": kv_frac()},
+    "gqa": {"kv_frac": kv_frac()},
+}
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Scores H2O on random letters with a tiny model in place of any other; returns the table's rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
+
+    def score(name: str, *more: str) -> list[dict[str, Any]]:
+        model = tiny(name) if name == "gqa" else mixed(name)
+        loaded = LoadedModel(model, byte_tokenizer(), name, 512, name * 10)
+        monkeypatch.setattr(models, "load_model", lambda config: loaded)
+        lengths = [f"seq_len={SEQ_LEN}", f"prefill_len={PREFILL_LEN}", "num_windows=2", f"corpus.path={text}"]
+        assert main(["experiment=perplexity", "method=h2o", *lengths, *more]) == 0
+        with Path("results/tables/perplexity.csv").open(newline="") as stream:
+            return list(csv.DictReader(stream))
+
+    return score
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_table_has_the_columns_of_its_models_and_no_other(name, run):
+    rows = run(name)
+    here = [column.name for column in OF_SOME_MODELS if column.name in EXPECTED[name]]
+    absent = {column.name for column in OF_SOME_MODELS} - set(here)
+    assert rows and tuple(rows[0]) == tuple(column for column in names(ACCURACY) if column not in absent)
+    for row in rows:
+        for column, expected in EXPECTED[name].items():
+            assert float(row[column]) == pytest.approx(expected), column
+    shown = Path("results/tables/perplexity.md").read_text()
+    for column in OF_SOME_MODELS:
+        assert (column.heading in shown) == (column.name in here)
+
+
+def test_rows_of_other_models_have_empty_cells(run):
+    run("gemma2")
+    rows = run("gqa", "num_windows=1")
+    of_windows = {row["num_samples"]: row["window_frac"] for row in rows}
+    assert of_windows["1"] == "" and float(of_windows["2"]) == pytest.approx(window_frac())
+    assert "recurrent_bytes" not in rows[0]

@@ -1,0 +1,266 @@
+"""What a model is refused for when it is attached: its own numbers are not those of our attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, Case
+from mixed_models import SHAPES, mixed
+from replaying import assert_close, run_one, run_ragged, token_ids
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from harness.errors import UserError
+from harness.model.attach import attach
+from harness.model.attached import Attached
+from harness.model.decoder import Decoder, Latent
+from harness.model.tiny import tiny_model
+from harness.offload.live import LiveSession
+from methods.full import Full
+from methods.infinigen import InfiniGen
+from methods.quest import Quest
+
+
+def llama(**shape: Any) -> PreTrainedModel:
+    return tiny_model("llama", num_key_value_heads=2, **shape)
+
+
+def capped(module, query, key, value, attention_mask, scaling, **options):
+    """An attention function that caps its scores, of which the model says nothing."""
+    return eager_attention_forward(module, 1.5 * torch.tanh(query), key, value, attention_mask, scaling, **options)
+
+
+def with_a_softcap_of_its_own() -> PreTrainedModel:
+    """Whose attention is another than the one that it is asked to use."""
+    model = llama()
+    AttentionInterface.register("capped", capped)
+    model.config._attn_implementation = "capped"
+    return model
+
+
+def with_logits_that_depend_on_the_row() -> PreTrainedModel:
+    model = llama()
+
+    def scale(module, args, output):
+        return output * torch.linspace(1, 2, output.shape[1])[:, None]
+
+    model.lm_head.register_forward_hook(scale)
+    return model
+
+
+def with_rows_that_see_later_ones() -> PreTrainedModel:
+    """Through something else than attention: a pass of a few rows gives other numbers than one of all."""
+    model = llama()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
+    return model
+
+
+def with_a_hole() -> PreTrainedModel:
+    model = llama()
+    model.model.layers[2].mlp.up_proj.weight[3, 3] = torch.nan
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "a softcap that is not told": (
+        with_a_softcap_of_its_own,
+        "is not supported: under our attention its logits are off",
+    ),
+    "a scale of logits by row": (with_logits_that_depend_on_the_row, "under our attention its logits are off by"),
+    "rows that mix elsewhere": (with_rows_that_see_later_ones, "under our attention its logits are off by"),
+    "weights that are no numbers": (with_a_hole, "the model's own logits are not finite; are its weights whole?"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_with_other_numbers_is_refused_in_one_line(name):
+    make, expected = REFUSED[name]
+    model = make()
+    with pytest.raises(UserError, match=f"^model family 'llama'.*{expected}") as refusal, attach(model):
+        pass
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_is_asked_once(monkeypatch):
+    """Each attaching costs a few passes otherwise."""
+    from harness.model import attach as checks
+
+    asked, check = [], checks.check_decoder
+    monkeypatch.setattr(checks, "check_decoder", lambda *each: (asked.append(each), check(*each)))
+    model = llama()
+    for _ in range(3):
+        with attach(model):
+            pass
+    assert len(asked) == 1
+
+
+def test_the_scale_and_the_cap_of_the_output_head_are_the_models():
+    """They are no reason to refuse: the model's own code runs over the final hidden states."""
+    model = tiny_model("gemma2", num_key_value_heads=2, head_dim=16, final_logit_softcapping=1.5)
+    ids = token_ids(20)
+    got = run_one(model, Case(Full()), ids, 7).logits[0]
+    with torch.inference_mode():
+        assert_close(got, model(torch.tensor([ids]), use_cache=False).logits[0, 7:])
+    assert float(got.abs().max()) <= 1.5
+
+
+# What only some runs need is refused to those alone
+
+
+def test_a_wrong_early_query_is_refused_to_rehearsals_alone(monkeypatch):
+    """Others choose by a layer's own query, or by none."""
+    early = Attached.early_query
+    monkeypatch.setattr(Attached, "early_query", lambda attached, *given: 1.1 * early(attached, *given))
+    model = llama()
+    expected = r"^model family 'llama' takes no method that rehearses .* a query made ahead of its layer is off by \d"
+    for method in (InfiniGen(), Quest(when="previous_layer"), InfiniGen(own_query_layers=1)):
+        with pytest.raises(UserError, match=expected):
+            run_one(model, Case(method))
+        with attach(model) as attached, pytest.raises(UserError, match=expected):
+            LiveSession(attached, method, max_new_tokens=2)
+    for method in (InfiniGen(when="own_query"), InfiniGen(own_query_layers=2), CASES["quest"].method, Full()):
+        run_one(model, Case(method))
+
+
+def test_a_query_that_takes_another_tensor_is_refused_to_rehearsals_alone():
+    """Which a later layer's query cannot be given early."""
+    model = llama()
+    attention = model.model.layers[3].self_attn
+    own = attention.forward
+
+    def gated(hidden_states, gate=None, **options):
+        return own(hidden_states * (1 if gate is None else gate), **options)
+
+    attention.forward = gated
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"gate": kwargs["hidden_states"].sigmoid()}), with_kwargs=True
+    )
+    with pytest.raises(UserError, match="rehearses a layer's query .*: its queries depend on gate$"):
+        run_one(model, CASES["infinigen"])
+    run_one(model, CASES["infinigen-layer"])
+
+
+class ChoosesBySign(nn.Module):
+    """A query projection to which no derivative leads from a module that decides its sign."""
+
+    def __init__(self, query: nn.Module, decides: nn.Module) -> None:
+        super().__init__()
+        self.query = query
+        self.decides = decides
+
+    def forward(self, hidden):
+        return self.query(hidden) * (1.5 + self.decides(hidden).mean(-1, keepdim=True).detach().sign())
+
+
+def test_a_query_that_is_decided_without_a_derivative_is_made_in_full():
+    """The submodules that no derivative passes through are left out of rehearsals, unless the query is wrong then."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = ChoosesBySign(layer.self_attn.q_proj, nn.Linear(64, 8)).requires_grad_(False)
+    with attach(model) as attached:
+        assert attached.decoder.no_rehearsal is None
+        assert all("q_proj.decides" in layer.query_modules for layer in attached.layers)
+    run_one(model, CASES["infinigen"])
+
+
+def test_rows_that_depend_on_the_batch_are_refused_with_padding_alone():
+    """A mean over the batch's sequences: a sequence alone has another."""
+    model = llama()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output - 0.5 * output.mean(0))
+    run_one(model, CASES["h2o"])
+    expected = (
+        "^model family 'llama' takes no batch of prompts of unequal lengths: a sequence beside a longer one is off"
+    )
+    with pytest.raises(UserError, match=expected):
+        run_ragged(model, CASES["h2o"])
+
+
+# What is given up before a model is refused
+
+
+def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch):
+    """Keys and values of every head: more memory, the same numbers."""
+    read = Decoder._read_latent
+
+    def misread(decoder, layer, cached):
+        latent = read(decoder, layer, cached)
+        return Latent(1.5 * latent.to_query, latent.to_value)
+
+    monkeypatch.setattr(Decoder, "_read_latent", misread)
+    model_type, shape = SHAPES["deepseek_v3"]
+    model, ids = tiny_model(model_type, **shape), token_ids(30)
+    with attach(model) as attached:
+        geometry = attached.geometry
+    assert (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim, geometry.values_in_keys) == (4, 24, 12, False)
+    found = run_one(model, Case(Full()), ids, 11)
+    with torch.inference_mode():
+        assert_close(found.logits[0], model(torch.tensor([ids]), use_cache=False).logits[0, 11:])
+    assert "latent_bytes" not in found.reads.sizes
+
+
+def test_recurrent_layers_that_take_one_row_at_a_time_are_given_one():
+    """Where a module's code goes on from its state with one row only, as it does in transformers' own decoding."""
+    model_type, shape = SHAPES["qwen3_next"]
+    model, ids = tiny_model(model_type, **shape), token_ids(30, 1)
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids]), use_cache=False).logits[0, 11:]
+    for layer in (0, 3):
+        module = model.model.layers[layer].linear_attn
+        own = module.forward
+
+        def forgets(hidden_states, cache_params=None, own=own, **options):
+            if cache_params is not None and cache_params.num_columns and hidden_states.shape[1] > 1:
+                cache_params = None
+            return own(hidden_states, cache_params=cache_params, **options)
+
+        module.forward = forgets
+    with attach(model) as attached:
+        assert not attached.decoder.takes_rows
+    assert_close(run_one(model, Case(Full()), ids, 11).logits[0], expected)
+    whole = run_ragged(mixed("qwen3_next"), CASES["h2o"]).logits
+    for got, wanted in zip(run_ragged(model, CASES["h2o"]).logits, whole, strict=True):
+        assert_close(got, wanted, 1e-3)
+
+
+# Rotary frequencies that follow the sequence's length
+
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 24, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8,
+            },
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_sequence_runs_up_to_the_length_at_which_frequencies_change(kind):
+    model_type, shape = SCALED[kind]
+    model, ids = tiny_model(model_type, num_key_value_heads=2, **shape), token_ids(25)
+    with torch.inference_mode():
+        of_24, of_25 = (model(torch.tensor([ids[:length]]), use_cache=False).logits[0] for length in (24, 25))
+    assert float((of_24[10:] - of_25[10:24]).abs().max()) > 1e-3, "otherwise there is nothing to refuse"
+    assert_close(run_one(model, Case(Full()), ids[:24], 10).logits[0], of_24[10:])
+    words = kind if kind == "longrope" else f"{kind} rope"
+    refused = rf"^a sequence of 25 tokens: 24 is the model's length up to which {words} keeps its positions; lower \w+"
+    with pytest.raises(UserError, match=refused):
+        run_one(model, CASES["h2o"], ids, 10)
+    prompt, real = torch.tensor([ids[:20]]), torch.ones(1, 20, dtype=torch.bool)
+    with attach(model) as attached:
+        session = LiveSession(attached, Full(), max_new_tokens=4)
+        logits = [session.prefill(prompt, real), *(session.decode_step(torch.tensor([ids[at]])) for at in (20, 21, 22))]
+        assert_close(torch.cat(logits), of_24[19:23])
+        with pytest.raises(UserError, match=refused):
+            LiveSession(attached, Full(), max_new_tokens=5).prefill(prompt, real)
