@@ -19,9 +19,10 @@ from living import make_store as store_of
 from living import prefetch
 
 from harness.errors import UserError
-from harness.offload.links import EmulatedLink, default_bytes_per_s, measure_copy_rate, open_link
+from harness.offload.links import EmulatedLink, open_link
 from harness.offload.memory import PinnedSlab, aligned
 from harness.offload.store import chosen as chosen_of
+from harness.speed.link_rate import default_bytes_per_s, measure_copy_rate
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
 CPU = torch.device("cpu")

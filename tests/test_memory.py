@@ -13,6 +13,7 @@ from living import PROMPT, PROMPTS, attached_with_link, force, open_live, tiny, 
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.prompt import run_prompt
+from harness.model.room import prompt_bytes
 from harness.model.tiny import tiny_model
 from harness.offload import memory
 from harness.offload.cache import LayerCache
@@ -21,7 +22,6 @@ from harness.offload.memory import (
     SessionBytes,
     aligned,
     layer_bytes,
-    prompt_bytes,
     require_session,
     session_bytes,
 )

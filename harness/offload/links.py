@@ -28,8 +28,6 @@ from harness.errors import UserError
 from harness.offload.memory import DEFAULT_TUNING, Tuning
 from harness.offload.store import Chosen, KVStore, SlotRequest
 
-MEMORY_TO_LINK = 62
-"""Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s achieved."""
 SLEEP_SLACK_S = 1e-4
 """time.sleep wakes some 80 us late; the rest of a wait yields the core instead."""
 
@@ -146,16 +144,15 @@ def open_link(
 ) -> Link:
     """The link of a device: the real one under CUDA, an emulated one of `bytes_per_s` on the CPU.
 
-    bytes_per_s: None emulates `default_bytes_per_s(measure_copy_rate())`. tuning: of the real one. Raises UserError
-    for a rate that is not positive, or one given under CUDA.
+    tuning: of the real one. Raises UserError for a rate that is not positive, or one given under CUDA.
     """
     if device.type == "cuda":
         if bytes_per_s is not None:
             raise UserError(f"link_gbps={bytes_per_s / 1e9} sets the emulated link of a CPU: leave it null under cuda")
         return CudaLink(device, overlap=overlap, tuning=tuning)
-    return EmulatedLink(
-        default_bytes_per_s(measure_copy_rate()) if bytes_per_s is None else bytes_per_s, overlap=overlap
-    )
+    if bytes_per_s is None:
+        raise ValueError("an emulated link needs its bytes_per_s")
+    return EmulatedLink(bytes_per_s, overlap=overlap)
 
 
 Links = Link | Mapping[torch.device, Link]
@@ -165,23 +162,6 @@ Links = Link | Mapping[torch.device, Link]
 # The CPU's link: a transfer starts once it is submitted and the link is free, and ends when bytes / bandwidth have
 # passed, the copy's own time included; so the link is occupied serially at the emulated rate. Who waits for a transfer
 # sleeps until that end. The worker goes on to the next copy, whose start is computed, so late wake-ups do not add up.
-
-
-def measure_copy_rate(num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
-    """Payload bytes/s (each read once and written once) of copies within this machine's RAM; the median."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-    target.copy_(source)  # the first touch maps the pages
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - began)
-    return num_bytes / sorted(seconds)[repeats // 2]
-
-
-def default_bytes_per_s(copy_rate: float) -> float:
-    """The emulated link's rate from the copy rate, both in bytes/s: the paper's ratio of memory to link."""
-    return copy_rate / MEMORY_TO_LINK
 
 
 class _Job:

@@ -22,6 +22,7 @@ from harness.errors import UserError
 from harness.model.attached import Attached, launching_on
 from harness.model.policies import Policy, new_states, policies_of
 from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of
+from harness.model.room import prompt_bytes
 from harness.offload import memory
 from harness.offload.cache import Batch, LayerCache, LocalCache, ResidualCache, ValuesCache, slots_needed
 from harness.offload.fetch import Fetcher
@@ -79,6 +80,8 @@ class LiveSession:
         self.attached = attached
         self.method = method
         self.policies: list[Policy] = policies_of(attached, method)
+        if placement == "host" and any(policy.when == "true_scores" for policy in self.policies):
+            raise ValueError(f"placement=host: {method.title} selects by the true scores of all keys")
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
         self.codec: AnyCodec = codec or self.exact
@@ -105,7 +108,7 @@ class LiveSession:
         ids: int [batch, prompt]; real: bool alike, False for the padding on the left, so that prompts end in one
         column. Returns logits [batch, vocab] for the first new token.
         """
-        self._open(real, memory.prompt_bytes(self.attached, ids.numel()))
+        self._open(real, prompt_bytes(self.attached, ids.numel()))
         keep = PromptPass(self.attached, real, self._keep_prompt)
         hidden = self.attached.forward(ids, positions_of(real), keep, self.model_cache, real)
         return self.attached.logits(hidden[:, -1])
