@@ -19,6 +19,7 @@ from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
 from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
+from harness.offload.live import LiveSession
 from harness.setup import Setup
 from methods.base import Method, Selection, State
 from methods.infinigen import InfiniGen
@@ -214,6 +215,12 @@ def test_replay_selects_block_by_block_and_layer_by_layer(monkeypatch):
 
 
 # Calibration that compares layers
+
+
+def test_true_scores_of_a_single_layer_lie_behind_no_link():
+    method = Shared(anchor="true_scores")
+    with attached_with_link("gqa") as (attached, link), pytest.raises(ValueError, match="placement=host: Shared"):
+        LiveSession(attached, method, max_new_tokens=4, placement="host", link=link)
 
 
 @dataclass(frozen=True)
