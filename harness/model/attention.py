@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from methods.base import Rest, Softmax, Window
+from methods.base import Rest, Softmax, Window, by_matrix
 
 ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
@@ -116,7 +116,7 @@ def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Te
     batch, num_kv_heads, group, rows, slots = scores.shape
     weights = softmax.weights(scores)
     stacked = weights.reshape(batch, num_kv_heads, group * rows, slots).to(value.dtype)
-    return (stacked @ value).view(batch, num_kv_heads, group, rows, -1), weights
+    return by_matrix(stacked, value).view(batch, num_kv_heads, group, rows, -1), weights
 
 
 def with_rest(output: Tensor, rest: Rest | None) -> Tensor:

@@ -20,7 +20,7 @@ from harness.model.attention import dense_attention, heads_last, weighted_values
 from harness.model.policies import Policy
 from harness.replay.history import History
 from harness.sizes import ReadStats, code_width, in_windows, share_beside, share_of_cache
-from methods.base import EMPTY, Rows, Selection, State
+from methods.base import EMPTY, Rows, Selection, State, hide
 from methods.codec import SplitCodec
 
 SCORES_PER_CHUNK = 2**23
@@ -199,7 +199,7 @@ class _Block:
         if selection.mask is not None:
             mask = self.decode.history.with_resident(self.layer, selection.mask)
             self._own(mask).fill_(True)
-            scores.masked_fill_(~mask.unsqueeze(2), float("-inf"))
+            hide(scores, mask.unsqueeze(2))
         if everything is not None:
             recall = (torch.logsumexp(scores, -1) - everything).exp_()
             self._add(self.decode.recall, recall.mean((1, 2)))
