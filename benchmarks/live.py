@@ -9,6 +9,9 @@
 (b) Every system of `harness.settings` at one shape: the step, what crosses the link in it, at what rate, and the step
     that can be had at best, max(ideal's step, its bytes / the link's rate), which says what of the transfer is hidden.
 
+The first line names the CPU, its caches and the rate at which one thread copies memory. Page faults in a step of
+transformers tell whether its cache was made in memory that the system had to map first.
+
 Weights are random, of the shape in `conf/model/<model>.yaml`: they change no time but through what infinigen selects,
 which with random weights is its cap; `--fixed-fetch` sets another number.
 
@@ -22,6 +25,7 @@ import argparse
 import ctypes
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -40,10 +44,11 @@ from harness.errors import exit_code
 from harness.model.attach import Attached, attach
 from harness.model.calibration import Calibration, calibrate
 from harness.offload.links import open_link
+from harness.records.environment import processor
 from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS, System
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
-from harness.speed.link_rate import LinkRate, link_rate
+from harness.speed.link_rate import LinkRate, link_rate, measure_copy_rate
 from harness.speed.result import LatencyResult
 from methods.base import Method
 from methods.codec import Codec
@@ -79,19 +84,20 @@ def random_model(name: str, device: torch.device, overrides: dict[str, Any]) -> 
     return model.eval().requires_grad_(False)
 
 
-def transformers_steps(model: Any, prompt: SharedPrompt, steps: int) -> list[float]:
-    """Seconds of each decode step of transformers on a `DynamicCache` that holds the prompt."""
+def transformers_steps(model: Any, prompt: SharedPrompt, steps: int) -> tuple[list[float], float]:
+    """Seconds of each decode step of transformers on a `DynamicCache` that holds the prompt, and page faults a step."""
     cache = DynamicCache(config=model.config)
     for layer, (_, key, value) in enumerate(prompt.prompt.layers):
         cache.update(key, value, layer)
     with torch.inference_mode():
         token = model.get_output_embeddings()(prompt.prompt.hidden).argmax(-1)
-        times = [_now(model.device)]
+        faults, times = _page_faults(), [_now(model.device)]
         for _ in range(steps):
             logits = model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits
             token = logits[:, -1].float().argmax(-1)
             times.append(_now(model.device))
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
+    return seconds, (_page_faults() - faults) / steps
 
 
 def keep_freed_memory() -> bool:
@@ -104,20 +110,34 @@ def keep_freed_memory() -> bool:
     return all(mallopt(threshold, largest) == 1 for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
 
 
+def machine() -> str:
+    """The CPU, the data caches of its first core, and the rate at which one thread copies."""
+    sizes = []
+    for cache in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):  # Linux only
+        level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+        sizes += [f"L{level} {size}"] if kind != "Instruction" else []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rate = measure_copy_rate()
+    torch.set_num_threads(threads)
+    return f"{processor()}, {', '.join(sizes) or 'caches unknown'}; one thread copies {rate / 1e9:.1f} GB/s"
+
+
 def compare(model: Any, prompt: SharedPrompt, shape: LatencyConfig) -> float:
     """Print (a); returns the median over the rounds of transformers' median step over ours."""
     once = replace(shape, repeats=1)
     ratios = []
     print("full cache on the device against transformers with DynamicCache, medians of a round's steps:")
     for number in range(max(ROUNDS, shape.repeats)):
-        theirs = transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)[shape.warmup_steps :]
+        theirs, faults = transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)
+        theirs = theirs[shape.warmup_steps :]
         with attach(model) as attached:
             ours = time_cell(attached, prompt, Cell(Full(), once, "device")).timed
         our_s, their_s = statistics.median(ours), statistics.median(theirs)
         ratios.append(their_s / our_s)
         print(
             f"  round {number + 1}: {1e3 * our_s:7.2f} ms ({_spread(ours, 1e3)}) against {1e3 * their_s:7.2f} ms "
-            f"({_spread(theirs, 1e3)}): {ratios[-1]:.2f}"
+            f"({_spread(theirs, 1e3)}, {faults:.0f} page faults a step): {ratios[-1]:.2f}"
         )
     median = statistics.median(ratios)
     print(f"ours is {median:.2f} times as fast in the median round ({_spread(ratios, 1)})")
@@ -224,6 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    print(machine())
     device = torch.device(options.platform)
     kept = not options.returned and keep_freed_memory()  # before anything large is allocated
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
@@ -253,6 +274,10 @@ def _run(options: argparse.Namespace) -> None:
                 for label in dict.fromkeys(["ideal", *options.labels])
             }  # fmt: skip
         print(render(rows_of(results, rate.bytes_per_s)))
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _now(device: torch.device) -> float:

@@ -212,6 +212,14 @@ class Rows:
         """Cached tokens each row could read (its own is not among them): bool [batch, 1 or kv, rows, slots]."""
         return self.slot_positions.unsqueeze(2) < self.positions[:, None, :, None]
 
+    def hide(self, scores: Tensor) -> None:
+        """Set `scores` [batch, num_kv_heads, group, rows, slots] to -inf where a slot is not visible, in place."""
+        first = 0
+        if scores.device.type == "cpu":  # the first slots, which all rows see, are most of them in replay
+            hidden = (self.slot_positions >= self.positions.min()).flatten(0, 1).any(0)
+            first = int(hidden.int().argmax())
+        scores[..., first:].masked_fill_(~self.visible()[..., first:].unsqueeze(2), float("-inf"))
+
 
 class PromptRows(NamedTuple):
     """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will ever use."""
@@ -436,6 +444,41 @@ class Method:
         return 1.0 if self.size_setting is None else getattr(self, self.size_setting)
 
 
+MANY_ROWS = 64
+"""Rows of a matrix that all threads of a CPU share; fewer, as of a live step, are not worth a call of their own."""
+
+
+def by_matrix(left: Tensor, right: Tensor) -> Tensor:
+    """`left` [..., rows, n] @ `right` [..., n, columns], one matrix after another where a CPU multiplies many rows.
+
+    All threads then share each matrix. A batched product gives every thread whole matrices: of 3 KV heads on 2 threads
+    the last keeps one thread waiting.
+    """
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.device.type != "cpu" or rows < MANY_ROWS:
+        return left @ right
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    lefts, rights = (part.expand(*batch, *part.shape[-2:]).flatten(0, -3) for part in (left, right))
+    out = left.new_empty(*batch, rows, columns)
+    for one, other, into in zip(lefts, rights, out.flatten(0, -3), strict=True):
+        torch.mm(one, other, out=into)
+    return out
+
+
+def mask_bias(visible: Tensor) -> Tensor:
+    """0 where `visible`, -inf elsewhere, fp32. A CPU makes and adds it in vectors. `masked_fill` and `where` branch at
+    every number, which takes six times as long where the mask has no order."""
+    return visible.float().reciprocal_().neg_().add_(1)  # 1 - 1/1 = 0; 1 - 1/0 = -inf
+
+
+def hide(scores: Tensor, visible: Tensor) -> None:
+    """Set `scores`, which are finite or -inf, to -inf where not `visible` (bool, broadcast), in place."""
+    if scores.device.type == "cpu":
+        scores += mask_bias(visible)
+    else:
+        scores.masked_fill_(~visible, float("-inf"))
+
+
 def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     """`left` [..., rows, n] times `right` [..., n, columns] times `scale`: fp32 [..., rows, columns].
 
@@ -444,7 +487,7 @@ def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     converted first.
     """
     if left.dtype == right.dtype == torch.float32:
-        return left @ (right if scale == 1 else right * scale)
+        return by_matrix(left, right if scale == 1 else right * scale)
     if left.device.type != "cuda" or left.dtype != right.dtype:
         return left.float() @ right.float() * scale
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -467,7 +510,7 @@ def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     elif rows == 1:  # a thin product takes half the time on a CPU with the keys first, where K and V lie side by side
         scores = (key @ (stacked * scale).mT).mT
     else:
-        scores = (stacked * scale) @ key.mT
+        scores = by_matrix(stacked * scale, key.mT)
     return scores.reshape(batch, num_kv_heads, heads // num_kv_heads, rows, slots)
 
 

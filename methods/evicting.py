@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, floor_frac
+from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, floor_frac, mask_bias
 from methods.checks import require, require_fraction
 from methods.kernels import compiled_for
 
@@ -185,34 +185,57 @@ class WorthState(EvictingState):
     def select(self, layer: int, rows: Rows) -> Selection:
         """Scan the rows: each reads what is kept, is observed, and evicts a token if more than the budget are."""
         self.enter(layer, rows)
-        scores = rows.true_scores()
-        slots, num_rows = scores.shape[-1], scores.shape[3]
-        used, held = self.worth[layer][..., :slots], self.tokens[layer][..., :slots]
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
+        scan = self._scan_by_kernels if compiled_for(self.tokens[layer]) else self._scan
+        return Selection(scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1]))
+
+    def _scan(self, layer: int, rows: Rows, positions: Tensor) -> Tensor:
+        """What each row reads: bool [batch, num_kv_heads, rows, slots].
+
+        positions: int [batch, rows], -1 for padding, which evicts nothing. The loop runs for every row of a text, so
+        it has few operations: a token leaves `hidden` at once, `tokens` and the mask after the last row.
+        """
+        scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
+        num_rows, slots = scores.shape[3:]
+        held, worth = self.tokens[layer][..., :slots], self.worth[layer][..., :slots]
+        budget, recent = self.limits[layer].split(1, -1)
+        evicts = (positions >= budget)[:, None]
+        loss = mask_bias(~evicts).unsqueeze(-1).expand(-1, held.shape[1], -1, -1)
+        safe = -mask_bias(held.unsqueeze(2) <= (positions - recent)[:, None, :, None])  # inf for a recent token
+        hidden = mask_bias(held != EMPTY)
+        victims = []
+        for row in range(num_rows):
+            probs = softmax.weights(scores[:, :, :, row : row + 1] + hidden[:, :, None, None])[:, :, :, 0]
+            self.observe(worth, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
+            victims.append((worth - hidden).add_(safe[:, :, row]).argmin(-1, keepdim=True))
+            hidden.scatter_add_(-1, victims[-1], loss[:, :, row])
+        # The row after which each slot's token leaves; a slot more takes the victims of rows that evict nothing.
+        order = torch.arange(num_rows, dtype=torch.int32, device=held.device)
+        leaves_after = held.new_full((*held.shape[:2], slots + 1), num_rows)
+        targets = torch.cat(victims, -1).masked_fill_(~evicts, slots)
+        leaves_after.scatter_(-1, targets, order.expand(*held.shape[:2], -1))
+        mask = (held.unsqueeze(2) < rows.positions[:, None, :, None]) & (
+            leaves_after[..., None, :slots] >= order[:, None]
+        )
+        held.masked_fill_(hidden == -INF, EMPTY)
+        return mask
+
+    def _scan_by_kernels(self, layer: int, rows: Rows, positions: Tensor) -> Tensor:
+        """The same as `_scan`."""
+        from methods.kernels import evicting as kernels
+
+        scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
+        num_rows, slots = scores.shape[3:]
+        tokens, worth = self.tokens[layer], self.worth[layer]
+        held = tokens[..., :slots]
         mask = torch.empty((*held.shape[:2], num_rows, slots), dtype=torch.bool, device=held.device)
         for row in range(num_rows):
             torch.lt(held, rows.positions[:, row, None, None], out=mask[:, :, row])
             of_row = scores[:, :, :, row : row + 1].masked_fill((held == EMPTY)[:, :, None, None], -INF)
-            probs = self.geometry.softmax(layer).weights(of_row)[:, :, :, 0]
-            self.observe(used, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
-            self.evict(layer, slots, positions[:, row])
-        budget = self.limits[layer][:, :1]
-        return Selection(mask, torch.minimum(rows.positions, budget))
-
-    def evict(self, layer: int, slots: int, positions: Tensor) -> None:
-        """After a row, int [batch], -1 for padding: of the first `slots` slots, the least worthy that is not recent is
-        freed where more than the budget are held."""
-        worth, tokens, limits = self.worth[layer], self.tokens[layer], self.limits[layer]
-        if compiled_for(tokens):
-            from methods.kernels import evicting as kernels
-
-            kernels.evict_least(worth, tokens, slots, positions, limits)
-            return
-        budget, recent = limits.unbind(-1)
-        newest = (positions - recent)[:, None, None]  # that may leave
-        victim = worth[..., :slots].masked_fill(tokens[..., :slots] > newest, INF).argmin(-1, keepdim=True)
-        victim.masked_fill_((positions < budget)[:, None, None], tokens.shape[-1] - 1)  # the dump
-        tokens.scatter_(-1, victim, EMPTY)
+            probs = softmax.weights(of_row)[:, :, :, 0]
+            self.observe(worth[..., :slots], probs * rows.real[:, None, row, None, None] if rows.padded else probs)
+            kernels.evict_least(worth, tokens, slots, positions[:, row], self.limits[layer])
+        return mask
 
 
 def over_group(probs: Tensor) -> Tensor:

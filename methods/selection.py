@@ -285,7 +285,7 @@ class ScoreSelecting(Selecting):
             relative, within = kernels.relative(self.by_set(scores), rows, self.threshold(geometry))
             within = None if self._counts_by_cap else within
             return Selection(*kernels.largest(relative, within, order, **cap._asdict()))
-        scores.masked_fill_(~rows.visible().unsqueeze(2), -math.inf)
+        rows.hide(scores)
         tokens, most = rows.slot_positions, cap.tokens()
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, most))
         ordered = ascending(relative)

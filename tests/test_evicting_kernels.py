@@ -108,8 +108,16 @@ def test_the_least_worthy_leaves(case, recent, worths):
     state = H2O(heavy_frac=0.1, recent_frac=recent).new_state(GEOMETRY, lengths)
     state.tokens[LAYER], state.worth[LAYER] = drawn.tokens, drawn.like_tokens(worths, torch.float32)
     state.limits[LAYER] = torch.stack((state.budget(LAYER), state.recent), -1).double()
-    positions = drawn.position.masked_fill(torch.arange(drawn.batch) < case["padded"], -1)
-    assert_alike(state, case, lambda state, device: state.evict(LAYER, drawn.slots, positions.to(device)))
+    scores = torch.zeros(drawn.batch, 2, 2, 1, drawn.slots)
+    real = torch.arange(drawn.batch)[:, None] >= case["padded"]
+
+    def step(state, device: torch.device) -> Tensor:
+        own = torch.full((drawn.batch, 1, 1), drawn.slots - 1, device=device)
+        at, slots = drawn.position[:, None].to(device), state.tokens[LAYER][..., :-1]
+        row = Rows(None, at, real.to(device), slots, own, lambda: scores.to(device), case["padded"])
+        return state.select(LAYER, row).mask
+
+    assert_alike(state, case, step, slice(int(case["padded"]), None))
 
 
 @QUICK

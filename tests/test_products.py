@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from methods.base import Geometry, Lengths, PromptRows, Rows, attention_scores, product
+from harness.model import attention
+from methods.base import (
+    MANY_ROWS,
+    Geometry,
+    Lengths,
+    PromptRows,
+    Rows,
+    attention_scores,
+    by_matrix,
+    hide,
+    product,
+)
 from methods.infinigen import InfiniGen
 from methods.quest import Quest
 from methods.sparq import SparQ
@@ -76,3 +87,37 @@ def test_a_gpu_adds_up_in_fp32(dtype):
     strided = torch.cat([keys, keys], -1).cuda()[:, :, :-5, :HEAD_DIM]  # keys and values side by side, read in place
     got = attention_scores(query.cuda(), strided, SCALE)
     torch.testing.assert_close(got.cpu(), attention_scores(query, keys[:, :, :-5], SCALE), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [MANY_ROWS - 1, MANY_ROWS])
+def test_matrix_by_matrix_is_the_batched_product(rows):
+    generator = torch.Generator().manual_seed(5)
+    left = torch.randn(BATCH, KV_HEADS, rows, HEAD_DIM, generator=generator)
+    right = torch.randn(BATCH, KV_HEADS, TOKENS, 2 * HEAD_DIM, generator=generator)[..., :HEAD_DIM].mT
+    torch.testing.assert_close(by_matrix(left, right), left @ right)
+    torch.testing.assert_close(by_matrix(left, right[:1, :1]), left @ right[:1, :1])
+
+
+def test_hidden_scores_are_minus_infinity_and_the_others_untouched():
+    generator = torch.Generator().manual_seed(6)
+    scores = torch.randn(BATCH, KV_HEADS, GROUP, 5, 40, generator=generator)
+    visible = torch.rand(BATCH, KV_HEADS, 1, 5, 40, generator=generator) < 0.3
+    expected = scores.masked_fill(~visible, -torch.inf)
+    hide(scores, visible)
+    assert torch.equal(scores, expected)
+    hide(scores, visible)  # what is -inf already stays so
+    assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("read_ahead_bytes", [1, 2**18, 2**30])
+@pytest.mark.parametrize("masks", [None, 1, KV_HEADS])
+def test_attention_that_reads_ahead_is_the_fused_one(monkeypatch, read_ahead_bytes, masks):
+    monkeypatch.setattr(attention, "READ_AHEAD_BYTES", read_ahead_bytes)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    query, keys = queries_and_keys(torch.float32, 1)
+    keys, values = torch.cat([keys, keys + 1], -1)[:, :, : TOKENS - 1].split(HEAD_DIM, -1)
+    mask = None if masks is None else torch.arange(TOKENS - 1).expand(BATCH, masks, 1, -1) % 3 > 0
+    stacked = query.view(BATCH, KV_HEADS, GROUP, HEAD_DIM)
+    expected = torch.nn.functional.scaled_dot_product_attention(stacked, keys, values, mask, scale=SCALE)
+    found = attention.row_attention(query, keys, values, SCALE, mask)
+    torch.testing.assert_close(found, expected.unsqueeze(3))

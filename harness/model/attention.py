@@ -8,10 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from methods.base import Rest, Softmax, Window
+from methods.base import Rest, Softmax, Window, by_matrix
 
 ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""
+READ_AHEAD_BYTES = 5 * 2**18
+"""Rows that `_read_ahead_attention` reads at once: about a second-level cache of a server's core."""
+LINE_BYTES = 64
+"""Of a CPU's cache: reading one number reads them all."""
 
 
 def dense_attention(
@@ -61,7 +65,35 @@ def row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask:
     num_kv_heads, 1 or group, slots]; None hides nothing. Returns [batch, num_kv_heads, group, 1, value_dim].
     """
     stacked = query.reshape(*key.shape[:2], -1, query.shape[3])
+    if query.device.type == "cpu" and torch.get_num_threads() == 1:
+        return _read_ahead_attention(stacked, key, value, scale, mask).unsqueeze(3)
     return F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale).unsqueeze(3)
+
+
+def _read_ahead_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """The same numbers, a few heads at a time, whose rows are read into the CPU's cache just before.
+
+    A core prefetches what is read in order. The fused attention reads keys first and the values, which lie between
+    them, later, and waits for memory each time: on one thread it takes longer than both reads here (see "One thread"
+    in benchmarks/NOTES.md).
+
+    query: [batch, num_kv_heads, group, head_dim]; the others as in `row_attention`. Returns [batch, num_kv_heads,
+    group, value_dim].
+    """
+    queries, keys, values = (each.flatten(0, 1).unsqueeze(0) for each in (query, key, value))
+    span = (keys.shape[2] - 1) * keys.stride(2) + keys.shape[3]  # numbers from a head's first key to its last
+    line = LINE_BYTES // keys.element_size()
+    heads = max(1, READ_AHEAD_BYTES // (span * keys.element_size()))
+    if mask is not None:
+        mask = mask.expand(*query.shape[:2], -1, -1).flatten(0, 1).unsqueeze(0)
+    outputs = []
+    for first in range(0, keys.shape[1], heads):
+        part = slice(first, first + heads)
+        rows = keys[:, part]
+        rows.as_strided((rows.shape[1], span // line), (rows.stride(1), line)).sum()
+        visible = None if mask is None else mask[:, part]
+        outputs.append(F.scaled_dot_product_attention(queries[:, part], rows, values[:, part], visible, scale=scale))
+    return torch.cat(outputs, 1).view(*query.shape[:3], -1)
 
 
 def prompt_attention(
@@ -116,7 +148,7 @@ def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Te
     batch, num_kv_heads, group, rows, slots = scores.shape
     weights = softmax.weights(scores)
     stacked = weights.reshape(batch, num_kv_heads, group * rows, slots).to(value.dtype)
-    return (stacked @ value).view(batch, num_kv_heads, group, rows, -1), weights
+    return by_matrix(stacked, value).view(batch, num_kv_heads, group, rows, -1), weights
 
 
 def with_rest(output: Tensor, rest: Rest | None) -> Tensor:

@@ -20,7 +20,7 @@ from harness.model.attention import dense_attention, heads_last, weighted_values
 from harness.model.policies import Policy
 from harness.replay.history import History
 from harness.sizes import ReadStats, code_width, in_windows, share_beside, share_of_cache
-from methods.base import EMPTY, Rows, Selection, State
+from methods.base import EMPTY, Rows, Selection, State, hide
 from methods.codec import SplitCodec
 
 SCORES_PER_CHUNK = 2**23
@@ -204,9 +204,9 @@ class _Block:
             scores += selection.bias
             self._own(scores).copy_(own)
         if selection.mask is not None:
-            hidden = ~self.decode.history.with_resident(self.layer, selection.mask)  # new: the method may hold the mask
-            self._own(hidden).fill_(False)
-            scores.masked_fill_(hidden.unsqueeze(2), float("-inf"))
+            visible = self.decode.history.with_resident(self.layer, selection.mask).clone()  # the method may hold it
+            self._own(visible).fill_(True)
+            hide(scores, visible.unsqueeze(2))
         if everything is not None:
             recall = (torch.logsumexp(scores, -1) - everything).exp_()
             self._add(self.decode.recall, recall.mean((1, 2)))

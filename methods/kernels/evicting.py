@@ -161,7 +161,10 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
 
 
 def evict_least(worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor) -> None:
-    """As `WorthState.evict`."""
+    """Of each head the least worthy token that is not recent is freed, where more than the budget are held.
+
+    positions: int [batch], -1 for padding, which evicts nothing; limits: budget and recent tokens, int [batch, 2].
+    """
     heads = tokens.shape[1]
     sizes = (slots, tokens.shape[2], heads, positions.stride(0))
     _evict_least[(len(tokens) * heads,)](worth, tokens, positions, limits, *sizes, TILE=SLOTS)
