@@ -40,7 +40,7 @@ CASES = {
     "quest": ["method=quest"],
     "oracle": ["method=oracle"],
 }
-LIMITS = {"int4": 1.4, "infinigen": 2.0, "infinigen, fixed cap": 2.0, "h2o": 3.0}
+LIMITS = {"int4": 1.2, "infinigen": 1.6, "infinigen, fixed cap": 1.6, "h2o": 1.8, "quest": 1.4}
 
 
 class Bench(NamedTuple):
