@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.contract.decode import live
 from harness.model import families
 from harness.model.attached import Attached
 from harness.model.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family
@@ -61,6 +62,10 @@ def test_what_cannot_be_had_is_refused_with_a_reason(name):
     assert found.verdict == "refused" and REFUSED[name] in found.why
 
 
+def zeros_as_logits(*arguments, **options):
+    return live(*arguments, **options)._replace(logits=torch.zeros(2, families.STEPS + 1, 256))
+
+
 def test_the_checks_can_fail(monkeypatch):
     model = tiny_family("llama")
     for check in families.CHECKS:
@@ -75,7 +80,7 @@ def test_the_checks_can_fail(monkeypatch):
         with pytest.raises(AssertionError, match="an early query is off"):
             early_queries(model)
     with monkeypatch.context() as patch:
-        patch.setattr(families, "force", lambda *arguments: torch.zeros(2, families.STEPS + 1, 256))
+        patch.setattr(families, "live", zeros_as_logits)
         with pytest.raises(AssertionError, match="full, live: logits are off"):
             methods_agree(model)
 

@@ -26,6 +26,7 @@ from harness.contract.decode import (
     token_batch,
 )
 from harness.model.attach import Attached
+from harness.model.policies import policies_of
 from harness.offload.links import Link
 from harness.setup import Setup
 from harness.sizes import code_width, kv_frac
@@ -92,7 +93,8 @@ class Trial:
     def require_host(self) -> None:
         """Raise NotAskedError where its cache cannot lie behind a link."""
         self.require_live()
-        if self.setup.method.when == "true_scores":
+        policies = policies_of(self.attached, self.setup.method)
+        if any(policy.when == "true_scores" for policy in policies):
             raise NotAskedError("selects by the true scores of all keys, which lie behind no link")
 
 

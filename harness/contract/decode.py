@@ -79,14 +79,15 @@ def replay(
     prompts: tuple[int, ...],
     prefill_len: int | None = None,
     *,
+    steps: int = STEPS,
     seed: int = 0,
     only: int | None = None,
     **options: Any,
 ) -> Result:
-    """Teacher-forced over all rows at once; `prefill_len` columns are prompt, by default the longest prompt. seed,
-    only: as in `token_batch`. options: of `ReplaySession`."""
-    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=seed, only=only))
-    columns = prefill_len or ids.shape[1] - STEPS
+    """Teacher-forced over all rows at once; `prefill_len` columns are prompt, by default the longest prompt. steps,
+    seed, only: as in `token_batch`. options: of `ReplaySession`."""
+    ids, real = (each.to(attached.device) for each in token_batch(prompts, steps, seed, only=only))
+    columns = prefill_len or ids.shape[1] - steps
     session = open_replay(attached, setup, real, **options)
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
     rows = session.decode(ids[:, columns:], real[:, columns:])
@@ -136,13 +137,14 @@ def live(
     setup: Setup,
     prompts: tuple[int, ...],
     *,
+    steps: int = STEPS,
     seed: int = 0,
     only: int | None = None,
     **options: Any,
 ) -> Result:
     """The same rows one step at a time."""
-    with closing(open_live(attached, setup, **options)) as session:
-        return result_of(session, force(session, prompts, seed=seed, only=only))
+    with closing(open_live(attached, setup, steps, **options)) as session:
+        return result_of(session, force(session, prompts, steps, seed=seed, only=only))
 
 
 def result_of(session: LiveSession, logits: Tensor) -> Result:

@@ -5,7 +5,7 @@ there are, how scores become weights and which tokens a layer sees; what they ha
 token. Nothing here is trusted: `harness.model.attach` compares the result with the model's own logits.
 
     decoder = read_decoder(model)
-    decoder.layers[3].window, decoder.layers[3].softmax, decoder.num_recurrent
+    decoder.layers[3].window, decoder.layers[3].softmax, decoder.recurrent
 """
 
 from __future__ import annotations
@@ -216,11 +216,6 @@ class Decoder:
             if layer.latent is not None:
                 latent = layer.latent
                 layer.num_kv_heads, layer.head_dim, layer.value_dim = 1, latent.to_query.shape[2], latent.rank
-
-    @property
-    def num_recurrent(self) -> int:
-        """Layers that keep a state of the sequence instead of keys and values."""
-        return len(self.recurrent)
 
     def expand_latents(self) -> None:
         """Store expanded keys and values of every head, where the model's latents cannot be used as they are."""

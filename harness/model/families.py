@@ -23,7 +23,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from harness.contract.decode import force, open_live, open_replay, token_batch
+from harness.contract.checks import SIZE_TOLERANCE
+from harness.contract.decode import live, open_replay, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import attach, early_difference
@@ -31,6 +32,7 @@ from harness.model.attached import Attached
 from harness.model.calibration import calibrate
 from harness.model.decoder import read_decoder
 from harness.model.shape import read_yaml
+from harness.model.tiny import with_no_constants
 from harness.setup import Setup
 from methods.base import Method
 from methods.codec import Codec
@@ -81,7 +83,8 @@ def tiny_family(name: str) -> Any:
     """A random model of a family: eager attention, float32, on the CPU."""
     config_class = CONFIG_MAPPING[name]
     aliases = getattr(config_class, "attribute_map", None) or {}
-    known = {*config_class().to_dict(), *vars(config_class()), *aliases}
+    default = config_class()
+    known = {*default.to_dict(), *vars(default), *aliases}
     shape = {size: value for size, value in read_yaml(SHAPES)["sizes"].items() if size in known}
     shape = {size: value for size, value in shape.items() if aliases.get(size) not in shape}
     if "layer_types" in aliases:
@@ -91,13 +94,7 @@ def tiny_family(name: str) -> Any:
         config.is_decoder = True
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("bias", "sink", "sinks")):  # of no effect as initialised
-                parameter.normal_(std=0.5)
-            elif "norm" in parameter_name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval().requires_grad_(False)
+    return with_no_constants(model, bias_std=0.5)
 
 
 def check_family(name: str) -> Finding:
@@ -125,15 +122,15 @@ def own_logits(model: Any) -> str:
         with attach(model) as attached:
             if attached.longest is not None and ids.shape[1] > attached.longest:
                 continue
-            for batch in _batches(attached, prompts):
-                first, at = len(ids[0]) - steps - batch.skipped, list(batch.sequences)
-                own_ids, own_real = ids[at, batch.skipped :], real[at, batch.skipped :]
-                session = open_replay(attached, full, own_real)
-                hidden = [session.prefill(own_ids[:, :first], own_real[:, :first])]
-                hidden.append(session.decode(own_ids[:, first:], own_real[:, first:]))
+            for only in _batches(attached, prompts):
+                ids, real = token_batch(prompts, steps, only=only)
+                first = ids.shape[1] - steps
+                session = open_replay(attached, full, real)
+                hidden = [session.prefill(ids[:, :first], real[:, :first])]
+                hidden.append(session.decode(ids[:, first:], real[:, first:]))
                 got = attached.logits(torch.cat(hidden, 1))
-                for row, sequence in enumerate(at):
-                    _require_same("the full cache", got[row][own_real[row]], alone[sequence])
+                for row, own in enumerate(alone if only is None else alone[only : only + 1]):
+                    _require_same("the full cache", got[row][real[row]], own)
                 if session.reads.kv_frac != 1:
                     raise AssertionError(f"the full cache reads {session.reads.kv_frac} of itself")
     return _refusal_of_padding(model)
@@ -163,8 +160,12 @@ def methods_agree(model: Any) -> str:
             if method.needs_calibration:
                 calibration = calibrate(attached, method, token_batch((15 if short else 64,), 0)[0][0].tolist())
             setup = Setup(replace(method, num_exempt_layers=exempt), codec, calibration)
-            for batch in _batches(attached, prompts):
-                _require_live_is_replay(name, attached, setup, tuple(prompts[at] for at in batch.sequences))
+            for only in _batches(attached, prompts):
+                expected = replay(attached, setup, prompts, steps=STEPS, only=only)
+                got = live(attached, setup, prompts, steps=STEPS, only=only)
+                _require_same(f"{name}, live", got.logits, expected.logits)
+                if abs(got.kv_frac - expected.kv_frac) > SIZE_TOLERANCE:
+                    raise AssertionError(f"{name} reads {got.kv_frac} live and {expected.kv_frac} in replay")
     return ""
 
 
@@ -258,18 +259,9 @@ def _check_and_write(names: Sequence[str]) -> None:
         write_atomic(TABLE, as_markdown(findings))
 
 
-class _Batch(NamedTuple):
-    """sequences: their numbers. skipped: columns before the first real one."""
-
-    sequences: tuple[int, ...]
-    skipped: int
-
-
-def _batches(attached: Attached, prompts: tuple[int, ...]) -> list[_Batch]:
-    """All sequences together, or one by one where the model takes no padding."""
-    if attached.decoder.no_padding:
-        return [_Batch((at,), max(prompts) - length) for at, length in enumerate(prompts)]
-    return [_Batch(tuple(range(len(prompts))), 0)]
+def _batches(attached: Attached, prompts: tuple[int, ...]) -> Sequence[int | None]:
+    """`only` of `token_batch`: all sequences together, or one by one where the model takes no padding."""
+    return range(len(prompts)) if attached.decoder.no_padding else (None,)
 
 
 def _refusal_of_padding(model: Any) -> str:
@@ -283,21 +275,6 @@ def _refusal_of_padding(model: Any) -> str:
         except UserError:
             return f"takes no padded batch: {attached.decoder.no_padding}"
     raise AssertionError("a padded batch is not refused")
-
-
-def _require_live_is_replay(name: str, attached: Attached, setup: Setup, prompts: tuple[int, ...]) -> None:
-    ids, real = token_batch(prompts, STEPS)
-    first = max(prompts)
-    session = open_replay(attached, setup, real)
-    hidden = [session.prefill(ids[:, :first], real[:, :first])[:, -1:], session.decode(ids[:, first:], real[:, first:])]
-    expected = attached.logits(torch.cat(hidden, 1))
-    live = open_live(attached, setup, STEPS)
-    try:
-        _require_same(f"{name}, live", force(live, prompts, STEPS), expected)
-        if abs(live.reads.kv_frac - session.reads.kv_frac) > 1e-9:
-            raise AssertionError(f"{name} reads {live.reads.kv_frac} live and {session.reads.kv_frac} in replay")
-    finally:
-        live.close()
 
 
 def _require_same(what: str, got: Tensor, expected: Tensor) -> None:

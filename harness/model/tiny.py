@@ -30,10 +30,16 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return with_no_constants(model, bias_std=0.1)
+
+
+def with_no_constants(model: PreTrainedModel, bias_std: float) -> PreTrainedModel:
+    """The model, ready to run, with random numbers for what is initialised to a constant and could be forgotten: biases
+    and sinks, which are often 0, and norms, which are 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # initialised to zero, which would hide a forgotten bias
-                parameter.normal_(std=0.1)
-            elif "norm" in name:  # initialised to one, which would hide a forgotten norm
+            if name.endswith(("bias", "sink", "sinks")):
+                parameter.normal_(std=bias_std)
+            elif "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval().requires_grad_(False)
