@@ -21,7 +21,9 @@ from harness.model.tiny import tiny_model
 from harness.offload.links import EmulatedLink, Link, Ticket
 from harness.offload.live import LiveSession
 from harness.offload.store import KeyValue, KVStore, RowFormat, chosen
+from harness.replay.replay import ReplaySession
 from harness.setup import Setup
+from harness.sizes import ReadStats
 from methods.codec import AnyCodec, Codec
 
 PROMPT = 24
@@ -118,6 +120,18 @@ def replay(
 ) -> Result:
     """Teacher-forced over all rows at once."""
     return decode.replay(attached, setup_of(attached, case), prompts, prefill_len, **options)
+
+
+def replay_ids(attached: Attached, case: Case, ids: Tensor, real: Tensor) -> tuple[Tensor, ReadStats]:
+    """Logits [batch, new, vocab] by which each of the new tokens of `ids` [batch, prompt + new] was chosen."""
+    columns, new = real.shape[1], ids.shape[1] - real.shape[1]
+    session = ReplaySession(
+        attached, case.method, codec=case.codec, calibration=calibration_of(attached),
+        final_lengths=real.sum(-1) + new, num_columns=ids.shape[1],
+    )  # fmt: skip
+    last = session.prefill(ids[:, :columns], real)[:, -1:]
+    rows = session.decode(ids[:, columns:-1], torch.ones_like(ids[:, columns:-1], dtype=torch.bool))
+    return attached.logits(torch.cat([last, rows], 1)), session.reads
 
 
 def open_live(attached: Attached, case: Case, steps: int = STEPS, **options) -> LiveSession:

@@ -102,6 +102,7 @@ class LiveSession:
         self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
 
+    @torch.inference_mode()
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
         """Run the prompts densely and write their rows to the cache.
 
@@ -113,6 +114,7 @@ class LiveSession:
         hidden = self.attached.forward(ids, positions_of(real), keep, self.model_cache, real)
         return self.attached.logits(hidden[:, -1])
 
+    @torch.inference_mode()
     def start(self, prompt: PrefilledPrompt) -> Tensor:
         """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
         self._open(prompt.real, activations=0)
@@ -121,6 +123,7 @@ class LiveSession:
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
         return self.attached.logits(prompt.hidden)
 
+    @torch.inference_mode()
     def decode_step(self, ids: Tensor) -> Tensor:
         """Decode one token of every sequence, ids int [batch]; returns logits [batch, vocab] for the next."""
         if self.steps >= self.max_new_tokens:

@@ -1,0 +1,160 @@
+"""transformers' own `model.generate`, over a method's live cache.
+
+with attach(model) as attached:
+    cached = CachedModel(attached, method)
+    ids = cached.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True, top_p=0.9)
+    print(cached.usage)
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from harness.errors import UserError
+from harness.model.attached import Attached
+from harness.model.decoder import replaced_forward
+from harness.model.model_cache import ModelCache
+from harness.offload.links import Links
+from harness.offload.live import LiveSession
+from harness.settings.speed import Placement
+from harness.sizes import code_width, sized
+from methods.base import Calibration, Method, Row
+from methods.codec import AnyCodec
+from methods.keyless_codec import without_keys
+
+
+ONLY = {
+    "num_beams": 1,
+    "use_cache": True,
+    **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size", "past_key_values")),
+}
+"""Settings of transformers' `generate` that a live cache does not take, and the only value it does."""
+
+
+class Usage(NamedTuple):
+    """What one `generate` took.
+
+    steps: decode steps, one less than the new tokens of a sequence. seconds: from the first decode step to the last.
+    size: share of the full cache that a step read; None without a step. h2d_bytes, d2h_bytes: payload over the link.
+    device_bytes: cache and method, on the device at the end.
+    """
+
+    steps: int
+    seconds: float
+    size: float | None
+    h2d_bytes: int
+    d2h_bytes: int
+    device_bytes: int
+
+
+@dataclass
+class CachedModel:
+    """An attached model that generates with a method's cache.
+
+    size: share of the full cache that a step is to read, met for each call's lengths; None takes the method as it is.
+    nearest: accept the nearest possible size. The other fields are those of `LiveSession`. usage: of the last
+    `generate`; None before the first.
+    """
+
+    attached: Attached
+    method: Method
+    size: float | None = None
+    nearest: bool = False
+    codec: AnyCodec | None = None
+    calibration: Calibration | None = None
+    placement: Placement = "device"
+    link: Links | None = None
+    reuse: bool = False
+    pinned: bool = True
+    usage: Usage | None = field(default=None, init=False)
+
+    def generate(self, input_ids: Tensor, *, max_new_tokens: int, **settings: Any) -> Any:
+        """Run transformers' `generate` and return its result, [batch, prompt + new tokens] by default.
+
+        input_ids: int [batch, prompt], padding on the left. settings: any of transformers', such as attention_mask,
+        do_sample, temperature, streamer. Raises UserError for those in `ONLY`, and for padding on the right.
+        """
+        model: Any = self.attached.model
+        config = settings.get("generation_config") or model.generation_config
+        asked = {name: settings.get(name, getattr(config, name, None)) for name in ONLY}
+        for name, value in asked.items():
+            if value not in (None, ONLY[name]):
+                raise UserError(f"{name}={value!r}: a live cache takes one token a step; allowed: {ONLY[name]}")
+        cache = self.attached.new_cache()
+        with closing(_Generation(self, cache, max_new_tokens)) as generation:
+            with replaced_forward(model, generation.forward()):
+                settings |= {"past_key_values": cache, "use_cache": True}
+                made = model.generate(input_ids, max_new_tokens=max_new_tokens, **settings)
+            self.usage = generation.usage()
+        return made
+
+    def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
+        """The session of a batch; real: bool [batch, prompt], False for padding."""
+        method, geometry = self.method, self.attached.geometry
+        if self.size is not None:
+            codec = without_keys(self.codec) if method.holds_keys else self.codec
+            prompts = real.sum(-1).tolist()
+            steps = range(max(1, max_new_tokens - 1))
+            rows = [Row(prompt + step, prompt, prompt + max_new_tokens) for prompt in prompts for step in steps]
+            width = code_width(codec, geometry)
+            method = sized(
+                method, rows, geometry.num_layers, self.size, width, windows=geometry.windows, nearest=self.nearest
+            )
+        return LiveSession(
+            self.attached, method, max_new_tokens=max_new_tokens, codec=self.codec, placement=self.placement,
+            link=self.link, calibration=self.calibration, reuse=self.reuse, pinned=self.pinned,
+        )  # fmt: skip
+
+
+class _Generation:
+    """One call of `generate`: the model's forward passes, as steps of a live session."""
+
+    def __init__(self, cached: CachedModel, cache: ModelCache, max_new_tokens: int) -> None:
+        self.cached, self.cache, self.max_new_tokens = cached, cache, max_new_tokens
+        self.session: LiveSession | None = None
+        self.began = 0.0
+
+    def forward(self) -> Any:
+        """What the model computes meanwhile. Its signature stays the model's, which transformers looks at."""
+        own = self.cached.attached.model.forward
+
+        @wraps(own)
+        def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutputWithPast:
+            with replaced_forward(self.cached.attached.model, own):  # which makes the logits
+                logits = self._logits(input_ids.to(self.cached.attached.device), attention_mask)
+            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self.cache)  # type: ignore[arg-type]
+
+        return forward
+
+    def _logits(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if self.session is None:
+            real = torch.ones_like(ids) if attention_mask is None else attention_mask
+            if not bool(real[:, -1].all()) or bool((real.diff() < 0).any()):
+                raise UserError("attention_mask: the padding of a live batch lies on the left; set padding_side='left'")
+            real = real.bool().to(ids.device)
+            self.session = self.cached.open_session(real, self.max_new_tokens)
+            self.session.model_cache = self.cache
+            logits = self.session.prefill(ids, real)
+            self.began = time.perf_counter()
+            return logits
+        return self.session.decode_step(ids[:, 0])
+
+    def usage(self) -> Usage:
+        session = self.session
+        assert session is not None, "generate runs the prompt"
+        session.drain()
+        seconds = time.perf_counter() - self.began
+        size = session.reads.kv_frac if session.steps else None
+        return Usage(session.steps, seconds, size, session.h2d_bytes, session.d2h_bytes, session.device_bytes)
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()

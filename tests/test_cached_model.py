@@ -1,0 +1,116 @@
+"""transformers' `generate` over a live cache: its own tokens, replay's tokens, refusals, and the model afterwards."""
+
+import pytest
+import torch
+from cases import CASES, Case
+from living import (
+    FAMILIES, PROMPT, PROMPTS, attached_with_link, calibration_of, open_live, replay_ids, tiny, token_batch,
+)  # fmt: skip
+
+from harness.errors import UserError
+from harness.offload.cached_model import CachedModel
+from methods.full import Full
+
+NEW = 20
+
+
+@pytest.fixture(autouse=True)
+def no_end(monkeypatch):
+    """A tiny model would come to its end token early."""
+    for family in FAMILIES:
+        monkeypatch.setattr(tiny(family).generation_config, "eos_token_id", None)
+
+
+def prompts_of(padding):
+    ids, real = token_batch(PROMPTS[padding], 0)
+    return ids, {"attention_mask": real.long(), "max_new_tokens": NEW}
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("padding", PROMPTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_generates_what_transformers_generates(family, padding, placement):
+    ids, asked = prompts_of(padding)
+    expected = tiny(family).generate(ids, do_sample=False, **asked)
+    with attached_with_link(family) as (attached, link):
+        cached = CachedModel(attached, Full(), placement=placement, link=link)
+        assert torch.equal(cached.generate(ids, do_sample=False, **asked), expected)
+    assert cached.usage.steps == NEW - 1 and cached.usage.size == 1
+    assert (cached.usage.h2d_bytes > 0) == (cached.usage.d2h_bytes > 0) == (placement == "host")
+
+
+def test_sampling_and_several_returned_sequences_draw_what_transformers_draws():
+    ids, asked = prompts_of("padded")
+    asked |= {"do_sample": True, "top_p": 0.9, "temperature": 1.5, "num_return_sequences": 2}
+    torch.manual_seed(3)
+    expected = tiny("gqa").generate(ids, **asked)
+    with attached_with_link() as (attached, _):
+        torch.manual_seed(3)
+        assert torch.equal(CachedModel(attached, Full()).generate(ids, **asked), expected)
+
+
+@pytest.mark.parametrize(("name", "size"), [("infinigen", None), ("infinigen", 0.7), ("h2o", 0.75), ("quest", None)])
+def test_a_methods_tokens_are_those_of_replay_at_the_size_asked_for(name, size):
+    ids, asked = prompts_of("padded")
+    case = CASES[name]
+    with attached_with_link() as (attached, link):
+        cached = CachedModel(
+            attached, case.method, size, calibration=calibration_of(attached), placement="host", link=link
+        )
+        made = cached.generate(ids, do_sample=False, return_dict_in_generate=True, output_logits=True, **asked)
+        if size is not None:
+            assert cached.usage.size == pytest.approx(size, abs=0.02)
+            real = asked["attention_mask"].bool()
+            case = Case(cached.open_session(real, NEW).method)
+        logits, reads = replay_ids(attached, case, made.sequences, asked["attention_mask"].bool())
+    torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
+    assert torch.equal(made.sequences[:, PROMPT:], logits.argmax(-1))
+    assert cached.usage.size == pytest.approx(reads.kv_frac)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2: .*allowed: 1"),
+        ({"use_cache": False}, "use_cache=False: .*allowed: True"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: "),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size=4: "),
+        ({"attention_mask": torch.tensor([[1] * PROMPT, [1] * 15 + [0] * 9])}, "attention_mask: .*padding_side"),
+    ],
+)
+def test_what_a_live_cache_does_not_take_is_refused_and_leaves_the_model_as_it_was(asked, message):
+    ids, plain = prompts_of("even")
+    ids, model = ids.repeat(2, 1), tiny("gqa")
+    before = model.config._attn_implementation
+    with (
+        pytest.raises(UserError, match=message),
+        attached_with_link() as (attached, _),
+    ):
+        CachedModel(attached, Full()).generate(ids, **({"max_new_tokens": NEW} | asked))
+    assert "forward" not in model.__dict__ and model.config._attn_implementation == before
+    assert model.generate(ids[:1], **plain).shape == (1, PROMPT + NEW)
+
+
+def test_settings_of_the_models_own_generation_config_count_too(monkeypatch):
+    monkeypatch.setattr(tiny("gqa").generation_config, "num_beams", 4)
+    ids, asked = prompts_of("even")
+    with attached_with_link() as (attached, _), pytest.raises(UserError, match="num_beams=4"):
+        CachedModel(attached, Full()).generate(ids, **asked)
+
+
+@pytest.mark.parametrize("name", ["full", "infinigen", "h2o", "kivi"])
+@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize("opening", [False, True])
+def test_inference_mode_around_any_part_of_a_session_changes_nothing(name, opening, decoding):
+    ids, real = token_batch(PROMPTS["padded"])
+
+    def decoded(opening: bool, decoding: bool) -> torch.Tensor:
+        with torch.inference_mode(opening), attached_with_link() as (attached, link):
+            session = open_live(attached, CASES[name], placement="host", link=link)
+            logits = [session.prefill(ids[:, :PROMPT], real[:, :PROMPT])]
+            with torch.inference_mode(decoding):
+                logits += [session.decode_step(ids[:, PROMPT + step]) for step in range(5)]
+            session.close()
+        return torch.stack(logits)
+
+    assert torch.equal(decoded(opening, decoding), decoded(False, False))
