@@ -4,8 +4,16 @@ import pytest
 import torch
 from cases import CASES, Case
 from living import (
-    FAMILIES, PROMPT, PROMPTS, attached_with_link, calibration_of, open_live, replay_ids, tiny, token_batch,
-)  # fmt: skip
+    FAMILIES,
+    PROMPT,
+    PROMPTS,
+    attached_with_link,
+    calibration_of,
+    open_live,
+    replay_ids,
+    tiny,
+    token_batch,
+)
 
 from harness.errors import UserError
 from harness.offload.cached_model import CachedModel

@@ -231,6 +231,7 @@ def test_the_store_holds_the_kept_tokens_rows_and_a_freed_one_is_never_read(name
     assert freed, "no slot was ever free: nothing was poisoned"
 
 
+@torch.inference_mode()
 def check_and_poison(session, layer, keys, real) -> int:
     """keys [batch, kv, columns so far, head_dim] of all tokens ever; returns the number of slots poisoned."""
     store = session.stores[layer]

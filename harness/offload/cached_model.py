@@ -30,7 +30,6 @@ from methods.base import Calibration, Method, Row
 from methods.codec import AnyCodec
 from methods.keyless_codec import without_keys
 
-
 ONLY = {
     "num_beams": 1,
     "use_cache": True,
@@ -130,7 +129,7 @@ class _Generation:
         def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutputWithPast:
             with replaced_forward(self.cached.attached.model, own):  # which makes the logits
                 logits = self._logits(input_ids.to(self.cached.attached.device), attention_mask)
-            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self.cache)  # type: ignore[arg-type]
+            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self.cache)
 
         return forward
 
