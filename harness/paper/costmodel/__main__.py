@@ -7,8 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from harness.errors import exit_code
-from harness.paper.costmodel.fit import render_errors
-from harness.paper.costmodel.published import PAPER_PLATFORM, calibrate, figure_rows, render, write_tables
+from harness.paper.costmodel.published import (
+    PAPER_PLATFORM,
+    calibrate,
+    figure_rows,
+    render,
+    render_errors,
+    write_tables,
+)
 from harness.tables.columns import LATENCY
 from harness.tables.write import render_csv
 

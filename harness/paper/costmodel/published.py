@@ -1,19 +1,23 @@
-"""The cost model beside the paper: every published latency, speedup and throughput, on the paper's machine."""
+"""The cost model beside the paper: every published latency, speedup and throughput, on the paper's machine, and the fit
+of the three efficiencies to them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, astuple
 from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from harness.errors import UserError, nearest
 from harness.files import write_atomic
 from harness.model.shape import load_shape
-from harness.paper.costmodel.case import Case
-from harness.paper.costmodel.hardware import FITTED, Efficiency, load_platform
+from harness.paper.costmodel.case import FITTED, Case, Efficiency, load_platform
 from harness.paper.costmodel.predict import Prediction, predict
 from harness.tables.columns import LATENCY, published_rows
 from harness.tables.sheets import render_modelled
@@ -23,13 +27,13 @@ PAPER_PLATFORM = "a6000-pcie3"
 GEN_LEN = 128
 TOTAL_LEN = 2048
 BASELINES = ("uvm", "uvm+h2o", "offload", "offload+int4", "offload+h2o")
-"""What the paper's smallest and largest speedups are over."""
+"""The systems over which the paper gives its smallest and largest speedups."""
 OFFLOADED = ("offload", "offload-pageable", "offload+int4", "offload+h2o", "infinigen")
 COMPARED = ("uvm", "uvm+h2o", *OFFLOADED)
 
 
 class PaperCell(NamedTuple):
-    """A case of the paper's figures, on a platform to be chosen."""
+    """A run of the paper's figures, on a platform to be chosen."""
 
     label: str
     model: str = "opt-13b"
@@ -46,7 +50,7 @@ FIGURES: Mapping[str, tuple[PaperCell, ...]] = {
     ),
     "fig18": tuple(PaperCell(label) for label in (*OFFLOADED, "ideal")),
 }
-"""The figures that the cost model draws, and the bars of each."""
+"""The figures that the cost model predicts, and the bars of each."""
 
 REPEATED = {
     ("fig14", "infinigen", "total_latency"): "generated tokens over fig 15's tokens/s",
@@ -59,11 +63,16 @@ REPEATED = {
     ("fig18", "offload+h2o", "slowdown_vs_ideal"): "its block latency over the ideal one",
     ("fig18", "offload", "slowdown_vs_ideal"): "its block latency over the ideal one",
 }
-"""Published numbers, by figure, series and metric, that say again what the others say, with the arithmetic."""
+"""Published numbers (figure, series, metric) that follow from the others, and by which arithmetic."""
+
+LEFT_OUT = (("fig14", "fig15"), ("fig16a",), ("fig16b",), ("fig18",))
+"""Figures that are left out of the fit together: fig 14 shows runs of fig 15."""
+MAX_STEPS, TOLERANCE, DIFFERENCE = 20, 0.01, 0.01
+"""Of the search, in logs; it ends with a step under TOLERANCE."""
 
 
 class Timed(Protocol):
-    """What of a run the paper's numbers are made of, in seconds; predicted, or a row of a table."""
+    """Seconds of a run from which the paper's numbers are made; predicted, or read from a table."""
 
     @property
     def total_s(self) -> float:
@@ -79,7 +88,7 @@ class Timed(Protocol):
 
 
 class Comparison(NamedTuple):
-    """A published number and ours."""
+    """A published number and the predicted one."""
 
     figure: str
     series: str
@@ -96,7 +105,7 @@ class Comparison(NamedTuple):
 
     @property
     def independent(self) -> bool:
-        """Whether no other published numbers give this one."""
+        """True if the number does not follow from other published ones."""
         return (self.figure, self.series, self.metric) not in REPEATED
 
 
@@ -134,12 +143,12 @@ def calibrate(efficiency: Efficiency = FITTED, figures: Collection[str] = tuple(
 
 
 def error(comparisons: Sequence[Comparison]) -> float:
-    """Root mean square of log ratio, which the efficiencies minimise."""
+    """Root mean square of the log ratio, which the fit minimises."""
     return math.sqrt(mean(math.log(comparison.ratio) ** 2 for comparison in comparisons))
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
-    """A table for a terminal: predicted, published, ratio; `*` marks what is more than 20 % off."""
+    """A table for a terminal: predicted, published, ratio; `*` marks a number that is more than 20 % off."""
     lines = [f"{'figure':7} {'series':13} {'x':>8} {'metric':21} {'predicted':>10} {'published':>10} {'':4} ratio"]
     for row in comparisons:
         off = "" if abs(row.ratio - 1) <= 0.2 else " *"
@@ -151,9 +160,10 @@ def render(comparisons: Sequence[Comparison]) -> str:
 
 
 def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], Timed]) -> float | None:
-    """What a line of the file about one of `FIGURES` gives, made of our runs, in its unit; None for what is no time.
+    """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit; None if the row is
+    not about time.
 
-    timed: our run of a case of the paper; what it raises for one that is missing is passed on.
+    timed: returns our run of a cell of the paper. Its exceptions are passed on.
     """
     figure, series, metric = row["figure"], row["series"], row["metric"]
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
@@ -193,3 +203,74 @@ def _predict(cell: PaperCell, platform: str, efficiency: Efficiency) -> Predicti
             efficiency=efficiency,
         )
     )
+
+
+class HeldOut(NamedTuple):
+    """Figures, the efficiencies fitted without them, and their numbers as predicted by these."""
+
+    figures: tuple[str, ...]
+    efficiency: Efficiency
+    comparisons: list[Comparison]
+
+    @property
+    def worst(self) -> float:
+        """The largest deviation of a number, relative to the published one."""
+        return max(abs(comparison.ratio - 1) for comparison in self.comparisons)
+
+
+def fit(
+    figures: Collection[str] = tuple(FIGURES), start: Efficiency = FITTED, *, independent_only: bool = False
+) -> Efficiency:
+    """The efficiencies, at most 1, that predict the numbers of `figures` best.
+
+    Gauss-Newton in their logs; Broyden's update saves three of four predictions after the first step.
+    """
+
+    def log_ratios(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        compared = calibrate(Efficiency(*np.exp(logs).tolist()), figures)
+        return np.array([math.log(each.ratio) for each in compared if each.independent or not independent_only])
+
+    logs = np.log(astuple(start))
+    off = log_ratios(logs)
+    slopes = np.transpose([(off - log_ratios(logs - move)) / DIFFERENCE for move in DIFFERENCE * np.eye(len(logs))])
+    for _ in range(MAX_STEPS):
+        before, last = logs, off
+        logs = np.minimum(logs + np.linalg.lstsq(slopes, -off)[0], 0.0)
+        step = logs - before
+        if np.abs(step).max() < TOLERANCE:
+            break
+        off = log_ratios(logs)
+        slopes += np.outer(off - last - slopes @ step, step) / (step @ step)
+    return Efficiency(*np.exp(logs).tolist())
+
+
+def held_out() -> list[HeldOut]:
+    """Each figure predicted by a fit to the others."""
+    results = []
+    for figures in LEFT_OUT:
+        efficiency = fit([figure for figure in FIGURES if figure not in figures])
+        results.append(HeldOut(figures, efficiency, calibrate(efficiency, figures)))
+    return results
+
+
+def render_errors() -> str:
+    """The fit, its errors in-sample and on figures left out of it, as text for a terminal."""
+    comparisons = calibrate()
+    independent = [comparison for comparison in comparisons if comparison.independent]
+    lines = [
+        f"used:                       {_words(FITTED, 2)}",
+        f"fitted to all {len(comparisons)}:           {_words(fit(), 3)}",
+        f"to the {len(independent)} independent ones: {_words(fit(independent_only=True), 3)}",
+        f"in-sample, root mean square of log(predicted / published): {error(comparisons):.1%} over all "
+        f"{len(comparisons)} numbers, {error(independent):.1%} over the {len(independent)} independent ones",
+        "",
+        f"{'predicted by a fit to the other figures':59} {'rms':>6} {'worst':>6}",
+    ]
+    for result in held_out():
+        name = f"{' and '.join(result.figures):15} ({_words(result.efficiency, 2)})"
+        lines.append(f"{name:59} {error(result.comparisons):6.1%} {result.worst:6.1%}")
+    return "\n".join(lines)
+
+
+def _words(efficiency: Efficiency, digits: int) -> str:
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in asdict(efficiency).items())
