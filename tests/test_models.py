@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from model_files import TINY_SHAPE, write_gguf
+from tokens import byte_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,7 +30,7 @@ from harness.errors import UserError
 from harness.model import gguf as gguf_cache
 from harness.model import source
 from harness.model.described import model_config, shape_mapping
-from harness.model.load import load_model, require_kernels
+from harness.model.load import config_from, from_memory, load_from, load_model, require_kernels
 from harness.records import inputs
 from harness.settings.sources import ModelConfig
 from tests.hub_standin import Repository
@@ -171,6 +172,26 @@ def test_the_fingerprint_follows_the_weights(model_dir, tiny_gqa):
     finally:
         tiny_gqa.model.norm.weight.div_(2)
     assert load_model(configured(path=str(model_dir))).fingerprint != before
+
+
+def test_a_model_is_named_by_a_string_or_given_as_it_is(model_dir, tiny_gqa):
+    byte_tokenizer().save_pretrained(model_dir)
+    loaded, given = load_from(str(model_dir), device="cpu"), from_memory(tiny_gqa, byte_tokenizer(), "mine")
+    assert torch.equal(loaded.model(IDS).logits, given.model(IDS).logits)
+    assert (loaded.name, given.name, given.max_length) == ("model", "mine", loaded.max_length)
+    assert given.fingerprint == from_memory(tiny_gqa).fingerprint
+    assert config_from("org/tiny") == ModelConfig(name="tiny", hub_id="org/tiny")
+    assert config_from("smollm2-135m", device="cpu").shape["hidden_size"] == 576
+    tiny_gqa.model.norm.weight.mul_(2)
+    try:
+        assert from_memory(tiny_gqa).fingerprint != given.fingerprint
+    finally:
+        tiny_gqa.model.norm.weight.div_(2)
+    for source in ("smollm2", "a/b/c", "./none"):
+        with pytest.raises(UserError, match=f"^model={re.escape(source)}: neither a folder nor organisation/name"):
+            load_from(source)
+    with pytest.raises(UserError, match=r"its tokenizer has 49152 tokens, .* \(vocab_size=256\)"):
+        from_memory(tiny_gqa, SimpleNamespace(vocab_size=49152, bos_token_id=1, eos_token_id=None))
 
 
 def refused(match: str, config: ModelConfig) -> str:

@@ -321,7 +321,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
     tiny_model(
         "llama", **{key: value for key, value in TINY_SHAPE.items() if key != "model_type"} | {"vocab_size": 200}
     ).save_pretrained(model_dir)
-    refused("has more tokens than the model, whose vocab_size is 200", configured(model_dir))
+    refused(r"has 256 tokens, more than the model's embedding \(vocab_size=200\)", configured(model_dir))
     assert load_model(configured(model_dir, weights="random")).tokenizer is None
 
 

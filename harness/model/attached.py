@@ -158,10 +158,12 @@ class Attached:
         """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`, all on `device`.
 
         cache: the batch's, from `new_cache`; None: these are its first and only rows. real: bool [batch, rows], False
-        for padding, which recurrent layers must not see; None: there is none. Raises UserError where activations
-        overflow in float16. A pass over one row is not looked at: a decode step waits for no device, and the pass over
-        its prompt was.
+        for padding, which recurrent layers must not see; None: there is none. Raises UserError for a token without an
+        embedding, and where activations are not finite. A pass over one row is not checked: a decode step waits for no
+        device.
         """
+        if ids.shape[1] > 1:
+            require_embedded(ids, self.decoder.stack.get_input_embeddings())
         self._handler, self._positions = handler, positions
         self._cache = self.new_cache() if cache is None else cache
         self._rows = torch.ones_like(ids, dtype=torch.bool) if real is None else real
@@ -174,7 +176,7 @@ class Attached:
             self._handler = None
             self._made.clear()
         self._cache.num_columns += ids.shape[1]
-        if self.dtype == torch.float16 and ids.shape[1] > 1:
+        if ids.shape[1] > 1:
             require_in_range(output.last_hidden_state)
         return output.last_hidden_state.to(self.device)
 
@@ -338,11 +340,26 @@ class Attached:
         return tree_map(padded, *outputs)
 
 
-def require_in_range(hidden: Tensor) -> None:
-    """Raise UserError where float16's range, which no other format falls short of, did not hold activations."""
-    if not hidden.sum(dtype=torch.float32).isfinite():
+def require_embedded(ids: Tensor, embedding: Any) -> None:
+    """Raise UserError where a token has no embedding: on a GPU the lookup would end the process's use of it."""
+    highest = int(ids.max())
+    if highest >= embedding.weight.shape[0]:
         raise UserError(
-            "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
+            f"the text has token {highest}, but the model's embedding has {embedding.weight.shape[0]} tokens: its "
+            "tokenizer has tokens that the model does not know; give the model its own tokenizer, or another text"
+        )
+
+
+def require_in_range(hidden: Tensor) -> None:
+    """Raise UserError where a pass gives numbers that are infinite or NaN."""
+    if not hidden.sum(dtype=torch.float32).isfinite():
+        if hidden.dtype == torch.float16:
+            raise UserError(
+                "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
+            )
+        raise UserError(
+            "the model's activations are not finite; look at the numbers in its configuration (rope_parameters, eps, "
+            "scales) and at its weights"
         )
 
 

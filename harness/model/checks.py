@@ -58,11 +58,17 @@ def require_finite(name: str, model: nn.Module) -> None:
         raise UserError(f"model {name}: {len(odd)} of its weights are not finite in {dtype}, such as {names[odd[0]]}")
 
 
-def fits(tokenizer: Any, model: PreTrainedModel) -> bool:
-    """Whether the model has an embedding of every token that texts are made of, and of those before and after them.
+def require_embeddings(what: str, tokenizer: Any, model: PreTrainedModel) -> None:
+    """Raise UserError where a tokenizer can give a token that the model has no embedding of."""
+    highest, rows = highest_token(tokenizer), model.get_input_embeddings().weight.shape[0]
+    if highest >= rows:
+        raise UserError(
+            f"{what} has {highest + 1} tokens, more than the model's embedding (vocab_size={rows}); give it its own "
+            "tokenizer"
+        )
 
-    A tokenizer may have others, which nobody asks for: transformers adds one for unknown text to a GGUF's.
-    """
-    around = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    highest = max(tokenizer.vocab_size - 1, *(token or 0 for token in around))
-    return highest < model.get_input_embeddings().num_embeddings
+
+def highest_token(tokenizer: Any) -> int:
+    """The largest id among the tokens that texts are made of, and those before and after them. Tokens that were added
+    may lie beyond, as those that transformers adds to a GGUF's: a text that has one is refused when it is run."""
+    return max(tokenizer.vocab_size - 1, tokenizer.bos_token_id or 0, tokenizer.eos_token_id or 0)

