@@ -187,9 +187,9 @@ def test_a_model_is_named_by_a_string_or_given_as_it_is(model_dir, tiny_gqa):
         assert from_memory(tiny_gqa).fingerprint != given.fingerprint
     finally:
         tiny_gqa.model.norm.weight.div_(2)
-    for source in ("smollm2", "a/b/c", "./none"):
-        with pytest.raises(UserError, match=f"^model={re.escape(source)}: neither a folder nor organisation/name"):
-            load_from(source)
+    for name in ("smollm2", "a/b/c", "./none"):
+        with pytest.raises(UserError, match=f"^model={re.escape(name)}: neither a folder nor organisation/name"):
+            load_from(name)
     with pytest.raises(UserError, match=r"its tokenizer has 49152 tokens, .* \(vocab_size=256\)"):
         from_memory(tiny_gqa, SimpleNamespace(vocab_size=49152, bos_token_id=1, eos_token_id=None))
 

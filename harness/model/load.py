@@ -116,9 +116,8 @@ def config_from(source: str, **settings: Any) -> ModelConfig:
         return ModelConfig(**{"name": path.stem, "path": str(path), **settings})
     if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
         return ModelConfig(**{"name": source.partition("/")[2], "hub_id": source, **settings})
-    raise UserError(
-        f"model={source}: no folder, no id of the hub (organisation/name); {nearest(source, options('model'))}"
-    )
+    known = nearest(source, options("model"))
+    raise UserError(f"model={source}: neither a folder nor organisation/name on the hub; {known}")
 
 
 def from_memory(
