@@ -200,7 +200,7 @@ def render(rows: Sequence[Row]) -> str:
         lines.append(
             f"{row.label:18}{1e3 * row.step_s:9.2f} ms{row.h2d_bytes / MIB:8.1f} MiB{rate:>12}"
             f"{1e3 * row.best_s:9.2f} ms{row.step_s / row.best_s:8.2f}{metrics['prefill_s']:8.2f} s"
-            f"{1e3 * exposed_s:7.2f} ms{row.result.kv_frac:8.1%}"
+            f"{1e3 * exposed_s:7.2f} ms{row.result.size:8.1%}"
         )
     seconds = {row.label: row.step_s for row in rows}
     if "offload" in seconds and "infinigen" in seconds:

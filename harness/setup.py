@@ -21,7 +21,7 @@ from methods.keyless_codec import without_keys
 
 @dataclass(frozen=True)
 class Setup:
-    """method: `target_kv_frac` resolved. codec: None stores rows exactly. calibration: None where none is needed."""
+    """method: `size` resolved. codec: None stores rows exactly. calibration: None where none is needed."""
 
     method: Method
     codec: AnyCodec | None
@@ -33,13 +33,13 @@ def prepare(
 ) -> Setup:
     """Resolve a run's method on a loaded model.
 
-    decode_rows: lists the rows that `target_kv_frac` is to be met on; called only where it is set.
+    decode_rows: lists the rows that `size` is to be met on; called only where it is set.
     """
     method, codec, geometry = config.method, codec_of(config), attached.geometry
-    if config.target_kv_frac is not None:
+    if config.size is not None:
         stored = without_keys(codec) if method.holds_keys else codec
         method = sized(
-            method, decode_rows(), geometry.num_layers, config.target_kv_frac, code_width(stored, geometry),
+            method, decode_rows(), geometry.num_layers, config.size, code_width(stored, geometry),
             windows=geometry.windows, nearest=config.sizing == "nearest",
         )  # fmt: skip
     calibration = None

@@ -2,22 +2,22 @@
 
 Shares of the full cache, means over decode rows. A floating-point element counts 16 bits, one under a codec its bits,
 an integer of a method's own its width:
-kv_frac        what a row read of the cache over all layers, the exempt ones included / the full cache at that row. Its
+size        what a row read of the cache over all layers, the exempt ones included / the full cache at that row. Its
                own token is not counted. Under offloading this is what crosses the link, but for local layers
-device_frac    what attention and the method read in device memory: kv_frac, and what was read of an index to choose
+device_frac    what attention and the method read in device memory: size, and what was read of an index to choose
                (partial keys, page bounds) or of rows that stay on the device, in the same unit
 resident_frac  what the method's state, the codec and the local layers keep on the device / the full cache at T
-window_frac    what local layers read of it, whatever the method. It is a part of kv_frac, and bounds it from below
+window_frac    what local layers read of it, whatever the method. It is a part of size, and bounds it from below
 
 A local layer (sliding window, chunk) holds and reads the tokens that it sees, of t cached ones min(t, window - 1). They
 count in what is read and in the full cache, so that reading everything is 1. With G layers that see every token and the
-local layers l: kv_frac = (tokens read in the G layers + sum_l min(t, w_l - 1)) / (G t + sum_l min(t, w_l - 1)).
+local layers l: size = (tokens read in the G layers + sum_l min(t, w_l - 1)) / (G t + sum_l min(t, w_l - 1)).
 Recurrent layers hold no tokens; their states are told in bytes.
 
-`kv_frac_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over
+`size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over
 all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
 
-Methods are compared at equal kv_frac, not at equal settings: `sized` finds the settings that land on a given one.
+Methods are compared at equal size, not at equal settings: `sized` finds the settings that land on a given one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * (FLOAT_BYTES if tensor.is_floating_point() else tensor.itemsize)
 
 
-SHARES = ("kv_frac", "kv_frac_artifact", "device_frac", "resident_frac")
+SHARES = ("size", "size_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` that every score of accuracy has beside it."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
 """Those that it has where the model has such layers."""
@@ -190,7 +190,7 @@ class ReadStats:
         return {name: size for name, size in sizes.items() if size or name in SHARES}
 
     @property
-    def kv_frac(self) -> float:
+    def size(self) -> float:
         """What is read / the full cache, mean over decode rows; 1 without any, which is the full cache's alone."""
         return self.frac_sum / self.rows if self.rows else 1.0
 
@@ -202,7 +202,7 @@ class ReadStats:
     @property
     def device_frac(self) -> float:
         """What is read in device memory / the full cache, alike: the rows and the index."""
-        return self.kv_frac + self.index_frac
+        return self.size + self.index_frac
 
     @property
     def resident_frac(self) -> float:
@@ -215,7 +215,7 @@ class ReadStats:
         return self.window_sum / self.rows if self.rows else 0.0
 
     @property
-    def kv_frac_artifact(self) -> float:
+    def size_artifact(self) -> float:
         """The artifact's relative KV cache size."""
         density = min(1.0, self.pairs_read / self.pairs)
         return (1 - math.sqrt(1 - density)) * self.code_bits / 16
@@ -277,7 +277,7 @@ class StepReads:
         self.num_bytes = self.num_bytes + num_bytes.sum()
 
     @property
-    def kv_frac(self) -> float:
+    def size(self) -> float:
         """What was read of the cache / the full cache, mean over the steps and sequences so far."""
         return float(self.frac_sum) / self.rows
 
@@ -298,7 +298,7 @@ def _sum(cached: Tensor, layers: Sequence[Tensor]) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
-def kv_frac(
+def expected_size(
     method: Method, rows: Mapping[Row, int], num_layers: int, width: float = 1.0, windows: Sequence[Window] = ()
 ) -> float:
     """The size that `method` will report over `rows`, from its closed form; rows without cached tokens count nothing.
@@ -332,7 +332,7 @@ def sized(
     windows: Sequence[Window] = (),
     nearest: bool = False,
 ) -> Method:
-    """`method` with the setting whose reported kv_frac over `rows` is nearest to `target`.
+    """`method` with the setting whose reported size over `rows` is nearest to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
     nearest: take it however far it is. Raises UserError where, otherwise, nothing lands within `TOLERANCE`; ValueError
@@ -341,7 +341,7 @@ def sized(
     counted = Counter(rows)
 
     def size_of(number: float) -> float:
-        return kv_frac(method.with_size(number), counted, num_layers, width, windows)
+        return expected_size(method.with_size(number), counted, num_layers, width, windows)
 
     least = max(method.min_size(row) for row in counted)
     low, high = least, 1.0
@@ -351,7 +351,7 @@ def sized(
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
     if abs(size_of(best) - target) > TOLERANCE and not nearest:
         raise UserError(
-            f"target_kv_frac={target}: the nearest size is {size_of(best):.3f}; allowed here: {size_of(least):.3f} to "
+            f"size={target}: the nearest size is {size_of(best):.3f}; allowed here: {size_of(least):.3f} to "
             f"{size_of(1.0):.3g} ({method.num_exempt_layers} of {num_layers} layers read the full cache"
             f"{f', {len(windows)} more a window' if windows else ''})"
         )

@@ -107,7 +107,7 @@ class Codec:
         return 0 if self.is_float else -(-head_dim // self.group_size)
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits an element counts in kv_frac: `bits`, and 32 a group (lo and step)."""
+        """Bits an element counts in size: `bits`, and 32 a group (lo and step)."""
         return self.bits + 32 * self.num_groups(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
@@ -226,7 +226,7 @@ class SplitCodec:
         return (self.keys.bits + self.values.bits) / 2
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits an element counts in kv_frac."""
+        """Bits an element counts in size."""
         return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
 
     def coded_values(self, cached: Count) -> Count:

@@ -15,29 +15,29 @@ from methods.windowed import WindowState
 
 @dataclass(frozen=True)
 class Streaming(Evicting):
-    """Keeps floor(kv_frac * T) cached tokens: the `num_sinks` first and the most recent, at their own positions."""
+    """Keeps floor(kept_frac * T) cached tokens: the `num_sinks` first and the most recent, at their own positions."""
 
-    kv_frac: float = 0.2
+    kept_frac: float = 0.2
     num_sinks: int = 4
     title = "Streaming"
-    size_setting = "kv_frac"
+    size_setting = "kept_frac"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("kv_frac", self.kv_frac)
+        require_fraction("kept_frac", self.kept_frac)
         require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> StreamingState:
         """ValueError where a sequence's window would not exceed the sinks."""
         shortest = int(lengths.final.min())
-        kept = int(self.kv_frac * shortest)
+        kept = int(self.kept_frac * shortest)
         more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.num_sinks={self.num_sinks}"
-        require(kept > self.num_sinks, "kv_frac", f"{self.kv_frac:.4g}", more)
+        require(kept > self.num_sinks, "kept_frac", f"{self.kept_frac:.4g}", more)
         return StreamingState(self, geometry, lengths)
 
     def tokens_kept(self, row: Row, layer: int) -> int:
         """The window, or all that is cached."""
-        return min(row.cached, int(self.kv_frac * row.final))
+        return min(row.cached, int(self.kept_frac * row.final))
 
     def min_size(self, row: Row) -> float:
         """What keeps one token more than the sinks."""
@@ -51,7 +51,7 @@ class StreamingState(WindowState):
     @property
     def recent(self) -> Tensor:
         """What the sinks leave, int [batch]."""
-        return floor_frac(self.method.kv_frac, self.lengths.final) - self.method.num_sinks
+        return floor_frac(self.method.kept_frac, self.lengths.final) - self.method.num_sinks
 
     def streams(self, layer: int) -> Tensor:
         """All."""

@@ -44,4 +44,4 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, metric: str) -> None:
 
 def _sizes(rows: pd.DataFrame) -> str:
     """The smallest and the largest share that a run reads, once where they are the same."""
-    return " to ".join(dict.fromkeys(f"{100 * size:.0f}" for size in (rows.kv_frac.min(), rows.kv_frac.max())))
+    return " to ".join(dict.fromkeys(f"{100 * size:.0f}" for size in (rows["size"].min(), rows["size"].max())))

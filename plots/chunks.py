@@ -21,11 +21,11 @@ def draw(axes: Axes, panel: pd.DataFrame) -> None:
     """The lines of one metric with error bars of one standard error; y logarithmic where wide."""
     edges = sorted({*panel.start, *panel.end})
     middles = pd.Index(sorted({*((panel.start + panel.end) / 2)}))
-    data.refuse_repeats(panel, ["label", "kv_frac", "start"])
+    data.refuse_repeats(panel, ["label", "size", "start"])
     for label in style.ordered(panel.label):
-        for _, line in panel[panel.label == label].groupby("kv_frac", dropna=False):
+        for _, line in panel[panel.label == label].groupby("size", dropna=False):
             ranges = line.set_index((line.start + line.end) / 2).reindex(middles)
-            name = label if label == style.FULL else f"{label}, {100 * line.kv_frac.iloc[0]:.0f} %"
+            name = label if label == style.FULL else f"{label}, {100 * line['size'].iloc[0]:.0f} %"
             style.error_line(axes, middles.to_series(), ranges.value, ranges.stderr, name=name, like=label)
     every = -(-len(edges) // MAX_TICKS)
     axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))

@@ -48,7 +48,7 @@ def _pairs(panel: pd.DataFrame) -> pd.DataFrame:
     unskewed = panel[panel.label.str.endswith(UNSKEWED)]
     for number, (_, row) in enumerate(unskewed.iterrows()):
         skewed = _alike(panel[panel.label == row.label.removesuffix(UNSKEWED)], row)
-        nearest = (skewed.kv_frac - row.kv_frac).abs().sort_values(kind="stable").index[:1]
+        nearest = (skewed["size"] - row["size"]).abs().sort_values(kind="stable").index[:1]
         chosen.append(pd.concat([row.to_frame().T.infer_objects(), skewed.loc[nearest]]).assign(pair=number))
     return pd.concat(chosen)
 
@@ -64,7 +64,7 @@ def _alike(rows: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
 def _names(pairs: pd.DataFrame) -> list[str]:
     names = []
     for _, pair in pairs.groupby("pair"):
-        sizes = sorted({f"{100 * size:.0f}" for size in pair.kv_frac}, key=int)
+        sizes = sorted({f"{100 * size:.0f}" for size in pair["size"]}, key=int)
         samples = data.describe(pair.iloc[0], ["num_samples"])
         names.append(f"{pair.task.iloc[0]}\nKV {' / '.join(sizes)} %\n{samples}")
     return names

@@ -17,7 +17,7 @@ from plots.style import Look
 
 TABLE, KL = "leaderboard", columns.KL.name
 PANELS = {
-    "link bytes": (columns.KV_FRAC.name, 100, "link (% of full cache's bytes)"),
+    "link bytes": (columns.SIZE.name, 100, "link (% of full cache's bytes)"),
     "step time": (columns.STEP.name, 1e3, "decode step (ms)"),
 }
 """By what `front` names: the column of the costs, its factor, and the axis."""
@@ -66,9 +66,9 @@ def _is_modelled(rows: pd.DataFrame, cost: str) -> pd.Series:
 def _name(axes: Axes, front: pd.DataFrame) -> None:
     """Names left of the points, a list beside those that lie too close for names of their own."""
     ordered = front.sort_values(KL, ascending=False)
-    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (ordered["size"] != ordered["size"].shift())
+    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (ordered["asked_size"] != ordered["asked_size"].shift())
     for _, close in ordered.groupby(apart.cumsum()):
-        sizes = ["" if pd.isna(row["size"]) else f" {100 * row.kv_frac:.0f} %" for _, row in close.iterrows()]
+        sizes = ["" if pd.isna(row["asked_size"]) else f" {100 * row['size']:.0f} %" for _, row in close.iterrows()]
         names = "\n".join(map("".join, zip(close.label, sizes, strict=True)))
         words = axes.annotate(names, (close.x.min(), close[KL].iloc[0]), (-4, -2), textcoords="offset points")
         words.set(fontsize=5.5, linespacing=1.0, ha="right", va="top")

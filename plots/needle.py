@@ -90,7 +90,7 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: 
 
 def _title(label: str, rows: pd.DataFrame) -> str:
     """With the size, or the least and the largest."""
-    sizes = dict.fromkeys(f"{columns.KV_FRAC.factor * size:.0f}" for size in (rows.kv_frac.min(), rows.kv_frac.max()))
+    sizes = dict.fromkeys(f"{columns.SIZE.factor * size:.0f}" for size in (rows["size"].min(), rows["size"].max()))
     return f"{label}\nKV {' to '.join(sizes)} %"
 
 

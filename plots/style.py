@@ -175,8 +175,8 @@ def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
     methods = rows[rows.label != FULL]
     names = methods.label.map(line_of)
     for name in ordered(names):
-        line = methods[names == name].sort_values("kv_frac")
-        error_line(axes, 100 * line.kv_frac, factor * line.value, factor * line.stderr, name=name, like=name)
+        line = methods[names == name].sort_values("size")
+        error_line(axes, 100 * line["size"], factor * line.value, factor * line.stderr, name=name, like=name)
     axes.set_xlim(left=0)
 
 

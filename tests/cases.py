@@ -145,9 +145,9 @@ CASES = {
     "h2o-recent": Case(H2O(heavy_frac=0.0, recent_frac=0.3, num_exempt_layers=1)),
     "h2o-fills": Case(H2O(heavy_frac=0.45, recent_frac=0.45)),  # the prompt leaves room: full only after some steps
     "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
-    "streaming": Case(Streaming(kv_frac=0.3, num_sinks=2)),
-    "streaming-fills": Case(Streaming(kv_frac=0.9)),
-    "streaming+smooth": Case(Streaming(kv_frac=0.3, num_sinks=2), Smooth()),
+    "streaming": Case(Streaming(kept_frac=0.3, num_sinks=2)),
+    "streaming-fills": Case(Streaming(kept_frac=0.9)),
+    "streaming+smooth": Case(Streaming(kept_frac=0.3, num_sinks=2), Smooth()),
     "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
     "snapkv-avg": Case(SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0)),
     "snapkv+smooth": Case(SnapKV(kept_frac=0.4, window=3), Smooth()),

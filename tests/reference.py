@@ -56,7 +56,7 @@ class Trace:
         return [float(np.mean([[len(head[row]) for head in heads] for heads in kept])) for row in rows]
 
 
-def kv_frac(traces: Sequence[Trace], bits: float = 16) -> float:
+def size(traces: Sequence[Trace], bits: float = 16) -> float:
     """Elements read / elements of the full cache, mean over all decode rows that have any."""
     shares = []
     for trace in traces:
@@ -70,7 +70,7 @@ def kv_frac(traces: Sequence[Trace], bits: float = 16) -> float:
     return float(np.mean(shares))
 
 
-def kv_frac_artifact(traces: Sequence[Trace], code_bits: int = 16) -> float:
+def size_artifact(traces: Sequence[Trace], code_bits: int = 16) -> float:
     """1 - sqrt(1 - density) over all rows, own tokens and the dense prompt included, times bits / 16."""
     read = causal = 0.0
     for trace in traces:
@@ -256,7 +256,7 @@ class Reference:
         if isinstance(method, H2O):
             return [set(head.mass) for head in self.heads[layer]]
         if isinstance(method, Streaming):
-            window = math.floor(method.kv_frac * self.final_length)
+            window = math.floor(method.kept_frac * self.final_length)
             oldest = position - (window - method.num_sinks)
             kept = {j for j in cached if j < method.num_sinks or j >= oldest}
             return [kept for _ in self.heads[layer]]

@@ -23,13 +23,13 @@ from tests.composed import load
 def outcome(config: RunConfig) -> Outcome:
     """A plausible measurement."""
     if config.kind == "tasks":
-        metrics = {"acc": 0.75, "acc_stderr": 0.05, "kv_frac": 0.2, "num_samples": 4, "num_fewshot": 0}
+        metrics = {"acc": 0.75, "acc_stderr": 0.05, "size": 0.2, "num_samples": 4, "num_fewshot": 0}
         return Outcome(dict.fromkeys(config.tasks, metrics), {task: [{"acc": 1.0}] for task in config.tasks})
     metrics = {
         "perplexity": 12.5,
         "perplexity_stderr": None,
         "kl_nats": 0.25,
-        "kv_frac": 0.2,
+        "size": 0.2,
         "num_samples": 2,
     }
     values = {"perplexity": 12.5, "perplexity_stderr": None}

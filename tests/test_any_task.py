@@ -307,8 +307,8 @@ def test_groups_and_tags(folder, root, loaded):
     assert (one["num_samples"], two["num_samples"], group["num_samples"]) == (7, 3, 10)
     assert group["tasks"] == ["toy_colours", "toy_shapes"]
     assert group["acc"] == pytest.approx(0.7 * one["acc"] + 0.3 * two["acc"])
-    sizes = sorted(metrics["kv_frac"] for metrics in (one, two))
-    assert sizes[0] <= group["kv_frac"] <= sizes[1] < 1
+    sizes = sorted(metrics["size"] for metrics in (one, two))
+    assert sizes[0] <= group["size"] <= sizes[1] < 1
 
 
 def test_a_group_is_counted_as_lm_eval_counts_it(folder, root, loaded):
@@ -419,7 +419,7 @@ def test_a_task_that_asks_for_texts_and_for_scores(folder, root, loaded):
     (folder / "both.yaml").write_text("task: toy_both\nclass: !function both.Both\n")
     outcome = run_tasks(settings("toy_both", folder=folder, root=root, method=H2O(), prefill="dense"), loaded)
     metrics = outcome.metrics["toy_both"]
-    assert metrics["written"] == metrics["scored"] == 1 and 0 < metrics["kv_frac"] < 1
+    assert metrics["written"] == metrics["scored"] == 1 and 0 < metrics["size"] < 1
     assert [len(sample["text"]) > 0 for sample in outcome.samples["toy_both"]] == [True, True]
 
 

@@ -35,7 +35,7 @@ RAN = {
     "environment": {"python": "3.11.7", "cpu": "a processor", "packages": {"torch": "2.13.0"}, "commit": "abc"},
     "inputs": {"code:method": "a" * 64, "code:harness": "b" * 64, "model": "c" * 64, "corpus": "d" * 64},
 }  # fmt: skip
-SIZES = {"kv_frac": 0.2, "kv_frac_artifact": 0.1, "device_frac": 0.25, "resident_frac": 0.02}
+SIZES = {"size": 0.2, "size_artifact": 0.1, "device_frac": 0.25, "resident_frac": 0.02}
 HITS = (1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 NLLS = (2.0, 2.5, 3.0)
 

@@ -73,7 +73,7 @@ def test_a_methods_tokens_are_those_of_replay_at_the_size_asked_for(name, size):
         logits, reads = replay_ids(attached, case, made.sequences, asked["attention_mask"].bool())
     torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
     assert torch.equal(made.sequences[:, PROMPT:], logits.argmax(-1))
-    assert cached.usage.size == pytest.approx(reads.kv_frac)
+    assert cached.usage.size == pytest.approx(reads.size)
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ CHARTED = [
 HOSTILE = "</script><svg onload='alert(1)'><!-- \u2028 \" datum['x'] ${alert(1)} {{7*7}} \\u003c a.b[0] \n'];alert(1)//"
 
 
-def score(label: str, kv_frac: float | None, value: float, **fields: Any) -> dict[str, str]:
+def score(label: str, size: float | None, value: float, **fields: Any) -> dict[str, str]:
     """A line of an accuracy table's CSV."""
     row = dict.fromkeys(names(ACCURACY), "") | {
         "experiment": "fig11", "model": "tiny", "label": label, "task": "passkey", "metric": "acc", "value": value,
-        "stderr": 0.05, "num_samples": 48, "kv_frac": "" if kv_frac is None else kv_frac, "source": "measured",
+        "stderr": 0.05, "num_samples": 48, "size": "" if size is None else size, "source": "measured",
     }  # fmt: skip
     return {name: str(cell) for name, cell in (row | fields).items()}
 
@@ -42,7 +42,8 @@ def score(label: str, kv_frac: float | None, value: float, **fields: Any) -> dic
 def place(label: str, **fields: Any) -> dict[str, str]:
     """A line of the leaderboard's CSV."""
     row = dict.fromkeys(names(BOARD), "") | {
-        "experiment": "leaderboard", "model": "tiny", "label": label, "family": "evicts", "size": 0.1, "kv_frac": 0.1,
+        "experiment": "leaderboard", "model": "tiny", "label": label, "family": "evicts", "asked_size": 0.1,
+        "size": 0.1,
         "kl_nats": 0.5, "kl_nats_stderr": 0.1, "source": "measured", "step_s": 0.25, "step_source": "emulated",
         "link_bytes": 2**20, "settings": "a=1",
     }  # fmt: skip
@@ -97,9 +98,9 @@ def test_setups_are_never_in_one_chart_and_one_pane_has_them_side_by_side() -> N
 def test_the_frontier_names_its_front_and_marks_what_is_modelled() -> None:
     rows = [
         place("A", front="link bytes, step time"),
-        place("B", front="link bytes", step_source="modelled", kv_frac=0.2),
-        place("C", family="codes", size=""),
-        place("Full", kl_nats=1e-9, kv_frac=1.0, family="reads all"),
+        place("B", front="link bytes", step_source="modelled", size=0.2),
+        place("C", family="codes", asked_size=""),
+        place("Full", kl_nats=1e-9, size=1.0, family="reads all"),
     ]
     link, step = charts("frontier", rows)
     assert [point.name for point in link.points] == ["A 10%", "B 20%", ""]
@@ -112,7 +113,7 @@ def test_the_frontier_names_its_front_and_marks_what_is_modelled() -> None:
 
 
 def test_a_task_of_the_leaderboard_has_the_size_that_it_ran_at() -> None:
-    rows = [place("A", passkey=0.5, passkey_stderr=0.1, passkey_kv_frac=0.3)]
+    rows = [place("A", passkey=0.5, passkey_stderr=0.1, passkey_size=0.3)]
     kl, passkey = charts("leaderboard", rows)
     assert (kl.points[0].x, passkey.points[0].x, passkey.points[0].y, passkey.points[0].stderr) == (10, 30, 50, 10)
 
@@ -309,7 +310,7 @@ def test_models_are_compared_where_both_have_a_number() -> None:
     assert row.header == ["label", "settings", "passkey acc (%), m", "passkey acc (%), n"]
     assert row.lines == [["A", "-", "50.0 ± 5.0", "25.0 ± 5.0"]] and row.title == "m and n"
     assert side_by_side({"m": typed_all(ours)}) is None
-    board = side_by_side({name: typed_all([place("A"), place("B", size="")]) for name in ("m", "n")})
+    board = side_by_side({name: typed_all([place("A"), place("B", asked_size="")]) for name in ("m", "n")})
     assert [line[:2] for line in board.lines] == [["A", "10 %"], ["B", "-"]] and board.lines[0][2] == "0.5000 ± 0.1000"
 
 

@@ -35,7 +35,7 @@ from harness.model.tiny import tiny_model
 from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
 from harness.setup import Setup
-from harness.sizes import kv_frac
+from harness.sizes import expected_size
 from methods.base import Geometry, Row
 
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
@@ -132,7 +132,7 @@ def test_host_is_device_bit_for_bit(name, family, padding):
 def test_reuse_changes_the_order_of_rows_only(name, family):
     plain, reused = (live(family, name, "padded", "host", reuse) for reuse in (False, True))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
-    assert reused.kv_frac == plain.kv_frac
+    assert reused.size == plain.size
 
 
 WITHOUT_STEPS = [name for name in CASES if tolerance(name) == TOLERANCE]
@@ -184,8 +184,8 @@ def test_a_shipped_methods_size_is_its_closed_form(name):
     assert read is None or read <= bound <= 200
     if read is not None and case.codec is None:
         rows = {Row(200 + step, 200, 200 + STEPS): 1 for step in range(STEPS)}
-        expected = kv_frac(case.method, rows, 4, 0.5 if case.method.holds_keys else 1.0)
-        assert of_shipped(name, "even", "replay").kv_frac == pytest.approx(expected, abs=1e-9)
+        expected = expected_size(case.method, rows, 4, 0.5 if case.method.holds_keys else 1.0)
+        assert of_shipped(name, "even", "replay").size == pytest.approx(expected, abs=1e-9)
 
 
 @every_method

@@ -199,9 +199,9 @@ def test_units_and_columns_of_a_row():
     dense, fetched = 2 * sum(steps), 38 * sum(SCHEMES["infinigen"].tokens_read(t, 0) for t in steps)
     assert row["h2d_bytes"] == pytest.approx(8 * 20_480 * (dense + fetched), abs=1)
     assert row["d2h_bytes"] == 8 * 20_480 * 40 * 1924
-    assert row["kv_frac"] == pytest.approx((dense + fetched) / (40 * sum(steps)), rel=1e-6)
+    assert row["size"] == pytest.approx((dense + fetched) / (40 * sum(steps)), rel=1e-6)
     assert A6000.link_bytes_per_s * FITTED.row_fetch < row["link_bytes_per_s"] < A6000.link_bytes_per_s
-    others = {label: predict(opt13b(label)).row("x")["kv_frac"] for label in ("offload", "offload+int4", "ideal")}
+    others = {label: predict(opt13b(label)).row("x")["size"] for label in ("offload", "offload+int4", "ideal")}
     assert others == {"offload": 1, "ideal": 1, "offload+int4": pytest.approx((2 + 38 * 0.28125) / 40)}
 
 

@@ -125,7 +125,7 @@ def test_shares_by_hand(name, padding, run):
     resident = [2 * HEADS * hand.kept(final) / (4 * HEADS * 2 * 16 * 2 * final) for _, final in rows]
     with attached_with_link() as (attached, _):
         found = run(attached, hand.case, PROMPTS[padding])
-    assert found.kv_frac == pytest.approx(mean(kv), rel=1e-12)
+    assert found.size == pytest.approx(mean(kv), rel=1e-12)
     assert found.device_frac == pytest.approx(mean(kv) + mean(index), rel=1e-12)
     assert found.resident_frac == pytest.approx(mean(resident), rel=1e-12)
 

@@ -35,7 +35,7 @@ def results(tmp_path_factory) -> Path:
     save_method(folder, "full", None, kl=0.0, hits="1111", **STEP)
     save_method(folder, "streaming", 0.16, kl=0.5, hits="1000", **STEP)
     windows = {"windows": [{"nll": 2.5, "nll_full": 2.4}, {"nll": 2.6, "nll_full": 2.5}]}
-    sizes = {"kv_frac": 0.2, "device_frac": 0.25, "resident_frac": 0.02}
+    sizes = {"size": 0.2, "device_frac": 0.25, "resident_frac": 0.02}
     text = {"offline": {"perplexity": 12.5, "perplexity_stderr": 0.5, "num_samples": 2} | sizes}
     save(folder, ["experiment=fig12", "method=h2o"], text, chunks=[CHUNK], samples=windows)
     save(folder, ["experiment=latency", "label=offload"], LATENCY_METRICS)

@@ -281,7 +281,7 @@ def test_replay_gives_the_same(name):
     with split() as attached:
         parts = replay(attached, case, PADDED)
     assert torch.equal(parts.logits, whole.logits)
-    assert (parts.kv_frac, parts.device_frac) == (whole.kv_frac, whole.device_frac)
+    assert (parts.size, parts.device_frac) == (whole.size, whole.device_frac)
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
@@ -293,7 +293,7 @@ def test_live_gives_the_same(name, placement):
     with split() as attached, links_of(attached) as links:
         parts = live(attached, case, PADDED, placement=placement, link=links if placement == "host" else None)
     assert torch.equal(parts.logits, whole.logits)
-    assert (parts.kv_frac, parts.device_frac) == (whole.kv_frac, whole.device_frac)
+    assert (parts.size, parts.device_frac) == (whole.size, whole.device_frac)
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest"])

@@ -336,7 +336,7 @@ def measured(folder: Path, label: str, column: str, size: float) -> list[float]:
     table = pd.read_csv(folder / "tables" / ("fig11.csv" if is_task else "perplexity.csv"))
     which = (table.task == column) & (table.metric == "acc") if is_task else table.metric == column
     rows = table[which & (table.label == label) & ~table.task.str.contains("[", regex=False)]
-    nearest = rows.iloc[(rows.kv_frac - size).abs().argsort()[:1]]
+    nearest = rows.iloc[(rows["size"] - size).abs().argsort()[:1]]
     compared = is_task and label != "Full cache"
     found = nearest[["value", "difference", "difference_stderr"] if compared else ["value", "stderr"]]
     return [] if nearest.empty else [(100 if is_task else 1) * float(number) for number in found.iloc[0]]

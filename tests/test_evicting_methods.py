@@ -18,7 +18,7 @@ from test_field import BATCHES, Sequence, every_batch, every_model, replayed, so
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.records import inputs
-from harness.sizes import kv_frac
+from harness.sizes import expected_size
 from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, Row
 from methods.duo import DuoAttention
 from methods.expected import ExpectedAttention
@@ -362,9 +362,9 @@ def test_replay_and_live_report_the_closed_form(name, padding):
         rows = {}
         for prompt in prompts:  # each sequence has a T of its own
             rows |= {Row(prompt + step, prompt, prompt + STEPS): 1 for step in range(STEPS)}
-        wanted = kv_frac(case.method, rows, attached.geometry.num_layers)
-        assert replay(attached, case, prompts).kv_frac == pytest.approx(wanted, abs=1e-9)
-        assert live(attached, case, prompts, placement="host", link=link).kv_frac == pytest.approx(wanted, abs=1e-9)
+        wanted = expected_size(case.method, rows, attached.geometry.num_layers)
+        assert replay(attached, case, prompts).size == pytest.approx(wanted, abs=1e-9)
+        assert live(attached, case, prompts, placement="host", link=link).size == pytest.approx(wanted, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["snapkv-pyramid", "snapkv-adaptive", "snapkv-both", "rkv", "duo"])
@@ -417,7 +417,7 @@ def test_limit_cases_are_the_full_cache(model, name):
     limit = run_ragged(model, Case(LIMITS[name]))
     for got, expected in zip(limit.logits, full, strict=True):
         assert_close(got, expected, 2e-5)
-    assert limit.reads.kv_frac == 1
+    assert limit.reads.size == 1
 
 
 # Refusals

@@ -113,7 +113,7 @@ def cells_of(grid: str) -> tuple[RunConfig, ...]:
 
 def row_of(cell: RunConfig, **values: Any) -> dict[str, Any]:
     """A made-up row of a cell, under the label that its record would have."""
-    return {"label": cell.label, "kv_frac": cell.target_kv_frac or 0.3, **values}
+    return {"label": cell.label, "size": cell.size or 0.3, **values}
 
 
 def score_of(cell: RunConfig, metric: str, task: str = "wikitext2") -> dict[str, Any]:
@@ -176,4 +176,4 @@ def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
 def test_choices_all_read_the_same_share():
     cells = cells_of("choices")
     assert len({cell.label for cell in cells}) == len(cells) == len({cell.method for cell in cells})
-    assert {cell.target_kv_frac for cell in cells} == {0.2}
+    assert {cell.size for cell in cells} == {0.2}

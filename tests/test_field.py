@@ -254,7 +254,7 @@ def test_limit_cases_are_the_full_cache(model, name):
     limit = run_ragged(model, Case((QUESTS | SNAPKVS)[name]), measure_recall=True)
     for got, expected in zip(limit.logits, full, strict=True):
         assert_close(got, expected, 2e-5)
-    assert limit.reads.kv_frac == limit.reads.kv_frac_artifact == 1
+    assert limit.reads.size == limit.reads.size_artifact == 1
     assert limit.reads.attention_recall == pytest.approx(1, abs=1e-6)
 
 

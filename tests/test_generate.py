@@ -65,7 +65,7 @@ def test_full_prints_the_tokens_of_the_dense_model(tiny, capsys, settings):
         ["method=infinigen", "reuse=true", "codec=int8"],
         ["method=infinigen", "method.pool_frac=0.7"],
         ["method=h2o"],
-        ["method=streaming", "method.kv_frac=0.5"],
+        ["method=streaming", "method.kept_frac=0.5"],
         ["method=int4"],
         ["method=oracle", "placement=device"],
     ],
@@ -113,6 +113,6 @@ def test_a_prompt_too_short_for_the_method_is_one_line(tiny, capsys):
     assert main(["experiment=generate", "prompt=a", "max_new_tokens=8", "method=streaming"]) == 2
     error = capsys.readouterr().err
     assert (
-        error.startswith("error: method.kv_frac=0.2: must be more: it keeps ")
+        error.startswith("error: method.kept_frac=0.2: must be more: it keeps ")
         and "must exceed method.num_sinks=4" in error
     )

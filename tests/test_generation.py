@@ -92,7 +92,7 @@ def test_tokens_are_those_of_live_decoding(name, prefill_len):
     assert answers == [live(request, CASES[name]) for request in requests]
     assert reads.rows == reads.fired_rows == sum(request.num_rows for request in requests)
     if name != "full":
-        assert reads.kv_frac < 0.97
+        assert reads.size < 0.97
 
 
 @pytest.mark.parametrize("prefill_len", [None, 20], ids=["dense", "question"])
@@ -365,11 +365,11 @@ def test_greedy_equals_hflm_on_the_default_model(default_model):
 
 
 def test_a_run_generates_at_the_size_that_it_is_set_to():
-    """Through the engine: `target_kv_frac` is met on answers of full length."""
-    config = load(["experiment=tasks", "method=h2o", "target_kv_frac=0.7"])
+    """Through the engine: `size` is met on answers of full length."""
+    config = load(["experiment=tasks", "method=h2o", "size=0.7"])
     engine = ReplayEngine(config, loaded_model(), "task", io.StringIO())
     requests = asked(CONTEXTS, max_new_tokens=40)
     assert [len(answer) for answer in engine.generate(requests)] == [40] * 3
     assert engine.method != config.method
-    assert engine.reads.kv_frac == pytest.approx(0.7, abs=0.01)
+    assert engine.reads.size == pytest.approx(0.7, abs=0.01)
     assert len(decode_rows(requests)) == 3 * 20, "as many as say it"

@@ -37,7 +37,7 @@ COUNTS = {
 }  # fmt: skip
 """Whole numbers, and the first below what is allowed."""
 NUMBERS = {
-    "target_kv_frac": (0, 1.01, "inf"),
+    "size": (0, 1.01, "inf"),
     "link_gbps": (0, -1, "inf", 10**10),
     "max_kl": (0, -1, "inf"),
     "time_limit_s": (0, -1, "inf"),

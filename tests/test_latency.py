@@ -180,7 +180,7 @@ def test_a_prompt_of_its_own_is_a_shared_one(tiny_gqa, ids):
     cell = Cell(InfiniGen(), SHAPE)
     own, shared = (timed(tiny_gqa, ids, cell, shared=shared) for shared in (False, True))
     assert own.dense_s == 0 < own.begin_s
-    assert (own.h2d_bytes, own.kv_frac) == (shared.h2d_bytes, shared.kv_frac)
+    assert (own.h2d_bytes, own.size) == (shared.h2d_bytes, shared.size)
 
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
@@ -372,7 +372,7 @@ def test_every_label_makes_a_complete_row(tiny_runs, capsys):
         assert tuple(row) == columns.names(columns.LATENCY)
         assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", "2")
         assert float(row["exposed_transfer_s"]) == 0 or label != "ideal"
-    assert float(rows["offload+int4"]["kv_frac"]) < 1 == float(rows["offload"]["kv_frac"])
+    assert float(rows["offload+int4"]["size"]) < 1 == float(rows["offload"]["size"])
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
     assert {path.name for path in plots.main("results")} >= {"fig14.png", "fig15.png", "fig16a.png", "fig18.png"}

@@ -39,7 +39,7 @@ def test_shares_of_a_grid_run_as_jobs(toy, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     launcher = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "grid.share=1/2,2/2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, str(ROOT / "run.py"), *launcher, "grid=choices", "target_kv_frac=null", *toy]
+    command = [sys.executable, str(ROOT / "run.py"), *launcher, "grid=choices", "size=null", *toy]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     found = records.read_records(tmp_path / "results", "choices")
     statuses = {record["config"]["label"]: record["status"] for record in found}

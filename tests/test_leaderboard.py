@@ -28,12 +28,12 @@ RAN = {"environment": {}, "seconds": 1.0, "error": None}
 KINDS = {"full": "kept", "int4": "kept", "streaming": "kept", "infinigen": "previous_layer", "oracle": "true_scores"}
 
 
-def save_method(results: Path, method: str, size: float | None, *, kl: float, hits: str, **step: Any) -> None:
+def save_method(results: Path, method: str, asked: float | None, *, kl: float, hits: str, **step: Any) -> None:
     """Records of a method at a size: a text, four questions of each task (`hits`, two to a context), a step."""
-    chosen = [*COMMON, f"method={method}", *([] if size is None else [f"target_kv_frac={size}"])]
+    chosen = [*COMMON, f"method={method}", *([] if asked is None else [f"size={asked}"])]
     about = {"when": KINDS[method], "started": "2026-01-01T00:00:00+00:00", "text": method, "methods": {}} | RAN
-    read = (1.0 if method == "full" else 0.33) if size is None else size
-    shares = {"kv_frac": step.pop("kv_frac", read), "device_frac": 0.3, "resident_frac": 0.1}
+    read = (1.0 if method == "full" else 0.33) if asked is None else asked
+    shares = {"size": step.pop("size", read), "device_frac": 0.3, "resident_frac": 0.1}
     windows = [{"nll": 2.5 + kl, "nll_full": 2.5}, {"nll": 3.5 + 2 * kl, "nll_full": 3.5}]
     fidelity = {"kl_nats": kl, "kl_nats_stderr": kl / 4, "top1_agreement": 1 - kl, "top1_agreement_stderr": 0.01}
     text = fidelity | shares | {"perplexity": 12.0, "num_samples": 2}
@@ -44,7 +44,7 @@ def save_method(results: Path, method: str, size: float | None, *, kl: float, hi
     both = dict.fromkeys(("kv_recall", "passkey"), task)
     save(results, [*scores, "kind=tasks"], both, samples=dict.fromkeys(both, answers), **about)
     if step:
-        metrics = LATENCY_METRICS | {"late_frac": 0.0, "link_bytes_per_s": 1e9, "kv_frac": read} | step
+        metrics = LATENCY_METRICS | {"late_frac": 0.0, "link_bytes_per_s": 1e9, "size": read} | step
         save(results, ["experiment=leaderboard-times", *chosen], metrics, **about)
 
 
@@ -59,7 +59,7 @@ def results(tmp_path) -> Path:
     save_method(tmp_path, "oracle", 0.16, kl=0.1, hits="1110")
     save_method(tmp_path, "streaming", 0.16, kl=0.5, hits="1000", **STEP | {"decode_s": 0.03})
     save_method(tmp_path, "infinigen", 0.16, kl=0.05, hits="1000", **STEP | {"decode_s": 0.04})
-    save_method(tmp_path, "infinigen", 0.25, kl=0.04, hits="1100", kv_frac=0.3)
+    save_method(tmp_path, "infinigen", 0.25, kl=0.04, hits="1100", size=0.3)
     for experiment in ("leaderboard-scores", "leaderboard-times"):
         tables.update(tmp_path, experiment)
     return tmp_path
@@ -71,7 +71,7 @@ def board(results: Path, name: str = "leaderboard") -> list[TableRow]:
 
 
 def row_of(rows: list[TableRow], label: str, size: float | None = 0.16) -> TableRow:
-    (row,) = (row for row in rows if (row["label"], row["size"]) == (label, size))
+    (row,) = (row for row in rows if (row["label"], row["asked_size"]) == (label, size))
     return row
 
 
@@ -102,7 +102,7 @@ def test_what_the_frontier_adds_is_measured_as_the_leaderboard_is() -> None:
 
 def test_a_method_without_a_size_runs_once_and_a_refused_step_is_left_out(plan) -> None:
     scores = [cell for cell in plan.cells if cell.experiment == "leaderboard-scores"]
-    sizes = [(cell.method_name, cell.target_kv_frac) for cell in scores if cell.kind == "perplexity"]
+    sizes = [(cell.method_name, cell.size) for cell in scores if cell.kind == "perplexity"]
     sized = [(name, size) for name in ("oracle", "quest") for size in (0.1, 0.16, 0.25)]
     assert sizes == [("full", None), ("int4", None), *sized]
     assert [cell.method_name for cell in plan.cells if cell.kind == "latency"] == ["full", "int4", "quest"]
@@ -120,10 +120,10 @@ def test_an_entry_is_lenient_only_where_it_says_so() -> None:
 
 
 def test_nearest_takes_a_method_without_a_size_as_it_is() -> None:
-    assert load(["method=full", "sizing=nearest", "target_kv_frac=0.1"]).target_kv_frac is None
-    assert load(["method=h2o", "sizing=nearest", "target_kv_frac=0.1"]).target_kv_frac == 0.1
+    assert load(["method=full", "sizing=nearest", "size=0.1"]).size is None
+    assert load(["method=h2o", "sizing=nearest", "size=0.1"]).size == 0.1
     with pytest.raises(UserError, match="has no size to set"):
-        load(["method=full", "target_kv_frac=0.1"])
+        load(["method=full", "size=0.1"])
 
 
 # Rows
@@ -132,7 +132,7 @@ def test_nearest_takes_a_method_without_a_size_as_it_is() -> None:
 def test_a_row_joins_text_tasks_and_step(results) -> None:
     row = row_of(board(results), "InfiniGen")
     assert (row["method"], row["family"], row["codec"]) == ("infinigen", "retrieves", "")
-    assert (row["kv_frac"], row["device_frac"], row["resident_frac"]) == (0.16, 0.3, 0.1)
+    assert (row["size"], row["device_frac"], row["resident_frac"]) == (0.16, 0.3, 0.1)
     assert (row["kl_nats"], row["kl_nats_stderr"], row["top1_agreement"]) == (0.05, 0.0125, 0.95)
     assert row["nll_difference"] == pytest.approx(0.075) and row["nll_difference_stderr"] == pytest.approx(0.025)
     assert row["step_s"] == pytest.approx(0.004) and row["step_source"] == "emulated"
@@ -164,8 +164,8 @@ def test_a_step_at_another_size_is_modelled_from_the_timed_one(results) -> None:
 
 
 def test_an_older_run_of_the_same_cell_gives_way(results) -> None:
-    old = {"perplexity": 1.0, "kv_frac": 0.16, "kl_nats": 9.0}
-    chosen = ["experiment=leaderboard-scores", *COMMON, "num_windows=1", "method=streaming", "target_kv_frac=0.16"]
+    old = {"perplexity": 1.0, "size": 0.16, "kl_nats": 9.0}
+    chosen = ["experiment=leaderboard-scores", *COMMON, "num_windows=1", "method=streaming", "size=0.16"]
     about = {"when": "kept", "started": "2025-01-01", "samples": {"windows": [{"nll": 2, "nll_full": 1}]}}
     save(results, chosen, {"offline": old}, **about)
     tables.update(results, "leaderboard-scores")
@@ -175,7 +175,7 @@ def test_an_older_run_of_the_same_cell_gives_way(results) -> None:
 def test_the_csv_gives_the_page_that_the_records_gave(results) -> None:
     for name in ("leaderboard", "frontier"):
         header = (results / "tables" / f"{name}.csv").read_text().splitlines()[0].split(",")
-        assert shape_of(header) == "board" and header == list(names(BOARD)) and not {*header} & {"timed_kv_frac"}
+        assert shape_of(header) == "board" and header == list(names(BOARD)) and not {*header} & {"timed_size"}
         assert render_markdown(name, board(results, name)) == (results / f"{name}.md").read_text()
 
 
@@ -194,7 +194,7 @@ def test_a_table_per_size_has_its_best_in_bold_and_marks_what_is_outside(results
     assert first.notes == [
         "† InfiniGen: KL above Oracle by 0.0500 ± 0.0280; top-1 agreement above Oracle by 5.0 ± 1.4."
     ]
-    assert "target_kv_frac=0.16" in first.details[0] and not own.bold
+    assert "size=0.16" in first.details[0] and not own.bold
 
 
 def test_a_method_at_another_size_is_in_no_comparison(results) -> None:
@@ -207,7 +207,7 @@ def test_a_method_at_another_size_is_in_no_comparison(results) -> None:
 def test_the_report_has_settings_a_click_away_and_bold(results) -> None:
     text = write_report(results).read_text()
     section = text.partition('<section id="leaderboard">')[2].partition("</section>")[0]
-    assert "<details><summary>InfiniGen†</summary>" in section and "target_kv_frac=0.16" in section
+    assert "<details><summary>InfiniGen†</summary>" in section and "size=0.16" in section
     assert "<strong>0.0500 ± 0.0125</strong>" in section and "† InfiniGen: KL above Oracle" in section
     assert "**0.0500 ± 0.0125**" in (results / "leaderboard.md").read_text()
 
@@ -217,7 +217,7 @@ def test_the_report_has_settings_a_click_away_and_bold(results) -> None:
 
 def test_a_front_is_what_no_other_beats() -> None:
     points = [(0.1, 0.5, 3), (0.2, 0.1, 2), (0.3, 0.1, 1), (0.3, 0.2, None)]
-    rows = [{"model": "m", "kv_frac": size, "kl_nats": kl, "step_s": step} for size, kl, step in points]
+    rows = [{"model": "m", "size": size, "kl_nats": kl, "step_s": step} for size, kl, step in points]
     both = "link bytes, step time"
     assert fronts([*rows, {**rows[0], "model": "other"}]) == ["link bytes", "link bytes", "step time", "", both]
 
@@ -236,7 +236,7 @@ def ask(results: Path, *asked: str) -> int:
 def test_the_fastest_that_holds_the_bound_is_one_line(results, capsys) -> None:
     assert ask(results, "link_gbps=25", "max_kl=0.1") == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("InfiniGen (method=infinigen target_kv_frac=0.16): 2.0 ms a step over 25 GB/s, modelled")
+    assert line.startswith("InfiniGen (method=infinigen size=0.16): 2.0 ms a step over 25 GB/s, modelled")
     assert "measured compute (2.0 ms) and bytes (1.00 MiB); KL 0.0500 ± 0.0125 nats, measured" in line
     assert ask(results, "link_gbps=25", "max_kl=0.01") == 0
     assert capsys.readouterr().out.startswith("Full cache (method=full): 8.0 ms")
@@ -258,6 +258,6 @@ def test_what_cannot_be_answered_is_one_line(results, tmp_path, capsys) -> None:
 
 
 def test_a_bound_that_nothing_holds_names_the_closest() -> None:
-    row = {"label": "H2O", "kv_frac": 0.25, "kl_nats": 0.3, "compute_s": 1.0, "link_bytes": 1.0, "late_bytes": 0.0}
+    row = {"label": "H2O", "size": 0.25, "kl_nats": 0.3, "compute_s": 1.0, "link_bytes": 1.0, "late_bytes": 0.0}
     with pytest.raises(UserError, match=r"max_kl=0.1: nothing holds it; the closest, H2O reading 25.0%, has 0.3000"):
         fastest([row, row | {"label": "Streaming", "kl_nats": 0.5}], 1.0, 0.1)

@@ -113,7 +113,7 @@ def test_h2o_moves_its_budget_and_writes_what_it_keeps():
 
 
 def test_streaming_that_fills_up_moves_no_empty_slot():
-    session = counted(Case(Streaming(kv_frac=0.85)))
+    session = counted(Case(Streaming(kept_frac=0.85)))
     window = 28  # of 34 tokens
     rows = 2 * sum(CACHED) + 2 * sum(min(cached, window) for cached in CACHED)
     assert session["h2d"] == HEADS * rows * FP32_ROW
@@ -303,7 +303,7 @@ def test_sessions_do_not_know_each_other(name):
         first.close()
         second.close()
         assert torch.equal(torch.stack(logits, 1), alone.logits)
-        assert first.reads.kv_frac == alone.kv_frac
+        assert first.reads.size == alone.size
         assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, alone.logits)
 
 
@@ -428,7 +428,7 @@ def test_a_float_codec_reads_back_live_as_in_replay(padding, placement):
         exact = live(attached, Case(Full()), PROMPTS[padding])
     assert largest_difference(got.logits, expected.logits) <= TOLERANCE
     assert not torch.equal(got.logits, exact.logits), "nothing was coded"
-    assert got.kv_frac == expected.kv_frac == 1
+    assert got.size == expected.size == 1
 
 
 def test_a_pageable_link_without_overlap_gives_the_same():

@@ -95,10 +95,10 @@ def test_the_text_is_that_of_live_decoding(name):
         with closing(open_live(attached, CASES[name], STEPS)) as session:
             logits = session.prefill(prompts, torch.ones_like(prompts, dtype=torch.bool))
             live = torch.stack([each.argmax(-1) for each in generate(session, logits)], 1)
-            kv_frac = session.reads.kv_frac
+            size = session.reads.size
     assert ours.tokens.tolist() == live.tolist()
     assert ours.hidden.shape[:2] == (2, STEPS - 1)
-    assert ours.reads.rows == 2 * (STEPS - 1) and ours.reads.kv_frac == pytest.approx(kv_frac)
+    assert ours.reads.rows == 2 * (STEPS - 1) and ours.reads.size == pytest.approx(size)
 
 
 def test_prompts_come_in_batches(loaded, text, monkeypatch):
@@ -123,11 +123,11 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text):
     assert metrics["repetition"] == metrics["repetition_full"]
     for name in ("text_nll_difference", "repetition_difference", "resident_frac"):
         assert metrics[name] == 0
-    assert metrics["kv_frac"] == 1 and metrics["seq_len"] == PROMPT + STEPS
+    assert metrics["size"] == 1 and metrics["seq_len"] == PROMPT + STEPS
     assert all(chunk["metrics"]["kl_nats"] == pytest.approx(0, abs=1e-6) for chunk in outcome.chunks)
 
 
-@pytest.mark.parametrize("method", [Streaming(kv_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
+@pytest.mark.parametrize("method", [Streaming(kept_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
 def test_metrics_are_those_of_two_plain_forwards(loaded, text, method):
     outcome = run_long_decode(settings(text, method), loaded)
     metrics, samples = metrics_of(outcome), outcome.samples["prompts"]
@@ -162,11 +162,11 @@ def test_metrics_are_those_of_two_plain_forwards(loaded, text, method):
 
 def test_sizes_are_those_of_the_decode_rows(loaded, text):
     """T is 44, of which floor(0.2 * 44) = 8 tokens a row are kept in two of four layers; the last token is not fed."""
-    metrics = metrics_of(run_long_decode(settings(text, Streaming(kv_frac=0.2, num_sinks=2)), loaded))
+    metrics = metrics_of(run_long_decode(settings(text, Streaming(kept_frac=0.2, num_sinks=2)), loaded))
     shares = [(2 + 2 * 8 / cached) / 4 for cached in range(PROMPT, PROMPT + STEPS - 1)]
-    assert metrics["kv_frac"] == pytest.approx(statistics.mean(shares))
-    target = metrics_of(run_long_decode(settings(text, H2O(), target_kv_frac=0.7), loaded))
-    assert target["kv_frac"] == pytest.approx(0.7, abs=0.01)
+    assert metrics["size"] == pytest.approx(statistics.mean(shares))
+    target = metrics_of(run_long_decode(settings(text, H2O(), size=0.7), loaded))
+    assert target["size"] == pytest.approx(0.7, abs=0.01)
 
 
 def test_one_prompt_has_no_standard_error(loaded, text):
@@ -189,7 +189,7 @@ def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, mo
     references: Kept = Kept()
     first, second = (
         metrics_of(run_long_decode(settings(text, method), loaded, references))
-        for method in (H2O(), Streaming(kv_frac=0.2))
+        for method in (H2O(), Streaming(kept_frac=0.2))
     )
     assert made.count(Full) == 1 and first["repetition_full"] == second["repetition_full"]
     assert first["text_perplexity_full"] == second["text_perplexity_full"]
@@ -277,8 +277,8 @@ def test_a_corpus_shorter_than_the_prompts_is_refused(loaded, text):
 
 
 def test_a_method_that_the_length_does_not_fit_is_refused(loaded, text):
-    with pytest.raises(ValueError, match=r"method\.kv_frac=0\.05"):
-        run_long_decode(settings(text, Streaming(kv_frac=0.05)), loaded)
+    with pytest.raises(ValueError, match=r"method\.kept_frac=0\.05"):
+        run_long_decode(settings(text, Streaming(kept_frac=0.05)), loaded)
 
 
 def test_the_length_is_what_to_lower():

@@ -237,7 +237,7 @@ def test_managed_is_the_device_bit_for_bit(name, padding, anywhere):
         expected = live(attached, CASES[name], PROMPTS[padding], placement="device")
         got = live(attached, CASES[name], PROMPTS[padding], placement="managed")
     assert torch.equal(got.logits, expected.logits)
-    assert (got.kv_frac, got.device_frac) == (expected.kv_frac, expected.device_frac)
+    assert (got.size, got.device_frac) == (expected.size, expected.device_frac)
     assert "cudaMallocManaged" in anywhere.calls and not anywhere.blocks
 
 
@@ -281,7 +281,7 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
     of_weights = {"weight_bytes", "weights_on_device"}  # all of which are there
     assert {name for name, value in metrics.items() if value is None} == unknown | of_weights
     assert metrics["num_timed_steps"] == 8 and metrics["device_kv_bytes"] == 0
-    record = {"metrics": metrics | {"late_frac": 0.0}, "config": {"target_kv_frac": None}}
+    record = {"metrics": metrics | {"late_frac": 0.0}, "config": {"size": None}}
     assert _step(record, record) == {}, "the leaderboard's seconds go with bytes"
 
 
@@ -317,7 +317,7 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     outcome = run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64))
     assert cards == [[12 * GIB]], "of 60 GiB"
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
-    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["kv_frac"] < 1
+    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["size"] < 1
     assert not anywhere.blocks
 
 

@@ -43,8 +43,8 @@ seeds = st.integers(0, 2**31)
         (H2O, {"heavy_frac": 0.7, "recent_frac": 0.6}, r"heavy_frac \+ method\.recent_frac=1\.2.*\(0, 1\]"),
         (H2O, {"heavy_frac": 0.0, "recent_frac": 0.0}, r"heavy_frac \+ method\.recent_frac=0\.0: .*\(0, 1\]"),
         (H2O, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
-        (Streaming, {"kv_frac": 0.0}, r"method\.kv_frac=0\.0: .*\(0, 1\]"),
-        (Streaming, {"kv_frac": 1.01}, r"method\.kv_frac=1\.01: .*\(0, 1\]"),
+        (Streaming, {"kept_frac": 0.0}, r"method\.kept_frac=0\.0: .*\(0, 1\]"),
+        (Streaming, {"kept_frac": 1.01}, r"method\.kept_frac=1\.01: .*\(0, 1\]"),
         (Streaming, {"num_sinks": -1}, r"method\.num_sinks=-1: .*>= 0"),
         (Streaming, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
         (Oracle, {"alpha": -1.0}, r"method\.alpha=-1\.0: .*>= 0, inf or null"),
@@ -70,8 +70,8 @@ def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, setti
 
 
 def test_what_only_shows_at_a_batch_is_refused_there():
-    with pytest.raises(ValueError, match=r"method\.kv_frac=0\.1: .* keeps 4 of 40.*exceed.*num_sinks=4"):
-        Streaming(kv_frac=0.1, num_sinks=4).new_state(GEOMETRY, lengths_of([50, 20], [100, 40]))
+    with pytest.raises(ValueError, match=r"method\.kept_frac=0\.1: .* keeps 4 of 40.*exceed.*num_sinks=4"):
+        Streaming(kept_frac=0.1, num_sinks=4).new_state(GEOMETRY, lengths_of([50, 20], [100, 40]))
     with pytest.raises(ValueError, match=r"method\.skew=true: needs a calibration"):
         InfiniGen().new_state(GEOMETRY, lengths_of([20], [40]))
 
@@ -94,7 +94,7 @@ def test_labels_are_titles_and_what_makes_another_method_of_it():
 
 def test_budgets_of_the_artifacts_prefill():
     assert H2O(heavy_frac=0.25, recent_frac=0.125).artifact_budget() == 0.375
-    assert Streaming(kv_frac=0.3).artifact_budget() == 0.3
+    assert Streaming(kept_frac=0.3).artifact_budget() == 0.3
     assert InfiniGen(max_fetch_frac=0.4).artifact_budget() == 0.4
     assert Oracle(max_fetch_frac=0.4).artifact_budget() == 0.4
     assert Quest(read_frac=0.4).artifact_budget() == 0.4
@@ -295,7 +295,7 @@ methods = st.one_of(
         positive_fractions,
         fractions,
     ),
-    st.builds(lambda frac: Streaming(kv_frac=frac, num_sinks=0), positive_fractions),
+    st.builds(lambda frac: Streaming(kept_frac=frac, num_sinks=0), positive_fractions),
     st.builds(lambda frac: Oracle(alpha=math.inf, max_fetch_frac=frac), positive_fractions),
     st.builds(lambda fixed: InfiniGen(fixed_fetch=fixed), st.integers(1, 50)),
     st.builds(lambda frac: InfiniGen(alpha=math.inf, max_fetch_frac=frac, skew=False), positive_fractions),
@@ -312,7 +312,7 @@ methods = st.one_of(
 @given(methods, lengths, seeds)
 def test_the_closed_form_is_what_is_read(method, shape, seed):
     length, prompt = shape
-    assume(not isinstance(method, Streaming) or int(method.kv_frac * length) > 0)
+    assume(not isinstance(method, Streaming) or int(method.kept_frac * length) > 0)
     mask, count = decode(method, length, prompt, seed)
     rows = [Row(cached, prompt, length) for cached in range(prompt, length)]
     expected = [method.tokens_read(row, 0) for row in rows]
@@ -369,7 +369,7 @@ def test_streaming_reads_sinks_and_a_window(frac, num_sinks, shape):
     length, prompt = shape
     window = int(frac * length)
     assume(window > num_sinks)
-    mask, _ = decode(Streaming(kv_frac=frac, num_sinks=num_sinks), length, prompt, 0)
+    mask, _ = decode(Streaming(kept_frac=frac, num_sinks=num_sinks), length, prompt, 0)
     for row, cached in enumerate(range(prompt, length)):
         sinks = set(range(min(num_sinks, cached)))
         recent = set(range(max(0, cached - (window - num_sinks)), cached))

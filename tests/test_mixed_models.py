@@ -93,7 +93,7 @@ def test_the_method_does_something(name, case):
     with attach(mixed(name)) as attached:
         full, got = (replay(attached, each, PROMPTS["padded"]) for each in (Case(Full()), CASES[case]))
     assert largest_difference(full.logits, got.logits) > 1e-2
-    assert got.kv_frac < 0.95
+    assert got.size < 0.95
 
 
 # Windows and chunks
@@ -213,7 +213,7 @@ def test_what_windows_read_by_hand(name):
     assert reads.window_frac == pytest.approx(sum(map(read_in_windows, rows)) / len(rows))
     budget = 4 + 4  # of 40 tokens, in two of the four layers
     by_row = [(2 * t + 2 * budget + 2 * min(t, 15)) / (4 * t + 2 * min(t, 15)) for t in rows]
-    assert reads.kv_frac == pytest.approx(sum(by_row) / len(rows))
+    assert reads.size == pytest.approx(sum(by_row) / len(rows))
     assert reads.sizes["window_frac"] == reads.window_frac and "recurrent_bytes" not in reads.sizes
 
 
@@ -222,7 +222,7 @@ def test_what_chunks_read_by_hand():
     rows = range(20, 40)
     expected = [2 * (t % WINDOW) / (4 * t + 2 * (t % WINDOW)) for t in rows]
     assert reads.window_frac == pytest.approx(sum(expected) / len(rows))
-    assert reads.kv_frac == 1
+    assert reads.size == 1
 
 
 def test_recurrent_bytes_by_hand():
@@ -250,7 +250,7 @@ def test_a_latent_is_stored_once_for_all_heads_by_hand():
     reads = run_one(mixed("deepseek_v3"), CASES["h2o"], token_ids(40), 20).reads
     assert reads.sizes["latent_bytes"] == 4 * 32 * 4  # layers, elements, fp32
     by_row = [(2 * t + 2 * (6 + 4)) / (4 * t) for t in range(20, 40)]  # floor(.15 * 40) + floor(.1 * 40)
-    assert reads.kv_frac == pytest.approx(sum(by_row) / len(by_row))
+    assert reads.size == pytest.approx(sum(by_row) / len(by_row))
 
 
 def test_a_method_that_keeps_the_keys_takes_no_latents():

@@ -28,7 +28,7 @@ def window_frac() -> float:
     return sum(held / (4 * t + held) for t in ROWS) / len(ROWS)
 
 
-def kv_frac(held: int = 0) -> float:
+def size(held: int = 0) -> float:
     """Of H2O with 10 + 10 of 100 tokens in two of four layers, beside `held` elements in windows."""
     return sum((2 * t + 2 * 20 + held) / (4 * t + held) for t in ROWS) / len(ROWS)
 
@@ -36,10 +36,10 @@ def kv_frac(held: int = 0) -> float:
 CHANNELS = 2 * 2 * 16 + 4 * 16
 """Of qwen3_next's convolution: queries and keys of two heads, values of four."""
 EXPECTED: dict[str, dict[str, float]] = {
-    "gemma2": {"window_frac": window_frac(), "kv_frac": kv_frac(2 * (WINDOW - 1))},
-    "qwen3_next": {"recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4), "kv_frac": kv_frac()},
-    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "kv_frac": kv_frac()},
-    "gqa": {"kv_frac": kv_frac()},
+    "gemma2": {"window_frac": window_frac(), "size": size(2 * (WINDOW - 1))},
+    "qwen3_next": {"recurrent_bytes": 2 * 4 * (4 * 16 * 16 + CHANNELS * 4), "size": size()},
+    "deepseek_v3": {"latent_bytes": 4 * 32 * 4, "size": size()},
+    "gqa": {"size": size()},
 }
 
 

@@ -24,7 +24,7 @@ LABELS = (
     "x" * 150 + "y" + "x" * 149, "_hidden", "x]", "a[b]", "*", "**", "`x`", "<b>", "%s", "{0}", "\x1b[2J", "a,b", '"q"',
     "1.0", "True", "\\", "ü",
 )  # fmt: skip
-SIZES = {"kv_frac": 0.16, "kv_frac_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
+SIZES = {"size": 0.16, "size_artifact": 0.1, "device_frac": 0.2, "resident_frac": 0.02}
 CHUNK = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": {"perplexity": 12.5, "perplexity_stderr": None}}
 
 

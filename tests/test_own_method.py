@@ -29,7 +29,7 @@ from methods.streaming import Streaming
 MINE = """
 @dataclass(frozen=True)
 class Mine(Streaming):
-    kv_frac: float = 0.5
+    kept_frac: float = 0.5
     sizes: tuple[int, ...] = (1, 2)
 """
 OTHER = MINE.replace("Mine", "Other")
@@ -80,7 +80,7 @@ def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, folder):
     write(name="package/inner.py")
     config = load([f"method={choice.format(here=folder, folder=folder.name)}", "method.num_sinks=2"])
     assert config.method_name == config.label == name
-    assert (type(config.method).__name__, config.method.kv_frac, config.method.num_sinks) == ("Mine", 0.5, 2)
+    assert (type(config.method).__name__, config.method.kept_frac, config.method.num_sinks) == ("Mine", 0.5, 2)
     assert config.method.sizes == (1, 2)
 
 
@@ -99,7 +99,7 @@ def test_it_is_one_of_a_sweep(monkeypatch, capsys):
     assert [config.method_name for config in runs.configs] == ["h2o", "mine"]
     assert "mine" in capsys.readouterr().out.splitlines()[-1]
     assert main(["--cfg", "job", "method=./mine.py"]) == 0
-    assert "kv_frac: 0.5" in capsys.readouterr().out
+    assert "kept_frac: 0.5" in capsys.readouterr().out
 
 
 # Refused
@@ -114,7 +114,10 @@ REFUSED = {
     "./mine.py:Mime": (MINE + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
     "mine.Method": (MINE, "allowed: Mine"),
     "nowhere.Mine": (MINE, "ModuleNotFoundError: No module named 'nowhere'"),
-    "./mine.py   ": ("\nclass Mine(Streaming):\n    kv_frac: float = 0.5\n", "Mine must be a @dataclass(frozen=True)"),
+    "./mine.py   ": (
+        "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n",
+        "Mine must be a @dataclass(frozen=True)",
+    ),
     "./mine.py    ": ("\n@dataclass(frozen=True)\nclass Mine(Method):\n    a: int = 1\n", "Mine lacks new_state"),
     "./mine.py     ": (
         "\n@dataclass(frozen=True)\nclass Mine(Method):\n    def new_state(self, *_): ...\n",
@@ -152,10 +155,10 @@ def test_a_name_that_is_taken_is_refused(name, expected):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("method.kv_fra=1", "unknown setting method.kv_fra: did you mean 'kv_frac'?"),
-        ("+method.kv_fra=1", "unknown setting method.kv_fra: did you mean 'kv_frac'?"),
-        ("method.kv_frac=2", "method.kv_frac=2.0: must be in (0, 1]"),
-        ("method.kv_frac=much", "method.kv_frac=much: must be a number"),
+        ("method.kept_fra=1", "unknown setting method.kept_fra: did you mean 'kept_frac'?"),
+        ("+method.kept_fra=1", "unknown setting method.kept_fra: did you mean 'kept_frac'?"),
+        ("method.kept_frac=2", "method.kept_frac=2.0: must be in (0, 1]"),
+        ("method.kept_frac=much", "method.kept_frac=much: must be a number"),
         ("method.name=full", "method._target_="),
         ("method.name=better", "method.name=better: allowed: adakv"),
         ("method._target_=methods.h2o.H2O", "method.name=mine: "),
@@ -296,7 +299,7 @@ def test_a_method_that_misstates_its_size_fails_that_check_alone(capsys):
     write(MINE + "    def tokens_read(self, row, layer): return super().tokens_read(row, layer) - 1\n")
     code, failed, error = checked(capsys)
     assert code == 2 and error == "error: method=mine: 6 of 36 checks failed\n"
-    assert all(re.search("the size is its closed form: kv_frac is .*; by tokens_read it is ", line) for line in failed)
+    assert all(re.search("the size is its closed form: size is .*; by tokens_read it is ", line) for line in failed)
 
 
 BREAKS = {
@@ -448,7 +451,7 @@ def test_a_method_that_shares_its_state_with_a_fork_fails(capsys):
     assert code == 2 and failed and all("a fork is fresh" in line for line in failed)
 
 
-@pytest.mark.parametrize("setting", ["codec=int4", "target_kv_frac=0.3"])
+@pytest.mark.parametrize("setting", ["codec=int4", "size=0.3"])
 def test_the_contract_is_of_the_method_alone(setting, capsys):
     write()
     code, _, error = checked(capsys, setting)

@@ -29,7 +29,7 @@ from tests.composed import load
 
 MAX_LENGTH = 512
 METRICS = {
-    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact",
+    "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "size", "size_artifact",
     "device_frac", "resident_frac",
 }  # fmt: skip
 
@@ -116,7 +116,7 @@ def metrics_of(outcome) -> dict:
 
 
 @pytest.mark.parametrize("prefill_len", [0, 1, 20, 57])
-@pytest.mark.parametrize("method", [Streaming(kv_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
+@pytest.mark.parametrize("method", [Streaming(kept_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
 def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
     config = settings(text, method, prefill_len=prefill_len)
     metrics = metrics_of(run_perplexity(config, loaded))
@@ -148,12 +148,12 @@ def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
 
 def test_sizes_are_those_of_the_decode_rows(loaded, text):
     """Fifty-nine rows are run, T is sixty: floor(0.2 * 60) = 12 tokens a row in two of four layers."""
-    metrics = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2, num_sinks=2)), loaded))
+    metrics = metrics_of(run_perplexity(settings(text, Streaming(kept_frac=0.2, num_sinks=2)), loaded))
     shares = [(2 + 2 * 12 / cached) / 4 for cached in range(20, 59)]
-    assert metrics["kv_frac"] == pytest.approx(statistics.mean(shares))
-    assert metrics["kv_frac_stderr"] == pytest.approx(0, abs=1e-12)
+    assert metrics["size"] == pytest.approx(statistics.mean(shares))
+    assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
     density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
-    assert metrics["kv_frac_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
+    assert metrics["size_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
 
 
 @pytest.mark.parametrize("prefill_len", [0, 20])
@@ -161,7 +161,7 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len)
     metrics = metrics_of(run_perplexity(settings(text, prefill_len=prefill_len), loaded))
     assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
     assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
-    for name in ("top1_agreement", "attention_recall", "kv_frac", "kv_frac_artifact", "device_frac"):
+    for name in ("top1_agreement", "attention_recall", "size", "size_artifact", "device_frac"):
         assert metrics[name] == 1
     assert metrics["resident_frac"] == 0
 
@@ -171,8 +171,8 @@ def test_what_cannot_be_measured_is_none(loaded, text):
     assert absent(one_window) == {f"{name}_stderr" for name in METRICS}
     quantized = metrics_of(run_perplexity(settings(text, codec="int2"), loaded))
     assert absent(quantized) == {"attention_recall", "attention_recall_stderr"}
-    assert quantized["kv_frac"] == pytest.approx((2 + 2 * (2 + 32 / 16) / 16) / 4)
-    assert quantized["kv_frac_artifact"] == pytest.approx(2 / 16)
+    assert quantized["size"] == pytest.approx((2 + 2 * (2 + 32 / 16) / 16) / 4)
+    assert quantized["size_artifact"] == pytest.approx(2 / 16)
     assert quantized["kl_nats"] > 0
 
 
@@ -227,7 +227,7 @@ def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeyp
     monkeypatch.setattr(perplexity, "ReplaySession", count_session)
     references = Kept()
     first = metrics_of(run_perplexity(settings(text, H2O()), loaded, references))
-    second = metrics_of(run_perplexity(settings(text, Streaming(kv_frac=0.2)), loaded, references))
+    second = metrics_of(run_perplexity(settings(text, Streaming(kept_frac=0.2)), loaded, references))
     assert made.count("full") == 3 and first["perplexity_full"] == second["perplexity_full"]
     metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded, references))
     assert made.count("full") == 6, "other rows are scored"
@@ -235,20 +235,20 @@ def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeyp
 
 def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp_path):
     method = InfiniGen(alpha=math.inf)
-    outcome = metrics_of(run_perplexity(settings(text, method, target_kv_frac=0.7), loaded))
-    assert outcome["kv_frac"] == pytest.approx(0.7, abs=0.01)
+    outcome = metrics_of(run_perplexity(settings(text, method, size=0.7), loaded))
+    assert outcome["size"] == pytest.approx(0.7, abs=0.01)
     (file,) = (tmp_path / "cache" / "calibration").iterdir()
     stamp = file.stat().st_mtime_ns
     index = 2 / 4 * 5 / (2 * 16)  # ceil(0.3 * 16) columns in two of four layers
-    assert outcome["device_frac"] - outcome["kv_frac"] == pytest.approx(index)
-    again = metrics_of(run_perplexity(settings(text, method, target_kv_frac=0.7), loaded))
+    assert outcome["device_frac"] - outcome["size"] == pytest.approx(index)
+    again = metrics_of(run_perplexity(settings(text, method, size=0.7), loaded))
     assert again == outcome and file.stat().st_mtime_ns == stamp
 
 
 def test_a_target_heeds_the_codecs_bits(loaded, text):
     method = H2O(num_exempt_layers=1)
-    metrics = metrics_of(run_perplexity(settings(text, method, codec="int4", target_kv_frac=0.30), loaded))
-    assert metrics["kv_frac"] == pytest.approx(0.30, abs=0.01)
+    metrics = metrics_of(run_perplexity(settings(text, method, codec="int4", size=0.30), loaded))
+    assert metrics["size"] == pytest.approx(0.30, abs=0.01)
 
 
 def test_values_may_have_a_codec_of_their_own(loaded, text):
@@ -257,16 +257,16 @@ def test_values_may_have_a_codec_of_their_own(loaded, text):
         for codecs in ({"codec": "int2"}, {"codec": "fp32", "value_codec": "int2"})
     )
     width = (16 + 2 + 32 / 16) / 2 / 16
-    assert values["kv_frac"] == pytest.approx((2 + 2 * width) / 4)
+    assert values["size"] == pytest.approx((2 + 2 * width) / 4)
     assert 0 < values["kl_nats"] < both["kl_nats"]
 
 
 def test_a_codec_under_a_method_counts_its_bits(loaded, text):
-    method = Streaming(kv_frac=0.2)
+    method = Streaming(kept_frac=0.2)
     metrics = metrics_of(run_perplexity(settings(text, method, codec="int4"), loaded))
     width = (4 + 32 / 16) / 16
     shares = [(2 + 2 * width * 12 / cached) / 4 for cached in range(20, 59)]
-    assert metrics["kv_frac"] == pytest.approx(statistics.mean(shares))
+    assert metrics["size"] == pytest.approx(statistics.mean(shares))
 
 
 def test_scores_do_not_depend_on_the_head_chunk(loaded, monkeypatch):
@@ -305,12 +305,12 @@ def test_windows_that_leave_no_decode_row_are_refused(loaded, text, seq_len, pre
 
 
 def test_a_method_that_the_window_does_not_fit_is_refused(loaded, text):
-    with pytest.raises(ValueError, match=r"method\.kv_frac=0\.05: .*keeps 3 of 60.*num_sinks=4"):
-        run_perplexity(settings(text, Streaming(kv_frac=0.05)), loaded)
+    with pytest.raises(ValueError, match=r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4"):
+        run_perplexity(settings(text, Streaming(kept_frac=0.05)), loaded)
     with pytest.raises(ValueError, match=r"num_exempt_layers=4"):
         run_perplexity(settings(text, H2O(num_exempt_layers=4)), loaded)
 
 
 def test_a_target_size_out_of_reach_is_refused(loaded, text):
-    with pytest.raises(UserError, match=r"target_kv_frac=0\.1.*2 of 4 layers"):
-        run_perplexity(settings(text, H2O(), target_kv_frac=0.1), loaded)
+    with pytest.raises(UserError, match=r"size=0\.1.*2 of 4 layers"):
+        run_perplexity(settings(text, H2O(), size=0.1), loaded)

@@ -70,30 +70,30 @@ def write_latency(results: Path, name: str, rows: Rows) -> None:
 
 
 def task_rows(task: str) -> list[dict[str, Any]]:
-    rows = [{"method": "full", "label": "Full cache", "task": task, "metric": "acc", "value": 0.85, "kv_frac": 1}]
+    rows = [{"method": "full", "label": "Full cache", "task": task, "metric": "acc", "value": 0.85, "size": 1}]
     for label, sizes in SIZES.items():
         for size in sizes:
             value = 0.8 - 0.02 / size if label == "InfiniGen" else 0.5 - 0.01 / size
-            rows.append({"label": label, "task": task, "metric": "acc", "value": value, "kv_frac": size})
+            rows.append({"label": label, "task": task, "metric": "acc", "value": value, "size": size})
     return rows
 
 
 def fidelity_rows() -> list[dict[str, Any]]:
     common = {"task": "offline", "seq_len": 1024, "num_samples": 3, "num_fewshot": None}
-    full = {"label": "Full cache", "method": "full", "kv_frac": 1, "stderr": 0}
+    full = {"label": "Full cache", "method": "full", "size": 1, "stderr": 0}
     rows = [full | {"metric": "kl_nats", "value": 0}, full | {"metric": "top1_agreement", "value": 1}]
     for label, sizes in SIZES.items():
         for size in sizes:
             kl = (0.01 if label == "InfiniGen" else 0.05) / size
-            rows.append({"label": label, "kv_frac": size, "metric": "kl_nats", "value": kl, "stderr": kl / 5})
-            rows.append({"label": label, "kv_frac": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01})
+            rows.append({"label": label, "size": size, "metric": "kl_nats", "value": kl, "stderr": kl / 5})
+            rows.append({"label": label, "size": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01})
     return [common | row for row in rows]
 
 
-def chunk_rows(label: str, kv_frac: float, values: Mapping[int, float]) -> list[dict[str, Any]]:
+def chunk_rows(label: str, size: float, values: Mapping[int, float]) -> list[dict[str, Any]]:
     common = {
         "label": label,
-        "kv_frac": kv_frac,
+        "size": size,
         "metric": "perplexity",
         "seq_len": 1024,
         "num_samples": 3,
@@ -127,26 +127,26 @@ def write_long_decode(results: Path) -> None:
     rows = []
     for label, size, kl in (("Full cache", 1, 0.0), ("InfiniGen", 0.16, 0.05), ("H2O", 0.16, 0.8)):
         for step in range(4):
-            common = {"label": label, "kv_frac": size, "task": f"offline[{32 * step}:{32 * (step + 1)}]"}
+            common = {"label": label, "size": size, "task": f"offline[{32 * step}:{32 * (step + 1)}]"}
             common |= {"seq_len": 640, "num_samples": 4, "num_fewshot": None}
             rows.append(common | {"metric": "kl_nats", "value": kl * (1 + step), "stderr": kl / 4})
             rows.append(common | {"metric": "text_perplexity", "value": 1.5 + kl, "stderr": 0.1})
     whole = {"task": "offline", "seq_len": 640, "metric": "first_divergence", "value": 12.0}
-    write_accuracy(results, "long_decode", [*rows, whole | {"label": "H2O", "kv_frac": 0.16}])
+    write_accuracy(results, "long_decode", [*rows, whole | {"label": "H2O", "size": 0.16}])
 
 
 def write_fig13(results: Path) -> None:
     rows = []
     for task in ("kv_recall", "passkey"):
         common = {"task": task, "metric": "acc"}
-        rows.append(common | {"label": "Full cache", "method": "full", "kv_frac": 1, "value": 0.85})
-        rows.append(common | {"label": "InfiniGen", "kv_frac": 0.2, "value": 0.8})
-        rows.append(common | {"label": "InfiniGen", "kv_frac": 0.4, "value": 0.83})
-        rows.append(common | {"label": "InfiniGen without skewing", "kv_frac": 0.21, "value": 0.6})
+        rows.append(common | {"label": "Full cache", "method": "full", "size": 1, "value": 0.85})
+        rows.append(common | {"label": "InfiniGen", "size": 0.2, "value": 0.8})
+        rows.append(common | {"label": "InfiniGen", "size": 0.4, "value": 0.83})
+        rows.append(common | {"label": "InfiniGen without skewing", "size": 0.21, "value": 0.6})
     full = [row for row in rows if row["label"] == "Full cache"]
     text = {"task": "offline", "seq_len": 1024, "num_samples": 3, "num_fewshot": None, "metric": "kl_nats"}
-    rows.append(text | {"label": "InfiniGen", "kv_frac": 0.16, "value": 0.1, "stderr": 0.02})
-    rows.append(text | {"label": "InfiniGen without skewing", "kv_frac": 0.16, "value": 0.3, "stderr": 0.02})
+    rows.append(text | {"label": "InfiniGen", "size": 0.16, "value": 0.1, "stderr": 0.02})
+    rows.append(text | {"label": "InfiniGen without skewing", "size": 0.16, "value": 0.3, "stderr": 0.02})
     write_accuracy(results, "fig13", [row for row in rows if row not in full])
     write_accuracy(results, "fig11", full)
 
@@ -170,10 +170,10 @@ def write_fig17(results: Path) -> None:
     for name, numbers in (("alpha", (1, 3, 5, 7, 9)), ("partial_weight_ratio", (0.1, 0.3, 0.6, 1.0))):
         for index, number in enumerate(numbers):
             row = {"label": f"{name}={number}"}
-            accuracy.append(row | {"task": "winogrande", "metric": "acc", "value": 0.5 + 0.03 * index, "kv_frac": 0.1})
+            accuracy.append(row | {"task": "winogrande", "metric": "acc", "value": 0.5 + 0.03 * index, "size": 0.1})
             latency.append(row | {"prefill_s": 1, "decode_s": 2 + 0.1 * index, "total_s": 3 + 0.1 * index})
-    accuracy.append({"label": "alpha=inf", "task": "winogrande", "metric": "acc", "value": 0.7, "kv_frac": 0.2})
-    accuracy.append({"label": "Full cache", "task": "winogrande", "metric": "acc", "value": 0.8, "kv_frac": 1})
+    accuracy.append({"label": "alpha=inf", "task": "winogrande", "metric": "acc", "value": 0.7, "size": 0.2})
+    accuracy.append({"label": "Full cache", "task": "winogrande", "metric": "acc", "value": 0.8, "size": 1})
     write_accuracy(results, "fig17", accuracy)
     write_latency(results, "fig17-latency", latency)
 
@@ -187,8 +187,8 @@ def write_fig18(results: Path) -> None:
     write_latency(results, "fig18", rows)
 
 
-def text_rows(label: str, kv_frac: float, value: float, full: float = 10.0, **shape: Any) -> list[dict[str, Any]]:
-    common = {"label": label, "task": "wikitext2", "kv_frac": kv_frac, "seq_len": 2048, "num_fewshot": None} | shape
+def text_rows(label: str, size: float, value: float, full: float = 10.0, **shape: Any) -> list[dict[str, Any]]:
+    common = {"label": label, "task": "wikitext2", "size": size, "seq_len": 2048, "num_fewshot": None} | shape
     values = {"perplexity": value, "perplexity_full": full}
     return [common | {"metric": metric, "value": number} for metric, number in values.items()]
 
@@ -215,21 +215,21 @@ def write_fig19(results: Path) -> None:
 def write_board(results: Path) -> None:
     """Methods of every family at three sizes, the step timed at the middle one, and what has a size of its own."""
     common = {"model": "tiny", "source": "measured"}
-    rows: list[dict[str, Any]] = [{"label": "Full cache", "family": "reads all", "kv_frac": 1, "kl_nats": 0}]
-    rows.append({"label": "INT4", "family": "codes", "kv_frac": 0.33, "kl_nats": 0.1})
+    rows: list[dict[str, Any]] = [{"label": "Full cache", "family": "reads all", "size": 1, "kl_nats": 0}]
+    rows.append({"label": "INT4", "family": "codes", "size": 0.33, "kl_nats": 0.1})
     for label, family, scale in (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "bound", 0.3)):
         for size in (0.10, 0.16, 0.25):
             sized = {
                 "label": label,
                 "family": family,
+                "asked_size": size,
                 "size": size,
-                "kv_frac": size,
                 "kl_nats": 0.002 * scale / size**2,
             }
             front = {"front": "link bytes, step time" if size > 0.1 else "link bytes"} if scale == 1 else {}
             rows.append(sized | front | {"step_source": "emulated" if size == 0.16 else "modelled"})
     for row in rows:
-        row["step_s"] = None if row["family"] == "bound" else 0.02 + 0.1 * row["kv_frac"]
+        row["step_s"] = None if row["family"] == "bound" else 0.02 + 0.1 * row["size"]
     write(results, "leaderboard", columns.names(columns.BOARD), (common | row for row in rows))
 
 
@@ -237,7 +237,7 @@ def write_index(results: Path) -> None:
     rows = []
     for kind, gain in (("columns", 1.0), ("balanced", 0.8), ("coded, 4 bits", 0.5)):
         for ratio in (0.1, 0.3, 0.5):
-            common = {"label": kind, "kv_frac": 0.16, "resident_frac": gain * ratio / 2, "run_id": f"{kind}{ratio}"}
+            common = {"label": kind, "size": 0.16, "resident_frac": gain * ratio / 2, "run_id": f"{kind}{ratio}"}
             rows.append(
                 common | {"task": "offline", "metric": "kl_nats", "value": gain * 0.02 / ratio, "seq_len": 1024}
             )
@@ -263,7 +263,7 @@ def write_needles(results: Path) -> None:
         # The cells show these by themselves: no band of their own.
         shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
         settings = f"alpha=4, {shown}, prefill={prefill}" if prefill else None
-        common = {"label": label, "settings": settings, "kv_frac": 1 if label == style.FULL else 0.16, "num_samples": 3}
+        common = {"label": label, "settings": settings, "size": 1 if label == style.FULL else 0.16, "num_samples": 3}
         rows.append(common | {"task": "niah_single_1", "metric": "2048", "value": 0.5})
         for part in range(5 if label == style.FULL else 4):
             cell = {"task": f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]", "metric": "2048"}
@@ -452,7 +452,7 @@ def test_long_decode_draws_both_curves_and_no_distance_of_the_full_cache(tmp_pat
 
 
 def test_long_decode_of_the_full_cache_alone_is_one_panel(tmp_path: Path) -> None:
-    row = {"label": "Full cache", "kv_frac": 1, "task": "offline[0:32]", "value": 0.0}
+    row = {"label": "Full cache", "size": 1, "task": "offline[0:32]", "value": 0.0}
     rows = [row | {"metric": "kl_nats"}, row | {"metric": "text_perplexity", "value": 1.5}]
     write_accuracy(tmp_path, "long_decode", rows)
     (axes,) = draw("long_decode", tmp_path).axes
@@ -472,7 +472,7 @@ def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(tmp_path: Path) -
 
 
 def test_fig13_without_a_partner_leaves_a_gap(tmp_path: Path) -> None:
-    row = {"task": "passkey", "metric": "acc", "kv_frac": 0.2, "value": 0.6}
+    row = {"task": "passkey", "metric": "acc", "size": 0.2, "value": 0.6}
     rows = [row | {"label": "InfiniGen without skewing"}, row | {"label": "InfiniGen", "num_samples": 8}]
     write_accuracy(tmp_path, "fig13", rows)
     assert list(bar_heights(draw("fig13", tmp_path).axes[0])) == ["InfiniGen without skewing"]
@@ -746,7 +746,7 @@ def test_a_table_without_rows_is_no_figure(tmp_path: Path) -> None:
         plots.main(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "model,label\na,b\n", "\x00\x01", "experiment,kv_frac\nfig11,much\n"])
+@pytest.mark.parametrize("text", ["", "model,label\na,b\n", "\x00\x01", "experiment,size\nfig11,much\n"])
 def test_a_damaged_table_is_named(text: str, tmp_path: Path) -> None:
     write_accuracy(tmp_path, "fig11", [])
     (tmp_path / "tables" / "fig11.csv").write_text(text)

@@ -276,7 +276,7 @@ def test_all_tokens_are_the_full_cache(model, method):
     full, limit = run_ragged(model, CASES["full"]).logits, run_ragged(model, Case(method))
     for got, expected in zip(limit.logits, full, strict=True):
         assert_close(got, expected, 2e-5)
-    assert limit.reads.kv_frac == 1
+    assert limit.reads.size == 1
 
 
 ALL = {"rank": 1.0, "read_frac": 0.3, "recent_frac": 0.0, "group": "best"}
@@ -299,7 +299,7 @@ def test_all_columns_rank_as_the_true_scores(model, method):
     got = run_ragged(model, Case(method))
     for rows, expected in zip(got.logits, oracle.logits, strict=True):
         assert_close(rows, expected)
-    assert got.reads.kv_frac == pytest.approx(oracle.reads.kv_frac)
+    assert got.reads.size == pytest.approx(oracle.reads.size)
 
 
 @pytest.mark.parametrize("name", ["infinigen-coded", "infinigen-balanced", "doublesparsity", "loki", "sparq"])

@@ -71,7 +71,7 @@ def test_run_id_ignores(same):
         ["codec=int4"],
         ["method=int4", "group_size=32"],
         ["platform=cuda"],
-        ["target_kv_frac=0.2"],
+        ["size=0.2"],
         ["experiment=fig12"],
         ["model=opt-125m"],
         ["calibration.num_tokens=512"],
@@ -408,10 +408,10 @@ def test_torch_says_what_we_listen_for():
 
 def test_what_a_method_refuses_at_run_time_is_the_users(runs, command):
     def refuse(config):
-        raise ValueError("method.kv_frac=0.01: keeps 1 of 100 tokens")
+        raise ValueError("method.kept_frac=0.01: keeps 1 of 100 tokens")
 
     runs.measure = refuse
-    with pytest.raises(UserError, match="^method.kv_frac=0.01: keeps 1 of 100 tokens$"):
+    with pytest.raises(UserError, match="^method.kept_frac=0.01: keeps 1 of 100 tokens$"):
         start(command)
 
 

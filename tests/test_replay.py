@@ -119,7 +119,7 @@ def test_quantized_reads_are_the_references(tiny_gqa, bits, group_size):
     effect = float((trace(tiny_gqa, "full").logits - expected).abs().mean())
     assert error < effect / 20, f"mean difference {error:.3g}, effect of {bits} bits {effect:.3g}"
     num_groups = -(-16 // group_size)
-    assert got.reads.kv_frac == pytest.approx((2 + 2 * (bits + 32 * num_groups / 16) / 16) / 4)
+    assert got.reads.size == pytest.approx((2 + 2 * (bits + 32 * num_groups / 16) / 16) / 4)
 
 
 # Sizes
@@ -138,10 +138,10 @@ def test_sizes_and_recall_are_the_plain_ones(tiny_gqa, name, multiplicity):
     ]
     bits = 16 if case.codec is None else 4 + 32 / 16  # head_dim 16
     assert reads.rows == sum(len(each.rows) for each in traces)
-    assert reads.kv_frac == pytest.approx(plain.kv_frac(traces, bits), abs=1e-9)
+    assert reads.size == pytest.approx(plain.size(traces, bits), abs=1e-9)
     code_bits = 16 if case.codec is None else 4
     # Below the root, rounding of the sums counts by its square root.
-    assert reads.kv_frac_artifact == pytest.approx(plain.kv_frac_artifact(traces, code_bits), abs=1e-7)
+    assert reads.size_artifact == pytest.approx(plain.size_artifact(traces, code_bits), abs=1e-7)
     if case.codec is None:
         assert reads.attention_recall == pytest.approx(plain.attention_recall(traces), abs=1e-5)
     else:
@@ -162,7 +162,7 @@ def test_merged_reads_are_those_of_the_batch(tiny_gqa, name):
         for ids, (prompt, _) in zip(RAGGED_IDS, RAGGED, strict=True)
     ]
     merged = parts[0] + parts[1] + parts[2]
-    for field in ("rows", "kv_frac", "kv_frac_artifact", "attention_recall"):
+    for field in ("rows", "size", "size_artifact", "attention_recall"):
         assert getattr(merged, field) == pytest.approx(getattr(batch, field), abs=1e-5), field
 
 

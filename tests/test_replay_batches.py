@@ -84,7 +84,7 @@ def test_chunks_change_nothing(tiny_gqa, name, monkeypatch):
         blocks.clear()
         for rows, wanted in zip(got.logits, expected.logits, strict=True):
             assert_close(rows, wanted)
-        assert got.reads.kv_frac == pytest.approx(expected.reads.kv_frac)
+        assert got.reads.size == pytest.approx(expected.reads.size)
         assert got.reads.attention_recall == pytest.approx(expected.reads.attention_recall, abs=1e-5)
 
 
@@ -100,13 +100,13 @@ def test_several_calls_are_one(tiny_gqa, name, calls):
     got = run_ragged(tiny_gqa, CASES[name], calls=CALLS[calls])
     for rows, wanted in zip(got.logits, expected.logits, strict=True):
         assert_close(rows, wanted)
-    assert got.reads.kv_frac == pytest.approx(expected.reads.kv_frac)
+    assert got.reads.size == pytest.approx(expected.reads.size)
 
 
 SMALLEST = {
     "h2o-one": Case(H2O(heavy_frac=0.01, recent_frac=0.0)),
     "h2o-last": Case(H2O(heavy_frac=0.0, recent_frac=0.05)),
-    "streaming-one": Case(Streaming(kv_frac=0.05, num_sinks=0)),
+    "streaming-one": Case(Streaming(kept_frac=0.05, num_sinks=0)),
     "oracle-one": Case(Oracle(fixed_fetch=1)),
     "infinigen-one": Case(InfiniGen(fixed_fetch=1)),
     "snapkv-two": Case(SnapKV(kept_tokens=2, window=1)),
@@ -126,7 +126,7 @@ def test_rows_after_padding_know_nothing_of_it(tiny_gqa, case):
         session.decode(*pad(firsts, left=False))
         rest, valid = pad([ids[end:] for ids, end in zip(sequences, (16, 9, 1), strict=True)], left=False)
         got = attached.logits(session.decode(rest, valid))
-        assert 0 < session.reads.kv_frac <= 1
+        assert 0 < session.reads.size <= 1
     for row, (ids, prompt) in enumerate(zip(sequences, prompts, strict=True)):
         alone = run_one(tiny_gqa, case, ids, prompt).logits[0]
         assert_close(got[row][valid[row]], alone[-int(valid[row].sum()) :], of_codec(case.codec))
@@ -166,11 +166,11 @@ def test_a_fork_is_each_continuation_alone(model, name):
     together = root.reads + trunk.reads + tips.reads
     separate = sum(alone[1:], alone[0])
     assert together.rows == separate.rows
-    assert together.kv_frac == pytest.approx(separate.kv_frac)
+    assert together.size == pytest.approx(separate.size)
     assert together.device_frac == pytest.approx(separate.device_frac)
     if not isinstance(case.method, Quest | ShadowKV):  # what they keep of a sequence is as long as a batch's longest
         assert together.resident_frac == pytest.approx(separate.resident_frac)
-    assert together.kv_frac_artifact == pytest.approx(separate.kv_frac_artifact)
+    assert together.size_artifact == pytest.approx(separate.size_artifact)
 
 
 # The contract's edges
@@ -180,7 +180,7 @@ LIMITS = {
     "h2o-halves": H2O(heavy_frac=0.5, recent_frac=0.5),
     "h2o-heavy": H2O(heavy_frac=1.0, recent_frac=0.0),
     "h2o-recent": H2O(heavy_frac=0.0, recent_frac=1.0),
-    "streaming": Streaming(kv_frac=1.0),
+    "streaming": Streaming(kept_frac=1.0),
     "oracle": Oracle(alpha=inf, max_fetch_frac=1.0),
     "oracle-fixed": Oracle(fixed_fetch=LENGTH),
     "infinigen-skew": InfiniGen(alpha=inf, max_fetch_frac=1.0),
@@ -203,7 +203,7 @@ def test_limit_cases_are_the_full_cache(model, name):
     limit = run_ragged(model, Case(LIMITS[name]), measure_recall=True)
     for got, expected in zip(limit.logits, full, strict=True):
         assert_close(got, expected, 2e-5)
-    assert limit.reads.kv_frac == limit.reads.kv_frac_artifact == 1
+    assert limit.reads.size == limit.reads.size_artifact == 1
     assert limit.reads.attention_recall == pytest.approx(1, abs=1e-6)
 
 
@@ -213,7 +213,7 @@ def test_an_exact_codec_is_no_codec(tiny_gqa):
         expected = run_ragged(tiny_gqa, Case(method))
         for rows, wanted in zip(got.logits, expected.logits, strict=True):
             assert_close(rows, wanted, 2e-5)
-        assert got.reads.kv_frac == pytest.approx(expected.reads.kv_frac)
+        assert got.reads.size == pytest.approx(expected.reads.size)
 
 
 @every_case

@@ -56,7 +56,7 @@ def no_library():
 def results(tmp_path_factory) -> Path:
     """Records of three experiments, one run failed and one cell not run; their tables and figures, and the report."""
     folder = tmp_path_factory.mktemp("results")
-    save_task(folder, "method=full", kv_frac=1.0, **RAN)
+    save_task(folder, "method=full", size=1.0, **RAN)
     save_task(folder, "method=h2o", **RAN)
     save_task(folder, "method=streaming", f"label='{INJECTED}'", **RAN)
     failed = RAN | {"status": "failed", "error": "UserError: out of memory"}

@@ -132,7 +132,7 @@ def test_pqcache_that_reads_all_is_the_full_cache(model):
     limit = run_ragged(model, Case(PQCache(read_frac=1.0)), measure_recall=True)
     for got, expected in zip(limit.logits, full, strict=True):
         assert_close(got, expected, 2e-5)
-    assert limit.reads.kv_frac == 1
+    assert limit.reads.size == 1
     assert limit.reads.attention_recall == pytest.approx(1, abs=1e-6)
 
 
@@ -269,7 +269,7 @@ def test_a_prompt_without_a_chunk_to_fetch_stays_whole(placement):
         got = live(attached, Case(method), PROMPTS["padded"], placement=placement, link=link)
         expected = live(attached, CASES["full"], PROMPTS["padded"])
     assert largest_difference(got.logits, expected.logits) < 1e-5
-    assert got.kv_frac == pytest.approx(2 / 4)
+    assert got.size == pytest.approx(2 / 4)
 
 
 def test_shadowkv_moves_values_only_and_counts_them_half():
@@ -282,9 +282,9 @@ def test_shadowkv_moves_values_only_and_counts_them_half():
         heads, head_dim, fetched, rank = 2, 16, 12, 8
         whole, value = 2 * head_dim * 4, head_dim * 4
         assert session.h2d_bytes == 2 * heads * (24 * whole + fetched * value)
-        assert session.reads.kv_frac == pytest.approx((2 + 2 * 0.5 * fetched / 24) / 4)
+        assert session.reads.size == pytest.approx((2 + 2 * 0.5 * fetched / 24) / 4)
         landmarks, left, right, stays = 11 / 2, fetched * rank / (2 * head_dim), rank / 2, 2
-        assert session.reads.device_frac - session.reads.kv_frac == pytest.approx(
+        assert session.reads.device_frac - session.reads.size == pytest.approx(
             2 * (landmarks + left + right + stays) / 24 / 4
         )
 

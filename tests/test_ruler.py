@@ -223,7 +223,7 @@ def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
         {"question": number, "length": length, "depth": depth, str(length): 1.0}
         for number, (length, depth) in enumerate([(1024, 0.9), (1024, 0.3), (512, 0.5)])
     ]
-    metrics = {"1024": 1.0, "1024_stderr": 0.0, "512": 1.0, "512_stderr": None, "num_samples": 3, "kv_frac": 1.0}
+    metrics = {"1024": 1.0, "1024_stderr": 0.0, "512": 1.0, "512_stderr": None, "num_samples": 3, "size": 1.0}
     record = {
         "schema": SCHEMA, "run_id": "a", "settings_id": "a", "experiment": "tasks", "kind": "tasks",
         "table": "accuracy", "status": "finished", "config": plain(config), "metrics": {"niah_single_1": metrics},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
-from harness.sizes import TOLERANCE, kv_frac, sized
+from harness.sizes import TOLERANCE, expected_size, sized
 from methods.base import Geometry, Lengths, Row
 from methods.codec import Codec
 from methods.duo import DuoAttention
@@ -63,10 +63,10 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
     try:
         found = sized(method, rows, num_layers, target, width)
     except UserError as error:
-        assert f"target_kv_frac={target}" in str(error)
+        assert f"size={target}" in str(error)
         least = max(method.min_size(row) for row in rows)
         sizes = [step / 500 for step in range(1, 501) if step / 500 >= least]
-        reached = [kv_frac(method.with_size(size), counted, num_layers, width) for size in sizes]
+        reached = [expected_size(method.with_size(size), counted, num_layers, width) for size in sizes]
         assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
     except ValueError as error:  # a prompt that is no longer than the window
         assert isinstance(method, SnapKV) and min(row.prompt for row in rows) <= method.safe, error
@@ -85,10 +85,10 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
     rows = [Row(cached, 50, 100) for cached in range(50, 99)]
-    smallest = kv_frac(Streaming(kv_frac=0.0501), Counter(rows), 10)  # 5 of 100 tokens
-    with pytest.raises(UserError, match=f"target_kv_frac=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
+    smallest = expected_size(Streaming(kept_frac=0.0501), Counter(rows), 10)  # 5 of 100 tokens
+    with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
         sized(Streaming(), rows, 10, 0.21)
-    assert "kv_frac=" not in str(refusal.value).replace("target_kv_frac=", "")
+    assert "size=" not in str(refusal.value).replace("size=", "")
     assert sized(Streaming(), rows, 10, smallest).tokens_read(Row(99, 50, 100), 2) == 5
     with pytest.raises(ValueError, match="num_sinks=100: must be below 100"):
         sized(Streaming(num_sinks=100), rows, 10, 0.5)
@@ -108,27 +108,30 @@ def test_the_smallest_share_of_a_prompt_is_one_token_more_than_the_window(window
 
 
 def test_rows_without_cached_tokens_count_nothing():
-    method = Streaming(kv_frac=0.5, num_sinks=1)
+    method = Streaming(kept_frac=0.5, num_sinks=1)
     with_empty = {Row(0, 1, 10): 1, Row(5, 1, 10): 1}
-    assert kv_frac(method, with_empty, 4) == kv_frac(method, {Row(5, 1, 10): 1}, 4)
+    assert expected_size(method, with_empty, 4) == expected_size(method, {Row(5, 1, 10): 1}, 4)
 
 
 def test_rows_count_as_often_as_they_occur():
-    method = Streaming(kv_frac=0.5, num_sinks=1)
-    one, other = (kv_frac(method, {row: 1}, 4) for row in (Row(6, 1, 10), Row(9, 1, 10)))
+    method = Streaming(kept_frac=0.5, num_sinks=1)
+    one, other = (expected_size(method, {row: 1}, 4) for row in (Row(6, 1, 10), Row(9, 1, 10)))
     assert one != other
-    assert kv_frac(method, {Row(6, 1, 10): 3, Row(9, 1, 10): 1}, 4) == pytest.approx((3 * one + other) / 4)
+    assert expected_size(method, {Row(6, 1, 10): 3, Row(9, 1, 10): 1}, 4) == pytest.approx((3 * one + other) / 4)
 
 
 def test_a_codecs_bits_count_in_the_layers_that_it_codes():
     row = Row(100, 50, 200)
-    assert kv_frac(Streaming(kv_frac=0.2, num_sinks=1), {row: 1}, 10, width=0.28125) == (2 + 8 * 0.28125 * 0.4) / 10
-    assert kv_frac(Full(), {row: 1}, 10, width=0.28125) == (2 + 8 * 0.28125) / 10
+    assert (
+        expected_size(Streaming(kept_frac=0.2, num_sinks=1), {row: 1}, 10, width=0.28125)
+        == (2 + 8 * 0.28125 * 0.4) / 10
+    )
+    assert expected_size(Full(), {row: 1}, 10, width=0.28125) == (2 + 8 * 0.28125) / 10
 
 
 def test_a_size_that_depends_on_the_data_is_refused():
     with pytest.raises(ValueError, match="depends on the data"):
-        kv_frac(InfiniGen(), {Row(5, 1, 10): 1}, 4)
+        expected_size(InfiniGen(), {Row(5, 1, 10): 1}, 4)
 
 
 # What replay and live decoding report
@@ -142,7 +145,7 @@ def test_a_target_is_met_by_what_is_reported_with_the_codecs_bits(decode):
         width = codec.bits_per_element(attached.geometry.head_dim) / 16
         rows = [Row(PROMPT + step, PROMPT, PROMPT + STEPS) for step in range(STEPS)]
         method = sized(H2O(num_exempt_layers=0), rows, attached.geometry.num_layers, 0.30, width)
-        found = decode(attached, Case(method, codec), (PROMPT,)).kv_frac
+        found = decode(attached, Case(method, codec), (PROMPT,)).size
     assert found == pytest.approx(0.30, abs=TOLERANCE)
     assert width < 0.4 and method.heavy_frac + method.recent_frac > 0.5, "without the codec it would be 0.30"
 
@@ -170,4 +173,4 @@ def test_what_is_read_of_an_index_by_hand(method, expected):
     with attached_with_link() as (attached, _):
         for run in (replay, live):
             found = run(attached, Case(method), (PROMPT,))
-            assert found.device_frac - found.kv_frac == pytest.approx(expected, rel=1e-9)
+            assert found.device_frac - found.size == pytest.approx(expected, rel=1e-9)

@@ -109,7 +109,7 @@ def test_what_cannot_be_paired_has_no_difference() -> None:
 
 # The full cache's run
 
-TASK = {"acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0, "kv_frac": 0.2}
+TASK = {"acc_stderr": 0.1, "num_samples": 4, "num_fewshot": 0, "size": 0.2}
 HITS = {"method=full": "1110", "method=h2o": "1001", "method=int4": "1110"}
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_was_asked_otherwise_is_compared_with_none(change: str, tmp_p
 
 def test_the_methods_own_settings_and_further_tasks_make_no_difference(tmp_path: Path) -> None:
     full = save_answers(tmp_path, "method=full", "tasks=[kv_recall,passkey]", hits="1110")
-    own = ["method=infinigen", "codec=int4", "target_kv_frac=0.2", "sizing=nearest", "data.root=null"]
+    own = ["method=infinigen", "codec=int4", "size=0.2", "sizing=nearest", "data.root=null"]
     assert difference(save_answers(tmp_path, *own, hits="1001"), full) == -0.25
 
 
@@ -253,7 +253,7 @@ def test_a_text_and_its_chunks_are_compared_with_the_full_cache_of_the_run(tmp_p
         {"first": 256, "stop": 512, "metrics": values, "windows": pairs[:1]},
         values | {"chunk": 2},
     ]  # an older one
-    metrics = {"offline": TEXT_METRICS | {"kv_frac": 0.2}}
+    metrics = {"offline": TEXT_METRICS | {"size": 0.2}}
     for name in ("full", "h2o"):
         samples = {"samples": {"windows": pairs}, "chunks": chunks}
         save(tmp_path, ["experiment=perplexity", f"method={name}"], metrics, **samples)

@@ -60,7 +60,7 @@ LATENCY_METRICS = {
     "exposed_transfer_s": 0.25,
     "link_bytes_per_s": None,
     "peak_device_bytes": 2**30,
-    "kv_frac": 0.2,
+    "size": 0.2,
 }
 
 
@@ -101,19 +101,19 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
     return record
 
 
-def save_task(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: Any) -> dict[str, Any]:
-    sizes = {"kv_frac": kv_frac, "kv_frac_artifact": 0.1, "device_frac": kv_frac + 0.05, "resident_frac": 0.02}
+def save_task(results: Path, *overrides: str, size: float = 0.16, **fields: Any) -> dict[str, Any]:
+    sizes = {"size": size, "size_artifact": 0.1, "device_frac": size + 0.05, "resident_frac": 0.02}
     return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | sizes}, **fields)
 
 
-def save_text(results: Path, *overrides: str, kv_frac: float = 0.16, **fields: Any) -> dict[str, Any]:
+def save_text(results: Path, *overrides: str, size: float = 0.16, **fields: Any) -> dict[str, Any]:
     sizes = {
-        "kv_frac": kv_frac,
-        "kv_frac_stderr": 0.001,
-        "kv_frac_artifact": 0.1,
-        "device_frac": kv_frac + 0.05,
+        "size": size,
+        "size_stderr": 0.001,
+        "size_artifact": 0.1,
+        "device_frac": size + 0.05,
         "resident_frac": 0.02,
-        "kv_frac_artifact_stderr": 0.001,
+        "size_artifact_stderr": 0.001,
     }
     return save(results, ["experiment=perplexity", *overrides], {"offline": TEXT_METRICS | sizes}, **fields)
 
@@ -128,20 +128,20 @@ def test_columns_are_the_fixed_ones(tmp_path: Path) -> None:
     header = tables.update(tmp_path, "fig11").read_text().splitlines()[0]
     assert header == (
         "experiment,model,method,label,settings,task,metric,value,stderr,difference,difference_stderr,mcnemar_p,"
-        "gained,lost,detectable,num_samples,num_fewshot,seq_len,kv_frac,"
-        "kv_frac_artifact,device_frac,resident_frac,source,run_id"
+        "gained,lost,detectable,num_samples,num_fewshot,seq_len,size,"
+        "size_artifact,device_frac,resident_frac,source,run_id"
     )
     save(tmp_path, ["experiment=tasks"], LATENCY_METRICS, kind="latency")
     header = tables.update(tmp_path, "tasks").read_text().splitlines()[0]
     assert header == (
         "experiment,platform,source,model,method,label,settings,batch_size,prompt_len,gen_len,prefill_s,decode_s,"
         "total_s,tokens_per_s,step_p50_s,step_p95_s,h2d_bytes,d2h_bytes,weights_on_device,weight_bytes,device_read_bytes,"
-        "device_kv_bytes,exposed_transfer_s,link_bytes_per_s,peak_device_bytes,kv_frac,device_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
+        "device_kv_bytes,exposed_transfer_s,link_bytes_per_s,peak_device_bytes,size,device_frac,run_id,attention_s,ffn_s,prediction_s,transfer_s,other_s"
     )
 
 
 def test_a_task_row_is_exact(tmp_path: Path) -> None:
-    record = save_task(tmp_path, "method=h2o", kv_frac=0.1 + 0.2)
+    record = save_task(tmp_path, "method=h2o", size=0.1 + 0.2)
     (row,) = rows(tables.update(tmp_path, "fig11"))
     assert row == {
         "experiment": "fig11",
@@ -157,8 +157,8 @@ def test_a_task_row_is_exact(tmp_path: Path) -> None:
         "num_samples": "48",
         "num_fewshot": "0",
         "seq_len": "",
-        "kv_frac": "0.30000000000000004",
-        "kv_frac_artifact": "0.1",
+        "size": "0.30000000000000004",
+        "size_artifact": "0.1",
         "device_frac": "0.35000000000000003",
         "resident_frac": "0.02",
         "source": "measured",
@@ -202,7 +202,7 @@ def test_chunks_stand_in_the_task_in_order(tmp_path: Path) -> None:
 def test_a_range_has_a_row_for_each_metric_and_texts_say_their_length(tmp_path: Path) -> None:
     metrics = {"kl_nats": 0.5, "kl_nats_stderr": 0.1, "text_perplexity": None, "repetition": 0.25}
     chunk = {"first": 16, "stop": 32, "num_tokens": 48, "metrics": metrics | {"text_perplexity": 2.0}}
-    whole = {"offline": metrics | {"seq_len": 512, "num_samples": 3, "kv_frac": 0.16}}
+    whole = {"offline": metrics | {"seq_len": 512, "num_samples": 3, "size": 0.16}}
     save(tmp_path, ["experiment=long_decode"], whole, chunks=[chunk])
     path = tables.update(tmp_path, "long_decode")
     found = [(row["task"], row["metric"], row["value"], row["stderr"]) for row in rows(path)]
@@ -320,7 +320,7 @@ def test_rounding_noise_below_zero_has_no_sign() -> None:
 
 def test_summary_joins_runs_of_the_same_method_and_settings(tmp_path: Path) -> None:
     chosen = [save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}") for alpha in (4, 6)]
-    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", kv_frac=0.12)]
+    chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", size=0.12)]
     text = tables.summary(chosen)
     lines = text.splitlines()
     first, second = lines[-2:]
@@ -372,7 +372,7 @@ def test_an_older_versions_bytes_on_the_device_stand_under_todays_name(tmp_path:
 
 
 def test_a_share_that_only_an_older_version_recorded_is_no_metric(tmp_path: Path) -> None:
-    save(tmp_path, ["experiment=fig11"], {"passkey": TASK_METRICS | {"kv_frac": 0.2, "index_frac": 0.1}})
+    save(tmp_path, ["experiment=fig11"], {"passkey": TASK_METRICS | {"size": 0.2, "index_frac": 0.1}})
     assert [row["metric"] for row in rows(tables.update(tmp_path, "fig11"))] == ["acc"]
 
 
@@ -394,7 +394,7 @@ def test_a_line_is_a_method_and_its_settings_not_where_its_data_come_from(tmp_pa
     local = ["data=local", f"data.root={tmp_path}", "num_samples=100"]
     for skew in ("true", "false"):
         method = ["experiment=fig13", "method=infinigen", f"method.skew={skew}", f"label=skew {skew}"]
-        sizes = {"kv_frac": 0.2, "kv_frac_artifact": None}
+        sizes = {"size": 0.2, "size_artifact": None}
         save(tmp_path, [*method, "tasks=[copa]", *local], {"copa": TASK_METRICS | sizes | {"num_samples": 100}})
         save(tmp_path, [*method, "tasks=[passkey]", "num_samples=48"], {"passkey": TASK_METRICS | sizes})
         save(tmp_path, [*method, "kind=perplexity", *local[:2]], {"offline": TEXT_METRICS | sizes})
@@ -411,7 +411,7 @@ def test_a_line_is_a_method_and_its_settings_not_where_its_data_come_from(tmp_pa
 def test_runs_on_one_task_that_differ_in_their_conditions_have_a_line_each(tmp_path: Path) -> None:
     save_text(tmp_path, "method=h2o", "seq_len=512")
     save_text(tmp_path, "method=h2o", "seq_len=1024")
-    save(tmp_path, ["experiment=perplexity", "kind=tasks", "method=h2o"], {"passkey": TASK_METRICS | {"kv_frac": 0.1}})
+    save(tmp_path, ["experiment=perplexity", "kind=tasks", "method=h2o"], {"passkey": TASK_METRICS | {"size": 0.1}})
     path = tables.update(tmp_path, "perplexity")
     assert {row["settings"]: (row["task"], row["seq_len"]) for row in rows(path)} == {
         "seq_len=512": ("offline", "512"), "seq_len=1024": ("offline", "1024"), "": ("passkey", ""),
@@ -423,10 +423,10 @@ def test_runs_on_one_task_that_differ_in_their_conditions_have_a_line_each(tmp_p
 def test_no_two_settings_have_the_same_words(tmp_path: Path) -> None:
     """What most runs set is told of each where another leaves it out."""
     for alpha in (3, 4, 6):
-        save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}", "target_kv_frac=0.2")
+        save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}", "size=0.2")
     save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=infinigen", "method.alpha=4")
     found = {row["task"]: row["settings"] for row in rows(tables.update(tmp_path, "fig11")) if "4.0" in row["settings"]}
-    assert found == {"passkey": "alpha=4.0, target_kv_frac=0.2", "offline": "alpha=4.0"}
+    assert found == {"passkey": "alpha=4.0, size=0.2", "offline": "alpha=4.0"}
 
 
 def test_timed_runs_of_one_label_are_told_apart(tmp_path: Path) -> None:
@@ -545,9 +545,9 @@ def test_tables_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-GENERATED = {"exact_match,strict-match": 0.5, "exact_match,strict-match_stderr": 0.1, "num_samples": 8, "kv_frac": 0.2}
-GROUP = {"acc": 0.75, "acc_stderr": None, "num_samples": 16, "tasks": ["a", "b"], "kv_frac": 0.2}
-LENGTHS = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "num_samples": 8, "kv_frac": 0.2}
+GENERATED = {"exact_match,strict-match": 0.5, "exact_match,strict-match_stderr": 0.1, "num_samples": 8, "size": 0.2}
+GROUP = {"acc": 0.75, "acc_stderr": None, "num_samples": 16, "tasks": ["a", "b"], "size": 0.2}
+LENGTHS = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "num_samples": 8, "size": 0.2}
 
 
 def test_a_terminal_shows_whatever_lm_eval_measured(tmp_path: Path) -> None:

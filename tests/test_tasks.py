@@ -151,7 +151,7 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
     for task, metrics in outcome.metrics.items():
         samples = outcome.samples[task]
         assert set(metrics) == {
-            "acc", "acc_stderr", "num_samples", "num_fewshot", "kv_frac", "kv_frac_artifact",
+            "acc", "acc_stderr", "num_samples", "num_fewshot", "size", "size_artifact",
             "device_frac", "resident_frac",
         }  # fmt: skip
         assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
@@ -167,7 +167,7 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
             assert loaded.tokenizer.decode(ids[: sample["prefill_len"]]) == context[:-1]
             scores = sample["log_likelihoods"]
             assert len(scores) == 4 and sample["predicted"] == scores.index(max(scores))
-        assert metrics["kv_frac"] == 1 if (method, codec) == (Full(), None) else metrics["kv_frac"] < 0.8
+        assert metrics["size"] == 1 if (method, codec) == (Full(), None) else metrics["size"] < 0.8
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def refuse(*arguments):
 
 @pytest.mark.parametrize("target", [0.6, 0.8])
 def test_a_target_size_is_met_on_each_task(target, loaded):
-    outcome = run_tasks(settings("kv_recall", "passkey", method=H2O(), target_kv_frac=target), loaded)
+    outcome = run_tasks(settings("kv_recall", "passkey", method=H2O(), size=target), loaded)
     for metrics in outcome.metrics.values():
-        assert metrics["kv_frac"] == pytest.approx(target, abs=0.01)
+        assert metrics["size"] == pytest.approx(target, abs=0.01)
 
 
 def test_mean_scoring(loaded):
@@ -208,7 +208,7 @@ def test_a_context_longer_than_the_model_takes(loaded):
     ("changes", "message"),
     [
         ({"num_fewshot": 2}, "num_fewshot=2: task kv_recall takes no examples"),
-        ({"prefill": "artifact", "target_kv_frac": 0.5}, "target_kv_frac=0.5: not with prefill=artifact"),
+        ({"prefill": "artifact", "size": 0.5}, "size=0.5: not with prefill=artifact"),
     ],
 )
 def test_settings_a_generated_task_refuses(changes, message, loaded):
@@ -317,7 +317,7 @@ def test_local_tasks_run(name, prefill, root, loaded):
         return
     outcome = run_tasks(config, loaded)
     metrics, samples = outcome.metrics[name], outcome.samples[name]
-    assert metrics["num_samples"] == 3 and 0.5 < metrics["kv_frac"] < 1
+    assert metrics["num_samples"] == 3 and 0.5 < metrics["size"] < 1
     assert metrics["num_fewshot"] == (5 if name in PAPER_TASKS else 0)
     assert ("acc_norm" in metrics) == (name in ("openbookqa", "piqa", "hellaswag", "arc_easy"))
     _, gold = PROMPTS[name]

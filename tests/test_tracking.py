@@ -75,7 +75,7 @@ def test_a_run_is_one_entry_that_says_what_the_record_says(runs, client):
     (entry,), (record, path) = client.entries, record_here()
     assert entry.key == entry.tags["run_id"] == record["run_id"]
     assert (entry.status, entry.seconds, entry.title) == ("finished", record["seconds"], "fig12 mine")
-    numbers = {"offline/perplexity": 12.5, "offline/kl_nats": 0.25, "offline/kv_frac": 0.2, "offline/num_samples": 2}
+    numbers = {"offline/perplexity": 12.5, "offline/kl_nats": 0.25, "offline/size": 0.2, "offline/num_samples": 2}
     assert entry.metrics == {**numbers, "seconds": record["seconds"]}, "no perplexity_stderr, which is None"
     assert {"method.heavy_frac", "model.shape.hidden_size", "num_windows"} <= entry.parameters.keys()
     assert entry.parameters["num_windows"] == "2" and entry.parameters["method_name"] == "h2o"

@@ -156,7 +156,7 @@ def test_every_step_streams_all_of_it_and_rows_are_counted_apart(attached, link)
             assert weights.num_bytes == (2 + step) * weights.host_bytes
         moved = sum(each.num_bytes for each in link.take_transfers() if each.direction == "h2d")
         assert moved == session.h2d_bytes - fetched + STEPS * weights.host_bytes
-        assert session.reads.kv_frac == rows.kv_frac
+        assert session.reads.size == rows.size
         session.close()
 
 

@@ -143,7 +143,7 @@ def _raw(window: Window) -> dict[str, Any]:
         "kl_nats": None if kl is None else float(kl.mean()),
         "top1_agreement": None if agrees is None else float(agrees.mean()),
         "attention_recall": window.reads.attention_recall,
-        "kv_frac": window.reads.kv_frac,
+        "size": window.reads.size,
     }
 
 

@@ -102,9 +102,9 @@ def _run_task(
 def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
     """Which rows of the task's requests are dense."""
     mode = config.prefill_of(name, writes=task.OUTPUT_TYPE == "generate_until")
-    if mode == "artifact" and config.target_kv_frac is not None:
+    if mode == "artifact" and config.size is not None:
         raise UserError(
-            f"target_kv_frac={config.target_kv_frac}: not with prefill=artifact (task {name}), whose decode rows "
+            f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows "
             "depend on the size itself; set the method's own size, or use prefill=dense or question"
         )
     # Under a codec every row past the first reads coded tokens, even where none is dropped.

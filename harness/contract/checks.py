@@ -29,7 +29,7 @@ from harness.model.attach import Attached
 from harness.model.policies import policies_of
 from harness.offload.links import Link
 from harness.setup import Setup
-from harness.sizes import code_width, kv_frac
+from harness.sizes import code_width, expected_size
 from methods.base import Row
 from methods.keyless_codec import without_keys
 
@@ -139,14 +139,14 @@ def size_is_its_closed_form(trial: Trial) -> str:
             if not (0 if read is None else read) <= bound <= row.cached:
                 raise BrokenError(f"tokens_read={read}, max_tokens_read={bound} at {row}: one must not exceed the next")
             known &= read is not None
-    found = trial.replayed.kv_frac
+    found = trial.replayed.size
     if not known:
         return f"reads what the data decides, here {found:.1%} of the cache"
     codec = without_keys(trial.setup.codec) if method.holds_keys else trial.setup.codec
     geometry = trial.attached.geometry
-    expected = kv_frac(method, trial.rows, num_layers, code_width(codec, geometry), geometry.windows)
+    expected = expected_size(method, trial.rows, num_layers, code_width(codec, geometry), geometry.windows)
     if abs(found - expected) > SIZE_TOLERANCE:
-        raise BrokenError(f"kv_frac is {found:.6f}; by tokens_read it is {expected:.6f}")
+        raise BrokenError(f"size is {found:.6f}; by tokens_read it is {expected:.6f}")
     return f"reads {found:.1%} of the cache"
 
 
@@ -212,7 +212,7 @@ def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: 
     for logits, own, prompt in zip(batch.logits, alone, trial.prompts, strict=True):
         with _at(f"{where}, the sequence with a prompt of {prompt} tokens is not what it is alone"):
             _same_logits(logits[None], own.logits)
-    for name in ("kv_frac", "device_frac"):  # what stays on the device may be as long as the longest sequence needs it
+    for name in ("size", "device_frac"):  # what stays on the device may be as long as the longest sequence needs it
         together, mean = getattr(batch, name), sum(getattr(own, name) for own in alone) / len(alone)
         if abs(together - mean) > SIZE_TOLERANCE:
             raise BrokenError(f"{where}: {name} of the batch is {together:.6f}, of its sequences alone {mean:.6f}")
@@ -221,7 +221,7 @@ def _same_as_alone(batch: Result, alone: Sequence[Result], trial: Trial, where: 
 
 def _same_sizes(got: Result, expected: Result, other: str) -> None:
     """Raise BrokenError where a size is another than in the `other` run."""
-    for name in ("kv_frac", "device_frac", "resident_frac"):
+    for name in ("size", "device_frac", "resident_frac"):
         here, there = getattr(got, name), getattr(expected, name)
         if abs(here - there) > SIZE_TOLERANCE:
             raise BrokenError(f"{name} is {here:.6f}, and {there:.6f} {other}")

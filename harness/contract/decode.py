@@ -27,7 +27,7 @@ class Result(NamedTuple):
     """logits [batch, 1 + steps, vocab]: of the prompt's last row, and of each step's."""
 
     logits: Tensor
-    kv_frac: float
+    size: float
     device_frac: float
     resident_frac: float
 
@@ -92,7 +92,7 @@ def replay(
     last = session.prefill(ids[:, :columns], real[:, :columns])[:, -1:]
     rows = session.decode(ids[:, columns:], real[:, columns:])
     logits, reads = attached.logits(torch.cat([last, rows], 1)), session.reads
-    return Result(logits, reads.kv_frac, reads.device_frac, reads.resident_frac)
+    return Result(logits, reads.size, reads.device_frac, reads.resident_frac)
 
 
 def replay_in_turns(attached: Attached, setup: Setup, prompts: tuple[int, ...], seed: int = 0) -> Result:
@@ -113,7 +113,7 @@ def replay_in_turns(attached: Attached, setup: Setup, prompts: tuple[int, ...], 
 
     parts = zip(last, decode(torch.zeros_like(num_first), num_first), decode(num_first, STEPS - num_first), strict=True)
     logits, reads = attached.logits(torch.stack([torch.cat(part) for part in parts])), session.reads
-    return Result(logits, reads.kv_frac, reads.device_frac, reads.resident_frac)
+    return Result(logits, reads.size, reads.device_frac, reads.resident_frac)
 
 
 def open_live(attached: Attached, setup: Setup, steps: int = STEPS, **options: Any) -> LiveSession:
@@ -149,7 +149,7 @@ def live(
 
 def result_of(session: LiveSession, logits: Tensor) -> Result:
     """What a session decoded, before it is closed."""
-    return Result(logits, session.reads.kv_frac, session.reads.device_frac, resident_frac(session))
+    return Result(logits, session.reads.size, session.reads.device_frac, resident_frac(session))
 
 
 def resident_frac(session: LiveSession) -> float:

@@ -29,7 +29,7 @@ class Analysis(Experiment):
             raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
         if config.model.device == "map":
             raise UserError("model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda")
-        for name in ("codec", "target_kv_frac"):
+        for name in ("codec", "size"):
             if getattr(config, name) is not None:
                 raise UserError(f"{name}={getattr(config, name)}: plays no part in kind=analysis; leave it out")
         if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):

@@ -19,7 +19,7 @@ class Contract(Experiment):
 
     def check(self, config: RunConfig) -> None:
         """The method alone, as its settings say."""
-        for name in ("codec", "target_kv_frac"):
+        for name in ("codec", "size"):
             if (value := getattr(config, name)) is not None:
                 raise UserError(f"{name}={value}: plays no part in experiment=contract; leave it out")
 

@@ -45,7 +45,7 @@ def answer(rows: list[TableRow], link_gbps: float, max_kl: float) -> str:
     """The fastest of `rows` that holds the bound, in words that part what was measured from what was modelled."""
     row = fastest(rows, link_gbps * GIGA, max_kl)
     settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
-    settings += "" if row["size"] is None else f" target_kv_frac={row['size']:g}"
+    settings += "" if row["asked_size"] is None else f" size={row['asked_size']:g}"
     shape = f"{row['model']} on {row['platform']}, batch {row['batch_size']:.0f}, prompt {row['prompt_len']:,.0f}"
     step = STEP.show(step_seconds(row, link_gbps * GIGA))
     return (

@@ -48,7 +48,7 @@ class Run:
     def title(self) -> str:
         """A few words for a progress line: experiment, shape, label, size."""
         config = self.config
-        size = f"at {config.target_kv_frac:g}" if config.target_kv_frac is not None and not config.label_given else ""
+        size = f"at {config.size:g}" if config.size is not None and not config.label_given else ""
         return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
 
     def is_finished(self) -> bool:

@@ -131,8 +131,8 @@ def own_logits(model: Any) -> str:
                 got = attached.logits(torch.cat(hidden, 1))
                 for row, own in enumerate(alone if only is None else alone[only : only + 1]):
                     _require_same("the full cache", got[row][real[row]], own)
-                if session.reads.kv_frac != 1:
-                    raise AssertionError(f"the full cache reads {session.reads.kv_frac} of itself")
+                if session.reads.size != 1:
+                    raise AssertionError(f"the full cache reads {session.reads.size} of itself")
     return _refusal_of_padding(model)
 
 
@@ -164,8 +164,8 @@ def methods_agree(model: Any) -> str:
                 expected = replay(attached, setup, prompts, steps=STEPS, only=only)
                 got = live(attached, setup, prompts, steps=STEPS, only=only)
                 _require_same(f"{name}, live", got.logits, expected.logits)
-                if abs(got.kv_frac - expected.kv_frac) > SIZE_TOLERANCE:
-                    raise AssertionError(f"{name} reads {got.kv_frac} live and {expected.kv_frac} in replay")
+                if abs(got.size - expected.size) > SIZE_TOLERANCE:
+                    raise AssertionError(f"{name} reads {got.size} live and {expected.size} in replay")
     return ""
 
 

@@ -151,7 +151,7 @@ class _Generation:
         assert session is not None, "generate runs the prompt"
         session.drain()
         seconds = time.perf_counter() - self.began
-        size = session.reads.kv_frac if session.steps else None
+        size = session.reads.size if session.steps else None
         return Usage(session.steps, seconds, size, session.h2d_bytes, session.d2h_bytes, session.device_bytes)
 
     def close(self) -> None:

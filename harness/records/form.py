@@ -25,7 +25,7 @@ FORM: Mapping[str, Any] = {
     "started": str,
     "config": {
         "kind": str, "label": str, "method_name": str, "method": dict, "model": {"name": str},
-        "codec": (str, NOTHING), "target_kv_frac": (*NUMBER, NOTHING),
+        "codec": (str, NOTHING), "size": (*NUMBER, NOTHING),
     },
     "method_module": str, "method_file": (str, NOTHING), "when": str,
     "inputs": Each(dict, str),

@@ -73,7 +73,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings["model"] = _model(group(settings, "model"), settings["platform"].name, given)
     file = method.take(settings, given)
     if settings.get("sizing") == "nearest" and not _has_size(settings["method"]):
-        settings["target_kv_frac"] = None  # the same run at every target
+        settings["size"] = None  # the same run at every target
     if settings.get("tasks") is None:
         offline = group(settings, "data").get("name") == "offline"
         settings["tasks"] = GENERATED_TASKS if offline else PAPER_TASKS

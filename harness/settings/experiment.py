@@ -27,7 +27,7 @@ COMMON = (
     "rotation",
     "key_groups",
     "residual",
-    "target_kv_frac",
+    "size",
     "sizing",
 )
 """Settings that decide the numbers of every kind of run."""
@@ -37,9 +37,9 @@ COMMON = (
 class Outcome:
     """What a run measured.
 
-    metrics: by task or corpus: acc, perplexity, kl_nats, kv_frac, ...; an absent measurement is None.
+    metrics: by task or corpus: acc, perplexity, kl_nats, size, ...; an absent measurement is None.
     samples: raw values behind the metrics, by task.
-    methods: the settings of the method that ran, by task, `target_kv_frac` resolved.
+    methods: the settings of the method that ran, by task, `size` resolved.
     chunks: metrics by range of tokens: {"first", "stop", "num_tokens", "metrics"}, of the only text; "windows" where
         each window has its {"nll", "nll_full"}.
     """

@@ -64,7 +64,7 @@ class RunConfig:
     it. value_codec: of the values, where it is not the keys'. group_size: elements along head_dim that share lo and
     step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: what a row
     goes through before an integer codec. residual: tokens that stay exact, and on the device. sizing: what happens
-    where `target_kv_frac` cannot be met. link_gbps, max_kl: what is asked of a frontier, in 10^9 bytes/s and nats.
+    where `size` cannot be met. link_gbps, max_kl: what is asked of a frontier, in 10^9 bytes/s and nats.
     tracker: what the record is sent to as well.
 
     Raises:
@@ -89,7 +89,7 @@ class RunConfig:
     rotation: Literal["hadamard"] | None = None
     key_groups: Literal["token", "channel"] = "token"
     residual: int = 0
-    target_kv_frac: float | None = None
+    size: float | None = None
     sizing: Literal["exact", "nearest"] = "exact"
     num_samples: int | None = None
     num_fewshot: int | None = None
@@ -121,14 +121,14 @@ class RunConfig:
         self._check_tasks()
 
     def _check_size(self) -> None:
-        if self.target_kv_frac is None:
+        if self.size is None:
             return
-        if not 0 < self.target_kv_frac <= 1:
-            raise UserError(f"target_kv_frac={self.target_kv_frac}: must be above 0 and at most 1")
+        if not 0 < self.size <= 1:
+            raise UserError(f"size={self.size}: must be above 0 and at most 1")
         try:
-            self.method.with_size(self.target_kv_frac)
+            self.method.with_size(self.size)
         except ValueError as error:
-            raise UserError(f"target_kv_frac={self.target_kv_frac}: {error}") from error
+            raise UserError(f"size={self.size}: {error}") from error
 
     @property
     def codec_name(self) -> str | None:

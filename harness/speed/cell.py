@@ -149,7 +149,7 @@ def _time(
         device_kv_bytes=session.device_bytes,
         pinned_bytes=session.pinned_bytes,
         peak_device_bytes=_peak_device_bytes(session, weights),
-        kv_frac=session.reads.kv_frac,
+        size=session.reads.size,
         device_frac=session.reads.device_frac,
         num_layers=session.attached.geometry.num_layers,
         predicts=cell.method.names_rows,

@@ -103,7 +103,7 @@ def _summary(session: LiveSession, weights: StreamedWeights | None, source: str)
     """What crossed the link, the share of the cache that was read, and what lies on the device."""
     rows = sum(store.h2d_bytes // store.slot_bytes for store in session.stores)
     steps = max(1, session.steps)
-    read = f"read {session.reads.kv_frac:.1%} of the cache" if session.steps else "read nothing"
+    read = f"read {session.reads.size:.1%} of the cache" if session.steps else "read nothing"
     moved = (
         f"fetched {rows} rows ({rows / steps:.0f} a step, of one token and KV head each): "
         f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host"

@@ -22,7 +22,7 @@ class LatencyResult:
     transferred_bytes, link_busy_s: of all steps, warm-up included: how much crossed, and how long the link was busy.
 
     dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
-    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. kv_frac, device_frac: over all
+    [timed steps]. segments: by step. link_busy_s: how long the link was occupied. size, device_frac: over all
     steps. h2d_bytes and d2h_bytes are None where the driver moves pages that nobody counts.
     device_kv_bytes: what the cache and the method keep on the device, buffers included. pinned_bytes: page-locked host
     memory for the cache. peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed
@@ -44,7 +44,7 @@ class LatencyResult:
     device_kv_bytes: int
     pinned_bytes: int
     peak_device_bytes: int
-    kv_frac: float
+    size: float
     device_frac: float
     num_layers: int
     predicts: bool
@@ -88,7 +88,7 @@ class LatencyResult:
             "exposed_transfer_s": self._exposed_transfer_s(),
             "link_bytes_per_s": self.link_bytes_per_s,
             "peak_device_bytes": self.peak_device_bytes,
-            "kv_frac": self.kv_frac,
+            "size": self.size,
             "device_frac": self.device_frac,
             **{f"{name}_s": self._of_a_block(name) for name in SEGMENTS},
         }

@@ -77,7 +77,7 @@ def _late_frac(method: Method, result: LatencyResult) -> float:
     exempt, num_layers = min(method.num_exempt_layers, result.num_layers), result.num_layers
     under_method = range(exempt, num_layers)
     late = sum(method.when_of(layer) == "own_query" for layer in under_method) / max(1, len(under_method))
-    return late * max(0.0, 1 - exempt / num_layers / result.kv_frac)
+    return late * max(0.0, 1 - exempt / num_layers / result.size)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def compute_threads(device: torch.device) -> Iterator[int]:
 
 def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     shape = config.latency
-    textless = loaded.tokenizer is None and config.model.weights == "random" and config.target_kv_frac is None
+    textless = loaded.tokenizer is None and config.model.weights == "random" and config.size is None
     if textless and config.method.needs_calibration:
         # Random weights make no sense of a text: any ids calibrate as well.
         ids = random_ids(loaded, 1, min(config.calibration.num_tokens, shape.prompt_len), config.seed)[0]

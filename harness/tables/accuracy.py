@@ -12,7 +12,6 @@ from harness.tables.columns import (
     DEVICE_FRAC,
     DIFFERENCE,
     DIFFERENCE_STDERR,
-    KV_FRAC,
     LABEL,
     METRICS,
     MISSING,
@@ -22,6 +21,7 @@ from harness.tables.columns import (
     RESIDENT_FRAC,
     SEQ_LEN,
     SETTINGS,
+    SIZE,
     Column,
     TableRow,
     has_any,
@@ -84,7 +84,7 @@ class _Line(NamedTuple):
     def order(self) -> tuple[Any, ...]:
         """The full cache first, then by label, size and length."""
         rows = self.cells.values()
-        sizes = [row["kv_frac"] or 0 for row in rows]
+        sizes = [row["size"] or 0 for row in rows]
         _, label, settings, *_ = self.identity
         return (min(sizes) < 1, label, min(sizes), max(row["seq_len"] or 0 for row in rows), settings or "")
 
@@ -127,7 +127,7 @@ def _sheet(title: str, rows: Sequence[TableRow], heading: Callable[[str, str], s
     conditions = _conditions(cells)
     headings = {key: heading(*key) + conditions[key] for key in columns}
     counted = (size for size in BESIDE if has_any(rows, size))
-    sizes = [KV_FRAC, *counted]
+    sizes = [SIZE, *counted]
     header = [*(column.heading for column in (LABEL, SETTINGS, *sizes)), *headings.values()]
     scores = [heading for (_, metric), heading in headings.items() if _is_among(SCORES, metric)]
     return Sheet(title, header, [line.texts(sizes, columns) for line in lines], scores)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from harness.tables import differences
 from harness.tables.columns import (
+    ASKED_SIZE,
     BOARD_TASKS,
     DEVICE_FRAC,
     FRONT,
     KL,
-    KV_FRAC,
     LABEL,
     MISSING,
     NLL,
@@ -58,7 +58,11 @@ def sheets(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
 def _group(row: TableRow) -> str:
     if row["experiment"] == FRONTIER:
         return "the fronts"
-    return "at a size of their own" if row["size"] is None else f"{SIZE.show(row['size'])} % of the link's bytes"
+    return (
+        "at a size of their own"
+        if row["asked_size"] is None
+        else f"{ASKED_SIZE.show(row['asked_size'])} % of the link's bytes"
+    )
 
 
 def _sheet(title: str, rows: Sequence[TableRow], outside: Sequence[Sequence[str]]) -> Sheet:
@@ -87,10 +91,10 @@ def _best(column: Column, rows: Sequence[TableRow]) -> list[int]:
     values = {
         line: row[column.name]
         for line, row in enumerate(rows)
-        if row["size"] is not None
+        if row["asked_size"] is not None
         and row["method"] not in BOUNDS.values()
         and row.get(column.name) is not None
-        and abs(_read(row, column) - row["size"]) <= EQUAL
+        and abs(_read(row, column) - row["asked_size"]) <= EQUAL
     }
     best = (max if column.name in HIGHER else min)(values.values(), default=None)
     return [line for line, value in values.items() if value == best]
@@ -124,13 +128,13 @@ def _stderr_of_gap(row: TableRow, bound: TableRow, column: Column) -> float | No
 
 def _read(row: TableRow, column: Column) -> float:
     """The share of the cache that was read where `column` was measured."""
-    name = f"{column.name}_{KV_FRAC.name}" if column.name in TASKS else KV_FRAC.name
+    name = f"{column.name}_{SIZE.name}" if column.name in TASKS else SIZE.name
     return row[name] if row.get(name) is not None else float("nan")
 
 
 def _has_its_size(row: TableRow) -> bool:
     sizes = [_read(row, column) for column in (KL, *BOARD_TASKS)]
-    return row["size"] is None or not any(abs(size - row["size"]) > EQUAL for size in sizes)
+    return row["asked_size"] is None or not any(abs(size - row["asked_size"]) > EQUAL for size in sizes)
 
 
 def _plain(column: Column) -> Callable[[TableRow], str]:
@@ -140,7 +144,7 @@ def _plain(column: Column) -> Callable[[TableRow], str]:
 def _sizes(row: TableRow) -> str:
     """The share read, or the least and the largest over text and tasks."""
     sizes = [size for size in (_read(row, column) for column in (KL, *BOARD_TASKS)) if size == size]
-    return "-".join(dict.fromkeys(map(KV_FRAC.show, (min(sizes), max(sizes))))) if sizes else MISSING
+    return "-".join(dict.fromkeys(map(SIZE.show, (min(sizes), max(sizes))))) if sizes else MISSING
 
 
 def _task(column: Column) -> Callable[[TableRow], str]:
@@ -156,7 +160,7 @@ def _step(row: TableRow) -> str:
 
 
 FIELDS = (
-    _Field("link (%)", KV_FRAC, _sizes, best=False),
+    _Field("link (%)", SIZE, _sizes, best=False),
     _Field(DEVICE_FRAC.heading, DEVICE_FRAC, _plain(DEVICE_FRAC)),
     _Field(RESIDENT_FRAC.heading, RESIDENT_FRAC, _plain(RESIDENT_FRAC)),
     *(_Field(column.heading, column, _plain(column)) for column in (KL, TOP1, NLL)),

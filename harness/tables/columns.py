@@ -72,7 +72,7 @@ COMPARED = (
 NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
-KV_FRAC = Column("kv_frac", "KV read (%)", 100, 1)
+SIZE = Column("size", "KV read (%)", 100, 1)
 DEVICE_FRAC = Column("device_frac", "device read (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "on device (%)", 100, 1)
 OF_SOME_MODELS = (
@@ -94,8 +94,8 @@ TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
 ACCURACY = (
     EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
     Column("task"),
-    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, KV_FRAC,
-    Column("kv_frac_artifact", "KV read as the artifact counts (%)", 100, 1),
+    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, SIZE,
+    Column("size_artifact", "KV read as the artifact counts (%)", 100, 1),
     DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_MODELS, SOURCE, RUN_ID,
 )  # fmt: skip
 SEGMENTS = (
@@ -128,7 +128,7 @@ LATENCY = (
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     LINK_BYTES_PER_S,
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
-    KV_FRAC, DEVICE_FRAC, RUN_ID, *SEGMENTS,
+    SIZE, DEVICE_FRAC, RUN_ID, *SEGMENTS,
 )  # fmt: skip
 ANALYSIS = (
     EXPERIMENT, MODEL,
@@ -138,7 +138,7 @@ ANALYSIS = (
     METRIC, VALUE, STDERR, NUM_SAMPLES, SOURCE, RUN_ID,
 )  # fmt: skip
 """`value` of `series` at `x`, in the unit that `metric` says."""
-SIZE = Column("size", "size asked (%)", 100, 0)
+ASKED_SIZE = Column("asked_size", "size asked (%)", 100, 0)
 NLL = Column("nll_difference", "NLL less the full cache's (nats)", 1, 4)
 BOARD_TASKS = (Column("kv_recall", "kv_recall (%)", 100, 1), Column("passkey", "passkey (%)", 100, 1))
 COMPUTE, STEP = Column("compute_s", "compute (ms)", 1e3, 1), Column("step_s", "decode step (ms)", 1e3, 1)
@@ -155,14 +155,14 @@ def _and(shown: Column, name: str, words: str) -> Column:
 
 
 BOARD = (
-    EXPERIMENT, MODEL, METHOD, CODEC, FAMILY, LABEL, SETTINGS, SIZE, KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC,
+    EXPERIMENT, MODEL, METHOD, CODEC, FAMILY, LABEL, SETTINGS, ASKED_SIZE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
     *(column for shown in (KL, TOP1, NLL) for column in (shown, _and(shown, "stderr", "standard error"))),
     *(
         column
         for task in BOARD_TASKS
         for column in (
             task, _and(task, "difference", DIFFERENCE.heading), _and(task, "stderr", "standard error of that"),
-            _and(task, "detectable", DETECTABLE.heading), _and(task, "kv_frac", "KV read"),
+            _and(task, "detectable", DETECTABLE.heading), _and(task, "size", "KV read"),
         )
     ),
     PLATFORM, BATCH_SIZE, PROMPT_LEN, COMPUTE, LINK_BYTES, LATE_BYTES, LINK_BYTES_PER_S, STEP, STEP_SOURCE,

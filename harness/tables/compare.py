@@ -19,13 +19,13 @@ from harness.files import replacing
 from harness.records.record import read_records
 from harness.records.unpack import opened
 from harness.tables.accuracy import is_part
-from harness.tables.columns import DEVICE_FRAC, KV_FRAC, LATENCY, RESIDENT_FRAC, TableRow
+from harness.tables.columns import DEVICE_FRAC, LATENCY, RESIDENT_FRAC, SIZE, TableRow
 from harness.tables.lines import tell_apart
 from harness.tables.moved import distance, text_of
 from harness.tables.pairing import NAMES, Change, Key, Number, change
 from harness.tables.write import with_rows
 
-SIZES = (KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC)
+SIZES = (SIZE, DEVICE_FRAC, RESIDENT_FRAC)
 Numbers = dict[Key, Number]
 
 

@@ -1,16 +1,16 @@
 """Quality against what it costs, from the leaderboard's rows: a step's seconds over any link, and the Pareto fronts.
 
 A step at a size that was not timed, or over another link, is modelled from what was measured of the method: seconds of
-its compute, and bytes over the link, in proportion to `kv_frac`. As in live decoding, rows that are asked for a layer
+its compute, and bytes over the link, in proportion to `size`. As in live decoding, rows that are asked for a layer
 ahead travel beside the compute, and rows that a layer's own query names, `late_bytes`, are waited for.
 """
 
 from collections.abc import Mapping, Sequence
 
 from harness.errors import UserError
-from harness.tables.columns import KL, KV_FRAC, STEP, TableRow
+from harness.tables.columns import KL, SIZE, STEP, TableRow
 
-COSTS = {"link bytes": KV_FRAC.name, "step time": STEP.name}
+COSTS = {"link bytes": SIZE.name, "step time": STEP.name}
 """What a front is of, and its column."""
 
 
@@ -47,7 +47,7 @@ def fastest(rows: Sequence[TableRow], bytes_per_s: float, max_kl: float) -> Tabl
     """
     closest = min(rows, key=lambda row: row[KL.name])
     if closest[KL.name] > max_kl:
-        named = f"{closest['label']} reading {closest[KV_FRAC.name]:.1%}, has {KL.show(closest[KL.name])}"
+        named = f"{closest['label']} reading {closest[SIZE.name]:.1%}, has {KL.show(closest[KL.name])}"
         raise UserError(f"max_kl={max_kl:g}: nothing holds it; the closest, {named} nats")
     within = (row for row in rows if row[KL.name] <= max_kl)
     return min(within, key=lambda row: step_seconds(row, bytes_per_s))

@@ -21,9 +21,9 @@ from harness.tables.columns import (
     BOARD_TASKS,
     DEVICE_FRAC,
     KL,
-    KV_FRAC,
     NLL,
     RESIDENT_FRAC,
+    SIZE,
     TOP1,
     TableRow,
     check,
@@ -58,12 +58,12 @@ def _rows(scores: Sequence[Record], times: Sequence[Record]) -> Iterator[TableRo
     """By model, size and label; of two runs for one cell the newer counts."""
     runs: dict[tuple[Any, ...], list[Record]] = {}
     for record in _by_age(scores):
-        runs.setdefault((_method(record["config"]), record["config"]["target_kv_frac"]), []).append(record)
+        runs.setdefault((_method(record["config"]), record["config"]["size"]), []).append(record)
     full = Baselines(scores)
     timed = {_method(record["config"]): record for record in _by_age(times)}
     made = (_made(own, timed.get(method), full) for (method, _), own in runs.items())
     rows = [row for row in made if row is not None]
-    yield from sorted(rows, key=lambda row: (row["model"], row["size"] or 1, row["label"], row["settings"]))
+    yield from sorted(rows, key=lambda row: (row["model"], row["asked_size"] or 1, row["label"], row["settings"]))
 
 
 def _made(runs: Sequence[Record], timed: Record | None, full: Baselines) -> TableRow | None:
@@ -90,7 +90,7 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _reads_all(record: Record) -> bool:
-    return all(entries["kv_frac"] == 1 for entries in record["metrics"].values())
+    return all(entries["size"] == 1 for entries in record["metrics"].values())
 
 
 def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
@@ -103,7 +103,7 @@ def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
         "label": config["label"],
         "codec": config["codec"],
         "settings": _settings(next((record for record in runs if record["kind"] != "tasks"), runs[0])),
-        "size": config["target_kv_frac"],
+        "asked_size": config["size"],
         "source": "measured",
     }
     for record in runs:
@@ -119,13 +119,13 @@ def _family(record: Record) -> str:
     """How a method reads less, in a word, by when it learns what it reads."""
     if record["when"] != "kept":
         return "bound" if record["when"] == "true_scores" else "retrieves"
-    if record["config"]["target_kv_frac"] is not None:
+    if record["config"]["size"] is not None:
         return "evicts"
     return "reads all" if _reads_all(record) else "codes"
 
 
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
-    shown = (*(column.name for column in (KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC, KL, TOP1)), *ERRORS)
+    shown = (*(column.name for column in (SIZE, DEVICE_FRAC, RESIDENT_FRAC, KL, TOP1)), *ERRORS)
     nll = surprise(record["samples"]["windows"])
     return {name: entries.get(name) for name in shown} | {NLL.name: nll.value, f"{NLL.name}_stderr": nll.stderr}
 
@@ -139,7 +139,7 @@ def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines
     if less is not None:
         compared = {"difference": less.value, "stderr": less.stderr, "detectable": less.detectable}
         compared = {f"{name}_{cell}": value for cell, value in compared.items()}
-    return {name: entries["acc"], f"{name}_kv_frac": entries["kv_frac"]} | compared
+    return {name: entries["acc"], f"{name}_size": entries["size"]} | compared
 
 
 def _step(scored: Record, timed: Record | None) -> TableRow:
@@ -147,7 +147,7 @@ def _step(scored: Record, timed: Record | None) -> TableRow:
     if timed is None or timed["metrics"]["h2d_bytes"] is None:
         return {}
     metrics, steps = timed["metrics"], timed["metrics"]["gen_len"] - 1
-    same_size = scored["config"]["target_kv_frac"] == timed["config"]["target_kv_frac"]
+    same_size = scored["config"]["size"] == timed["config"]["size"]
     return {
         **{name: metrics[name] for name in ("platform", "batch_size", "prompt_len", "link_bytes_per_s")},
         "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
@@ -156,7 +156,7 @@ def _step(scored: Record, timed: Record | None) -> TableRow:
         "timed_step_s": metrics["decode_s"] / steps,
         "step_s": metrics["decode_s"] / steps if same_size else None,
         "step_source": metrics["source"] if same_size else "modelled",
-        "timed_kv_frac": metrics["kv_frac"],
+        "timed_size": metrics["size"],
     }
 
 
@@ -165,9 +165,9 @@ def _scaled(row: TableRow) -> TableRow:
 
     The exempt layers' rows, which are all that a late method hides, are the same at any size.
     """
-    if row.get("step_source") != "modelled" or row.get("kv_frac") is None or not row["link_bytes_per_s"]:
+    if row.get("step_source") != "modelled" or row.get("size") is None or not row["link_bytes_per_s"]:
         return {}
-    link_bytes = row["link_bytes"] * row["kv_frac"] / row["timed_kv_frac"]
+    link_bytes = row["link_bytes"] * row["size"] / row["timed_size"]
     hidden = row["link_bytes"] - row["late_bytes"]
     late_bytes = max(0.0, link_bytes - hidden) if row["late_bytes"] else 0.0
     scaled = {"compute_s": row["compute_s"], "link_bytes": link_bytes, "late_bytes": late_bytes}
@@ -179,5 +179,5 @@ def _settings(record: Record) -> str:
     """All settings of the method as it ran, and the codec."""
     config = record["config"]
     resolved = next(iter(record.get("methods", {}).values()), config["method"])
-    others = {name: config[name] for name in ("codec", "value_codec", "target_kv_frac")}
+    others = {name: config[name] for name in ("codec", "value_codec", "size")}
     return ", ".join(f"{name}={value}" for name, value in {**resolved, **others}.items() if value is not None)

@@ -16,7 +16,7 @@ Pairs = Sequence[tuple[Record, list[TableRow]]]
 COMMON = 3 / 4
 """Share of runs from which a setting is common and hence left out."""
 TOLD_ELSEWHERE = (
-    "experiment", "kind", "label", "method", "method_name", *CODEC_WORDS, "target_kv_frac", "sizing",
+    "experiment", "kind", "label", "method", "method_name", *CODEC_WORDS, "size", "sizing",
     "model", "tasks", "corpus.name",
     "platform.name", "latency.batch_size", "latency.prompt_len", "latency.gen_len", "results_dir", "data.root",
     "include_path",
@@ -74,7 +74,7 @@ def _distinctive(settings: Sequence[Mapping[str, Any]], groups: Sequence[Collect
 
 
 def _method_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    others = (*CODEC_WORDS, "target_kv_frac")
+    others = (*CODEC_WORDS, "size")
     return {**config["method"], **{name: config.get(name) for name in others}}
 
 

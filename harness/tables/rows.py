@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 OLDER_CHUNK = 256
 ROUND = str.maketrans("[]", "()")
 CONDITIONS = (
-    "num_samples", "num_fewshot", "seq_len", "kv_frac", "kv_frac_artifact", "device_frac", "resident_frac",
+    "num_samples", "num_fewshot", "seq_len", "size", "size_artifact", "device_frac", "resident_frac",
     *(column.name for column in OF_SOME_MODELS),
 )  # fmt: skip
 """What a record keeps beside the metrics of a task and the table has columns for."""

@@ -80,7 +80,7 @@ def _title(row: TableRow) -> str:
 
 
 def _shape(row: TableRow) -> str:
-    marks = {"series": "analysis", "metric": "accuracy", "size": "board"}
+    marks = {"series": "analysis", "metric": "accuracy", "asked_size": "board"}
     return next((shape for mark, shape in marks.items() if mark in row), "latency")
 
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.tables.columns import DEVICE_FRAC, KV_FRAC, LABEL, LATENCY, MISSING, SETTINGS, TableRow
+from harness.tables.columns import DEVICE_FRAC, LABEL, LATENCY, MISSING, SETTINGS, SIZE, TableRow
 from harness.tables.text import Sheet
 
 TIMED_CELLS = "latency"
@@ -25,8 +25,8 @@ def sheets(title: str, rows: TableRows) -> Iterator[Sheet]:
     numbers = [column for column in LATENCY if column.digits is not None]
     shown = [
         column
-        for column in dict.fromkeys((KV_FRAC, DEVICE_FRAC, *numbers))
-        if column == KV_FRAC or any(row.get(column.name) is not None for row in rows)
+        for column in dict.fromkeys((SIZE, DEVICE_FRAC, *numbers))
+        if column == SIZE or any(row.get(column.name) is not None for row in rows)
     ]
     words = [LABEL, SETTINGS] if any(row.get(SETTINGS.name) for row in rows) else [LABEL]
     lines = [
@@ -41,12 +41,12 @@ def sheets(title: str, rows: TableRows) -> Iterator[Sheet]:
 
 def brief(row: TableRow) -> TableRow:
     """A row as it is shown in a terminal."""
-    left_out = {column.name for column in LATENCY if column.digits is not None} - {*BRIEF, *SHAPE, KV_FRAC.name}
+    left_out = {column.name for column in LATENCY if column.digits is not None} - {*BRIEF, *SHAPE, SIZE.name}
     return {name: value for name, value in row.items() if name not in left_out}
 
 
 def _order(row: TableRow) -> tuple[Any, ...]:
-    size = row.get("kv_frac") or 0
+    size = row.get("size") or 0
     shape = tuple(row[name] for name in ("batch_size", "prompt_len", "gen_len"))
     return (size < 1, row["label"], *shape, size, row.get("settings") or "")
 

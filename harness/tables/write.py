@@ -161,6 +161,6 @@ def _sort_key(row: TableRow) -> tuple[Any, ...]:
     task, _, chunk = str(row.get("task", "")).partition("[")
     position = [int(number) for number in re.findall(r"\d+", chunk)]
     words = (row["model"], row["label"], task)
-    sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "kv_frac")
+    sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "size")
     shape = tuple(row.get(name) or 0 for name in sizes)
     return (*words, *shape, position, rank(str(row.get("metric", ""))), row["run_id"])

@@ -93,7 +93,7 @@ class Prediction:
     link_bytes_per_s: float | None
     h2d_bytes: float
     d2h_bytes: float
-    kv_frac: float
+    size: float
 
     @property
     def total_s(self) -> float:
@@ -129,7 +129,7 @@ class Prediction:
             "exposed_transfer_s": self.exposed_transfer_s,
             "link_bytes_per_s": self.link_bytes_per_s,
             "peak_device_bytes": None,
-            "kv_frac": self.kv_frac,
+            "size": self.size,
             "run_id": "",
         } | {f"{segment}_s": seconds for segment, seconds in self.block.items()}
 
@@ -159,7 +159,7 @@ def predict(case: Case) -> Prediction:
         link_bytes_per_s=loaded / link_s if link_s else None,
         h2d_bytes=_loaded(case, prompt) + loaded,
         d2h_bytes=sum(work.store_bytes for work in (*prompt, *rows)),
-        kv_frac=mean(exempt + (1 - exempt) * width * read / cached for cached, read in steps),
+        size=mean(exempt + (1 - exempt) * width * read / cached for cached, read in steps),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from harness.paper.report.charts.scores import is_score
-from harness.tables.columns import BOARD_TASKS, KL, LABEL, MISSING, SETTINGS, SIZE, TOP1, TableRow, quantity, rank
+from harness.tables.columns import ASKED_SIZE, BOARD_TASKS, KL, LABEL, MISSING, SETTINGS, TOP1, TableRow, quantity, rank
 from harness.tables.text import Sheet
 
 T = TypeVar("T")
@@ -48,8 +48,8 @@ def _scores(rows: Sequence[TableRow]) -> Scores:
 
 def _cells(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
     for row in rows:
-        if SIZE.name in row:
-            size = MISSING if row[SIZE.name] is None else f"{SIZE.show(row[SIZE.name])} %"
+        if ASKED_SIZE.name in row:
+            size = MISSING if row[ASKED_SIZE.name] is None else f"{ASKED_SIZE.show(row[ASKED_SIZE.name])} %"
             for shown in OF_BOARD:
                 if row.get(shown.name) is not None:
                     stderr = row.get(f"{shown.name}_stderr")

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from harness.paper.report.charts.chart import ERRORS, LEAST, Axis, Chart, Level, Point, details, grouped, setup
 from harness.tables.columns import (
+    ASKED_SIZE,
     BATCH_SIZE,
     BOARD_TASKS,
     DEVICE_FRAC,
     FAMILY,
     FRONT,
     KL,
-    KV_FRAC,
     LABEL,
     LINK_BYTES,
     NLL,
@@ -29,7 +29,7 @@ from harness.tables.frontier import COSTS
 from harness.tables.leaderboard import FRONTIER
 
 LINK = "link (% of the full cache's bytes)"
-SAID = (LINK_BYTES, DEVICE_FRAC, RESIDENT_FRAC, STEP, STEP_SOURCE, FAMILY, SIZE, SETTINGS)
+SAID = (LINK_BYTES, DEVICE_FRAC, RESIDENT_FRAC, STEP, STEP_SOURCE, FAMILY, ASKED_SIZE, SETTINGS)
 FRONT_LINE = "front"
 HOLLOW = "Hollow: modelled from a step timed at another size. Of KL less than 0.000001 nats a line shows the cost."
 
@@ -37,7 +37,7 @@ HOLLOW = "Hollow: modelled from a step timed at another size. Of KL less than 0.
 def leaderboard(rows: list[TableRow]) -> Iterator[Chart]:
     """Every quality by bytes over the link; a point per method and size, its look by how the method reads less."""
     for shown in (KL, TOP1, NLL, *BOARD_TASKS):
-        size = f"{shown.name}_kv_frac" if shown in BOARD_TASKS else KV_FRAC.name
+        size = f"{shown.name}_size" if shown in BOARD_TASKS else SIZE.name
         known = [row for row in rows if None not in (row.get(shown.name), row.get(size))]
         for panel in grouped(known, "model", "source"):
             log = shown is KL
@@ -73,18 +73,18 @@ def _step_title(panel: list[TableRow]) -> str:
 def _point(row: TableRow, size: str, shown: Column) -> Point:
     stderr = row.get(f"{shown.name}_stderr")
     said = {LABEL.heading: row["label"], shown.heading: shown.show(row[shown.name], stderr)}
-    said |= {LINK: KV_FRAC.show(row[size])} | details(row, *SAID)
+    said |= {LINK: SIZE.show(row[size])} | details(row, *SAID)
     error = None if stderr is None else shown.factor * stderr
-    return Point(row[FAMILY.name], KV_FRAC.factor * row[size], shown.factor * row[shown.name], said, error)
+    return Point(row[FAMILY.name], SIZE.factor * row[size], shown.factor * row[shown.name], said, error)
 
 
 def _priced(row: TableRow, words: str, cost: str) -> Point:
     of_step = cost == STEP.name
-    point = _point(row, KV_FRAC.name, KL)
+    point = _point(row, SIZE.name, KL)
     if of_step:
         point = point._replace(x=STEP.factor * row[cost])
     hollow = of_step and row.get(STEP_SOURCE.name) == "modelled"
     if words not in (row.get(FRONT.name) or "").split(", "):
         return point._replace(hollow=hollow)
-    size = "" if row["size"] is None else f" {row[KV_FRAC.name]:.0%}"
+    size = "" if row["asked_size"] is None else f" {row[SIZE.name]:.0%}"
     return point._replace(hollow=hollow, line=FRONT_LINE, name=row["label"] + size)

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from harness.paper.report.charts.chart import Axis, Chart, Level, grouped, setup
 from harness.paper.report.charts.scores import KEYS, NOTE, SETUP, is_score, scored
 from harness.tables.columns import (
-    KV_FRAC,
     NUM_FEWSHOT,
     NUM_SAMPLES,
     SEQ_LEN,
+    SIZE,
     WITHOUT_SKEWING,
     Column,
     TableRow,
@@ -31,7 +31,7 @@ def pairs(rows: list[TableRow]) -> Iterator[Chart]:
     shown = [
         row
         for row in _scores(rows)
-        if row in own or (row["experiment"], row["label"]) in kept or (row[KV_FRAC.name] == 1 and _asked(row) in asked)
+        if row in own or (row["experiment"], row["label"]) in kept or (row[SIZE.name] == 1 and _asked(row) in asked)
     ]
     for metric in grouped(shown, "metric"):
         for panel in grouped(metric, "model", "source"):

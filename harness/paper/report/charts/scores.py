@@ -11,13 +11,13 @@ from harness.tables.columns import (
     DIFFERENCE,
     DIFFERENCE_STDERR,
     KL,
-    KV_FRAC,
     LABEL,
     NUM_FEWSHOT,
     NUM_SAMPLES,
     RESIDENT_FRAC,
     SEQ_LEN,
     SETTINGS,
+    SIZE,
     SOURCE,
     Column,
     TableRow,
@@ -29,7 +29,7 @@ FORMER = "index_frac"
 """A size that tables of an older version hold as a metric."""
 SETUP = (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN)
 KEYS = ("model", "source", *(column.name for column in SETUP))
-SHARES = (KV_FRAC, DEVICE_FRAC, RESIDENT_FRAC)
+SHARES = (SIZE, DEVICE_FRAC, RESIDENT_FRAC)
 NOTE = "Bars: one standard error, of the difference to the full cache where there is one."
 
 
@@ -38,15 +38,15 @@ def is_score(row: TableRow) -> bool:
     return is_brief(row) and row["metric"] != FORMER
 
 
-def by_size(rows: list[TableRow], x: Column = KV_FRAC) -> Iterator[Chart]:
+def by_size(rows: list[TableRow], x: Column = SIZE) -> Iterator[Chart]:
     """Every quality by a share of the cache; a line per label, and a level for what reads the whole cache."""
-    own = [row for row in rows if is_score(row) and None not in (row["value"], row[x.name], row[KV_FRAC.name])]
+    own = [row for row in rows if is_score(row) and None not in (row["value"], row[x.name], row[SIZE.name])]
     own.sort(key=lambda row: (rank(row["metric"]), row["task"]))
     own.sort(key=lambda row: row["metric"] != KL.name)
     for group in grouped(own, "metric", "task"):
         shown, log = quantity(group[0]["metric"]), group[0]["metric"] == KL.name
         for panel in grouped(group, *KEYS):
-            whole = [row for row in panel if row[KV_FRAC.name] == 1]
+            whole = [row for row in panel if row[SIZE.name] == 1]
             points = [scored(row, shown, x.factor * row[x.name], row["label"]) for row in panel if row not in whole]
             levels = [Level("y", shown.factor * row["value"], row["label"]) for row in whole if not log]
             pane, axis = f"{panel[0]['task']}: {shown.heading}", Axis(shown.heading, log=log)
@@ -95,7 +95,7 @@ def scored(row: TableRow, shown: Column, at: float, series: str) -> Point:
 
 
 def _along(row: TableRow, shown: Column) -> Point:
-    share = row[KV_FRAC.name]
+    share = row[SIZE.name]
     name = row["label"] if share in (None, 1) else f"{row['label']}, {share:.0%}"
     point = scored(row, shown, row["x"], name)
     return point._replace(details={**point.details, "tokens": row["range"]})

@@ -9,7 +9,6 @@ from harness.tables.columns import (
     BATCH_SIZE,
     KEPT_LABEL,
     KL,
-    KV_FRAC,
     LABEL,
     METHOD,
     NEEDLE_TASK,
@@ -17,6 +16,7 @@ from harness.tables.columns import (
     PROMPT_LEN,
     SEQ_LEN,
     SETTING_LABEL,
+    SIZE,
     SOURCE,
     SWEPT,
     Column,
@@ -39,7 +39,7 @@ def by_setting(rows: list[TableRow]) -> Iterator[Chart]:
     quality = [row for row in own if "metric" in row and is_score(row) and row["value"] is not None]
     for panel in grouped(quality, "setting", "metric", "task", *KEYS):
         first, shown = panel[0], quantity(panel[0]["metric"])
-        whole = [row for row in rows if row.get("metric") == first["metric"] and row[KV_FRAC.name] == 1]
+        whole = [row for row in rows if row.get("metric") == first["metric"] and row[SIZE.name] == 1]
         levels = [Level("y", shown.factor * row["value"], row["label"]) for row in _alike(whole, first)]
         points = [scored(row, shown, row["x"], row["method"]) for row in panel]
         pane = f"{first['task']}: {shown.heading} by {first['setting'].partition(' (')[0]}"
@@ -114,5 +114,5 @@ def _alike(rows: Sequence[TableRow], first: TableRow) -> list[TableRow]:
 
 def _timed(row: TableRow) -> Point:
     said = {LABEL.heading: row["label"], DECODE.heading: DECODE.show(row[DECODE.name])}
-    said |= details(row, *TIMED, KV_FRAC, SOURCE)
+    said |= details(row, *TIMED, SIZE, SOURCE)
     return Point(row[METHOD.name], row["x"], DECODE.factor * row[DECODE.name], said, line=row[METHOD.name])

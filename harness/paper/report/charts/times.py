@@ -8,12 +8,12 @@ from harness.paper.report.published import our_value
 from harness.tables.columns import (
     BATCH_SIZE,
     DEVICE_KV_BYTES,
-    KV_FRAC,
     LABEL,
     LINK_BYTES_PER_S,
     PLATFORM,
     PROMPT_LEN,
     SETTINGS,
+    SIZE,
     SOURCE,
     Column,
     TableRow,
@@ -35,7 +35,7 @@ SIDES: Mapping[str, tuple[Column, tuple[Column, ...]]] = {
 PUBLISHED_X = {"batch_size": "the batch size", "seq_len": "the length"}
 SAID = (
     *QUANTITIES, column("step_p95_s"), column("decode_s"), column("h2d_bytes"), column("d2h_bytes"), DEVICE_KV_BYTES,
-    KV_FRAC, LINK_BYTES_PER_S, SETTINGS, SOURCE,
+    SIZE, LINK_BYTES_PER_S, SETTINGS, SOURCE,
 )  # fmt: skip
 ONE_RUN = "One run each, so without bars."
 OF_PAPER = f"Hollow: published. {ONE_RUN}"
