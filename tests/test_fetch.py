@@ -152,6 +152,7 @@ class LatestLink(Link):
         while started in self.queue:  # what was submitted before comes first
             self.queue.pop(0)()
 
+    @torch.inference_mode()
     def drain(self) -> None:
         while self.queue:
             self.queue.pop(0)()
