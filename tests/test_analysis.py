@@ -21,9 +21,8 @@ from harness.model.described import as_config, model_config
 from harness.model.load import LoadedModel
 from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper.analysis import dense
-from harness.paper.analysis.key_tokens import histogram, tokens_for_mass
-from harness.paper.analysis.memory import kv_bytes, run_memory
-from harness.paper.analysis.study import run_analysis
+from harness.paper.analysis.attention import histogram, tokens_for_mass
+from harness.paper.analysis.study import kv_bytes, run_analysis, run_memory
 from harness.resources import Resources
 from harness.settings.run import RunConfig
 from methods.base import Softmax
@@ -113,9 +112,6 @@ def check_mean(point: dict, values) -> None:
     assert point["num_samples"] == len(values)
 
 
-# Figure 5
-
-
 def test_key_tokens_are_the_direct_ones(model, text):
     points = measured(model, settings(text, "fig5", "analysis.layers=[0,3]"))
     weights = attention_weights(model, ids_of(text))
@@ -135,18 +131,12 @@ def test_key_tokens_of_single_queries(tiny_gqa, text):
     check_mean(single[500], [num_needed(head[500]) for head in weights])
 
 
-def test_fewest_tokens_that_hold_a_mass():
+def test_fewest_tokens_that_hold_a_mass_and_their_histogram():
     probs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]])
     assert tokens_for_mass(probs, 0.75).tolist() == [2, 1, 3]
     assert tokens_for_mass(probs, 1.0).tolist() == [4, 1, 4]
-
-
-def test_histogram_holds_every_query():
     counts = torch.tensor([[1, 1, 4, 5], [1, 2, 3, 9]])
     assert histogram(counts, 4).tolist() == [[0.5, 0.5, 0], [0.75, 0, 0.25]]
-
-
-# Figure 4
 
 
 def direct_similarities(weights: np.ndarray, num_kv_heads: int, heavy: int, recent: int) -> dict[str, np.ndarray]:
@@ -190,19 +180,10 @@ def test_similarities_are_the_direct_ones(model, text):
                 check_mean(points[name, layer, "cosine_similarity", t], cosines[:, t])
 
 
-def test_the_oracle_is_never_worse_than_what_it_bounds(tiny_llama, text):
-    points = measured(tiny_llama, settings(text, "fig4", "analysis.layers=[1]"))
-    for (name, *place), point in points.items():
-        assert name == "Oracle" or point["value"] <= points["Oracle", *place]["value"] + 1e-6
-
-
 def test_tokens_are_binned(tiny_llama, text):
     points = measured(tiny_llama, settings(text, "fig4", "analysis.layers=[1]", num_tokens=252))
     xs = sorted({x for *_, x in points})
     assert len(xs) == 84 and xs[:2] == [2, 5], "three tokens a bin, its middle one as x"
-
-
-# Table 1
 
 
 def direct_layer_inputs(model, ids: Tensor) -> dict[str, list[Tensor]]:
@@ -226,34 +207,27 @@ def direct_layer_inputs(model, ids: Tensor) -> dict[str, list[Tensor]]:
     }
 
 
+def num_hooks(model) -> int:
+    return sum(len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules())
+
+
 def test_layer_inputs_are_the_direct_ones(model, text):
+    before = num_hooks(model)
     points = measured(model, settings(text, "table1"))
+    assert num_hooks(model) == before
     for name, layers in direct_layer_inputs(model, ids_of(text)).items():
         means = [float(cosines.mean()) for cosines in layers]
         assert len(means) == 3
         check_mean(points[name, None, "cosine_similarity", None], means)
         for layer, mean in enumerate(means, start=1):
             assert points[name, layer, "cosine_similarity", layer]["value"] == pytest.approx(mean, abs=1e-5)
-
-
-def test_layer_inputs_of_chosen_layers(tiny_llama, text):
-    every, one = (measured(tiny_llama, settings(text, "table1", *chosen)) for chosen in ([], ["analysis.layers=[2]"]))
+    one = measured(model, settings(text, "table1", "analysis.layers=[2]"))
     key = ("ffn_out_prev", 2, "cosine_similarity", 2)
-    assert one[key] == every[key] and len(one) == 6
-
-
-def test_layer_inputs_leave_no_hook(text):
-    model = tiny_model("llama", num_key_value_heads=4)
-    measured(model, settings(text, "table1"))
-    for layer in model.get_decoder().layers:
-        assert not layer._forward_pre_hooks and not layer.self_attn._forward_hooks
-
-
-# Figure 20
+    assert one[key] == points[key] and len(one) == 6
 
 
 def test_sparse_queries_are_the_direct_ones(tiny_gqa, text, monkeypatch):
-    monkeypatch.setattr("harness.paper.analysis.sparsity.SMALL", 0.75)  # 1 % of so few keys is none
+    monkeypatch.setattr("harness.paper.analysis.attention.SMALL", 0.75)  # 1 % of so few keys is none
     points = measured(tiny_gqa, settings(text, "fig20", "analysis.layers=[0,3]", num_tokens=MAX_LENGTH))
     weights = attention_weights(tiny_gqa, ids_of(text, MAX_LENGTH))
     for layer in (0, 3):
@@ -274,9 +248,6 @@ def test_watched_keys_have_their_weights(tiny_gqa, text):
     assert names == {f"key {key}" for key in np.argsort(spread)[-4:]}, "all 60 are sampled, the 4 that vary most shown"
     for (name, _, _, x), point in watched.items():
         assert point["value"] == pytest.approx(weights[int(x), int(name.removeprefix("key "))], rel=1e-4, abs=1e-7)
-
-
-# Figure 7
 
 
 class Capture(Handler):
@@ -312,9 +283,6 @@ def test_column_magnitudes_are_the_direct_ones(model, text):
                 check_mean(points[series, 2, metric, rank], [float(head[index][rank]) for head in heads])
 
 
-# Figure 2
-
-
 def test_memory_of_the_papers_model():
     points = run_memory(load(["experiment=fig2", "model=opt-30b"])).metrics["points"]
     found = {(each["series"], each["x_name"], each["x"]): each["value"] for each in points}
@@ -334,20 +302,15 @@ KV_ELEMENTS = {  # of one sequence of 8,192 tokens: layers x tokens x key and va
 
 
 @pytest.mark.parametrize("name", KV_ELEMENTS)
-def test_sliding_layers_cache_their_window_and_recurrent_ones_no_token(name):
+def test_layers_cache_what_their_kind_keeps(name):
     points = run_memory(load(["experiment=fig2", f"model={name}"])).metrics["points"]
     (found,) = (each["value"] for each in points if each["series"] == "KV cache" and each["x"] == 8192)
     assert found == 16 * KV_ELEMENTS[name] * 2
-
-
-def test_multi_head_latent_attention_caches_a_latent_and_a_rotary_key():
     described = as_config("deepseek", {"model_type": "deepseek_v3", "num_hidden_layers": 3})
-    assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2
+    assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2, "a latent and a rotary key for all heads"
 
 
-@pytest.mark.parametrize(
-    "name", ["opt-6.7b", "llama2-7b", "smollm2-135m", "qwen2.5-0.5b", "qwen3-30b-a3b", "gemma3-12b"]
-)
+@pytest.mark.parametrize("name", ["opt-6.7b", "smollm2-135m", "qwen3-30b-a3b", "gemma3-12b"])
 def test_weights_are_those_of_the_model(name):
     from transformers import AutoModelForCausalLM
 
@@ -356,9 +319,6 @@ def test_weights_are_those_of_the_model(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(config.model))
     assert weights == pytest.approx(2 * sum(each.numel() for each in model.parameters()), rel=2e-3)
-
-
-# whole runs
 
 
 def test_the_sizes_need_no_weights(tmp_path):
@@ -376,8 +336,6 @@ def test_settings_of_other_kinds_make_no_other_run():
     plain = [run_id(load(["method=full", *more]), {}) for more in ([], ["analysis.num_tokens=99"])]
     assert plain[0] == plain[1]
 
-
-# bad input
 
 REFUSED = {
     "experiment=fig5 analysis.num_tokens=1": "analysis.num_tokens=1: must be at least 2",
@@ -417,9 +375,6 @@ def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
 def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):
     with pytest.raises(UserError, match=message):
         run_analysis(settings(text, experiment, *overrides), loaded(tiny_llama))
-
-
-def test_refuses_a_model_that_norms_after_the_sum(text):
     post_norm = tiny_model("opt", word_embed_proj_dim=64, do_layer_norm_before=False)
     with pytest.raises(UserError, match="norms after the residual sum"):
         run_analysis(settings(text, "table1"), loaded(post_norm))

@@ -48,7 +48,7 @@ class Analysis(Experiment):
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         """See `run_memory` and `run_analysis`."""
         if not self.needs_weights(config):
-            from harness.paper.analysis.memory import run_memory
+            from harness.paper.analysis.study import run_memory
 
             return run_memory(config)
         from harness.paper.analysis.study import run_analysis
