@@ -98,8 +98,8 @@ def layer_inputs(subject: Subject) -> list[Point]:
     similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
     metric, by_series = "cosine_similarity", zip(SERIES, similarities.T, strict=True)
     points = [mean_point(found, series=name, metric=metric) for name, found in by_series]
-    for layer, row in zip(chosen, similarities.tolist(), strict=True):
-        points += [Point(name, metric, value, "layer", layer, layer) for name, value in zip(SERIES, row, strict=True)]
+    for number, row in zip(chosen, similarities.tolist(), strict=True):
+        points += [Point(name, metric, value, "layer", number, number) for name, value in zip(SERIES, row, strict=True)]
     return points
 
 
