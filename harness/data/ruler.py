@@ -1,6 +1,6 @@
 """RULER's six tasks that need no data (Hsieh et al., COLM 2024), as lm-eval has them.
 
-docs/ruler.md says what they ask, how they are scored, and where lm-eval differs from RULER.
+docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER.
 """
 
 from __future__ import annotations
