@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from harness.data.text import calibration_ids
 from harness.errors import UserError
+from harness.files import cache_dir
 from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
-from harness.model.gguf import cache_dir
 from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
 from harness.sizes import code_width, sized

@@ -101,10 +101,8 @@ def hub_server(tmp_path, monkeypatch) -> Iterator[Hub]:
     from huggingface_hub import constants, file_download
     from huggingface_hub.utils import _http
 
-    from harness.model import download
-
     no_wait = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
-    for module in (file_download, _http, download):
+    for module in (file_download, _http):
         monkeypatch.setattr(module, "time", no_wait)
     with serving() as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.url)

@@ -11,8 +11,8 @@ import pytest
 
 from harness.data import hub as data_hub
 from harness.launch.runner import Run, run
-from harness.model import hub
 from harness.model import load as models
+from harness.model import source
 from harness.resources import Resources
 from harness.settings.compose import CONF_DIR
 from harness.settings.experiment import Outcome
@@ -59,7 +59,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
         return SimpleNamespace(model=SimpleNamespace(device="cpu"))
 
     monkeypatch.setattr(models, "load_model", load_model)
-    monkeypatch.setattr(hub, "snapshot", lambda hub_id, with_code=False: hub.Snapshot(Path("snapshots/1"), "1"))
+    monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: Path("snapshots/1"))
     monkeypatch.setattr(data_hub, "revision", lambda path, part, fetch, has_options=False: "1")
     for name in ("tasks", "perplexity", "long_decode"):
         module = ModuleType(f"harness.accuracy.{name}")

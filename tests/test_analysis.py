@@ -17,8 +17,8 @@ from harness.launch.cli import main
 from harness.model.attach import Handler, attach
 from harness.model.attention import dense_attention
 from harness.model.calibration import calibrate
-from harness.model.described import as_config, model_config
-from harness.model.load import LoadedModel
+from harness.model.load import LoadedModel, model_config
+from harness.model.shape import as_config
 from harness.model.tiny import MAX_LENGTH, tiny_model
 from harness.paper.analysis import dense
 from harness.paper.analysis.attention import histogram, tokens_for_mass

@@ -15,7 +15,7 @@ from harness.data.hub import from_hub, revision
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.launch.cli import main
-from harness.model import hub
+from harness.model import source
 from harness.model.tiny import tiny_model
 from harness.records import inputs
 from harness.records.record import read_records
@@ -119,7 +119,7 @@ def test_cells_of_the_papers_grid_with_weights_that_only_a_bot_has_converted(exp
     name = "facebook/opt-6.7b"
     converted = served.models[name].branches["main"]
     served.models[name] = Repository({"config.json": converted["config.json"], "pytorch_model.bin": b"a pickle"})
-    served.models[name].add_pull_request(4, hub.CONVERTED_TITLE, hub.CONVERTED_AUTHOR, converted)
+    served.models[name].add_pull_request(4, source.CONVERTED_TITLE, source.CONVERTED_AUTHOR, converted)
     command = f"experiment={experiment} method=full model=opt-6.7b data=hub corpus=wikitext2 {SHORT}"
     assert run(command, "opt-6.7b") == 0
     (record,) = read_records("results", experiment)
@@ -158,7 +158,7 @@ def test_a_data_set_replaced_on_the_hub_is_another_run(served, capfd):
     """Once its rows are fetched anew; until then, offline too, it is what the cache holds."""
     command = f"method=full model=llama2-7b experiment=perplexity data=hub corpus=wikitext2 {SHORT}"
     assert run(command) == 0
-    assert f"{WIKITEXT_HUB[0]}: fetching up to " in capfd.readouterr().err
+    assert f"{WIKITEXT_HUB[0]}: fetching from " in capfd.readouterr().err
     old = served.datasets[WIKITEXT_HUB[0]].branches["main"]
     served.datasets[WIKITEXT_HUB[0]] = wikitext("Another line.\n")
     served.requests.clear()

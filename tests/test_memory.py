@@ -12,8 +12,7 @@ from living import PROMPT, PROMPTS, attached_with_link, force, open_live, tiny, 
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.prompt import run_prompt
-from harness.model.room import prompt_bytes
+from harness.model.prompt import prompt_bytes, run_prompt
 from harness.model.tiny import tiny_model
 from harness.offload import memory
 from harness.offload.cache import LayerCache

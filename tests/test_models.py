@@ -29,8 +29,15 @@ from harness import files
 from harness.errors import UserError
 from harness.model import gguf as gguf_cache
 from harness.model import source
-from harness.model.described import model_config, shape_mapping
-from harness.model.load import config_from, from_memory, load_from, load_model, require_kernels
+from harness.model.load import (
+    config_from,
+    from_memory,
+    load_from,
+    load_model,
+    model_config,
+    require_kernels,
+    shape_mapping,
+)
 from harness.records import inputs
 from harness.settings.sources import ModelConfig
 from tests.hub_standin import Repository
@@ -458,7 +465,10 @@ def test_a_gguf_of_the_hub_is_fetched_alone_and_its_digest_is_the_models(tiny_gg
     assert len(hub_server.asked("GET .*/resolve/")) == 1
     assert loaded.fingerprint == load_model(configured(path=str(tiny_gguf))).fingerprint
     assert inputs.model(config) == inputs.model(configured(path=str(tiny_gguf)))
-    refused("model.gguf_file=tyni.gguf: did you mean 'tiny.gguf'", configured(hub_id="org/tiny", gguf_file="tyni.gguf"))
+    refused(
+        "model.gguf_file=tyni.gguf: org/tiny has no such file; did you mean 'tiny.gguf'",
+        configured(hub_id="org/tiny", gguf_file="tyni.gguf"),
+    )
 
 
 def test_a_chat_template_is_part_of_a_models_identity(model_dir):

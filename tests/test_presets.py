@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from harness.model import checks
-from harness.model.described import as_config
 from harness.model.load import load_model
+from harness.model.shape import as_config, count_weights
 from harness.settings.sources import ModelConfig
 from tests.tiny_presets import PRESETS, kinds_of_layer, preset_shape, shrunk, tiny_preset
 
@@ -30,7 +29,7 @@ WINDOWED = ("gemma3-12b", "gpt-oss-20b", "olmo3-7b", "phi3-mini")
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_number_of_parameters(name):
-    found = checks.count(name, as_config(name, preset_shape(name)))
+    found = count_weights(name, as_config(name, preset_shape(name)))
     assert found / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
 
 

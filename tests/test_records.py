@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.files import text_sha256
 from harness.launch import runner
 from harness.launch.runner import Run
-from harness.model import hub
+from harness.model import source
 from harness.model.source import PACKAGED_SHA256
 from harness.records import code, environment, inputs
 from harness.records import record as records
@@ -139,7 +139,7 @@ def test_inputs_of_a_model_folder(tmp_path):
 
 def test_inputs_of_a_hub_model_are_its_revision(monkeypatch):
     revisions = []
-    monkeypatch.setattr(hub, "snapshot", lambda hub_id, with_code: hub.Snapshot(Path("x"), revisions[-1]))
+    monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code: Path("x") / revisions[-1])
     ids = []
     for revision in ("1" * 40, "2" * 40):
         revisions.append(revision)
@@ -151,8 +151,8 @@ def test_inputs_of_a_hub_model_are_its_revision(monkeypatch):
 
 
 def test_nothing_is_fetched_for_what_reads_no_weights(monkeypatch):
-    monkeypatch.setattr(hub, "snapshot", lambda *_, **__: pytest.fail("a download"))
-    monkeypatch.setattr(hub, "config_directory", lambda _: Path("snapshots/abc"))
+    monkeypatch.setattr(source, "snapshot", lambda *_, **__: pytest.fail("a download"))
+    monkeypatch.setattr(source, "hub_file", lambda *_: Path("snapshots/abc/config.json"))
     for overrides in (["experiment=fig2"], ["experiment=latency", "model.weights=random"]):
         assert "model" not in inputs.digests(load(["model=opt-125m", *overrides]))
     shapeless = ["experiment=latency", "model.hub_id=org/other", "model.weights=random"]

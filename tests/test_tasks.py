@@ -4,8 +4,6 @@ import hashlib
 import json
 import math
 import socket
-import urllib.error
-import urllib.request
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -379,22 +377,6 @@ def test_too_few_examples(task, shots, rows, root, loaded):
 
 
 # The hub
-
-
-def test_an_unreachable_hub(loaded, monkeypatch):
-    import datasets
-
-    def not_cached(path, **options):
-        raise ConnectionError(f"Couldn't reach {path}")
-
-    def no_route(url, timeout):
-        raise urllib.error.URLError(OSError("no route"))
-
-    monkeypatch.setattr(datasets, "load_dataset", not_cached)
-    monkeypatch.setattr(urllib.request, "urlopen", no_route)
-    config = settings("copa", data=DataConfig("hub"))
-    with pytest.raises(UserError, match=r"aps/super_glue cannot be loaded \(not cached, .* unreachable \(no route\)\)"):
-        run_tasks(config, loaded)
 
 
 def test_hub_rows_under_lm_evals_own_task(monkeypatch):

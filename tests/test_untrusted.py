@@ -23,9 +23,9 @@ from transformers import AutoTokenizer
 from harness import files
 from harness.errors import UserError
 from harness.launch.plan import read_plan
-from harness.model import gguf, hub, room
-from harness.model.checkpoint import num_elements
+from harness.model import gguf, shape, source
 from harness.model.load import load_model
+from harness.model.source import num_elements
 from harness.model.tiny import tiny_model
 from harness.records import inputs
 from harness.settings.compose import compose
@@ -236,13 +236,13 @@ def test_a_note_is_kept_only_of_a_file_that_has_settled(tmp_path, monkeypatch):
 
 
 def test_a_model_that_conf_model_does_not_describe_is_refused(model_dir, monkeypatch):
-    monkeypatch.setattr(hub, "snapshot", lambda hub_id, with_code=False: hub.Snapshot(model_dir, "1"))
+    monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: model_dir)
     served = ModelConfig(name="llama2-7b", hub_id="meta-llama/Llama-2-7b-hf", device="cpu", shape=TINY_SHAPE)
     assert load_model(served).max_length == TINY_SHAPE["max_position_embeddings"]
     edit(model_dir / "config.json", max_position_embeddings=64)
     said = refused("holds a model of max_position_embeddings=64, and conf/model says", served)
     assert said.startswith("model=llama2-7b: meta-llama/Llama-2-7b-hf holds") and "model.shape=null" in said
-    monkeypatch.setattr(hub, "config_directory", lambda hub_id: model_dir)
+    monkeypatch.setattr(source, "hub_file", lambda hub_id, name: model_dir / name)
     assert load_model(replace(served, shape=None)).max_length == 64
     edit(model_dir / "config.json", model_type="opt")
     refused("holds a model of model_type=opt, max_position_embeddings=64, and conf/model says model_type=llama", served)
@@ -265,9 +265,9 @@ def test_a_grid_goes_by_the_family_of_the_model_that_is_given(tmp_path):
 def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir, monkeypatch):
     config = configured(model_dir, weights=weights)
     needed = num_elements([model_dir / "model.safetensors"]) * 4
-    monkeypatch.setattr(room, "available_memory", lambda: needed)
+    monkeypatch.setattr(shape, "available_memory", lambda: needed)
     load_model(config)
-    monkeypatch.setattr(room, "available_memory", lambda: needed - 4)
+    monkeypatch.setattr(shape, "available_memory", lambda: needed - 4)
     said = refused("model tiny needs 0.0 GiB of cpu memory for its weights in float32 and 0.0 GiB are", config)
     assert "or model.dtype=bfloat16" in said
     load_model(replace(config, dtype="bfloat16"))

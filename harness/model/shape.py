@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, nearest, question, refused
+from harness.files import available_memory
 from harness.settings.choices import CONF_DIR, options
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
+GIB = 2**30
 WEIGHT_BYTES = 2
 """Bytes of a weight, and of an element of the cache: fp16 throughout, as in the paper."""
+SIZES = (
+    "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+"""What a config.json calls a decoder's sizes."""
 NESTED = "text_config"
 """What the config.json of a multimodal model calls its text decoder's."""
 FFN_MATRICES = {"opt": 2, "gpt_neox": 2, "llama": 3, "mistral": 3, "phi3": 3, "qwen2": 3, "qwen3": 3}
@@ -124,3 +132,117 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     node = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
+
+
+# Configurations of transformers
+
+
+def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
+    """The text decoder that a config.json or a `shape` describes; raises as `model_config`."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    settings = dict(mapping)
+    model_type = settings.pop("model_type", None)
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise _unsupported(name, model_type, question(model_type, CAUSAL) if model_type else "")
+    nested = settings.get(NESTED)
+    _require_sizes(name, settings)
+    _require_sizes(name, nested if isinstance(nested, Mapping) else {})
+    with refused(f"model {name}: its shape is not valid"):
+        whole = CONFIG_MAPPING[model_type](**settings)
+        text = whole.get_text_config(decoder=True)
+    described = text if text.model_type in CAUSAL else whole
+    if whole.is_encoder_decoder:
+        raise _unsupported(name, model_type, "it is an encoder-decoder; ")
+    if described.model_type not in CAUSAL:
+        raise _unsupported(name, model_type, "it is no decoder; ")
+    _require_causal(name, described)
+    heads, kv_heads = size(described, "num_attention_heads"), size(described, "num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        several = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        raise UserError(f"model {name}: its shape is not valid: {several}")
+    return described
+
+
+def _require_sizes(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError where a size is no whole number above 0, or a list of such numbers, one for each layer."""
+    for key in SIZES:
+        given = settings.get(key)
+        sizes = given if isinstance(given, list) and given else [given]
+        if given is not None and not all(type(each) is int and each >= 1 for each in sizes):
+            raise UserError(f"model {name}: its shape is not valid: {key}={given} must be a whole number above 0")
+
+
+def _unsupported(name: str, model_type: object, why: str) -> UserError:
+    """The refusal of a model_type that is no decoder of transformers."""
+    from transformers import __version__
+
+    decoders = f"decoders of transformers {__version__} (AutoModelForCausalLM)"
+    return UserError(f"model {name}: model_type={model_type} is not supported: {why}allowed: {decoders}")
+
+
+def _require_causal(name: str, described: PreTrainedConfig) -> None:
+    """Raise UserError where tokens attend to later ones.
+
+    Those of BERT and its kin do unless `is_decoder` is set. GPT-NeoX has the same setting and is causal either way; it
+    has no class for masked language modelling.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+    settings = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
+    if described.model_type in MASKED or described.model_type == "bert-generation":
+        settings["is_decoder"] = (False,)
+    for setting, bidirectional in settings.items():
+        value = getattr(described, setting, None)
+        if value in bidirectional:
+            raise UserError(
+                f"model {name}: {setting}={value} of model_type={described.model_type} is not supported: tokens would "
+                "attend to later ones; allowed: causal attention"
+            )
+
+
+# Do the weights fit?
+
+
+def count_weights(what: str, described: PreTrainedConfig) -> int:
+    """Weights of a model that a configuration describes, without any memory; UserError where it describes none."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with refused(f"{what}: its configuration describes no model"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(described).num_parameters()
+
+
+def require_filled(what: str, described: PreTrainedConfig, num_weights: int) -> None:
+    """Raise UserError where files hold less than half of the weights that their configuration describes: transformers
+    would make up the rest in memory.
+
+    A layer of any decoder holds more than hidden_size squared: so too many layers are refused without building them.
+    """
+    layers, hidden_size = (size(described, name) or 0 for name in ("num_hidden_layers", "hidden_size"))
+    if layers * hidden_size**2 > 2 * num_weights or count_weights(what, described) > 2 * num_weights:
+        raise UserError(f"{what}: holds {num_weights} weights, far fewer than its configuration describes")
+
+
+def available_bytes(home: torch.device) -> int:
+    """Bytes that a new allocation in the memory of device `home` may take, droppable caches included."""
+    if home.type != "cuda":
+        return available_memory()
+    import torch
+
+    unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
+    return torch.cuda.mem_get_info(home)[0] + unused
+
+
+def require_room(what: str, num_weights: int, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
+    """Raise UserError where so many weights do not fit into the free memory of all `devices` together."""
+    needed, available = num_weights * dtype.itemsize, sum(map(available_bytes, devices))
+    if needed <= available:
+        return
+    word = str(dtype).removeprefix("torch.")
+    halved = ", or model.dtype=bfloat16" if word == "float32" and needed <= 2 * available else ""
+    raise UserError(
+        f"{what} needs {needed / GIB:.1f} GiB of {devices[0].type} memory for its weights in {word} and "
+        f"{available / GIB:.1f} GiB are available; choose a smaller model{halved}"
+    )

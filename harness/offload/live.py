@@ -21,8 +21,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.model.attached import Attached, launching_on
 from harness.model.policies import Policy, new_states, policies_of
-from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of
-from harness.model.room import prompt_bytes
+from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of, prompt_bytes
 from harness.offload import memory
 from harness.offload.cache import Batch, LayerCache, LocalCache, ResidualCache, ValuesCache, slots_needed
 from harness.offload.fetch import Fetcher

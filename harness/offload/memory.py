@@ -24,7 +24,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.files import available_memory
-from harness.model.room import available_bytes
+from harness.model.shape import available_bytes
 from methods.base import State
 
 GIB = 2**30

@@ -14,8 +14,7 @@ from harness.data import ruler_rows
 from harness.data.rows import find_files, hub_options
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
-from harness.model import hub
-from harness.model.source import PACKAGED_NAME, PACKAGED_SHA256, model_files
+from harness.model import source
 from harness.records import code
 from harness.settings.experiment import find
 from harness.settings.run import OFFLINE_TASKS, RunConfig
@@ -43,14 +42,11 @@ def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
     """The files, the revision, or the package of a model; {} where its settings say all. weights: they are read."""
     weights = weights and config.weights == "pretrained"
     if config.path is not None:
-        return {"model": files_sha256(model_files(config, weights=weights))}
-    if config.hub_id is not None and config.gguf_file is not None and (weights or config.shape is None):
-        return {"model": files_sha256([hub.gguf(config.hub_id, config.gguf_file)])}
-    if config.hub_id is not None and weights:
-        return {"model": hub.snapshot(config.hub_id, with_code=config.trust_remote_code).revision}
-    if config.hub_id is not None and config.shape is None:
-        return {"model": hub.config_directory(config.hub_id).name}
-    return {"model": PACKAGED_SHA256} if weights and config.name == PACKAGED_NAME else {}
+        return {"model": files_sha256(source.model_files(config, weights=weights))}
+    if config.hub_id is not None and (weights or config.shape is None):
+        found = source.located(config, weights=weights)
+        return {"model": files_sha256([found]) if found.is_file() else found.name}
+    return {"model": source.PACKAGED_SHA256} if weights and config.name == source.PACKAGED_NAME else {}
 
 
 def calibration(config: CalibrationConfig) -> dict[str, str]:

@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
-from harness.model.room import prompt_bytes
+from harness.model.prompt import prompt_bytes
 from harness.offload.links import Link, open_link
 from harness.offload.memory import require_memory, smaller_card
 from harness.resources import Kept
