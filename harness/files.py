@@ -19,6 +19,7 @@ import psutil
 from harness.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from filelock import BaseFileLock
 
 T = TypeVar("T")
@@ -189,6 +190,16 @@ def files_sha256(files: Iterable[Path]) -> str:
 def available_memory() -> int:
     """Bytes of main memory that a new allocation may use, droppable caches included, within a container's limit."""
     return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in memory_limits())])
+
+
+def available_bytes(home: torch.device) -> int:
+    """Bytes that a new allocation in the memory of device `home` may take, droppable caches included."""
+    if home.type != "cuda":
+        return available_memory()
+    import torch
+
+    unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
+    return torch.cuda.mem_get_info(home)[0] + unused
 
 
 def total_memory() -> int:

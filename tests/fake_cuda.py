@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.model import shape
+from harness import files
 from harness.model.attach import Attached, attach
 from harness.model.decoder import Layer, read_decoder
 from harness.model.rotary import Rotary
@@ -408,7 +408,7 @@ def fake_gpu() -> Iterator[Trace]:
         patch.setattr(copies, "cuda_runtime", lambda: torch.cuda)
         patch.setattr(copies, "_memcpy_2d", trace.rectangle)
         patch.setattr(live, "PinnedSlab", FakeSlab)
-        patch.setattr(shape, "available_memory", lambda: 2**50)
+        patch.setattr(files, "available_memory", lambda: 2**50)
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (2**40, 2**40))
         for name in ("memory_reserved", "memory_allocated"):
             patch.setattr(torch.cuda, name, lambda device=None: 0)

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from harness import files
 from harness.errors import UserError
 from harness.launch.plan import read_plan
-from harness.model import gguf, shape, source
+from harness.model import gguf, source
 from harness.model.load import load_model
 from harness.model.source import num_elements
 from harness.model.tiny import tiny_model
@@ -265,9 +265,9 @@ def test_a_grid_goes_by_the_family_of_the_model_that_is_given(tmp_path):
 def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir, monkeypatch):
     config = configured(model_dir, weights=weights)
     needed = num_elements([model_dir / "model.safetensors"]) * 4
-    monkeypatch.setattr(shape, "available_memory", lambda: needed)
+    monkeypatch.setattr(files, "available_memory", lambda: needed)
     load_model(config)
-    monkeypatch.setattr(shape, "available_memory", lambda: needed - 4)
+    monkeypatch.setattr(files, "available_memory", lambda: needed - 4)
     said = refused("model tiny needs 0.0 GiB of cpu memory for its weights in float32 and 0.0 GiB are", config)
     assert "or model.dtype=bfloat16" in said
     load_model(replace(config, dtype="bfloat16"))

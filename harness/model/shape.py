@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, nearest, question, refused
-from harness.files import available_memory
+from harness.files import available_bytes
 from harness.settings.choices import CONF_DIR, options
 
 if TYPE_CHECKING:
@@ -223,16 +223,6 @@ def require_filled(what: str, described: PreTrainedConfig, num_weights: int) -> 
     layers, hidden_size = (size(described, name) or 0 for name in ("num_hidden_layers", "hidden_size"))
     if layers * hidden_size**2 > 2 * num_weights or count_weights(what, described) > 2 * num_weights:
         raise UserError(f"{what}: holds {num_weights} weights, far fewer than its configuration describes")
-
-
-def available_bytes(home: torch.device) -> int:
-    """Bytes that a new allocation in the memory of device `home` may take, droppable caches included."""
-    if home.type != "cuda":
-        return available_memory()
-    import torch
-
-    unused = torch.cuda.memory_reserved(home) - torch.cuda.memory_allocated(home)
-    return torch.cuda.mem_get_info(home)[0] + unused
 
 
 def require_room(what: str, num_weights: int, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:

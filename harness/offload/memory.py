@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.files import available_memory
-from harness.model.shape import available_bytes
+from harness.files import available_bytes, available_memory
 from methods.base import State
 
 GIB = 2**30

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from harness.data.text import calibration_ids
 from harness.errors import UserError
+from harness.files import cache_dir
 from harness.model.calibration import cached_calibration
-from harness.model.gguf import cache_dir
 from harness.model.prompt import PromptPass
 from harness.paper.analysis.dense import Point, Subject, mean_point, observe
 from methods.infinigen import InfiniGen

@@ -14,9 +14,8 @@ import torch
 from harness.data.text import corpus_ids, first_window_offset
 from harness.errors import UserError, refused
 from harness.model.attach import attach
-from harness.model.described import model_config
-from harness.model.load import LoadedModel
-from harness.model.shape import WEIGHT_BYTES
+from harness.model.load import LoadedModel, model_config
+from harness.model.shape import WEIGHT_BYTES, count_weights
 from harness.paper.analysis import attention, states
 from harness.paper.analysis.dense import Point, Subject
 from harness.settings.experiment import Outcome
@@ -68,10 +67,8 @@ def run_memory(config: RunConfig) -> Outcome:
 
     No weights are read: the model is built without memory to count them. UserError where its shape is not known.
     """
-    from harness.model import checks
-
     name, described = f"model {config.model.name}", model_config(config.model)
-    weights = WEIGHT_BYTES * checks.count(name, described)
+    weights = WEIGHT_BYTES * count_weights(name, described)
     cells = [("seq_len", seq_len, BATCH_SIZE, seq_len) for seq_len in SEQ_LENS]
     cells += [("batch_size", batch_size, batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
     points = []
