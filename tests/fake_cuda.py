@@ -41,8 +41,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import files
 from harness.model.attach import Attached, attach
+from harness.model.attention import Rotary
 from harness.model.decoder import Layer, read_decoder
-from harness.model.rotary import Rotary
 from harness.model.shape import read_yaml
 from harness.offload import live
 from harness.offload import store as copies
@@ -241,9 +241,9 @@ class Trace(TorchDispatchMode):
         try:
             with pytest.MonkeyPatch.context() as patch:  # there are no numbers to check
                 patch.setattr("harness.model.attach.check_decoder", lambda *_: None)
-                patch.setattr("harness.model.attached.require_in_range", lambda *_: None)
-                patch.setattr("harness.model.attached.require_embedded", lambda *_: None)
-                patch.setattr("harness.model.attached.rotary_of", whole_heads)
+                patch.setattr("harness.model.attach.require_in_range", lambda *_: None)
+                patch.setattr("harness.model.attach.require_embedded", lambda *_: None)
+                patch.setattr("harness.model.attach.rotary_of", whole_heads)
                 with attach(model) as attached:
                     yield attached
         finally:

@@ -24,8 +24,7 @@ from replaying import (
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
 from harness.errors import UserError
-from harness.model.attach import attach
-from harness.model.attached import Attached
+from harness.model.attach import Attached, attach
 from harness.model.prompt import run_prompt
 from harness.model.tiny import tiny_model
 from harness.replay import decode_rows as passes

@@ -10,7 +10,7 @@ import torch
 
 from harness.contract.decode import live
 from harness.model import families
-from harness.model.attached import Attached
+from harness.model.attach import Attached
 from harness.model.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family
 
 OF_EACH_KIND = {
@@ -37,8 +37,10 @@ REFUSED = {
     "roberta": "logits are off",
 }
 CORE = [
-    *(Path("harness/model", f"{name}.py") for name in ("attach", "attached", "attention", "decoder", "model_cache")),
-    *(Path("harness/model", f"{name}.py") for name in ("calibration", "policies", "prompt", "rotary")),
+    *(
+        Path("harness/model", f"{name}.py")
+        for name in ("attach", "attention", "decoder", "calibration", "policies", "prompt")
+    ),
     *Path("harness/replay").glob("*.py"),
     *Path("harness/offload").rglob("*.py"),
 ]

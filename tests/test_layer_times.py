@@ -13,8 +13,7 @@ from mixed_models import mixed
 from torch.nn.functional import pad
 
 from harness.contract.checks import CHECKS, Trial
-from harness.model.attach import attach
-from harness.model.attached import Attached
+from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
 from harness.offload.cache import LayerCache

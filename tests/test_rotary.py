@@ -7,8 +7,7 @@ import torch
 from living import FAMILIES, largest_difference, tiny
 
 from harness.contract.decode import open_replay, token_batch
-from harness.model.attach import attach
-from harness.model.attached import Attached
+from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.families import tiny_family
 from harness.setup import Setup

@@ -15,8 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from harness.errors import UserError
-from harness.model.attach import attach
-from harness.model.attached import Attached
+from harness.model.attach import Attached, attach
 from harness.model.decoder import Decoder, Latent
 from harness.model.tiny import tiny_model
 from harness.offload.live import LiveSession

@@ -1,8 +1,12 @@
 """Attach our attention to a loaded Hugging Face decoder, once it is known to give the model's own numbers.
 
-What was read off a model is not trusted. At its first use some tokens run through our attention in several passes, the
-later ones over the history of the earlier ones, and the logits are compared with those of the model's own forward. Each
-early query is compared with the layer's true one, and a batch with padding with its sequences alone.
+While attached, a forward pass hands each attention layer's fresh query, key and value to a *handler*, which owns the
+history. The model itself stores no keys and values, and is given explicit positions. All hooks go at the end.
+
+The description of a model by `harness.model.decoder` is not trusted. At the first use some tokens run through our
+attention in several passes, the later ones over the history of the earlier ones, and the logits are compared with those
+of the model's own forward. Each early query is compared with the layer's true one, and a batch with padding with its
+sequences alone.
 
     with attach(model) as attached:
         hidden = attached.forward(ids, positions, handler)
@@ -11,24 +15,424 @@ early query is compared with the layer's true one, and a batch with padding with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from harness.errors import UserError, reason
-from harness.model.attached import Attached, Handler, attached_unchecked
-from harness.model.attention import dense_attention
-from harness.model.decoder import Call, Decoder, read_decoder, refusal
+from harness.errors import UserError
+from harness.model.attention import Rotary, dense_attention, rotary_of
+from harness.model.decoder import (
+    UNREADABLE,
+    Call,
+    Decoder,
+    Layer,
+    ModelCache,
+    PositionSource,
+    Reached,
+    attention_function,
+    options_of,
+    read_decoder,
+    refusal,
+    refused_by,
+    replaced_forward,
+    reraise_out_of_memory,
+)
+from methods.base import Geometry
 
 PASSES = (4, 3, 1)
 """Rows of each pass."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
 COARSE = 0.08
 """Largest difference of a logit over the largest logit; `COARSE` in bfloat16."""
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside the block `device` is CUDA's current one: there Triton launches and events are recorded, wherever the
+    tensors lie."""
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
+
+
+class Handler:
+    """What computes attention during a forward pass. Layers are counted over all attention layers of the model."""
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of a layer's fresh rows.
+
+        query: [batch, heads, rows, head_dim], post-position, before the softmax scale; key, value: [batch,
+        num_kv_heads, rows, head_dim or value_dim]. Returns [batch, rows, heads, value_dim]. All on the layer's device,
+        which is CUDA's current one.
+        """
+        raise NotImplementedError
+
+    def rehearses(self, layer: int) -> bool:
+        """Whether the query of `layer` is wanted early."""
+        return False
+
+    def rehearse(self, layer: int, query: Tensor) -> None:
+        """The query `layer` would have, made from the attention input of the previous layer; called there."""
+
+    def layer_begins(self, layer: int) -> None:
+        """The layer's attention module has its input."""
+
+    def layer_ends(self, layer: int) -> None:
+        """The layer's attention module is done."""
+
+
+class Attached:
+    """A model with our attention under it. Valid inside `attach`.
+
+    layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them. numbers: by layer, its
+    number among those that see every token, which is how methods count; None for a local layer. longest: tokens of the
+    longest sequence that the layers see whole, where all of them are local; None: they see any. device: of all that
+    goes in and out: ids, positions, hidden states, logits. devices: of the layers, each once, in their order.
+    """
+
+    def __init__(self, model: Any, decoder: Decoder) -> None:
+        self.model = model
+        self.decoder = decoder
+        self.layers: list[Layer] = decoder.layers
+        self.device: torch.device = model.device
+        self.devices = list(dict.fromkeys(layer.device for layer in self.layers))
+        self.dtype: torch.dtype = model.dtype
+        windows = [layer.window for layer in self.layers]
+        all_local = all(window is not None for window in windows)
+        self.longest = min(window.size for window in windows if window) if all_local else None
+        self.numbers: list[int | None] = []
+        for window in windows:
+            is_global = all_local or window is None
+            self.numbers.append(sum(number is not None for number in self.numbers) if is_global else None)
+        self.geometry = self._geometry()
+        self.softmaxes = [
+            layer.softmax._replace(scale=self.geometry.scale) if number is not None else layer.softmax
+            for layer, number in zip(self.layers, self.numbers, strict=True)
+        ]
+        self._index = {id(layer.module): index for index, layer in enumerate(self.layers)}
+        self._rehearsed_in: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.before is not None and self.numbers[index] is not None:
+                self._rehearsed_in.setdefault(id(layer.before), []).append(index)
+        self._rotaries: dict[int, Rotary | None] = {}
+        self._handler: Handler | None = None
+        self._cache: ModelCache | None = None
+        self._rows: Tensor | None = None
+        self._is_padded = False
+        self._positions: Tensor | None = None
+        self._made: dict[PositionSource, Any] = {}
+        self._rehearsing = False
+
+    def _geometry(self) -> Geometry:
+        """Of the layers that see every token; all of them must have one shape."""
+        layers = [layer for layer, number in zip(self.layers, self.numbers, strict=True) if number is not None]
+        first = layers[0]
+        sizes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements) for each in layers}
+        if len(sizes) > 1:
+            raise refusal(self.decoder.family, "its layers that see every token have several shapes")
+        softmaxes = tuple(each.softmax._replace(scale=first.softmax.scale) for each in layers)
+        token = first.num_kv_heads * first.elements
+        return Geometry(
+            num_layers=len(layers),
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            scale=first.softmax.scale,
+            family=self.decoder.family,
+            rotate=self._rotate,
+            value_dim=first.value_dim,
+            values_in_keys=first.latent is not None,
+            softmaxes=() if all(each.is_plain for each in softmaxes) else softmaxes,
+            windows=tuple(
+                layer.window._replace(weight=layer.num_kv_heads * layer.elements / token)
+                for layer, number in zip(self.layers, self.numbers, strict=True)
+                if number is None and layer.window is not None
+            ),
+        )
+
+    def method_devices(self, num_exempt_layers: int) -> list[torch.device]:
+        """The devices of the layers under a method, each once."""
+        numbered = zip(self.layers, self.numbers, strict=True)
+        under_method = [layer for layer, number in numbered if number is not None and number >= num_exempt_layers]
+        return list(dict.fromkeys(layer.device for layer in under_method))
+
+    def new_cache(self) -> ModelCache:
+        """What the model is to be given as its cache of one batch: it keeps the states of recurrent layers."""
+        return ModelCache(self.decoder.stack.config)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        handler: Handler,
+        cache: ModelCache | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """Final hidden states [batch, rows, hidden_size] of `ids` [batch, rows] at `positions`, all on `device`.
+
+        cache: the batch's, from `new_cache`; None: these are its first and only rows. real: bool [batch, rows], False
+        for padding, which recurrent layers must not see; None: there is none. Raises UserError for a token without an
+        embedding, and where activations are not finite. A pass over one row is not checked: a decode step waits for no
+        device.
+        """
+        if ids.shape[1] > 1:
+            require_embedded(ids, self.decoder.stack.get_input_embeddings())
+        self._handler, self._positions = handler, positions
+        self._cache = self.new_cache() if cache is None else cache
+        self._rows = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+        self._is_padded = bool(self.decoder.recurrent) and real is not None and not bool(real.all())
+        try:
+            output = self.decoder.stack(
+                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=False
+            )
+        finally:
+            self._handler = None
+            self._made.clear()
+        self._cache.num_columns += ids.shape[1]
+        if ids.shape[1] > 1:
+            require_in_range(output.last_hidden_state)
+        return output.last_hidden_state.to(self.device)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's output head over final hidden states [..., hidden_size], its softcap and scale included: fp32
+        [..., vocab]."""
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        made = self.decoder.output_type(last_hidden_state=flat)  # what the model's own code is given instead
+        with replaced_forward(self.decoder.stack, lambda *_, **__: made):
+            logits = self.model(input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False).logits
+        return logits.view(*hidden.shape[:-1], -1).float()
+
+    def require_length(self, num_tokens: int) -> None:
+        """Raise UserError for a sequence on which the model's rows would see other tokens, or be placed otherwise, than
+        in one pass over the whole: beyond the window of a model that has local layers only, and beyond the length from
+        which rotary frequencies follow the sequence's length (dynamic, longrope)."""
+        limits = {"sliding window": self.longest} | _rope_limits(self.decoder.stack.config)
+        for name, limit in limits.items():
+            if limit and num_tokens > limit:
+                raise UserError(
+                    f"a sequence of {num_tokens} tokens: {limit} is the model's {name}; lower seq_len, or prompt_len, "
+                    "gen_len or max_new_tokens"
+                )
+
+    def require_even(self, real: Tensor) -> None:
+        """Raise UserError for a batch with padding, real bool [batch, prompt], where the model's rows depend on it."""
+        if self.decoder.no_padding and not bool(real.all()):
+            raise UserError(
+                f"model family {self.geometry.family!r} takes no batch of prompts of unequal lengths: "
+                f"{self.decoder.no_padding}; run them one by one"
+            )
+
+    def require_rehearsal(self) -> None:
+        """Raise UserError where no layer's query can be made ahead of the layer."""
+        if self.decoder.no_rehearsal:
+            raise UserError(
+                f"model family {self.geometry.family!r} takes no method that rehearses a layer's query "
+                f"(method.when=previous_layer): {self.decoder.no_rehearsal}"
+            )
+
+    def early_query(self, layer: int, hidden: Tensor) -> Tensor:
+        """The query that `layer` would make of `hidden` [batch, rows, hidden_size], as its handler would get it."""
+        wanted = self.layers[layer]
+        call = wanted.call.with_hidden(
+            hidden,
+            position_embeddings=None if wanted.positions is None else self._made.get(wanted.positions),
+            position_ids=self._positions,
+            attention_mask=None,
+            past_key_values=self._cache,
+        )
+        self._rehearsing = True
+        try:
+            with ExitStack() as stack:
+                for name, size in wanted.unused.items():
+                    stack.enter_context(replaced_forward(wanted.module.get_submodule(name), partial(_zeros, size)))
+                query = self.decoder.run_to_attention(wanted, call).query
+        finally:
+            self._rehearsing = False
+        return self._as_handled(layer, query)
+
+    def _as_handled(self, layer: int, query: Tensor) -> Tensor:
+        """A module's query as handlers get it: for the softmax scale that all layers share, and for latent keys."""
+        known = self.layers[layer]
+        if known.softmax.scale != self.softmaxes[layer].scale:
+            query = query * (known.softmax.scale / self.softmaxes[layer].scale)
+        return query @ known.latent.to_query if known.latent is not None else query
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        """The attention function under the model."""
+        if self._rehearsing:
+            raise Reached(query, key, value)
+        if self._handler is None:
+            raise RuntimeError("the model is attached: run it through Attached.forward")
+        index = self._index[id(module)]
+        latent = self.layers[index].latent
+        query = self._as_handled(index, query)
+        assert self._cache is not None
+        stored, self._cache.latest = self._cache.latest, None  # not held beyond the layer
+        with launching_on(query.device):
+            if latent is None:
+                del stored
+                return self._handler.attention(index, query, key, value), None
+            assert stored is not None
+            key = torch.cat(stored, -1)
+            output = self._handler.attention(index, query, key, key[..., : latent.rank])
+        return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A module that mixes tokens has its input: the place of later layers' rehearsals."""
+        if self._handler is None or self._rehearsing:
+            return
+        if id(module) in self._index:
+            index = self._index[id(module)]
+            with launching_on(self.layers[index].device):
+                self._handler.layer_begins(index)
+        for index in self._rehearsed_in.get(id(module), ()):
+            if self._handler.rehearses(index):
+                with launching_on(self.layers[index].device):
+                    self._handler.rehearse(index, self.early_query(index, Call(args, kwargs).hidden))
+
+    def _after(self, module: Any, *_: Any) -> None:
+        if self._handler is not None and not self._rehearsing:
+            index = self._index[id(module)]
+            with launching_on(self.layers[index].device):
+                self._handler.layer_ends(index)
+
+    def _positions_made(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+        """Position embeddings of this pass, which a rehearsal hands to another layer."""
+        self._made[PositionSource(module, options_of(args, kwargs))] = made
+
+    def _rotate(self, states: Tensor, positions: Tensor, inverse: bool = False, layer: int = 0) -> Tensor:
+        """`Geometry.rotate`."""
+        if layer not in self._rotaries:
+            self._rotaries[layer] = rotary_of(self.decoder, self.layers[self.numbers.index(layer)])
+        rotary = self._rotaries[layer]
+        if rotary is None:
+            raise ValueError(f"model family {self.geometry.family!r} applies its positions in a way that is not known")
+        return rotary.apply(states, positions, inverse)
+
+    def _recurrent(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A recurrent module. In a padded batch each sequence's own rows run alone, with its own state; rows run one by
+        one where the module's code cannot go on from a state with several."""
+        cache, columns = self._cache, self._rows
+        if self._handler is None or cache is None or columns is None:
+            return forward(*args, **kwargs)
+        one_by_one = not self.decoder.takes_rows and cache.num_columns > 0 and columns.shape[1] > 1
+        if not self._is_padded and not one_by_one:
+            return forward(*args, **kwargs)
+
+        def run(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
+            """The module's output for the rows [n] of some sequences."""
+
+            def part(each: Any) -> Any:
+                if each is cache:
+                    return cache_of_part
+                has_rows = isinstance(each, Tensor) and each.shape[:2] == columns.shape
+                return each[at, rows.to(each.device)] if has_rows else each
+
+            named = {name: part(each) for name, each in kwargs.items() if name != "attention_mask"}
+            return forward(*map(part, args), **named)
+
+        def run_all(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
+            if not one_by_one:
+                return run(cache_of_part, at, rows)
+            return tree_map(lambda *parts: torch.cat(parts, 1), *(run(cache_of_part, at, row) for row in rows.split(1)))
+
+        if not self._is_padded:
+            return run_all(cache, slice(None), torch.arange(columns.shape[1]))
+        layer, states, outputs = int(module.layer_idx), [], []  # type: ignore[arg-type]
+        for at, real in enumerate(columns):
+            states.append(cache.fork(torch.tensor([at]), layer))
+            outputs.append(run_all(states[-1], slice(at, at + 1), real.nonzero().flatten()))
+        cache.join(states, layer)
+
+        def padded(*parts: Tensor) -> Tensor:
+            joined = parts[0].new_zeros(*columns.shape, *parts[0].shape[2:])
+            joined[columns.to(joined.device)] = torch.cat([each[0] for each in parts])
+            return joined
+
+        return tree_map(padded, *outputs)
+
+
+def require_embedded(ids: Tensor, embedding: Any) -> None:
+    """Raise UserError where a token has no embedding: on a GPU the lookup would end the process's use of it."""
+    highest = int(ids.max())
+    if highest >= embedding.weight.shape[0]:
+        raise UserError(
+            f"the text has token {highest}, but the model's embedding has {embedding.weight.shape[0]} tokens: its "
+            "tokenizer has tokens that the model does not know; give the model its own tokenizer, or another text"
+        )
+
+
+def require_in_range(hidden: Tensor) -> None:
+    """Raise UserError where a pass gives numbers that are infinite or NaN."""
+    if not hidden.sum(dtype=torch.float32).isfinite():
+        if hidden.dtype == torch.float16:
+            raise UserError(
+                "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
+            )
+        raise UserError(
+            "the model's activations are not finite; look at the numbers in its configuration (rope_parameters, eps, "
+            "scales) and at its weights"
+        )
+
+
+def _rope_limits(config: Any) -> dict[str, int | None]:
+    """Tokens up to which rotary frequencies do not follow the length of the sequence, by what they are called."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
+    limits: dict[str, int | None] = {}
+    for rope in kinds:
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope":
+            limits["length up to which longrope keeps its positions"] = original
+        elif rope.get("rope_type") == "dynamic":
+            limits["length up to which dynamic rope keeps its positions"] = original or config.max_position_embeddings
+    return limits
+
+
+_blanks: dict[Any, Tensor] = {}
+
+
+def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A projection that is not computed: zeros that nobody writes to, made once for each shape of a decode step."""
+    shape = (*states.shape[:-1], size)
+    if states.shape[-2] > 1:
+        return states.new_zeros(shape)
+    key = shape, states.dtype, states.device
+    if key not in _blanks:
+        _blanks[key] = states.new_zeros(shape)
+    return _blanks[key]
+
+
+@contextmanager
+def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
+    """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
+    attached = Attached(model, decoder)
+    mixers = {id(each): each for layer in decoder.layers for each in (layer.before, layer.module) if each is not None}
+    sources = {id(layer.positions.module): layer.positions.module for layer in decoder.layers if layer.positions}
+    with ExitStack() as stack:
+        for module in mixers.values():
+            hook = module.register_forward_pre_hook(attached._before, with_kwargs=True)
+            stack.callback(hook.remove)
+        for layer in decoder.layers:
+            stack.callback(layer.module.register_forward_hook(attached._after).remove)
+            if layer.prescales:
+                stack.callback(setattr, layer.module, "scaling", layer.module.scaling)
+                layer.module.scaling = 1.0  # type: ignore[assignment]
+        for module in sources.values():
+            hook = module.register_forward_hook(attached._positions_made, with_kwargs=True)
+            stack.callback(hook.remove)
+        for module in decoder.recurrent:
+            stack.enter_context(replaced_forward(module, partial(attached._recurrent, module, module.forward)))
+        stack.enter_context(attention_function(decoder.stack, attached._attend))
+        yield attached
+
+
+# The check of a model at its first use
 
 
 @contextmanager
@@ -67,8 +471,8 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
         if uses_latents and not off <= tolerance:
             decoder.expand_latents()
             off = _difference(model, decoder, ids, expected)
-    except (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError) as error:
-        raise error if isinstance(error, UserError) else refusal(decoder.family, reason(error)) from error
+    except UNREADABLE as error:
+        raise refused_by(error, decoder.family) from error
     if not off <= tolerance:
         raise refusal(decoder.family, f"under our attention its logits are off by {off:.1e} of the largest")
     decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
@@ -99,7 +503,8 @@ def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: floa
             return f"its queries depend on {', '.join(unknown)}"
     try:
         off = early_difference(model, decoder, ids)
-    except RuntimeError:
+    except RuntimeError as error:
+        reraise_out_of_memory(error)
         return "the layer before has no input that it could be made of"
     if not off <= tolerance and any(layer.unused for layer in decoder.layers):
         for layer in decoder.layers:  # a submodule may decide something though no derivative passes through it

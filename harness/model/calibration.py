@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.files import replacing, text_sha256
-from harness.model.attached import Attached
+from harness.model.attach import Attached
 from harness.model.prompt import PromptPass
 from methods.base import Calibration, Method
 

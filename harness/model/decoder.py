@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -20,11 +21,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from harness.errors import UserError, reason
-from harness.model.model_cache import ModelCache
 from methods.base import Softmax, Window
 
 HARMLESS_OPTIONS = frozenset(
@@ -41,6 +41,72 @@ FAR = 2**20
 """A position beyond every window: whether a row there sees the first token tells a window from full attention."""
 
 _names = (f"kv_harness_{number}" for number in count())
+
+
+class ModelCache(DynamicCache):
+    """The cache of one batch.
+
+    num_columns: rows that the model has run so far, by which a model that is not told positions counts.
+    latest: what an attention layer wanted to store last, (key, value). on_state: called where a module writes a
+    recurrent state. instead: what `update` returns; None: what it was given.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.num_columns = 0
+        self.latest: tuple[Tensor, Tensor] | None = None
+        self.on_state: Callable[[], Any] | None = None
+        self.instead: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store nothing."""
+        self.latest = key, value
+        return (key, value) if self.instead is None else self.instead
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """Columns before this pass."""
+        return self.num_columns
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        if self.on_state is not None:
+            self.on_state()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        if self.on_state is not None:
+            self.on_state()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recurrent states."""
+        return sum(state.nbytes for states in self._states() for state in states.values() if isinstance(state, Tensor))
+
+    def fork(self, index: Tensor, layer: int | None = None) -> ModelCache:
+        """The states of the sequences `index` int [new_batch]; of one layer only, where it is named."""
+        child = copy(self)
+        child.layers = [each if layer not in (None, at) else deepcopy(each) for at, each in enumerate(self.layers)]
+        for states in child._states(layer):
+            for name, state in states.items():
+                if isinstance(state, Tensor):
+                    states[name] = state.index_select(0, index.to(state.device))
+        return child
+
+    def join(self, parts: list[ModelCache], layer: int) -> None:
+        """Take over a layer's states from `parts`, which are forks of the batch's sequences, one after another."""
+        self.layers[layer] = parts[0].layers[layer]
+        for states, *others in zip(*(part._states(layer) for part in (self, *parts[1:])), strict=True):
+            for name, state in states.items():
+                if isinstance(state, Tensor):
+                    states[name] = torch.cat([state, *(other[name] for other in others)])
+
+    def _states(self, layer: int | None = None) -> Iterator[dict[int, Any]]:
+        for each in self.layers if layer is None else [self.layers[layer]]:
+            for kind in ("conv_states", "recurrent_states"):
+                if hasattr(each, kind):
+                    yield getattr(each, kind)
 
 
 class Call(NamedTuple):
@@ -169,6 +235,22 @@ def attention_function(
 def refusal(family: str, why: str) -> UserError:
     """The one line in which a model is refused."""
     return UserError(f"model family {family!r} is not supported: {why}")
+
+
+UNREADABLE = (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError)
+"""Errors of a model's own code that is run in a way that it does not expect."""
+
+
+def refused_by(error: Exception, family: str) -> Exception:
+    """The refusal of a model whose code raised `error`; raises `error` itself where the memory did not suffice."""
+    reraise_out_of_memory(error)
+    return error if isinstance(error, UserError) else refusal(family, reason(error))
+
+
+def reraise_out_of_memory(error: Exception) -> None:
+    """Raise an error that says nothing about the model: too little memory on a GPU or the host."""
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        raise error
 
 
 _decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
@@ -310,7 +392,8 @@ class Decoder:
         try:
             of_rank = expanded(rank, rank.new_zeros(1, 1, rank.shape[2], rotary.shape[2]))
             of_rotary = expanded(rotary.new_zeros(1, 1, rotary.shape[2], rank.shape[2]), rotary)
-        except RuntimeError:  # its code takes no other number of tokens than that of its queries
+        except RuntimeError as error:  # its code takes no other number of tokens than that of its queries
+            reraise_out_of_memory(error)
             return None
         to_query = torch.cat([of_rank.key[0], of_rotary.key[0]], 1).mT  # [heads, head_dim, rank + rotary]
         return Latent(to_query.contiguous(), of_rank.value[0].contiguous())
@@ -349,8 +432,8 @@ class _Trace:
                 positions = torch.arange(2, device=ids.device)[None]
                 given = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache}
                 self.output_type = type(self.decoder.stack(**given, use_cache=False))
-        except (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError) as error:
-            raise error if isinstance(error, UserError) else refusal(self.decoder.family, reason(error)) from error
+        except UNREADABLE as error:
+            raise refused_by(error, self.decoder.family) from error
         finally:
             self._cache.on_state = None
             for hook in hooks:

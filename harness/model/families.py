@@ -27,8 +27,7 @@ from harness.contract.checks import SIZE_TOLERANCE
 from harness.contract.decode import live, open_replay, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
-from harness.model.attach import attach, early_difference
-from harness.model.attached import Attached
+from harness.model.attach import Attached, attach, early_difference
 from harness.model.calibration import calibrate
 from harness.model.decoder import read_decoder
 from harness.model.shape import read_yaml

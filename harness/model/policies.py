@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from harness.errors import UserError
-from harness.model.attached import Attached
+from harness.model.attach import Attached
 from methods.base import Calibration, Lengths, Method, Softmax, State, When, Window, calibration_on
 from methods.checks import require
 

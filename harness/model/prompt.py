@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.model.attached import Attached, Handler
+from harness.model.attach import Attached, Handler
 from harness.model.attention import padding_of, prompt_attention
-from harness.model.model_cache import ModelCache
+from harness.model.decoder import ModelCache
 
 Keep = Callable[[int, Tensor, Tensor, Tensor], None]
 """Takes a layer, and its query, key and value [batch, heads, prompt, size]."""

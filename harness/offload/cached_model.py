@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.errors import UserError
-from harness.model.attached import Attached
-from harness.model.decoder import replaced_forward
-from harness.model.model_cache import ModelCache
+from harness.model.attach import Attached
+from harness.model.decoder import ModelCache, replaced_forward
 from harness.offload.links import Links
 from harness.offload.live import LiveSession
 from harness.settings.speed import Placement

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.attached import Attached, launching_on
+from harness.model.attach import Attached, launching_on
 from harness.model.policies import Policy, new_states, policies_of
 from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of, prompt_bytes
 from harness.offload import memory

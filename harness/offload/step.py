@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.model.attached import Handler, launching_on
+from harness.model.attach import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
 from harness.offload.cache import LayerCache, LocalCache
 from harness.offload.store import KeyValue

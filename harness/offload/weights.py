@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from harness.errors import UserError
 from harness.files import available_memory
-from harness.model.attach import Attached
-from harness.model.attached import launching_on
+from harness.model.attach import Attached, launching_on
 from harness.offload.links import Links, Ticket
 from harness.offload.memory import PinnedSlab, aligned
 from harness.offload.timeline import Timeline

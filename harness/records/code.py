@@ -19,8 +19,8 @@ from harness.files import text_sha256
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
     "offload", "replay", "data", "setup.py", "sizes.py",
-    "model/attach.py", "model/attached.py", "model/attention.py", "model/calibration.py", "model/decoder.py",
-    "model/model_cache.py", "model/policies.py", "model/prompt.py", "model/rotary.py",
+    "model/attach.py", "model/attention.py", "model/calibration.py", "model/decoder.py", "model/policies.py",
+    "model/prompt.py",
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
 METHODS = "methods"

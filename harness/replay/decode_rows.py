@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.model.attached import Attached, Handler
+from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.policies import Policy
 from harness.replay.history import History

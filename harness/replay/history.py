@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.model.attached import Attached
+from harness.model.attach import Attached
 from harness.model.policies import Policy
 from methods.base import EMPTY, Method, State
 from methods.codec import AnyCodec, Codec

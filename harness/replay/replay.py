@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.model.attached import Attached
+from harness.model.attach import Attached
 from harness.model.policies import new_states, policies_of
 from harness.model.prompt import PromptPass
 from harness.replay.decode_rows import DecodePass
