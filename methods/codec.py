@@ -1,21 +1,25 @@
-"""How a cached row is stored: as floats, or as integer codes with a minimum and a step per group.
+"""Formats of cached rows: floats, or integer codes with a minimum and a step for each group of elements.
 
-Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1): per
-token, KV head and group of `group_size` elements along head_dim, `lo = min` and `step = (max - lo) / (2^bits - 1)`,
-both rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value = code * step + lo` in the compute
-dtype. A group whose step rounds to 0 gives `lo`. Where head_dim is no multiple of group_size (Phi-3's 96 with 64), the
-last group is shorter.
+Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1). Per
+token, KV head and group of `group_size` elements along head_dim: `lo = min`, `step = (max - lo) / (2^bits - 1)`, both
+rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value = code * step + lo` in the compute dtype. A
+group whose step rounds to 0 gives `lo`. If head_dim is no multiple of group_size (Phi-3's 96 with 64), the last group
+is shorter. A packed row is `[lo, step of each group (fp16) | codes]`.
 
-A packed row of an integer codec is `[lo, step of each group (fp16) | codes]`, the codes as in `methods.bit_planes`.
+Codes of 1, 2, 4 or 8 bits are packed in planes. With n = 8 / bits codes per byte, byte i holds elements i, i + width,
+..., i + (n - 1) * width, the first in the lowest bits. Unpacking then writes n contiguous blocks.
 
-With `rotation="hadamard"` a row is rotated before it is quantized and back after, as QuaRot's KV cache (Ashkboos et
-al., NeurIPS 2024): the orthonormal Hadamard transform spreads an outlier over the row, so that one group's step no
-longer follows it.
+With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV cache (Ashkboos et
+al., NeurIPS 2024): the orthonormal Hadamard transform spreads an outlier over the row, so one group's step no longer
+follows it.
 
-`fp8` is e4m3 (4 bits exponent, 3 mantissa), saturating at +-448, without a scale: what vLLM's `kv_cache_dtype=fp8` does
-where no scales were calibrated.
+`ChannelCodec` groups the elements of one channel over neighbouring tokens (KIVI; Liu et al., ICML 2024): the outliers
+of keys lie in few channels, which then have steps of their own.
 
-`roundtrip(x)` is `decode(encode(x))` bit for bit without the packing: replay uses the one, live decoding the others.
+`fp8` is e4m3 (4 bits exponent, 3 mantissa) without a scale, saturating at +-448, as vLLM's `kv_cache_dtype=fp8` without
+calibrated scales.
+
+`roundtrip(x)` is `decode(encode(x))` bit for bit without the packing. Replay uses the first, live decoding the others.
 """
 
 from __future__ import annotations
@@ -26,9 +30,6 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from methods import bit_planes
-from methods.hadamard import hadamard
 
 FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Formats to compute in."""
@@ -42,7 +43,7 @@ GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
 class _Quantized(NamedTuple):
-    """Integer codes, held as fp32, of rows cut into groups; lo and step are fp16 values held as fp32."""
+    """Integer codes as fp32, of rows cut into groups; lo and step are fp16 values held as fp32."""
 
     codes: Tensor  # [..., num_groups, group]
     lo: Tensor  # [..., num_groups, 1]
@@ -53,8 +54,8 @@ class _Quantized(NamedTuple):
 class Codec:
     """Storage format of cached K and V rows; holds no state.
 
-    name: one of CODEC_NAMES. group_size: elements that share lo and step; rotation: what a row goes through before
-    (integer codecs only, both).
+    name: one of CODEC_NAMES. group_size: elements that share lo and step. rotation: applied to a row before it is
+    quantized. Both are for integer codecs only.
     Raises ValueError for an unknown name, a group_size below 1, or a rotation of floats.
     """
 
@@ -63,7 +64,7 @@ class Codec:
     rotation: Rotation | None = None
 
     residual: ClassVar[int] = 0
-    """Last tokens that are kept exact; see `SplitCodec`."""
+    """Number of last tokens that are kept exact; see `SplitCodec`."""
 
     def __post_init__(self) -> None:
         if self.name not in CODEC_NAMES:
@@ -75,12 +76,12 @@ class Codec:
 
     @property
     def keys(self) -> Codec:
-        """K's codec: this one, for K and V alike."""
+        """Codec of the keys: this one."""
         return self
 
     @property
     def values(self) -> Codec:
-        """V's codec, alike."""
+        """Codec of the values: this one."""
         return self
 
     @property
@@ -90,16 +91,16 @@ class Codec:
 
     @property
     def is_float(self) -> bool:
-        """Whether elements are stored as floating-point numbers, without groups."""
+        """True if elements are stored as floating-point numbers, without groups."""
         return self.name in STORED_DTYPES
 
     @property
     def bits(self) -> int:
-        """Bits that an element counts, lo and step apart: those stored, and 16 for any float but fp8."""
+        """Bits that an element counts, without lo and step: those stored, and 16 for any float but fp8."""
         return 16 if self.name in FLOAT_DTYPES else INTEGER_BITS.get(self.name, 8)
 
     def stored(self, cached: Count) -> Count:
-        """How many of `cached` tokens are read as stored: all."""
+        """Number of the `cached` tokens that are read as stored: all."""
         return cached
 
     def num_groups(self, head_dim: int) -> int:
@@ -107,17 +108,17 @@ class Codec:
         return 0 if self.is_float else -(-head_dim // self.group_size)
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits an element counts in size: `bits`, and 32 a group (lo and step)."""
+        """Bits that an element counts in a size: `bits`, and 32 for each group (lo and step)."""
         return self.bits + 32 * self.num_groups(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any slot."""
         if self.is_float:
             return -(-head_dim * STORED_DTYPES[self.name].itemsize // 2) * 2
-        return self._meta_bytes(head_dim) + bit_planes.plane_width(head_dim, self.bits)
+        return self._meta_bytes(head_dim) + plane_width(head_dim, self.bits)
 
     def roundtrip(self, x: Tensor) -> Tensor:
-        """`x` [..., head_dim] as it reads back from storage, in its own dtype; maybe `x` itself."""
+        """`x` [..., head_dim] as it reads back from storage, in its own dtype; may be `x` itself."""
         if self.is_float:
             return self._as_float(x).to(x.dtype)
         codes, lo, step = self._quantize(x)
@@ -131,7 +132,7 @@ class Codec:
             missing = self.row_bytes(head_dim) - packed.shape[-1]
             return pad(packed, (0, missing)) if missing else packed
         codes, lo, step = self._quantize(x)
-        packed = bit_planes.pack(self._ungrouped(codes, x.shape), self.bits)
+        packed = _pack_planes(self._ungrouped(codes, x.shape), self.bits)
         return torch.cat([self._pack_meta(lo, step), packed], dim=-1)
 
     def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -144,19 +145,19 @@ class Codec:
             return packed[..., : head_dim * stored.itemsize].view(stored).to(dtype)
         meta_bytes = self._meta_bytes(head_dim)
         lo, step = self._unpack_meta(packed[..., :meta_bytes], head_dim)
-        codes = bit_planes.unpack(packed[..., meta_bytes:], self.bits, head_dim, self._working(dtype))
+        codes = _unpack_planes(packed[..., meta_bytes:], self.bits, head_dim, self._working(dtype))
         return self._values(self._grouped(codes), lo, step, codes.shape).to(dtype)
 
     def _as_float(self, x: Tensor) -> Tensor:
-        # The cast turns what lies beyond e4m3's range into NaN; deployed kernels saturate.
+        # The cast turns numbers beyond e4m3's range into NaN; deployed kernels saturate.
         return (x.clamp(-_FP8_MAX, _FP8_MAX) if self.name == "fp8" else x).to(STORED_DTYPES[self.name])
 
     def _working(self, dtype: torch.dtype) -> torch.dtype:
-        """What values are computed in: fp32 where they are rotated back, so that they are rounded once."""
+        """The dtype to compute values in: fp32 if they are rotated back, so that they are rounded once."""
         return dtype if self.rotation is None else torch.float32
 
     def _grouped(self, rows: Tensor) -> Tensor:
-        """Cuts [..., head_dim] into groups; a shorter last one repeats its last element: same min and max."""
+        """[..., head_dim] cut into groups. A shorter last group repeats its last element: same min and max."""
         head_dim = rows.shape[-1]
         group = max(1, min(self.group_size, head_dim))
         missing = -head_dim % group
@@ -165,7 +166,6 @@ class Codec:
         return rows.unflatten(-1, (rows.shape[-1] // group, group))
 
     def _ungrouped(self, groups: Tensor, shape: torch.Size) -> Tensor:
-        """Rows of `shape` from their groups."""
         return groups.flatten(-2)[..., : shape[-1]]
 
     def _quantize(self, x: Tensor) -> _Quantized:
@@ -199,12 +199,84 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class SplitCodec:
-    """Keys and values stored in formats of their own, the last tokens exact; sizes are means of the two.
+class ChannelCodec(Codec):
+    """An integer codec whose groups are `group_size` consecutive tokens of a channel.
 
-    residual: tokens whose values are exact, KIVI's R; 0 codes all. So are their keys, but where those are coded in
-    groups of tokens, then R at a time, as soon as R are there. A step still reads exactly what it completes.
-    Raises ValueError where no number of groups fills R.
+    Rows are [..., tokens, head_dim], groups are counted from the first token. `encode` and `decode` take whole groups;
+    in `roundtrip` the last one may be shorter. A group's 4 * head_dim bytes of lo and step are dealt out to its rows,
+    so that all rows have the same length. Raises ValueError as Codec, and for floats, which have no groups.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_float:
+            raise ValueError(f"key_groups=channel: needs an integer codec, not {self.name}")
+
+    @property
+    def span(self) -> int:
+        return self.group_size
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return self.bits + 32 / self.group_size
+
+    def _meta_bytes(self, head_dim: int) -> int:
+        return -(-GROUP_META_BYTES * head_dim // (2 * self.group_size)) * 2
+
+    def _grouped(self, rows: Tensor) -> Tensor:
+        """[..., tokens, head_dim] as [..., head_dim, groups, tokens of a group]."""
+        return super()._grouped(rows.mT)
+
+    def _ungrouped(self, groups: Tensor, shape: torch.Size) -> Tensor:
+        return groups.flatten(-2)[..., : shape[-2]].mT
+
+    def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
+        """[..., head_dim, groups, 1] each, as bytes [..., tokens, meta bytes]."""
+        width = self._meta_bytes(lo.shape[-3])
+        of_group = torch.cat([lo, step], -1).transpose(-3, -2).flatten(-2).half().view(torch.uint8)
+        dealt = pad(of_group, (0, self.group_size * width - of_group.shape[-1]))
+        return dealt.unflatten(-1, (self.group_size, width)).flatten(-3, -2)
+
+    def _unpack_meta(self, packed: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        groups = packed.shape[-2] // self.group_size
+        of_group = packed.unflatten(-2, (groups, self.group_size)).flatten(-2)[..., : GROUP_META_BYTES * head_dim]
+        meta = of_group.contiguous().view(torch.float16).unflatten(-1, (head_dim, 2)).transpose(-3, -2)
+        return meta[..., :1], meta[..., 1:]
+
+
+@dataclass(frozen=True)
+class NoCodec(Codec):
+    """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows of no bytes."""
+
+    name: str = "none"
+    bits: ClassVar[int] = 0  # type: ignore[misc]  # a property of other codecs
+
+    def __post_init__(self) -> None:
+        pass  # users cannot give this name
+
+    def bits_per_element(self, head_dim: int) -> float:
+        return 0.0
+
+    def row_bytes(self, head_dim: int) -> int:
+        return 0
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        return x
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], 0), dtype=torch.uint8)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        return packed.to(dtype)
+
+
+@dataclass(frozen=True)
+class SplitCodec:
+    """Keys and values stored in different formats, the last tokens exact; sizes are means of the two.
+
+    residual: number of last tokens whose values are exact, KIVI's R; 0 codes all. Their keys are exact too, unless
+    keys are coded in groups of tokens: then R keys are coded at a time, as soon as R are there. A step still reads
+    exactly the token that completes them.
+    Raises ValueError if R is no multiple of a group.
     """
 
     keys: Codec
@@ -217,32 +289,79 @@ class SplitCodec:
 
     @property
     def name(self) -> str:
-        """Both names."""
         return f"{self.keys.name}/{self.values.name}"
 
     @property
     def bits(self) -> float:
-        """Bits that an element counts, groups' scales apart."""
+        """Bits that an element counts, without the groups' scales."""
         return (self.keys.bits + self.values.bits) / 2
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits an element counts in size."""
+        """Bits that an element counts in a size."""
         return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
 
     def coded_values(self, cached: Count) -> Count:
-        """How many values, of the first of `cached` tokens, a row reads coded."""
+        """Number of the first `cached` tokens whose values a row reads coded."""
         return (cached - self.residual) * (cached > self.residual)
 
     def coded_keys(self, cached: Count) -> Count:
-        """How many keys, alike."""
+        """Number of the first `cached` tokens whose keys a row reads coded."""
         if self.residual and self.keys.span > 1:
             return cached - cached % self.residual
         return self.coded_values(cached)
 
     def stored(self, cached: Count) -> Count:
-        """How many tokens are read as stored: both coded, and all that their keys were coded with."""
+        """Number of tokens that are read as stored: key and value coded, and all tokens of the key's group as well."""
         coded = self.coded_values(cached)
         return coded - coded % self.keys.span
 
 
 AnyCodec = Codec | SplitCodec
+
+
+def without_keys(codec: AnyCodec | None) -> SplitCodec:
+    """The codec of a cache that holds values only; None stores them as fp32, which is exact."""
+    return SplitCodec(NoCodec(), (codec or Codec("fp32")).values)
+
+
+def plane_width(head_dim: int, bits: int) -> int:
+    """Bytes of a row's codes, which is also the number of elements in a bit plane; even."""
+    return -(-head_dim * bits // 16) * 2
+
+
+def _pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """fp32 codes [..., head_dim] as bytes [..., plane width]."""
+    head_dim, per_byte = codes.shape[-1], 8 // bits
+    width = plane_width(head_dim, bits)
+    padded = pad(codes, (0, width * per_byte - head_dim)).to(torch.uint8)
+    planes = padded.unflatten(-1, (per_byte, width))
+    packed = planes[..., 0, :]
+    for plane in range(1, per_byte):
+        packed = packed | (planes[..., plane, :] << (plane * bits))
+    return packed
+
+
+def _unpack_planes(packed: Tensor, bits: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Bytes [..., plane width] as codes [..., head_dim] in `dtype`."""
+    width = packed.shape[-1]
+    codes = torch.empty(*packed.shape[:-1], head_dim, dtype=dtype, device=packed.device)
+    for plane, start in enumerate(range(0, head_dim, width)):
+        block = codes[..., start : start + width]
+        shifted = (packed >> (plane * bits)) & (2**bits - 1)
+        block.copy_(shifted[..., : block.shape[-1]])
+    return codes
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`x` [..., head_dim] times the orthonormal Hadamard matrix in Sylvester's order, which is its own inverse.
+
+    If head_dim is no power of two: in blocks of the largest power of two that divides it. Computed by butterflies, so
+    that a row's bits do not depend on the rows beside it, as they may in a product of matrices.
+    """
+    block = x.shape[-1] & -x.shape[-1]
+    rotated, half = x.unflatten(-1, (-1, block)), 1
+    while half < block:
+        first, second = rotated.unflatten(-1, (-1, 2, half)).unbind(-2)
+        rotated = torch.stack([first + second, first - second], -2).flatten(-3)
+        half *= 2
+    return rotated.mul(block**-0.5).flatten(-2)

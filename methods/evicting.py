@@ -1,9 +1,9 @@
-"""Methods that give tokens up for good, so that live decoding uses their slots again, and read all that they keep.
+"""Methods that evict tokens for good. Live decoding reuses their slots and reads all that is kept.
 
-`EvictingState` keeps book of which token lies in which slot. `WorthState` is the easy base on top of it for methods
-that evict after the prompt and after every row: give each token a worth, and the least worthy leave. It is told a
-budget and how many recent tokens are safe; `prompt_worth` and `observe` say what a token's worth is. Methods that evict
-after the prompt alone have a base of their own, `methods.prompt_evicting`.
+`EvictingState` records which token lies in which slot. `WorthState` is the easy base for methods that evict after the
+prompt and after every row: each token has a worth, and the tokens of the least worth leave. A subclass gives a budget,
+how many recent tokens are safe, and the worth (`prompt_worth`, `observe`). Methods that evict after the prompt alone
+have their own base, `methods.prompt_evicting`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import EMPTY, Method, PromptRows, Row, Rows, Selection, State, floor_frac, mask_bias
-from methods.checks import require, require_fraction
+from methods.attention import mask_bias
+from methods.base import (
+    EMPTY,
+    Method,
+    PromptRows,
+    Row,
+    Rows,
+    Selection,
+    State,
+    floor_frac,
+    require,
+    require_fraction,
+)
 from methods.kernels import compiled_for
 
 INF = float("inf")
@@ -24,14 +35,12 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class Evicting(Method):
-    """Reads all that it keeps: `tokens_kept` gives all three sizes."""
+    """Reads all that it keeps, so `tokens_kept` gives all three sizes."""
 
     def tokens_read(self, row: Row, layer: int) -> float:
-        """What is kept."""
         return self.tokens_kept(row, layer)
 
     def max_tokens_read(self, row: Row, layer: int) -> int:
-        """What is kept."""
         return self.tokens_kept(row, layer)
 
 
@@ -48,7 +57,7 @@ class EvictingToShare(Evicting):
         require(self.kept_tokens is None or self.kept_tokens >= 1, "kept_tokens", self.kept_tokens, ">= 1 or null")
 
     def budget(self, final: int) -> int:
-        """Tokens kept of a sequence of T = `final`."""
+        """Tokens that are kept of a sequence of T = `final`."""
         return max(1, int(self.kept_frac * final)) if self.kept_tokens is None else self.kept_tokens
 
     def budgets(self, final: Tensor) -> Tensor:
@@ -58,24 +67,21 @@ class EvictingToShare(Evicting):
         return torch.full_like(final, self.kept_tokens)
 
     def tokens_kept(self, row: Row, layer: int) -> int:
-        """The budget, or all that is cached."""
         return min(row.cached, self.budget(row.final))
 
     def with_size(self, frac: float) -> Self:
-        """Sized by `kept_frac`."""
         return replace(self, kept_frac=frac, kept_tokens=None)
 
     def artifact_budget(self) -> float:
-        """The budget, where it is a share."""
         return self.kept_frac if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):
     """Tokens leave the cache for good; `select` drops them from `tokens`.
 
-    tokens[layer]: int32 [batch, num_kv_heads, slots], the token in each slot, `EMPTY` where there is none; as many
-    slots as the prompt was given, and one more at the end, a dump for what is not to be written.
-    In live decoding the slot behind all those in use is the own token's, for the length of one step.
+    tokens[layer]: int32 [batch, num_kv_heads, slots], the token in each slot, `EMPTY` where there is none: the slots
+    that the prompt was given, and a last one, the dump, which takes what is not to be written. In live decoding the
+    slot behind all those in use belongs to the own token during a step.
     """
 
     slot_tensors = {"tokens": EMPTY}
@@ -83,14 +89,14 @@ class EvictingState(State):
     tokens: dict[int, Tensor]
 
     def enter_prompt(self, layer: int, rows: PromptRows) -> None:
-        """Give the prompt's columns their tokens."""
+        """Write the prompt's tokens into their slots."""
         positions = rows.positions.int()
         shape = (len(positions), self.geometry.num_kv_heads, rows.num_slots + 1)
         tokens = self.tokens[layer] = positions.new_full(shape, EMPTY)
         tokens[:, :, : positions.shape[1]] = positions[:, None]
 
     def enter(self, layer: int, rows: Rows) -> Tensor:
-        """Put each row's own token into its slot. Returns these slots, int64 [batch, num_kv_heads, rows]."""
+        """Write each row's own token into its slot. Returns these slots, int64 [batch, num_kv_heads, rows]."""
         tokens = self.tokens[layer]
         own = rows.own_slots.expand(-1, tokens.shape[1], -1)
         entering = rows.positions.masked_fill(~rows.real, EMPTY) if rows.padded else rows.positions
@@ -98,7 +104,7 @@ class EvictingState(State):
         return own
 
     def compact(self, layer: int, capacity: int) -> Tensor:
-        """Live, after the prompt: move what is kept to the first `capacity` slots, oldest first.
+        """Live, after the prompt: move the kept tokens to the first `capacity` slots, oldest first.
 
         Returns the prompt column of each slot, int64 [batch, num_kv_heads, capacity], -1 where there is none.
         """
@@ -136,12 +142,10 @@ class EvictingState(State):
 
 
 class WorthState(EvictingState):
-    """Keeps the tokens of the largest worth, the `recent` last ones whatever their worth.
+    """Keeps the tokens of the largest worth, and the `recent` last ones whatever their worth.
 
-    worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that its first token has yet to enter, of no meaning in
-    one that was freed.
-    budget, recent: int [batch], tokens kept and tokens that are safe; budgets may differ by layer. Asked at the prompt;
-    limits[layer]: both, int [batch, 2].
+    worth[layer]: fp32, shaped like tokens[layer], 0 in a slot that was never used; anything in a slot that was freed.
+    limits[layer]: `budget` and `recent` as they were at the prompt, int [batch, 2].
     """
 
     sequence_tensors = ("limits",)
@@ -150,16 +154,16 @@ class WorthState(EvictingState):
     worth: dict[int, Tensor]
 
     def budget(self, layer: int) -> Tensor:
-        """Tokens kept, int [batch]."""
+        """Tokens kept, int [batch]; may differ by layer."""
         raise NotImplementedError
 
     @property
     def recent(self) -> Tensor:
-        """The most recent tokens that never leave, int [batch]."""
+        """Number of most recent tokens that never leave, int [batch]."""
         raise NotImplementedError
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; what stands in the padding plays no part."""
+        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding."""
         raise NotImplementedError
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
@@ -183,17 +187,17 @@ class WorthState(EvictingState):
         self.worth[layer] = worth
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """Scan the rows: each reads what is kept, is observed, and evicts a token if more than the budget are."""
+        """Each row reads all that is kept, is observed, and evicts a token if more than the budget are kept."""
         self.enter(layer, rows)
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
         scan = self._scan_by_kernels if compiled_for(self.tokens[layer]) else self._scan
         return Selection(scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1]))
 
     def _scan(self, layer: int, rows: Rows, positions: Tensor) -> Tensor:
-        """What each row reads: bool [batch, num_kv_heads, rows, slots].
+        """The mask of the tokens that each row reads: bool [batch, num_kv_heads, rows, slots].
 
         positions: int [batch, rows], -1 for padding, which evicts nothing. The loop runs for every row of a text, so
-        it has few operations: a token leaves `hidden` at once, `tokens` and the mask after the last row.
+        it has few operations: it updates `hidden` alone; `tokens` and the mask follow after the last row.
         """
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]
@@ -209,7 +213,7 @@ class WorthState(EvictingState):
             self.observe(worth, probs * rows.real[:, None, row, None, None] if rows.padded else probs)
             victims.append((worth - hidden).add_(safe[:, :, row]).argmin(-1, keepdim=True))
             hidden.scatter_add_(-1, victims[-1], loss[:, :, row])
-        # The row after which each slot's token leaves; a slot more takes the victims of rows that evict nothing.
+        # The row after which each slot's token leaves. One more slot takes the victims of rows that evict nothing.
         order = torch.arange(num_rows, dtype=torch.int32, device=held.device)
         leaves_after = held.new_full((*held.shape[:2], slots + 1), num_rows)
         targets = torch.cat(victims, -1).masked_fill_(~evicts, slots)
@@ -221,7 +225,7 @@ class WorthState(EvictingState):
         return mask
 
     def _scan_by_kernels(self, layer: int, rows: Rows, positions: Tensor) -> Tensor:
-        """The same as `_scan`."""
+        """The same result as `_scan`."""
         from methods.kernels import evicting as kernels
 
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
@@ -239,7 +243,7 @@ class WorthState(EvictingState):
 
 
 def over_group(probs: Tensor) -> Tensor:
-    """Sum of `probs` [batch, num_kv_heads, group, slots] over the group, without a copy of a single head's."""
+    """Sum of `probs` [batch, num_kv_heads, group, slots] over the group; no copy for a group of one."""
     return probs[:, :, 0] if probs.shape[2] == 1 else probs.sum(2)
 
 

@@ -9,11 +9,10 @@ from methods.base import Method, Row
 
 @dataclass(frozen=True)
 class Full(Method):
-    """Dense attention over the whole cache; with a codec, over what the codec gives back."""
+    """Dense attention over the whole cache; with a codec, over the rows as the codec gives them back."""
 
     title = "Full cache"
     reads_all = True
 
     def tokens_read(self, row: Row, layer: int) -> float:
-        """All that are cached."""
         return row.cached

@@ -1,8 +1,8 @@
 """H2O (Zhang et al., NeurIPS 2023): keep the tokens with the largest accumulated attention, and the most recent.
 
-This is H2O's own rule, under which a new token competes with its whole history as soon as it is no longer recent. The
-InfiniGen artifact's variant drops new tokens from the heavy set at once and recalls less attention (.854 against .923
-on the same rows), so the rule here is the stronger baseline.
+This is H2O's own rule: a token competes with its whole history as soon as it is no longer recent. The InfiniGen
+artifact's variant drops new tokens from the heavy set at once and recalls less attention (.854 against .923 on the same
+rows), so the rule here is the stronger baseline.
 """
 
 from __future__ import annotations
@@ -12,10 +12,26 @@ from typing import Self
 
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, PromptRows, Row, floor_frac
-from methods.checks import require, require_fraction
+from methods.attention import received_attention
+from methods.base import PromptRows, Row, floor_frac, require, require_fraction
 from methods.evicting import Evicting, WorthState, over_group
-from methods.received import received_attention
+
+
+class H2OState(WorthState):
+    """A token's worth is the attention it received, summed over rows and the group."""
+
+    def budget(self, layer: int) -> Tensor:
+        return (floor_frac(self.method.heavy_frac, self.lengths.final) + self.recent).clamp(min=1)
+
+    @property
+    def recent(self) -> Tensor:
+        return floor_frac(self.method.recent_frac, self.lengths.final)
+
+    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+        return received_attention(query, key, rows.real, self.geometry.softmax(layer))
+
+    def observe(self, worth: Tensor, probs: Tensor) -> None:
+        worth += over_group(probs)
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class H2O(Evicting):
     recent_frac: float = 0.1
 
     title = "H2O"
+    state = H2OState
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,12 +51,7 @@ class H2O(Evicting):
         total = self.heavy_frac + self.recent_frac
         require(0 < total <= 1, "heavy_frac + method.recent_frac", total, "in (0, 1]")
 
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> H2OState:
-        """No calibration."""
-        return H2OState(self, geometry, lengths)
-
     def tokens_kept(self, row: Row, layer: int) -> int:
-        """The budget, or all that is cached."""
         budget = int(self.heavy_frac * row.final) + int(self.recent_frac * row.final)
         return min(row.cached, max(1, budget))
 
@@ -48,26 +60,4 @@ class H2O(Evicting):
         return replace(self, heavy_frac=frac / 2, recent_frac=frac / 2)
 
     def artifact_budget(self) -> float:
-        """The whole budget."""
         return self.heavy_frac + self.recent_frac
-
-
-class H2OState(WorthState):
-    """A token's worth is the attention it received, summed over rows and the group."""
-
-    def budget(self, layer: int) -> Tensor:
-        """Tokens kept, int [batch]."""
-        return (floor_frac(self.method.heavy_frac, self.lengths.final) + self.recent).clamp(min=1)
-
-    @property
-    def recent(self) -> Tensor:
-        """floor(recent_frac * T), int [batch]."""
-        return floor_frac(self.method.recent_frac, self.lengths.final)
-
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        """The prompt's own attention."""
-        return received_attention(query, key, rows.real, self.geometry.softmax(layer))
-
-    def observe(self, worth: Tensor, probs: Tensor) -> None:
-        """What a row gives to each token."""
-        worth += over_group(probs)

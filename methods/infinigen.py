@@ -1,39 +1,240 @@
 """InfiniGen (Lee et al., OSDI 2024): rehearse the next layer's attention on few columns, fetch only what matters.
 
-Steps as in section 4 of the paper. Offline, per KV head, A = V of the SVD of the queries concentrates the scores in
-few columns ("skewing"). After the prompt, the columns of largest magnitude are kept of every key ("partial keys").
-While layer l - 1 computes, its attention input stands in for layer l's: the rehearsed scores of those columns decide
-what layer l fetches. A pool of limited size (section 4.4) chooses its victims as `methods.pool` says.
+Steps as in section 4 of the paper:
+1. Offline, per KV head, A = V of the SVD of the queries concentrates the scores in few columns ("skewing").
+2. After the prompt, the columns of largest magnitude are kept of every key ("partial keys").
+3. While layer l - 1 computes, a query made from its attention input is scored on the partial keys ("rehearsal").
+4. These scores choose the tokens that layer l fetches (`ScoreSelecting`).
+A pool of limited size (section 4.4) chooses its victims as `methods.pool` says.
+
+`Oracle` is step 4 with the true scores: the upper bound of any selection of that size.
+
+`index=balanced` replaces steps 1 and 2 by the best pair of projections to as few numbers: query . key is nearly
+(W_q^T query) . (W_k^T key). Scores q^T A k with A = W_q W_k^T differ from q^T k by an expected square of
+|L_q^T (I - A) L_k|^2 (Frobenius), where L_q L_q^T = E[q q^T] and L_k L_k^T = Cov(k). Keys are centred, since a number
+that all scores of a query share changes no choice. With the SVD L_q^T L_k = P S R^T, the best A of rank r is the one
+whose L_q^T A L_k is that SVD cut to r (Eckart and Young): W_q = L_k R_r S_r^(-1/2), W_k = L_q P_r S_r^(-1/2). Control
+theory calls this balanced truncation in its square-root form. With all columns A is the identity. A rotation
+(InfiniGen's, Loki's) uses one of the two sides only.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from methods.balanced import balanced, moments
-from methods.base import Calibration, Geometry, Lengths, PromptRows, Rows, Selection, State, When
-from methods.checks import require_fraction, require_one_of
-from methods.pool import Pooled, PoolState
+from methods.base import (
+    Calibration,
+    Geometry,
+    Lengths,
+    PromptRows,
+    Row,
+    Rows,
+    Selection,
+    State,
+    When,
+    require,
+    require_fraction,
+    require_one_of,
+)
+from methods.pool import EVICTIONS, POLICIES, PoolState
 from methods.projected import ProjectedState, require_index_bits, right_vectors
+from methods.selection import Cap, Selecting, ascending, kernels_for, largest
 
+ALPHA_OPT = 4.0
+ALPHA_OTHER = 5.0
 COLUMN_RULES = ("sum", "query", "union")
+RIDGE = 1e-4
+"""Added to the diagonals of the moments, as a share of their mean, growing to twice as much along the diagonal: no two
+directions tie that few tokens do not span."""
 
 
 @dataclass(frozen=True)
-class InfiniGen(Pooled):
-    """InfiniGen's settings beside its pool's; defaults are the paper's (section 5.1).
+class ScoreSelecting(Selecting):
+    """The count rule: tokens within `alpha` of the best score, at most `max_fetch_frac` of the cache.
+
+    alpha: in units of scaled logits; inf always takes the cap; None means 4 for OPT and 5 otherwise (section 5.1).
+    max_fetch_frac: cap, as a share of `cap_of`: the tokens `cached` at a row, or T, the `final` number of tokens, as in
+        the artifact's accuracy code. The paper's text ("up to 20 % of the KV cache") leaves it open.
+    fixed_fetch: this many tokens instead of alpha and the cap, as in the artifact's speed code.
+    """
+
+    alpha: float | None = None
+    max_fetch_frac: float = 0.2
+    cap_of: str = "cached"
+    fixed_fetch: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "a number >= 0, inf or null")
+        require_fraction("max_fetch_frac", self.max_fetch_frac)
+        require_one_of("cap_of", self.cap_of, ("cached", "final"))
+        require(self.fixed_fetch is None or self.fixed_fetch >= 1, "fixed_fetch", self.fixed_fetch, ">= 1 or null")
+        one_scale = self.group == "best" or self._counts_by_cap
+        require(one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf")
+
+    @property
+    def _counts_by_cap(self) -> bool:
+        """True if alpha plays no part."""
+        return self.fixed_fetch is not None or self.alpha == math.inf
+
+    def tokens_read(self, row: Row, layer: int) -> float | None:
+        return self.max_tokens_read(row, layer) if self._counts_by_cap and self.group != "union" else None
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        if self.group == "union":
+            return row.cached
+        if self.fixed_fetch is not None:
+            return min(self.fixed_fetch, row.cached)
+        whole = row.cached if self.cap_of == "cached" else row.final
+        return min(row.cached, max(1, int(self.max_fetch_frac * whole)))
+
+    def with_size(self, frac: float) -> Self:
+        """Sized by the cap alone: alpha becomes inf."""
+        return replace(self, alpha=math.inf, max_fetch_frac=frac, fixed_fetch=None)
+
+    def artifact_budget(self) -> float:
+        return self.max_fetch_frac
+
+    def threshold(self, geometry: Geometry) -> float:
+        """`alpha`, or the paper's value for this family."""
+        if self.alpha is None:
+            return ALPHA_OPT if geometry.family == "opt" else ALPHA_OTHER
+        return self.alpha
+
+    def select(
+        self,
+        scores: Tensor,
+        rows: Rows,
+        final: Tensor,
+        geometry: Geometry,
+        cached: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> Selection:
+        """Each KV head's best tokens.
+
+        scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that are not visible may
+        be anything. final: int [batch], T; cached: int [batch, rows], number of visible tokens, if it is not the rows'
+        position. order: int64 [batch, num_kv_heads, slots], the order in which equal scores are taken; None: by slot.
+        """
+        cap = self._cap_of_rows(rows.positions if cached is None else cached, final)
+        scores_alone = self.group == "best" and not self.num_sinks and not self.recent_frac
+        if scores_alone and (kernels := kernels_for(scores)):
+            relative, within = kernels.relative(self.by_set(scores), rows, self.threshold(geometry))
+            within = None if self._counts_by_cap else within
+            return Selection(*kernels.largest(relative, within, order, **cap._asdict()))
+        _hide_invisible(scores, rows)
+        tokens, count = rows.slot_positions, cap.tokens()
+        relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))
+        ordered = ascending(relative)
+        if not self._counts_by_cap:
+            best = ordered.new_full((*ordered.shape[:-1], 1), -self.threshold(geometry))
+            above = ordered.shape[-1] - torch.searchsorted(ordered, best).squeeze(-1)  # [batch, sets, rows], r >= -alpha
+            count = torch.minimum((above.sum(1) // above.shape[1]).clamp(min=1), count)
+        return Selection(*self.joined(largest(relative, count, ordered, order), count, geometry))
+
+    def _cap_of_rows(self, cached: Tensor, final: Tensor) -> Cap:
+        """`max_tokens_read` of all rows; cached: int [batch, rows]; final: int [batch]."""
+        if self.fixed_fetch is not None:
+            return Cap(0.0, self.fixed_fetch, cached, cached)
+        whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
+        return Cap(self.max_fetch_frac, 1, whole, cached)
+
+
+def _hide_invisible(scores: Tensor, rows: Rows) -> None:
+    """Set `scores` [batch, num_kv_heads, group, rows, slots] to -inf where a slot is not visible, in place."""
+    first = 0
+    if scores.device.type == "cpu":  # in replay all rows see most slots: those before the first hidden one
+        hidden = (rows.slot_positions >= rows.positions.min()).flatten(0, 1).any(0)
+        first = int(hidden.int().argmax())
+    scores[..., first:].masked_fill_(~rows.visible()[..., first:].unsqueeze(2), -math.inf)
+
+
+class OracleState(State):
+    """Step 4 over the true scores of the cached tokens."""
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        return self.method.select(rows.true_scores().clone(), rows, self.lengths.final, self.geometry)
+
+
+@dataclass(frozen=True)
+class Oracle(ScoreSelecting):
+    """Selects by the true scores. They need every key on the device, so this is no offloading method."""
+
+    when: ClassVar[When] = "true_scores"  # type: ignore[misc]  # they are known no earlier
+    own_query_layers: ClassVar[int] = 0  # type: ignore[misc]
+    choices_of_when = ("true_scores",)
+
+    title = "Oracle"
+    state = OracleState
+
+
+class InfiniGenState(ProjectedState):
+    """The projection is A restricted to the sequence's own columns, or the balanced one; the query is rehearsed."""
+
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
+        super().__init__(method, geometry, lengths)
+        self.measured = calibration
+
+    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
+        """Step 2."""
+        if self.method.index == "balanced":
+            known = [] if self.measured is None else [{name: each[layer] for name, each in self.measured.items()}]
+            if self.method.statistics != "calibration":
+                known.append(moments(query, key, rows.real))
+            pair = balanced(known, self.method.num_columns(key.shape[-1])).to(key)
+            return pair.expand(len(key), -1, -1, -1, -1)
+        if self.measured is None:
+            basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(key.shape[1], -1, -1)
+        else:
+            basis = self.measured["rotation"][layer].to(key)
+        return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """Steps 3 and 4."""
+        selection = self.method.select(self.scores(layer, rows), rows, self.lengths.final, self.geometry)
+        return selection._replace(side=self.index_read(layer, rows.positions))
+
+
+class PooledState(InfiniGenState, PoolState):
+    """InfiniGen's state over a pool that has a limit."""
+
+    sequence_tensors = (*InfiniGenState.sequence_tensors, *PoolState.sequence_tensors)
+    slot_tensors = {**InfiniGenState.slot_tensors, **PoolState.slot_tensors}
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        super().prompt(layer, query, key, value, rows)
+        self.enter_prompt(layer, rows)
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """Steps 3 and 4, one row after the other."""
+        candidates = self.candidates(rows.positions)
+        selection = self.choose(layer, rows, self.scores(layer, rows), candidates)
+        return selection._replace(side=self.index_read(layer, candidates))
+
+
+@dataclass(frozen=True)
+class InfiniGen(ScoreSelecting):
+    """InfiniGen's settings beside the count rule's; defaults are the paper's (section 5.1).
 
     partial_weight_ratio: share of the columns that rehearse. round_columns: `up`, or `down` as the artifact's int().
     columns: importance of a column: `sum` of |q A| and |k A| (the paper), `query` alone (the artifact's speed code),
         or the `union` of the best by either (its accuracy code).
     skew: rotate by A first; False uses the identity.
-    index: the `columns` of the paper, or the `balanced` projections to as many (`methods.balanced`), by `statistics` of
-        the `prompt`, of the `calibration` text, or `both` added.
-    index_bits: in so many bits it is kept, with scales as in `methods.codec`; None keeps it as the keys are.
+    index: the `columns` of the paper, or `balanced` projections to as many numbers (see the top of this file), by
+        `statistics` of the `prompt`, of the `calibration` text, or `both` added.
+    index_bits: bits of each number of the index, with scales as in `methods.codec`; None keeps the keys' dtype.
+    pool_tokens, pool_frac: limit of the pool of each layer, sequence and KV head, in tokens or as a share of T; at most
+        one of them; None is no limit.
+    pool_policy, protect_recent, eviction: the token that leaves a full pool, see `methods.pool`.
     """
 
     partial_weight_ratio: float = 0.3
@@ -43,6 +244,11 @@ class InfiniGen(Pooled):
     index: str = "columns"
     statistics: str = "both"
     index_bits: int | None = None
+    pool_tokens: int | None = None
+    pool_frac: float | None = None
+    pool_policy: str = "counter"
+    protect_recent: float = 0.5
+    eviction: str = "corrected"
 
     when: When = "previous_layer"  # type: ignore[misc]
 
@@ -58,17 +264,39 @@ class InfiniGen(Pooled):
         require_one_of("index", self.index, ("columns", "balanced"))
         require_one_of("statistics", self.statistics, ("prompt", "calibration", "both"))
         require_index_bits(self.index_bits)
+        require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
+        one_limit = self.pool_tokens is None or self.pool_frac is None
+        require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
+        if self.pool_frac is not None:
+            require_fraction("pool_frac", self.pool_frac)
+        require_fraction("protect_recent", self.protect_recent, zero=True)
+        require_one_of("pool_policy", self.pool_policy, POLICIES)
+        require_one_of("eviction", self.eviction, EVICTIONS)
+        one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
+        require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
 
     @property
     def label(self) -> str:
-        """Skewing is half of the method; another index makes another."""
+        """Skewing is half of the method; another index is another method."""
         kinds = ["balanced"] * (self.index == "balanced") + ["coded"] * (self.index_bits is not None)
         skewing = "" if self.skew or self.index == "balanced" else " without skewing"
         return self.title + skewing + (f", {' '.join(kinds)} index" if kinds else "")
 
     @property
+    def limited(self) -> bool:
+        """True if the pool has a limit."""
+        return self.pool_tokens is not None or self.pool_frac is not None
+
+    @property
+    def replay_only(self) -> str | None:
+        """The artifact's victims stay candidates, so their slots are never free."""
+        if not self.limited or self.eviction == "corrected":
+            return None
+        return f"method.eviction={self.eviction}: frees no slot, so it can only be scored (replay), not decoded live"
+
+    @property
     def needs_calibration(self) -> bool:
-        """The rotation is measured, the identity is not; so are moments that are not the prompt's own."""
+        """True for a rotation (not for the identity), and for moments that are not the prompt's alone."""
         return self.skew if self.index == "columns" else self.statistics != "prompt"
 
     def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
@@ -83,67 +311,28 @@ class InfiniGen(Pooled):
         return {"rotation": right_vectors(stacked)}
 
     def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
-        """`calibration` is required where `needs_calibration`."""
         if self.needs_calibration and calibration is None:
             columns = self.index == "columns"
             cause, instead = ("skew=true", "skew=false") if columns else ("index=balanced", "statistics=prompt")
             raise ValueError(f"method.{cause}: needs a calibration; calibrate first, or set {instead}")
-        self.check_lengths(lengths)
-        state = PooledState if self.limited else InfiniGenState
-        return state(self, geometry, lengths, calibration if self.needs_calibration else None)
+        return super().new_state(geometry, lengths, calibration)
+
+    @property
+    def state(self) -> type[State]:  # type: ignore[override]  # elsewhere the same for all settings
+        return PooledState if self.limited else InfiniGenState
 
     def num_columns(self, head_dim: int) -> int:
         """Columns that rehearse."""
         round_to = math.ceil if self.round_columns == "up" else math.floor
         return max(1, round_to(self.partial_weight_ratio * head_dim))
 
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        return super().max_tokens_read(row._replace(cached=self.tokens_kept(row, layer)), layer)
 
-class InfiniGenState(ProjectedState):
-    """The projection is A restricted to the sequence's own columns, or the balanced one; the query is rehearsed."""
-
-    def __init__(self, method: InfiniGen, geometry: Geometry, lengths: Lengths, measured: Calibration | None) -> None:
-        super().__init__(method, geometry, lengths)
-        self.measured = measured
-
-    def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
-        """Step 2."""
-        if self.method.index == "balanced":
-            return self._balanced(layer, query, key, rows)
-        if self.measured is None:
-            basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(key.shape[1], -1, -1)
-        else:
-            basis = self.measured["rotation"][layer].to(key)
-        return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)
-
-    def _balanced(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
-        known = [] if self.measured is None else [{name: each[layer] for name, each in self.measured.items()}]
-        if self.method.statistics != "calibration":
-            known.append(moments(query, key, rows.real))
-        pair = balanced(known, self.method.num_columns(key.shape[-1])).to(key)
-        return pair.expand(len(key), -1, -1, -1, -1)
-
-    def select(self, layer: int, rows: Rows) -> Selection:
-        """Steps 3 and 4."""
-        selection = self.method.select(self.scores(layer, rows), rows, self.lengths.final, self.geometry)
-        return selection._replace(side=self.index_read(layer, rows.positions))
-
-
-class PooledState(InfiniGenState, PoolState):
-    """InfiniGen's state over a pool."""
-
-    sequence_tensors = (*InfiniGenState.sequence_tensors, *PoolState.sequence_tensors)
-    slot_tensors = {**InfiniGenState.slot_tensors, **PoolState.slot_tensors}
-
-    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """The prompt fills the pool."""
-        super().prompt(layer, query, key, value, rows)
-        self.enter_prompt(layer, rows)
-
-    def select(self, layer: int, rows: Rows) -> Selection:
-        """Steps 3 and 4, a row after the other."""
-        candidates = self.candidates(rows.positions)
-        selection = self.choose(layer, rows, self.scores(layer, rows), candidates)
-        return selection._replace(side=self.index_read(layer, candidates))
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        if not self.limited or self.eviction == "artifact":
+            return row.cached
+        return min(row.cached, self.pool_tokens or int((self.pool_frac or 1) * row.final))
 
 
 def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, method: InfiniGen) -> Tensor:
@@ -168,3 +357,36 @@ def choose_columns(query: Tensor, key: Tensor, real: Tensor, basis: Tensor, meth
     index = kept.indices[:, :, None].expand(-1, -1, head_dim, -1)
     projection = basis.expand(batch, -1, -1, -1).gather(-1, index)
     return projection * kept.values[:, :, None].ne(0) if method.columns == "union" else projection
+
+
+def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
+    """query: E[q q^T] over tokens and the group; key: Cov(k); fp64 [batch, num_kv_heads, head_dim, head_dim] each.
+
+    query: [batch, heads, tokens, head_dim]; key: [batch, num_kv_heads, tokens, head_dim]; real: bool [batch, tokens].
+    """
+    weight = (real.double() / real.sum(-1, keepdim=True))[:, None, :, None]
+    batch, num_kv_heads, tokens, head_dim = key.shape
+    grouped = query.double().view(batch, num_kv_heads, -1, tokens, head_dim)
+    weighted = grouped * weight.unsqueeze(2) / grouped.shape[2]
+    centred = key.double() - (key.double() * weight).sum(2, keepdim=True)
+    return {
+        "query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3),
+        "key": (centred * weight).mT @ centred,
+    }
+
+
+def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:
+    """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of the `known` moments; some of them
+    may have no batch axis."""
+    left, right = (_factor(reduce(torch.add, (each[name].double() for each in known))) for name in ("query", "key"))
+    left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
+    scale = strength[..., None, :columns].rsqrt()
+    of_query, of_key = right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale
+    return torch.stack([of_query, of_key], -4)
+
+
+def _factor(moment: Tensor) -> Tensor:
+    """L, lower triangular, with L L^T = moment."""
+    ridge = RIDGE * moment.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=RIDGE)
+    unlike = torch.linspace(1, 2, moment.shape[-1], dtype=moment.dtype, device=moment.device)
+    return torch.linalg.cholesky(moment + torch.diag_embed(ridge * unlike))

@@ -1,27 +1,25 @@
-"""A KV pool that may have a limit, and who leaves it when it is full (InfiniGen, section 4.4).
+"""InfiniGen's KV pool with a limit, and the token that leaves when it is full (section 4.4).
 
-`fifo` takes the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches, ties to the
-lowest position; victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
+`fifo` evicts the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches; ties go to the
+lowest position. Victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
 
-`eviction: artifact` is what the artifact's simulation does (accuracy/src/modeling_*_ours_prune.py): candidates are all
-tokens of the sequence's first half, those evicted before among them, and the dense rows of the prompt count as
-fetches. An evicted token is never fetched again, so it stays the worst: LRU and counter evict the same token again and
-again, which is no eviction to speak of. Its FIFO takes token t - capacity and so really evicts.
+`eviction: artifact` follows the artifact's simulation (accuracy/src/modeling_*_ours_prune.py): candidates are all
+tokens of the sequence's first half, evicted ones included, and the dense rows of the prompt count as fetches. An
+evicted token is never fetched again, so it stays the worst one: LRU and counter evict the same token again and again,
+so almost nothing is evicted. Its FIFO takes token t - capacity and really evicts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows, Selection, floor_frac
-from methods.checks import require, require_fraction, require_one_of
+from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Rows, Selection, floor_frac
 from methods.evicting import EvictingState
 from methods.kernels import compiled_for
-from methods.selection import ScoreSelecting
 
 POLICIES = ("fifo", "lru", "counter")
 EVICTIONS = ("corrected", "artifact")
@@ -30,62 +28,12 @@ SATURATED = 255
 NEVER = torch.iinfo(torch.int64).max
 
 
-@dataclass(frozen=True)
-class Pooled(ScoreSelecting):
-    """Chooses of a pool that may have a limit, in each layer, sequence and KV head.
-
-    pool_tokens, pool_frac: limit of the pool in tokens, or as a share of T; at most one of them; None is no limit.
-    pool_policy, protect_recent, eviction: which token leaves a full pool, see the top of this file.
-    """
-
-    pool_tokens: int | None = None
-    pool_frac: float | None = None
-    pool_policy: str = "counter"
-    protect_recent: float = 0.5
-    eviction: str = "corrected"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
-        one_limit = self.pool_tokens is None or self.pool_frac is None
-        require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
-        if self.pool_frac is not None:
-            require_fraction("pool_frac", self.pool_frac)
-        require_fraction("protect_recent", self.protect_recent, zero=True)
-        require_one_of("pool_policy", self.pool_policy, POLICIES)
-        require_one_of("eviction", self.eviction, EVICTIONS)
-        one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
-        require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
-
-    @property
-    def limited(self) -> bool:
-        """Whether the pool has a limit."""
-        return self.pool_tokens is not None or self.pool_frac is not None
-
-    @property
-    def replay_only(self) -> str | None:
-        """The artifact's victims stay candidates, so their slots are never free."""
-        if not self.limited or self.eviction == "corrected":
-            return None
-        return f"method.eviction={self.eviction}: frees no slot, so it can only be scored (replay), not decoded live"
-
-    def max_tokens_read(self, row: Row, layer: int) -> int:
-        """As many as the pool has, at most."""
-        return super().max_tokens_read(row._replace(cached=self.tokens_kept(row, layer)), layer)
-
-    def tokens_kept(self, row: Row, layer: int) -> int:
-        """The pool, or all that is cached."""
-        if not self.limited or self.eviction == "artifact":
-            return row.cached
-        return min(row.cached, self.pool_tokens or int((self.pool_frac or 1) * row.final))
-
-
 class PoolState(EvictingState):
-    """What is in a pool that has a limit; a `Pooled` method selects of it.
+    """The tokens in a pool that has a limit. The method's `select` chooses among them.
 
-    capacities: tokens each sequence's pool holds, int [batch]; unprotected: of these the oldest, which may leave.
-    fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a token was
-    selected; a token that enters has 0 and its own position.
+    capacities: tokens that each sequence's pool holds, int [batch]; unprotected: number of the oldest of them, which
+    may leave. fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a
+    token was selected; a token that enters has 0 and its own position.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ("capacities", "unprotected")
@@ -93,32 +41,32 @@ class PoolState(EvictingState):
     fetches: dict[int, Tensor]
     last_fetch: dict[int, Tensor]
 
-    def __init__(self, method: Pooled, geometry: Geometry, lengths: Lengths) -> None:
-        super().__init__(method, geometry, lengths)
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
+        super().__init__(method, geometry, lengths, calibration)
         self.simulates = method.eviction == "artifact"
-        self.capacities = self._capacities()
+        if method.pool_tokens is not None:
+            self.capacities = lengths.final.clamp(max=method.pool_tokens)
+        else:
+            self.capacities = floor_frac(method.pool_frac, lengths.final)
         self.unprotected = floor_frac(1 - method.protect_recent, self.capacities).clamp(min=1)
         if bool((self.capacities < 1).any()):
             shortest = int(lengths.final.min())
             raise ValueError(f"method.pool_frac={method.pool_frac}: must leave at least 1 of {shortest} tokens")
 
-    def _capacities(self) -> Tensor:
-        if self.method.pool_tokens is not None:
-            return self.lengths.final.clamp(max=self.method.pool_tokens)
-        return floor_frac(self.method.pool_frac, self.lengths.final)
-
     def enter_prompt(self, layer: int, rows: PromptRows) -> None:
-        """The prompt enters in order. No token has been fetched, so every policy evicts the lowest position."""
+        """The prompt enters in order. No token was fetched yet, so every policy evicts the lowest position."""
         super().enter_prompt(layer, rows)
         tokens, lengths = self.tokens[layer], rows.lengths[:, None, None].int()
         self.fetches[layer], self.last_fetch[layer] = torch.zeros_like(tokens), tokens.clone()
-        if self.simulates:  # its dense rows are fetches of all tokens up to their own
+        if self.simulates:  # each dense row is a fetch of all tokens up to its own
             self.fetches[layer] = (lengths - tokens).clamp(min=0)
         if not self.simulates or self.method.pool_policy == "fifo":
             tokens.masked_fill_(tokens < lengths - self.capacities[:, None, None], EMPTY)
 
     def candidates(self, positions: Tensor) -> Tensor:
-        """Tokens among which a row at `positions` [batch, rows] chooses, int alike."""
+        """Number of tokens among which a row at `positions` [batch, rows] chooses, int [batch, rows]."""
         return positions if self.simulates else torch.minimum(positions, self.capacities[:, None])
 
     def choose(self, layer: int, rows: Rows, scores: Tensor, candidates: Tensor) -> Selection:

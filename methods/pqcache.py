@@ -1,8 +1,8 @@
 """PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys.
 
-A key, after its position, is cut into sub-vectors; each has `2^bits` centroids, found by k-means on a KV head's keys of
-the prompt, and a token is kept in the index as the numbers of its nearest ones. A query is multiplied with the
-centroids once, and a token's score is a sum of look-ups. A token that is generated takes the nearest ones there are.
+A key, after its position, is cut into sub-vectors. Each sub-vector has `2^bits` centroids, found by k-means on one KV
+head's keys of the prompt. The index stores the numbers of a token's nearest centroids. A query is multiplied with the
+centroids once, and a token's score is a sum of look-ups. A generated token takes the nearest existing centroids.
 """
 
 from __future__ import annotations
@@ -12,45 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, PromptRows, Rows
-from methods.checks import require
-from methods.retrieving import Retrieving, RetrievingState
-
-
-@dataclass(frozen=True)
-class PQCache(Retrieving):
-    """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the official code's.
-
-    sub_vectors: parts of a key, each coded on its own. bits: of a code. iterations: of k-means.
-    recent_frac: of what is read beside the sinks.
-    """
-
-    group: str = "sum_probs"
-    num_sinks: int = 32
-    recent_frac: float = 0.5
-    sub_vectors: int = 2
-    bits: int = 6
-    iterations: int = 10
-
-    title = "PQCache"
-    needs_prompt = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.page_size == 1, "page_size", self.page_size, "1: tokens are scored, not pages")
-        require(self.sub_vectors >= 1, "sub_vectors", self.sub_vectors, "an integer >= 1")
-        require(1 <= self.bits <= 8, "bits", self.bits, "an integer from 1 to 8")
-        require(self.iterations >= 0, "iterations", self.iterations, "an integer >= 0")
-
-    def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
-        """The recent tokens are a share of what is read beside the sinks."""
-        return super().forced(first, last, positions, (num_read - self.num_sinks).clamp(min=0))
-
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> PQCacheState:
-        """ValueError where a key cannot be cut into `sub_vectors`."""
-        divides = f"a divisor of {geometry.head_dim}, the elements of a head"
-        require(geometry.head_dim % self.sub_vectors == 0, "sub_vectors", self.sub_vectors, divides)
-        return PQCacheState(self, geometry, lengths)
+from methods.base import Geometry, Lengths, PromptRows, Rows, require
+from methods.selection import Retrieving, RetrievingState
 
 
 class PQCacheState(RetrievingState):
@@ -63,7 +26,7 @@ class PQCacheState(RetrievingState):
     codes: dict[int, Tensor]
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Cluster the prompt's keys without the sinks, which are unlike all others, and keep the codes of all."""
+        """Cluster the prompt's keys without the sinks, which are unlike all others; code all keys."""
         method = self.method
         first = (rows.lengths - 1).clamp(max=method.num_sinks)
         clustered = rows.real & (rows.positions >= first[:, None])
@@ -73,12 +36,11 @@ class PQCacheState(RetrievingState):
         super().prompt(layer, query, key, value, rows)
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
-        """Code the keys that enter `slots`."""
         codes = nearest(self._cut(key), self.centroids[layer])
         self.codes[layer][:, :, slots] = codes.transpose(2, 3).to(torch.uint8)
 
     def scores(self, layer: int, rows: Rows) -> Tensor:
-        """The query's product with each sub-vector's centroid."""
+        """The sum over sub-vectors of the query's product with the token's centroid."""
         geometry, slots = self.geometry, rows.slot_positions.shape[-1]
         stacked = rows.query.float().unflatten(1, (geometry.num_kv_heads, -1)).flatten(2, 3) * geometry.scale
         tables = self._cut(stacked) @ self.centroids[layer].mT  # [batch, kv, sub_vectors, group * rows, 2^bits]
@@ -100,11 +62,46 @@ class PQCacheState(RetrievingState):
         return vectors.float().unflatten(-1, (self.method.sub_vectors, -1)).transpose(2, 3)
 
 
+@dataclass(frozen=True)
+class PQCache(Retrieving):
+    """Reads the first tokens, the most recent ones, and the best by their codes. Defaults are the official code's.
+
+    sub_vectors: parts of a key, each coded on its own. bits: of a code. iterations: of k-means.
+    recent_frac: share of the tokens read beside the sinks.
+    """
+
+    group: str = "sum_probs"
+    num_sinks: int = 32
+    recent_frac: float = 0.5
+    sub_vectors: int = 2
+    bits: int = 6
+    iterations: int = 10
+
+    title = "PQCache"
+    state = PQCacheState
+    needs_prompt = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.page_size == 1, "page_size", self.page_size, "1: tokens are scored, not pages")
+        require(self.sub_vectors >= 1, "sub_vectors", self.sub_vectors, "an integer >= 1")
+        require(1 <= self.bits <= 8, "bits", self.bits, "an integer from 1 to 8")
+        require(self.iterations >= 0, "iterations", self.iterations, "an integer >= 0")
+
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        divides = f"a divisor of {geometry.head_dim}, the elements of a head"
+        require(geometry.head_dim % self.sub_vectors == 0, "sub_vectors", self.sub_vectors, divides)
+        super().check(geometry, lengths)
+
+    def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
+        return super().forced(first, last, positions, (num_read - self.num_sinks).clamp(min=0))
+
+
 def kmeans(points: Tensor, real: Tensor, count: int, iterations: int) -> Tensor:
     """Centroids [batch, ..., count, elements] of `points` [batch, ..., n, elements] where `real`, bool [batch, n].
 
-    They start at points in even distances, so that the same points give the same centroids in any batch. Of fewer
-    points than centroids each is one. A centroid that is nearest to no point stays where it is.
+    They start at points at even distances, so that the same points give the same centroids in any batch. With fewer
+    points than centroids, each point is a centroid. A centroid that is nearest to no point stays where it is.
     """
     per_head = (slice(None), *[None] * (points.dim() - 3))
     rank = torch.arange(count, device=points.device) * real.sum(-1, keepdim=True) // count
@@ -120,5 +117,5 @@ def kmeans(points: Tensor, real: Tensor, count: int, iterations: int) -> Tensor:
 
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """The number of the centroid [..., count, elements] that is nearest to each of `points` [..., n, elements]."""
+    """Number of the centroid [..., count, elements] that is nearest to each of `points` [..., n, elements]."""
     return (centroids.square().sum(-1).unsqueeze(-2) - 2 * points @ centroids.mT).argmin(-1)

@@ -1,8 +1,14 @@
-"""Scores on a few numbers a key: what InfiniGen, Double Sparsity, Loki and SparQ have in common.
+"""Scores on a few numbers per key: Loki, Double Sparsity and SparQ, and the states that InfiniGen shares with them.
 
-Every key is kept a second time on the device as its product with a projection: a choice of columns, a rotation cut
-short, or all of it; exact, or in a few bits. A query is scored on these numbers alone. Queries and keys may have a
-projection each.
+The device keeps a second copy of every key as its product with a projection: a choice of columns, a truncated
+rotation, or the whole key; exact, or in a few bits. A query is scored on these numbers alone. Queries and keys may have
+a projection each.
+
+Loki (Singhania et al., NeurIPS 2024) projects on the first principal components of a KV head's keys, after their
+positions, which are measured offline on a text. Double Sparsity (Yang et al., 2024) chooses a few channels offline, by
+what they add to scores on a text. SparQ (Ribar et al., ICML 2024) takes the channels in which the present query is
+largest. They change from query to query, so its index is the keys themselves, and the mean value stands for the tokens
+that are not read.
 """
 
 from __future__ import annotations
@@ -14,18 +20,30 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, PromptRows, Rows, State, product
-from methods.checks import require, require_fraction
+from methods.attention import product
+from methods.base import (
+    EMPTY,
+    Calibration,
+    Geometry,
+    Lengths,
+    PromptRows,
+    Rest,
+    Rows,
+    State,
+    require,
+    require_fraction,
+    require_one_of,
+)
 from methods.codec import INTEGER_BITS, Codec
-from methods.retrieving import Retrieving, RetrievingState
+from methods.selection import Retrieving, RetrievingState
 
 
 @dataclass(frozen=True)
 class Projected(Retrieving):
-    """Reads the tokens that score best on `rank` · head_dim numbers a key.
+    """Reads the tokens that score best on `rank` * head_dim numbers per key.
 
-    rank: a share, so that it fits any model; rounded up. index_bits: in so many bits the numbers are kept, with scales
-    as in `methods.codec`; None keeps them as the keys are.
+    rank: a share, so that it fits any model; rounded up. index_bits: bits of each number, with scales as in
+    `methods.codec`; None keeps the numbers in the dtype of the keys.
     """
 
     rank: float = 0.25
@@ -43,6 +61,11 @@ class Projected(Retrieving):
         return math.ceil(self.rank * head_dim)
 
 
+def require_index_bits(bits: int | None) -> None:
+    allowed = sorted(INTEGER_BITS.values(), reverse=True)
+    require(bits is None or bits in allowed, "index_bits", bits, f"one of {', '.join(map(str, allowed))}, or null")
+
+
 def right_vectors(rows: Tensor) -> Tensor:
     """Right singular vectors of `rows` [..., n, head_dim] as columns by falling singular value, [..., head_dim,
     head_dim]."""
@@ -50,42 +73,37 @@ def right_vectors(rows: Tensor) -> Tensor:
     return torch.linalg.svd(rows, full_matrices=few).Vh.mT.contiguous()
 
 
-def require_index_bits(bits: int | None) -> None:
-    """Raise ValueError unless an integer codec has so many."""
-    allowed = sorted(INTEGER_BITS.values(), reverse=True)
-    require(bits is None or bits in allowed, "index_bits", bits, f"one of {', '.join(map(str, allowed))}, or null")
-
-
 class PartialKeysState(State):
-    """A few numbers of every key, and scores on them; `partial_key` and `partial_query` say which.
+    """A few numbers of every key, and scores on them; `partial_key` and `partial_query` compute them.
 
-    partial_keys[layer]: [batch, num_kv_heads, slots, columns], or of coded ones their bytes, uint8.
+    partial_keys[layer]: [batch, num_kv_heads, slots, columns]; with `index_bits` the packed bytes, uint8.
     """
 
     slot_tensors = {"partial_keys": 0}
     partial_keys: dict[int, Tensor]
     columns: int
 
-    def __init__(self, method: Any, geometry: Geometry, lengths: Lengths) -> None:
-        super().__init__(method, geometry, lengths)
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
+        super().__init__(method, geometry, lengths, calibration)
         self.codec = None if method.index_bits is None else Codec(f"int{method.index_bits}")
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
-        """What is kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads, n, columns]."""
+        """Numbers that are kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads, n, columns]."""
         raise NotImplementedError
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        """What scores it, of `query` [batch, num_kv_heads, group, rows, head_dim]: fp32 [..., columns], scaled."""
+        """The scaled query on these numbers, fp32 [..., columns]; query: [batch, num_kv_heads, group, rows, head_dim].
+        """
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Store the prompt's partial keys."""
         one = self._stored(layer, key[:, :, :1])
         self.partial_keys[layer] = one.new_empty((*key.shape[:2], rows.num_slots + self.spare_slots, one.shape[-1]))
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
-        """Store the partial keys that enter `slots`."""
         self.partial_keys[layer][:, :, slots] = self._stored(layer, key)
 
     def _stored(self, layer: int, key: Tensor) -> Tensor:
@@ -94,7 +112,7 @@ class PartialKeysState(State):
         return partial if self.codec is None else self.codec.encode(partial)
 
     def scores(self, layer: int, rows: Rows) -> Tensor:
-        """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, all slots]."""
+        """Scaled scores of `rows.query`: fp32 [batch, num_kv_heads, group, rows, slots]."""
         query = self.partial_query(layer, rows.query.unflatten(1, (-1, self.geometry.group)))
         keys = self.partial_keys[layer][:, :, : rows.slot_positions.shape[-1]]
         if self.codec is not None:
@@ -102,48 +120,195 @@ class PartialKeysState(State):
         return product(query.flatten(2, 3).to(keys.dtype), keys.mT).unflatten(2, query.shape[2:4])
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """What the scores of `positions` [batch, rows] tokens read, in tokens (`Geometry.elements`)."""
+        """Size of the partial keys of `positions` [batch, rows] tokens, in tokens (`Geometry.elements`)."""
         width = 1.0 if self.codec is None else self.codec.bits_per_element(self.columns) / 16
         return positions.double() * (width * self.columns / self.geometry.elements)
 
 
 class ProjectedState(PartialKeysState):
-    """Partial keys are products with a projection; `project` says which.
+    """Partial keys are products with a projection, which `project` chooses.
 
-    projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and keys alike, or the
-    queries' and the keys' own.
+    projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and keys together, or one
+    for queries and one for keys.
     """
 
     sequence_tensors: ClassVar[tuple[str, ...]] = ("projection",)
     projection: dict[int, Tensor]
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
-        """The projection, shaped as above, given the prompt's query and key."""
+        """The projection, shaped as above, from the prompt's query and key."""
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Choose the projection and store the prompt's partial keys."""
         self.projection[layer] = self.project(layer, query, key, rows)
         super().prompt(layer, query, key, value, rows)
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
-        """Its product."""
         return key @ self.projection[layer][:, -1]
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        """Its product."""
         projection = self.projection[layer][:, 0]
         return product(query.flatten(2, 3), projection, self.geometry.scale).unflatten(2, query.shape[2:4])
 
 
 class FixedProjectionState(ProjectedState, RetrievingState):
-    """One projection, known before any prompt."""
+    """A projection that is known before the prompt: the method's `projection`."""
 
-    def __init__(self, method: Projected, geometry: Geometry, lengths: Lengths, fixed: Tensor) -> None:
-        """fixed: [num_layers, num_kv_heads, head_dim, columns]."""
+    def __init__(self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration) -> None:
         super().__init__(method, geometry, lengths)
-        self.fixed = fixed
+        self.fixed: Tensor = method.projection(geometry.head_dim, calibration)
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
-        """The layer's, of every sequence."""
         return self.fixed[layer].to(key).expand(len(key), 1, -1, -1, -1)
+
+
+@dataclass(frozen=True)
+class Calibrated(Projected):
+    """A method whose projection is measured once, by `calibrate`."""
+
+    state = FixedProjectionState
+
+    @property
+    def needs_calibration(self) -> bool:
+        return True
+
+    def projection(self, head_dim: int, calibration: Calibration) -> Tensor:
+        """[num_layers, num_kv_heads, head_dim, columns]."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Loki(Calibrated):
+    """Scores on the first principal components. Defaults are the paper's k_f = d_f = 0.25."""
+
+    read_frac: float = 0.25
+
+    title = "Loki"
+
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+        """rotation: components of the centred keys, fp32 [num_kv_heads, head_dim, head_dim], columns by variance."""
+        centred = key.float() - key.float().mean(1, keepdim=True)
+        return {"rotation": right_vectors(centred)}
+
+    def projection(self, head_dim: int, calibration: Calibration) -> Tensor:
+        return calibration["rotation"][..., : self.num_columns(head_dim)]
+
+
+@dataclass(frozen=True)
+class DoubleSparsity(Calibrated):
+    """Scores on a few channels. Defaults are the paper's 1/16 of the tokens by 1/16 of the channels.
+
+    channels: ranked by the mean of |q k|, each token's query by its own key (`qk`), of |q| or of |k|.
+    """
+
+    channels: str = "qk"
+
+    rank: float = 0.0625
+    read_frac: float = 0.0625
+
+    title = "Double Sparsity"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of("channels", self.channels, ("qk", "q", "k"))
+
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+        """qk, q, k: mean magnitude of each channel, over tokens and the group, fp32 [num_kv_heads, head_dim]."""
+        grouped, keys = query.float().view(len(key), -1, *key.shape[1:]), key.float()
+        return {
+            "qk": (grouped * keys.unsqueeze(1)).abs().mean((1, 2)),
+            "q": grouped.abs().mean((1, 2)),
+            "k": keys.abs().mean(1),
+        }
+
+    def projection(self, head_dim: int, calibration: Calibration) -> Tensor:
+        channels = calibration[self.channels].topk(self.num_columns(head_dim)).indices
+        return torch.nn.functional.one_hot(channels, head_dim).mT
+
+
+class SparQState(PartialKeysState, RetrievingState):
+    """value_sum[layer]: fp32 [batch, num_kv_heads, head_dim], sum of all values so far.
+
+    through[layer]: fp32 [batch, num_kv_heads, rows, head_dim], the sum up to each of the rows that were appended last,
+    and first[layer]: int [batch], the position of the first of them; from their `append` to their `select`.
+    """
+
+    sequence_tensors = ("value_sum",)
+    value_sum: dict[int, Tensor]
+
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
+        super().__init__(method, geometry, lengths)
+        self.through: dict[int, Tensor] = {}
+        self.first: dict[int, Tensor] = {}
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        return key
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        """The largest channels of each row, by the sum over the group; the scale makes up for the others."""
+        query = query.float()
+        magnitude = query.abs()
+        best = magnitude.sum(2, keepdim=True).topk(self.method.num_columns(query.shape[-1])).indices
+        kept = torch.zeros_like(query[:, :, :1]).scatter_(-1, best, 1.0)
+        share = (magnitude * kept).sum(-1, keepdim=True) / magnitude.sum(-1, keepdim=True)
+        return query * kept * self.geometry.scale / share.sqrt()
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        self.value_sum[layer] = value.new_zeros((*value.shape[:2], value.shape[-1]), dtype=torch.float32)
+        super().prompt(layer, query, key, value, rows)
+        del self.through[layer], self.first[layer]
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        super().append(layer, key, value, positions, slots)
+        entering = value.float().masked_fill((positions == EMPTY)[:, None, :, None], 0.0)
+        self.through[layer] = self.value_sum[layer].unsqueeze(2) + entering.cumsum(2)
+        self.first[layer] = positions[:, 0]
+        self.value_sum[layer] = self.through[layer][:, :, -1].clone()
+
+    def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:
+        """The mean value of the cached tokens and the own one, weighted by the scores of the tokens not read."""
+        if not self.method.mean_value:
+            return None
+        own = rows.own_slots.unsqueeze(-1)
+        seen = rows.visible().scatter(-1, own, True).unsqueeze(2)
+        read = mask.scatter(-1, own.expand(-1, mask.shape[1], -1, -1), True).unsqueeze(2)
+        softmax = self.geometry.softmax(layer)
+        weights = softmax.weights(softmax.capped(scores).masked_fill(~seen, -math.inf))
+        share = weights.masked_fill(read, 0.0).sum(-1)
+        through, row = self.through[layer], rows.positions - self.first[layer][:, None]
+        index = row.clamp(0, through.shape[2] - 1).long()[:, None, :, None]
+        total = through.gather(2, index.expand(-1, through.shape[1], -1, through.shape[-1]))
+        return Rest(share, total / (rows.positions + 1)[:, None, :, None])
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor:
+        """The channels of each key, and the mean value."""
+        head_dim, elements = self.geometry.head_dim, self.geometry.elements
+        channels = positions.double() * self.method.num_columns(head_dim) / elements
+        return channels + self.method.mean_value * (self.geometry.value_dim or head_dim) / elements
+
+
+@dataclass(frozen=True)
+class SparQ(Projected):
+    """Scores on the query's largest channels. Defaults are the paper's r = head_dim / 4, k = 128, l = k / 4.
+
+    mean_value: let the mean value stand for the tokens that are not read.
+    """
+
+    mean_value: bool = True
+
+    read_tokens: int | None = 128
+    recent_frac: float = 0.25
+    group: str = "sum_logits"
+    index_bits: ClassVar[None] = None  # type: ignore[misc]  # the index is the keys
+
+    title = "SparQ"
+    state = SparQState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_layer = self.when == "own_query" or not self.mean_value
+        require(
+            in_layer, "when", self.when, "own_query, where the own token's weight is known; or set mean_value=false"
+        )

@@ -1,75 +1,103 @@
-"""Methods that evict once, after the prompt, and keep all that is generated: the easy base of SnapKV and its kin.
+"""Methods that evict once, after the prompt, and keep all that is generated.
 
-A state says what a prompt's tokens are worth (`prompt_worth`). How many stay, how layers and KV heads share them, and
-which stay whatever their worth is written once, here.
+A state says what a prompt's tokens are worth (`prompt_worth`). The base decides how many stay, how layers and KV heads
+share them, and which tokens stay whatever their worth. The methods:
+
+SnapKV (Li et al., NeurIPS 2024): the attention of the last prompt rows, smoothed along the tokens. `layers=pyramid` is
+PyramidKV (Cai et al., 2024), `heads=adaptive` Ada-KV (Feng et al., 2024). The original chooses a set for each query
+head and so holds a group's tokens several times; here the query heads of a KV head share one set.
+
+Expected Attention (Devoto et al., 2025): the attention that the coming queries should give. Their distribution is taken
+to be that of the prompt's queries, a normal one for each query head, rotated to the positions that follow. The
+prompt's question plays no special part.
+
+KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is. It is compared with the mean of all keys'
+directions, which takes one pass instead of every pair.
+
+Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, cosine_similarity, max_pool1d, normalize
 
-from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, share_above
-from methods.checks import require, require_fraction, require_one_of
+from methods.attention import received_attention
+from methods.base import (
+    EMPTY,
+    Calibration,
+    Geometry,
+    Lengths,
+    PromptRows,
+    Row,
+    Rows,
+    Selection,
+    require,
+    require_fraction,
+    require_one_of,
+    share_above,
+)
 from methods.evicting import INF, Evicting, EvictingState
 
 STEEPNESS = 20
-"""PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, where the prompt is long enough."""
+"""PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, if the prompt is long enough."""
 FLOOR = 5
 """A KV head has a fifth of the uniform budget for certain: Ada-KV's floor alpha of 0.2."""
+HORIZON = 512
+"""Positions after the prompt whose mean rotation Expected Attention gives to the coming queries, as in kvpress."""
 
 
 class PromptEvictingState(EvictingState):
-    """The prompt tokens of the largest worth stay in each KV head, the later one of two that are equal.
+    """In each KV head the prompt tokens of the largest worth stay; of two equal ones the later.
 
-    shares: int [selecting layers, batch], how many that compete stay; asked for once, as the prompts' lengths are on
-        the device.
+    shares: int [selecting layers, batch], number of competing tokens that stay. Computed once: the prompts' lengths are
+    on the device.
     """
 
-    def __init__(self, method: PromptEvicting, geometry: Geometry, lengths: Lengths) -> None:
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
         super().__init__(method, geometry, lengths)
         selecting = geometry.num_layers - method.num_exempt_layers
         shares = [method.shares(prompt, selecting) for prompt in lengths.prompt.tolist()]
         self.shares = torch.tensor(shares, dtype=lengths.prompt.dtype, device=lengths.prompt.device).T
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; what stands in the padding plays no part."""
+        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding."""
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Evict what loses."""
         self.enter_prompt(layer, rows)
         tokens = self.tokens[layer][:, :, : key.shape[2]]
         last = rows.lengths - self.method.window
         competes = (tokens >= self.method.num_sinks) & (tokens < last[:, None, None])
         worth = self.prompt_worth(layer, query, key, value, rows)
-        losers = competes.sum(-1) - self._won(layer, worth.masked_fill(~competes, -INF))
+        stay = self.shares[layer - self.method.num_exempt_layers, :, None]  # [batch, num_kv_heads or 1]
+        if self.method.heads == "adaptive":
+            stay = adaptive(worth.masked_fill(~competes, -INF), stay)
+        losers = competes.sum(-1) - stay
         ascending = worth.masked_fill(~competes, INF).argsort(dim=-1, stable=True)
         evicted = torch.arange(key.shape[2], device=key.device) < losers.unsqueeze(-1)
         tokens.masked_fill_(torch.zeros_like(competes).scatter_(-1, ascending, evicted), EMPTY)
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """What is kept of the prompt, and all that was generated."""
+        """All that is left of the prompt, and all that was generated."""
         self.enter(layer, rows)
         tokens = self.tokens[layer][:, :, None, : rows.slot_positions.shape[-1]]
         mask = tokens < rows.positions[:, None, :, None]
         return Selection(mask, mask.sum(-1).double().mean(1))
-
-    def _won(self, layer: int, worth: Tensor) -> Tensor:
-        """How many of the tokens that compete stay in each KV head, int [batch, num_kv_heads or 1]."""
-        share = self.shares[layer - self.method.num_exempt_layers, :, None]
-        return adaptive(worth, share) if self.method.heads == "adaptive" else share
 
 
 @dataclass(frozen=True)
 class PromptEvicting(Evicting):
     """Keeps `kept_frac` of the prompt, or `kept_tokens` of it, as the mean over the layers' KV heads.
 
-    num_sinks, window: first and last tokens of the prompt that always stay, and count.
-    layers: how the layers share what is left: `uniform`, or `pyramid`, ever less from layer to layer (PyramidKV).
+    num_sinks, window: first and last tokens of the prompt that always stay; the budget counts them.
+    layers: how the layers share the rest of the budget: `uniform`, or `pyramid`, less from layer to layer (PyramidKV).
     heads: how a layer's KV heads share it: `uniform`, or `adaptive`, by where the worth is (Ada-KV).
     """
 
@@ -81,8 +109,6 @@ class PromptEvicting(Evicting):
     heads: str = "uniform"
 
     needs_prompt = True
-    state: ClassVar[type[PromptEvictingState]]
-    """What `new_state` makes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,29 +134,23 @@ class PromptEvicting(Evicting):
         return min(prompt, int(self.kept_frac * prompt) if self.kept_tokens is None else self.kept_tokens)
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
-        """Of each of the `num_layers` layers that select, the tokens that compete and stay; their mean is exact."""
+        """Number of competing tokens that stay, for each of `num_layers` selecting layers; their mean is exact."""
         mean = max(0, self.budget(prompt) - self.safe)
         return [mean] * num_layers if self.layers == "uniform" else pyramid(mean, self._most(prompt), num_layers)
 
     def _most(self, prompt: int) -> int:
-        """The most that any layer's share is."""
+        """The largest share of any layer."""
         mean, competing = (max(0, count - self.safe) for count in (self.budget(prompt), prompt))
         return mean if self.layers == "uniform" else min(2 * mean - mean // STEEPNESS, competing)
 
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> EvictingState:
-        """ValueError where a prompt's share would not exceed what always stays."""
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        """ValueError where the budget of a prompt does not exceed the tokens that always stay."""
         shortest = int(lengths.prompt.min())
         kept, least = self.budget(shortest), f"{(self.safe + 1) / shortest:.3g}"
-        require(
-            kept > self.safe or kept == shortest,
-            "kept_frac",
-            self.kept_frac,
-            f"at least {least} for a prompt of {shortest} tokens, to keep more than {self._safe_words}",
-        )
-        return self.state(self, geometry, lengths)
+        allowed = f"at least {least} for a prompt of {shortest} tokens, to keep more than {self._safe_words}"
+        require(kept > self.safe or kept == shortest, "kept_frac", self.kept_frac, allowed)
 
     def tokens_read(self, row: Row, layer: int) -> float:
-        """What the prompt left, and all that was generated."""
         return self.budget(row.prompt) + row.cached - row.prompt
 
     def tokens_kept(self, row: Row, layer: int) -> int:
@@ -141,11 +161,10 @@ class PromptEvicting(Evicting):
         return min(row.prompt, self.safe + share) + generated
 
     def with_size(self, frac: float) -> Self:
-        """Sized by `kept_frac`."""
         return replace(self, kept_frac=frac, kept_tokens=None)
 
     def min_size(self, row: Row) -> float:
-        """What keeps one token more than always stays."""
+        """The least share that keeps one token more than always stay."""
         words = "num_sinks + method.window" if self.num_sinks else "window"
         require(self.safe < row.prompt, words, self.safe, f"below {row.prompt}, the shortest prompt")
         return share_above(self.safe, row.prompt)
@@ -174,3 +193,124 @@ def adaptive(worth: Tensor, share: Tensor) -> Tensor:
     won = torch.zeros_like(wins).scatter_(-1, best, wins).view(-1, num_heads, prompt).sum(-1)
     until = ((FLOOR - 1) * won + share).cumsum(-1) // FLOOR
     return until.diff(dim=-1, prepend=torch.zeros_like(share))
+
+
+# The methods
+
+
+class SnapKVState(PromptEvictingState):
+    """Worth: the smoothed attention that a token received from the window."""
+
+    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+        """The window's own tokens are not smoothed, nor do they enter the smoothing."""
+        before = max(0, key.shape[2] - self.method.window)
+        worth = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=before)
+        pool = max_pool1d if self.method.pooling == "max" else avg_pool1d
+        if before:
+            width = self.method.kernel
+            worth[..., :before] = pool(worth[..., :before], width, stride=1, padding=width // 2)
+        return worth
+
+
+@dataclass(frozen=True)
+class SnapKV(PromptEvicting):
+    """kernel, pooling: width (odd) and kind (max, avg) of the smoothing. Defaults: the paper's LongBench runs."""
+
+    window: int = 32
+    kernel: int = 7
+    pooling: str = "max"
+
+    title = "SnapKV"
+    state = SnapKVState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.window >= 1, "window", self.window, "an integer >= 1")
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
+        require_one_of("pooling", self.pooling, ("max", "avg"))
+
+    @property
+    def label(self) -> str:
+        """Shared budgets have names of their own."""
+        pyramid, adaptive = self.layers == "pyramid", self.heads == "adaptive"
+        if pyramid and adaptive:
+            return "Ada-PyramidKV"
+        return "PyramidKV" if pyramid else "Ada-KV" if adaptive else self.title
+
+
+class ExpectedState(PromptEvictingState):
+    """Worth: the expectation of exp(query . key) over all tokens but the sinks, times |value|; the group's mean."""
+
+    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+        batch, num_kv_heads, prompt, head_dim = key.shape
+        past_sinks = rows.real & (rows.positions >= self.method.num_sinks)
+        mean, cov = self._statistics(layer, query, rows, past_sinks)
+        mean, cov = (each.view(batch, num_kv_heads, -1, *each.shape[2:]) for each in (mean, cov))
+        keys = key.float().unsqueeze(2) * self.geometry.scale  # [batch, kv, 1, prompt, head_dim]
+        scores = (keys @ mean.unsqueeze(-1)).squeeze(-1) + ((keys @ cov) * keys).sum(-1) / 2
+        probs = scores.masked_fill_(~past_sinks[:, None, None], -INF).softmax(-1).mean(2)
+        return (probs + self.method.epsilon) * value.float().norm(dim=-1)
+
+    def _statistics(self, layer: int, query: Tensor, rows: PromptRows, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean [batch, heads, head_dim] and covariance of the counted rows' queries, rotated to what follows."""
+        positions = rows.positions.masked_fill(~rows.real, 0)
+        plain = self.geometry.rotate(query, positions, inverse=True, layer=layer).float()
+        counted = counted[:, None, :, None].float()
+        number = counted.sum(2, keepdim=True).clamp(min=1)
+        mean = (plain * counted).sum(2, keepdim=True) / number
+        centred = (plain - mean) * counted
+        # The mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: a row is a unit vector's image.
+        units = torch.eye(self.geometry.head_dim, device=query.device)[None, :, None].expand(-1, -1, HORIZON, -1)
+        ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=query.device)
+        rotation = torch.stack([self.geometry.rotate(units, each[None], layer=layer).mean(2) for each in ahead])
+        cov = rotation.mT @ (centred.mT @ centred / number) @ rotation
+        return (mean @ rotation).squeeze(2), cov
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(PromptEvicting):
+    """The sinks stay, and their queries, which are unlike all others, do not count.
+
+    epsilon: added to the expected attention, so that a long value counts without any attention.
+    """
+
+    num_sinks: int = 4
+    epsilon: float = 0.0
+
+    title = "Expected Attention"
+    state = ExpectedState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.epsilon >= 0, "epsilon", self.epsilon, "a number >= 0")
+
+
+class KeyDiffState(PromptEvictingState):
+    """Worth: minus the cosine between the key and the mean of the prompt's normalised keys."""
+
+    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+        directions = normalize(key.float(), dim=-1).masked_fill_(~rows.real[:, None, :, None], 0)
+        return -cosine_similarity(key.float(), directions.sum(2, keepdim=True), dim=-1)  # a sum points as the mean
+
+
+@dataclass(frozen=True)
+class KeyDiff(PromptEvicting):
+    """Nothing is safe by default, as in kvpress."""
+
+    title = "KeyDiff"
+    state = KeyDiffState
+
+
+class KnormState(PromptEvictingState):
+    """Worth: minus the key's length."""
+
+    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+        return -key.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Knorm(PromptEvicting):
+    """Nothing is safe by default, as in the paper."""
+
+    title = "Key norm"
+    state = KnormState

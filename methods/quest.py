@@ -1,8 +1,8 @@
-"""Quest (Tang et al., ICML 2024): pages of tokens, scored by a bound on what any key in them could give.
+"""Quest (Tang et al., ICML 2024): pages of tokens, scored by an upper bound of the score of any key in the page.
 
-Of every page the elementwise minimum and maximum of its post-position keys are kept on the device; no key of the page
-scores above sum_j max(q_j * min_j, q_j * max_j). As in Quest's speed code the budget counts the last page, always read;
-its accuracy code gives that page no privilege.
+The device keeps the elementwise minimum and maximum of each page's keys, after their positions. No key of the page
+scores above sum_j max(q_j * min_j, q_j * max_j). The budget counts the last page, which is always read, as Quest's
+speed code does; its accuracy code gives that page no privilege.
 """
 
 from __future__ import annotations
@@ -12,35 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, Rows
-from methods.retrieving import Retrieving, RetrievingState
+from methods.base import Rows
+from methods.selection import Retrieving, RetrievingState
 
 MIN_PAGES = 3
 
 
-@dataclass(frozen=True)
-class Quest(Retrieving):
-    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at 1 all."""
-
-    page_size: int = 16
-
-    title = "Quest"
-
-    def pages_read(self, cached: int) -> int:
-        """The last page is one of the budget's; a share of 1 leaves none out."""
-        if self.budget(cached) == cached:
-            return cached // self.page_size
-        budget = self.budget(cached) // self.page_size
-        return min(cached // self.page_size, max(MIN_PAGES, budget) - 1)
-
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> QuestState:
-        """No calibration."""
-        return QuestState(self, geometry, lengths)
-
-
 class QuestState(RetrievingState):
     """lowest[layer], highest[layer]: bounds of each page's keys, [batch, num_kv_heads, pages + 1, head_dim]; the last
-    is for padding."""
+    page is for padding."""
 
     paged = True
     sequence_tensors = ("lowest", "highest")
@@ -58,7 +38,7 @@ class QuestState(RetrievingState):
         self.highest[layer].scatter_reduce_(2, index, key, "amax")
 
     def scores(self, layer: int, rows: Rows) -> Tensor:
-        """The bound of each page: where q_j > 0 the highest key, else the lowest."""
+        """The bound of each page: q_j times the highest key where q_j > 0, else times the lowest."""
         lowest, highest = (bound[layer][:, :, :-1].mT for bound in (self.lowest, self.highest))
         batch, num_kv_heads, head_dim, pages = lowest.shape
         query = (rows.query.float() * self.geometry.scale).reshape(batch, num_kv_heads, -1, head_dim)
@@ -66,5 +46,22 @@ class QuestState(RetrievingState):
         return bound.view(batch, num_kv_heads, self.geometry.group, -1, pages)
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """Two vectors a full page."""
+        """Two vectors for each full page."""
         return (positions // self.method.page_size).double() * (2 * self.geometry.head_dim / self.geometry.elements)
+
+
+@dataclass(frozen=True)
+class Quest(Retrieving):
+    """Reads max(3, floor(read_frac * cached / page_size)) pages, the unfinished one among them; at 1 all."""
+
+    page_size: int = 16
+
+    title = "Quest"
+    state = QuestState
+
+    def pages_read(self, cached: int) -> int:
+        """The unfinished page is one of the budget's."""
+        if self.budget(cached) == cached:
+            return cached // self.page_size
+        budget = self.budget(cached) // self.page_size
+        return min(cached // self.page_size, max(MIN_PAGES, budget) - 1)

@@ -1,19 +1,21 @@
-"""R-KV (Cai et al., NeurIPS 2025): for long generations, drop now and then what is neither attended to nor singular.
+"""R-KV (Cai et al., NeurIPS 2025): for long generations, drop now and then tokens that are unattended and redundant.
 
-After the prompt, and after every `divide_length` generated tokens, each KV head goes back to its budget. A token counts
-by the attention of the last rows, and against it by how like the other keys its own is: a reasoning text says much
-twice. The state keeps these rows' queries, and the keys of what is kept a second time, on the device.
+After the prompt, and after every `divide_length` generated tokens, each KV head goes back to its budget. A token's
+worth grows with the attention of the last rows and falls with the similarity of its key to the other keys, as a
+reasoning text says much twice. The state keeps these rows' queries, and a second copy of the kept keys on the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
+from methods.attention import PROMPT_CHUNK
 from methods.base import (
     EMPTY,
     Calibration,
@@ -23,67 +25,20 @@ from methods.base import (
     Row,
     Rows,
     Selection,
+    require,
+    require_fraction,
     share_above,
 )
-from methods.checks import require, require_fraction
 from methods.evicting import INF, EvictingState, EvictingToShare
-from methods.received import PROMPT_CHUNK
 
 ALIKE = 0.5
-"""Keys of a larger cosine say the same: of those, the latest is not held to be like the others."""
-
-
-@dataclass(frozen=True)
-class RKV(EvictingToShare):
-    """window: last tokens that stay, and are part of the budget; their rows' attention is what counts.
-
-    divide_length: generated tokens from one compression to the next. mix_lambda: the share of attention in a token's
-    worth, the rest is similarity. kernel: width (odd) of the maximum that smooths the attention.
-    """
-
-    divide_length: int = 128
-    window: int = 8
-    mix_lambda: float = 0.07
-    kernel: int = 7
-
-    title = "R-KV"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.window >= 1, "window", self.window, "an integer >= 1")
-        above = f"above window={self.window}, or null"
-        require(self.kept_tokens is None or self.kept_tokens > self.window, "kept_tokens", self.kept_tokens, above)
-        require(self.divide_length >= 1, "divide_length", self.divide_length, "an integer >= 1")
-        require_fraction("mix_lambda", self.mix_lambda, zero=True)
-        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
-
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> RKVState:
-        """ValueError where a sequence's budget would not exceed the window."""
-        shortest = int(lengths.final.min())
-        kept = self.budget(shortest)
-        more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.window={self.window}"
-        require(kept > self.window, "kept_frac", f"{self.kept_frac:.4g}", more)
-        return RKVState(self, geometry, lengths)
-
-    def tokens_read(self, row: Row, layer: int) -> float:
-        """What the last compression left, and what was generated since."""
-        since = (row.cached - row.prompt) % self.divide_length
-        return min(self.budget(row.final), row.cached - since) + since
-
-    def tokens_kept(self, row: Row, layer: int) -> int:
-        """What a compression finds, at most: its slots are taken again one by one."""
-        return min(row.cached, self.budget(row.final) + self.divide_length - 1)
-
-    def min_size(self, row: Row) -> float:
-        """What keeps one token more than the window."""
-        require(self.window < row.final, "window", self.window, f"below {row.final}, the shortest sequence")
-        return share_above(self.window, row.final)
+"""Keys with a larger cosine say the same. The latest of them does not count as similar."""
 
 
 class RKVState(EvictingState):
     """kept_keys[layer]: like `tokens`, [..., head_dim]. queries[layer]: last ones, [batch, heads, window, head_dim].
 
-    generated[layer]: int [batch] on the host, which knows without asking the device when a compression is due.
+    generated[layer]: int [batch] on the host, so that no step asks the device whether a compression is due.
     """
 
     slot_tensors = {**EvictingState.slot_tensors, "kept_keys": 0}
@@ -91,20 +46,20 @@ class RKVState(EvictingState):
     kept_keys: dict[int, Tensor]
     queries: dict[int, Tensor]
 
-    def __init__(self, method: RKV, geometry: Geometry, lengths: Lengths) -> None:
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
         super().__init__(method, geometry, lengths)
         self.generated: dict[int, np.ndarray] = {}
         self.most = method.budget(int(lengths.final.max())) + method.divide_length
 
     def fork(self, index: Tensor, num_slots: int) -> RKVState:
-        """With the counts of the sequences chosen."""
         child = super().fork(index, num_slots)
         assert isinstance(child, RKVState)
         child.generated = {layer: counts[index.cpu().numpy()] for layer, counts in self.generated.items()}
         return child
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Keep the prompt's keys and last queries, and compress."""
         self.enter_prompt(layer, rows)
         prompt, window = key.shape[2], self.method.window
         self.kept_keys[layer] = pad(key, (0, 0, 0, rows.num_slots + self.spare_slots - prompt))
@@ -114,11 +69,10 @@ class RKVState(EvictingState):
         self._compress(layer, self.queries[layer], rows.lengths, due, max(prompt, self.most))
 
     def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
-        """Keep the keys."""
         self.kept_keys[layer][:, :, slots] = key
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """What is kept, from one compression to the next."""
+        """Read all that is kept, block by block from one compression to the next."""
         self.enter(layer, rows)
         real = pad(rows.real, (self.method.window, 0), value=True)
         queries = torch.cat([self.queries[layer], rows.query], 2)
@@ -147,7 +101,7 @@ class RKVState(EvictingState):
         return [end for end, compresses in enumerate(due.any(0).tolist(), 1) if compresses]
 
     def _last(self, queries: Tensor, real: Tensor, rows: int) -> Tensor:
-        """The queries of the last `window` real rows of the first `rows`, before which those from earlier stand."""
+        """Queries of the last `window` real rows among the earlier ones and the first `rows` of this block."""
         window = self.method.window
         column = torch.arange(window + rows, device=real.device)
         last = torch.where(real[:, : window + rows], column, -1).sort(-1).values[:, -window:]
@@ -156,33 +110,80 @@ class RKVState(EvictingState):
     def _compress(self, layer: int, queries: Tensor, cached: Tensor, due: Tensor, most: int) -> None:
         """Go back to the budget in the sequences that are `due`, bool [batch], with `cached` [batch] tokens so far.
 
-        most: tokens that a KV head holds at most.
+        most: upper bound of the tokens that a KV head holds.
         """
         tokens, window = self.tokens[layer], self.method.window
         oldest_first = tokens.masked_fill(tokens >= cached[:, None, None], EMPTY).sort(dim=-1, stable=True)
         held, slots = oldest_first.values[..., :most], oldest_first.indices[..., :most]
         keys = self.kept_keys[layer].gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, self.geometry.head_dim))
-        place = torch.arange(held.shape[-1], device=held.device)
-        competes = place < (held != EMPTY).sum(-1, keepdim=True) - window
+        rank = torch.arange(held.shape[-1], device=held.device)
+        competes = rank < (held != EMPTY).sum(-1, keepdim=True) - window
         attention = self._attention(layer, queries, keys, competes)
         worth = self.method.mix_lambda * attention - (1 - self.method.mix_lambda) * similarity(keys, held != EMPTY)
         best = worth.masked_fill(~competes, -INF).argsort(dim=-1, descending=True, stable=True)
-        loses = (place >= (self.method.budgets(self.lengths.final) - window)[:, None, None]) & due[:, None, None]
+        loses = (rank >= (self.method.budgets(self.lengths.final) - window)[:, None, None]) & due[:, None, None]
         gone = competes & torch.zeros_like(competes).scatter_(-1, best, loses.expand_as(best))
         tokens.scatter_(-1, slots, tokens.gather(-1, slots).masked_fill(gone, EMPTY))
 
     def _attention(self, layer: int, queries: Tensor, keys: Tensor, competes: Tensor) -> Tensor:
-        """Attention of the last rows, a group by its largest scores; their mean, smoothed: [batch, num_kv_heads, n]."""
+        """Mean attention of the last rows, by a group's largest scores, smoothed: [batch, num_kv_heads, n]."""
         scores = self.geometry.softmax(layer).scores(queries, keys).amax(2)
         probs = scores.masked_fill_(~competes.unsqueeze(2), -INF).softmax(-1).nan_to_num_().mean(2)
         return max_pool1d(probs, self.method.kernel, stride=1, padding=self.method.kernel // 2)
 
 
-def similarity(keys: Tensor, present: Tensor) -> Tensor:
-    """How like the others each key is: softmax of the mean cosine with them, fp32 [batch, num_kv_heads, n].
+@dataclass(frozen=True)
+class RKV(EvictingToShare):
+    """window: number of last tokens that stay, as part of the budget; the attention of their rows counts.
 
-    keys: [batch, num_kv_heads, n, head_dim], oldest first; present: bool [batch, num_kv_heads, n]. Of the keys that are
-    alike to a given one, the latest is left out.
+    divide_length: generated tokens from one compression to the next. mix_lambda: share of attention in a token's
+    worth, the rest is similarity. kernel: width (odd) of the maximum that smooths the attention.
+    """
+
+    divide_length: int = 128
+    window: int = 8
+    mix_lambda: float = 0.07
+    kernel: int = 7
+
+    title = "R-KV"
+    state = RKVState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.window >= 1, "window", self.window, "an integer >= 1")
+        above = f"above window={self.window}, or null"
+        require(self.kept_tokens is None or self.kept_tokens > self.window, "kept_tokens", self.kept_tokens, above)
+        require(self.divide_length >= 1, "divide_length", self.divide_length, "an integer >= 1")
+        require_fraction("mix_lambda", self.mix_lambda, zero=True)
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
+
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        """ValueError where a sequence's budget does not exceed the window."""
+        shortest = int(lengths.final.min())
+        kept = self.budget(shortest)
+        more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.window={self.window}"
+        require(kept > self.window, "kept_frac", f"{self.kept_frac:.4g}", more)
+
+    def tokens_read(self, row: Row, layer: int) -> float:
+        """The tokens that the last compression left, and those generated since."""
+        since = (row.cached - row.prompt) % self.divide_length
+        return min(self.budget(row.final), row.cached - since) + since
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        """The most that a compression finds: its slots are taken again one by one."""
+        return min(row.cached, self.budget(row.final) + self.divide_length - 1)
+
+    def min_size(self, row: Row) -> float:
+        """The least share that keeps one token more than the window."""
+        require(self.window < row.final, "window", self.window, f"below {row.final}, the shortest sequence")
+        return share_above(self.window, row.final)
+
+
+def similarity(keys: Tensor, present: Tensor) -> Tensor:
+    """Similarity of each key to the others: softmax of the mean cosine with them, fp32 [batch, num_kv_heads, n].
+
+    keys: [batch, num_kv_heads, n, head_dim], oldest first; present: bool [batch, num_kv_heads, n]. Of the keys whose
+    cosine with a given key exceeds `ALIKE`, the latest is left out.
     """
     directions = normalize(keys.float(), dim=-1).masked_fill_(~present.unsqueeze(-1), 0)
     column = torch.arange(keys.shape[2], device=keys.device)

@@ -1,59 +1,55 @@
-"""Choosing the best by their scores: the settings that all methods share which do, and the choice itself."""
+"""Methods that keep every token, score tokens or pages, and read the best of them.
+
+`Selecting` has the settings that all of them share, `largest` is the choice itself. `Retrieving` and `RetrievingState`
+are the easy base: a state says what it keeps of the keys (`append`) and how a query scores each token, or each page of
+`page_size` tokens (`scores`). The page that is not full yet is always read, so an index of pages needs full pages only.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import Geometry, Lengths, Method, Row, Rows, Selection, When, floor_frac
-from methods.checks import require, require_fraction, require_one_of
+from methods.base import (
+    Calibration,
+    Geometry,
+    Lengths,
+    Method,
+    PromptRows,
+    Rest,
+    Row,
+    Rows,
+    Selection,
+    State,
+    When,
+    floor_frac,
+    require,
+    require_fraction,
+    require_one_of,
+)
 from methods.kernels import compiled_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 
 
-def kernels_for(scores: Tensor) -> ModuleType | None:
-    """The same functions as kernels, where there are any for the device of `scores`."""
-    if not compiled_for(scores):
-        return None
-    from methods.kernels import selection
-
-    return selection
-
-
-class Cap(NamedTuple):
-    """The most that each row takes: floor(frac * whole), at least `least`, at most `cached`.
-
-    whole, cached: int [batch, rows].
-    """
-
-    frac: float
-    least: int
-    whole: Tensor
-    cached: Tensor
-
-    def tokens(self) -> Tensor:
-        """int [batch, rows]."""
-        return torch.minimum(floor_frac(self.frac, self.whole).clamp(min=self.least), self.cached)
-
-
 @dataclass(frozen=True)
 class Selecting(Method):
-    """Scores what is cached and reads the best: the settings that all such methods share.
+    """Settings of all methods that score what is cached and read the best.
 
-    group: how the scores of a KV head's query heads become one (see `reduce_group`); `union` reads what is best for any
-        of them, so that the number read depends on the data.
-    covers: a selection is made for each `kv_head`, or one for all heads of a `layer`.
-    when: by which query: the layer's `own_query`, one rehearsed in the `previous_layer`, or that of the
-        `previous_step`. The last two let rows cross the link while the previous layer computes.
-    own_query_layers: so many layers, the first that are not exempt, select by their own query whatever `when` says.
-    num_sinks: so many first tokens are always read. recent_frac: share of the tokens read that are the most recent.
+    group: how the scores of a KV head's query heads become one (see `reduce_group`); `union` reads the best of each
+        query head, so that the number read depends on the data.
+    covers: one selection for each `kv_head`, or one for all heads of a `layer`.
+    when: the query that selects: the layer's `own_query`, one rehearsed in the `previous_layer`, or that of the
+        `previous_step`. With the last two, rows cross the link while the previous layer computes.
+    own_query_layers: number of first non-exempt layers that select by their own query whatever `when` says.
+    num_sinks: number of first tokens that are always read. recent_frac: share of the tokens read that are the most
+        recent.
     """
 
     group: str = "best"
@@ -75,11 +71,10 @@ class Selecting(Method):
         require_fraction("recent_frac", self.recent_frac, zero=True)
 
     def when_of(self, layer: int) -> When:
-        """As `when` says, but for the first layers."""
         return "own_query" if layer - self.num_exempt_layers < self.own_query_layers else self.when
 
     def min_size(self, row: Row) -> float:
-        """The least that reads a token beside the sinks at the first row."""
+        """The least number that reads a token beside the sinks at the first row."""
         if not self.num_sinks:
             return super().min_size(row)
         first, low, high = row._replace(cached=row.prompt), 0.0, 1.0
@@ -89,8 +84,8 @@ class Selecting(Method):
             low, high = (low, middle) if enough else (middle, high)
         return high
 
-    def check_lengths(self, lengths: Lengths) -> None:
-        """ValueError where the sinks leave nothing to select in the shortest prompt, all of which is not read."""
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        """ValueError where the sinks leave nothing to select in the shortest prompt, unless all of it is read."""
         prompt = int(lengths.prompt.min())
         shortest = Row(prompt, prompt, int(lengths.final.min()))
         read = self.max_tokens_read(shortest, self.num_exempt_layers)
@@ -98,10 +93,10 @@ class Selecting(Method):
         require(enough, "num_sinks", self.num_sinks, f"below {read}, what is read of a prompt of {prompt} tokens")
 
     def forced(self, first: Tensor, last: Tensor, positions: Tensor, num_read: Tensor) -> Tensor | None:
-        """What is read whatever its score: sinks and recent tokens; None where there are none.
+        """Candidates that are read whatever their score: sinks and recent tokens; None for none.
 
-        first, last: int [batch, num_kv_heads or 1, n], tokens from which to which each candidate goes; positions: int
-        [batch, rows]; num_read: int [batch, rows], tokens read in all. Returns bool [batch, 1 or kv, rows, n].
+        first, last: int [batch, num_kv_heads or 1, n], first and last token of each candidate; positions: int [batch,
+        rows]; num_read: int [batch, rows], tokens read in all. Returns bool [batch, 1 or num_kv_heads, rows, n].
         """
         if not self.num_sinks and not self.recent_frac:
             return None
@@ -109,14 +104,17 @@ class Selecting(Method):
         return (first.unsqueeze(2) < self.num_sinks) | (last.unsqueeze(2) >= recent)
 
     def reduced(self, scores: Tensor, forced: Tensor | None = None) -> Tensor:
-        """Scores [batch, num_kv_heads, group, rows, n], -inf where nothing is to be read, overwritten, as one for each
-        set that is chosen: [batch, sets, rows, n], inf where `forced`, which only what could be read may be."""
+        """One score per candidate for each set that is chosen: [batch, sets, rows, n], inf where `forced`.
+
+        scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten. A candidate that may
+        not be read is not forced.
+        """
         scores = self.by_set(scores)
         if forced is not None:
             forced = forced & (scores[:, :, 0] != -math.inf)
         worth = reduce_group(scores, self.group)
         if forced is not None:
-            sets = worth.shape[1] // forced.shape[1]  # of a union one for each query head
+            sets = worth.shape[1] // forced.shape[1]  # a union has one set for each query head
             worth.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
         return worth
 
@@ -125,8 +123,11 @@ class Selecting(Method):
         return scores.flatten(1, 2).unsqueeze(1) if self.covers == "layer" else scores
 
     def joined(self, mask: Tensor, count: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """The sets that were chosen, bool [batch, sets, rows, n], `count` [batch, rows] in each, as one for each KV
-        head or the layer: [batch, num_kv_heads or 1, rows, n], and how many that is, mean over the heads, fp64."""
+        """The chosen sets as one mask per KV head or layer, and the number chosen in it.
+
+        mask: bool [batch, sets, rows, n]; count: [batch, rows], chosen in each set. Returns bool [batch, num_kv_heads
+        or 1, rows, n] and the mean over the heads, fp64 [batch, rows].
+        """
         if self.group != "union":
             return mask, count.double()
         joint = mask.unflatten(1, (-1, geometry.group if self.covers == "kv_head" else geometry.num_heads)).any(2)
@@ -134,28 +135,48 @@ class Selecting(Method):
 
 
 def reduce_group(scores: Tensor, how: str) -> Tensor:
-    """One score for the query heads of a group, [batch, num_kv_heads, rows, n]; of `union` one for each, [batch, heads,
-    rows, n]. Means rank as sums do. `best`: the largest distance below each head's own best, which is InfiniGen's r.
+    """One score for the query heads of a group, [batch, num_kv_heads, rows, n]; for `union` one for each query head.
 
-    scores: [batch, num_kv_heads, group, rows, n], -inf where nothing is to be read; overwritten.
+    scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten. `best` is InfiniGen's
+    r: the maximum over the group of (score - the head's best score). Means rank as sums do.
     """
     if how == "best":
-        return best_of_group(scores)
+        scores -= scores.amax(-1, keepdim=True)
+        return scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
     if how == "union":
         return scores.flatten(1, 2)
     if how.endswith("probs"):
-        scores = scores.log_softmax(-1)  # log: ranks alike, and stays -inf where hidden
+        scores = scores.log_softmax(-1)  # log: same order, and -inf stays where hidden
         return scores.amax(2) if how == "max_probs" else scores.logsumexp(2)
     return scores.amax(2) if how == "max_logits" else scores.sum(2)
 
 
-def best_of_group(scores: Tensor) -> Tensor:
-    """r = max over a group's heads of (score - the head's best score): [batch, num_kv_heads, rows, slots].
+# The choice
 
-    scores: [batch, num_kv_heads, group, rows, slots], -inf where not visible; overwritten.
+
+class Cap(NamedTuple):
+    """The most tokens that each row reads: floor(frac * whole), at least `least`, at most `cached`.
+
+    whole, cached: int [batch, rows].
     """
-    scores -= scores.amax(-1, keepdim=True)
-    return scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
+
+    frac: float
+    least: int
+    whole: Tensor
+    cached: Tensor
+
+    def tokens(self) -> Tensor:
+        """int [batch, rows]."""
+        return torch.minimum(floor_frac(self.frac, self.whole).clamp(min=self.least), self.cached)
+
+
+def kernels_for(scores: Tensor) -> ModuleType | None:
+    """The choice as Triton kernels, where the device of `scores` has them."""
+    if not compiled_for(scores):
+        return None
+    from methods.kernels import selection
+
+    return selection
 
 
 def ascending(values: Tensor) -> Tensor:
@@ -166,35 +187,32 @@ def ascending(values: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, count: Tensor, ordered: Tensor | None = None, order: Tensor | None = None) -> Tensor:
-    """Mask of the `count` largest values; among equal ones those of the lowest slots. No device sync.
+    """Mask of the `count` largest values; equal values are taken from the lowest slots. No device sync.
 
-    values: [batch, num_kv_heads, rows, slots]; count: int [batch, rows], which may exceed the number of finite values,
-    of which all are then taken; ordered: the values sorted ascending, where they are at hand; order: int64 [batch,
-    num_kv_heads, slots], the slots as equal values take them, where that is not as they lie.
+    values: [batch, num_kv_heads, rows, slots]; count: int [batch, rows]; where it exceeds the number of finite values,
+    all of them are taken; ordered: the values sorted ascending, if at hand; order: int64 [batch, num_kv_heads, slots],
+    the order in which equal values are taken, if not by slot.
     """
     if kernels := kernels_for(values):
         return kernels.largest(values, order=order, **Cap(1.0, 0, count, count)._asdict())[0]
     if order is not None:
-        of_rows = order.unsqueeze(2).expand_as(values)
-        mask = largest(values.gather(-1, of_rows), count, ordered)
-        return torch.empty_like(mask).scatter_(-1, of_rows, mask)
+        order_of_rows = order.unsqueeze(2).expand_as(values)
+        mask = largest(values.gather(-1, order_of_rows), count, ordered)
+        return torch.empty_like(mask).scatter_(-1, order_of_rows, mask)
     ordered = ascending(values) if ordered is None else ordered
     slots = values.shape[-1]
     rank = (slots - count).clamp(0, slots - 1)[:, None, :, None].expand(*values.shape[:-1], 1)
     least = ordered.gather(-1, rank).clamp(min=torch.finfo(values.dtype).min)
     least = least.masked_fill((count == 0)[:, None, :, None], math.nan)  # nothing compares to it
     mask = values >= least
-    # A tie at the last place: a group's heads all have r = 0 at their best token, so this is no rarity.
+    # Ties at the last place are common: each head of a group has r = 0 at its best token.
     tied = ordered.gather(-1, (rank - 1).clamp(min=0)) == least
-    if values.device.type == "cpu":
-        return _drop_ties(mask, values, least, tied, count) if bool(tied.any()) else mask
-    return _keep_lowest(mask, values == least, count[:, None, :, None])
-
-
-def _drop_ties(mask: Tensor, values: Tensor, least: Tensor, tied: Tensor, count: Tensor) -> Tensor:
-    where = tied.squeeze(-1).nonzero(as_tuple=True)
-    wanted = count[:, None].expand(mask.shape[:-1])[where].unsqueeze(-1)
-    mask[where] = _keep_lowest(mask[where], values[where] == least[where], wanted)
+    if values.device.type != "cpu":
+        return _keep_lowest(mask, values == least, count[:, None, :, None])
+    if bool(tied.any()):
+        where = tied.squeeze(-1).nonzero(as_tuple=True)
+        wanted = count[:, None].expand(mask.shape[:-1])[where].unsqueeze(-1)
+        mask[where] = _keep_lowest(mask[where], values[where] == least[where], wanted)
     return mask
 
 
@@ -204,111 +222,107 @@ def _keep_lowest(mask: Tensor, equal: Tensor, count: Tensor) -> Tensor:
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
-ALPHA_OPT = 4.0
-ALPHA_OTHER = 5.0
+# The easy base
 
 
 @dataclass(frozen=True)
-class ScoreSelecting(Selecting):
-    """The count rule: tokens within `alpha` of the best score, at most `max_fetch_frac` of the cache.
+class Retrieving(Selecting):
+    """Reads `read_frac` of the cached tokens, or `read_tokens` of them, in pages of `page_size` tokens."""
 
-    alpha: in units of scaled logits; inf always takes the cap; None means 4 for OPT and 5 otherwise (section 5.1).
-    max_fetch_frac: cap, as a share of what `cap_of` says: of the tokens `cached` at a row, or of T, the `final` number
-        of tokens, as in the artifact's accuracy code. The text ("up to 20 % of the KV cache") leaves it open.
-    fixed_fetch: this many tokens, instead of alpha and the cap; as the artifact's speed code has its cap.
-    """
-
-    alpha: float | None = None
-    max_fetch_frac: float = 0.2
-    cap_of: str = "cached"
-    fixed_fetch: int | None = None
+    read_frac: float = 0.2
+    read_tokens: int | None = None
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "a number >= 0, inf or null")
-        require_fraction("max_fetch_frac", self.max_fetch_frac)
-        require_one_of("cap_of", self.cap_of, ("cached", "final"))
-        require(self.fixed_fetch is None or self.fixed_fetch >= 1, "fixed_fetch", self.fixed_fetch, ">= 1 or null")
-        one_scale = self.group == "best" or self._counts_by_cap
-        require(one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf")
+        require_fraction("read_frac", self.read_frac)
+        require(self.read_tokens is None or self.read_tokens >= 1, "read_tokens", self.read_tokens, ">= 1 or null")
+        require(self.page_size >= 1, "page_size", self.page_size, "an integer >= 1")
 
-    @property
-    def _counts_by_cap(self) -> bool:
-        """Whether alpha plays no part."""
-        return self.fixed_fetch is not None or self.alpha == math.inf
+    def budget(self, cached: int) -> int:
+        """Tokens that the settings ask for with `cached` tokens."""
+        return int(self.read_frac * cached) if self.read_tokens is None else min(self.read_tokens, cached)
+
+    def pages_read(self, cached: int) -> int:
+        """Full pages that a row with `cached` tokens reads beside the last, unfinished one."""
+        wanted = (self.budget(cached) - cached % self.page_size) // self.page_size
+        return min(cached // self.page_size, max(1, wanted))
 
     def tokens_read(self, row: Row, layer: int) -> float | None:
-        """Closed form where alpha plays no part."""
-        return self.max_tokens_read(row, layer) if self._counts_by_cap and self.group != "union" else None
+        return None if self.group == "union" else self._read(row.cached)
 
     def max_tokens_read(self, row: Row, layer: int) -> int:
-        """The cap; with `fixed_fetch` that number; of a union anything."""
-        return row.cached if self.group == "union" else self._cap(row)
+        return row.cached if self.group == "union" else self._read(row.cached)
 
-    def _cap(self, row: Row) -> int:
-        if self.fixed_fetch is not None:
-            return min(self.fixed_fetch, row.cached)
-        whole = row.cached if self.cap_of == "cached" else row.final
-        return min(row.cached, max(1, int(self.max_fetch_frac * whole)))
+    def _read(self, cached: int) -> int:
+        return self.pages_read(cached) * self.page_size + cached % self.page_size
 
     def with_size(self, frac: float) -> Self:
-        """Sized by the cap alone: alpha becomes inf."""
-        return replace(self, alpha=math.inf, max_fetch_frac=frac, fixed_fetch=None)
+        return replace(self, read_frac=frac, read_tokens=None)
 
     def artifact_budget(self) -> float:
-        """The cap."""
-        return self.max_fetch_frac
+        return self.read_frac
 
-    def threshold(self, geometry: Geometry) -> float:
-        """`alpha`, or the paper's value for this family."""
-        if self.alpha is None:
-            return ALPHA_OPT if geometry.family == "opt" else ALPHA_OTHER
-        return self.alpha
 
-    def select(
-        self,
-        scores: Tensor,
-        rows: Rows,
-        final: Tensor,
-        geometry: Geometry,
-        cached: Tensor | None = None,
-        order: Tensor | None = None,
-    ) -> Selection:
-        """Each KV head's best tokens.
+class RetrievingState(State):
+    """Reads the tokens or pages that score best.
 
-        scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that are not visible play
-        no part. final: int [batch], T; cached: int [batch, rows], number of visible tokens, where it is not that of the
-        rows. order: int64 [batch, num_kv_heads, slots], the slots as equal scores take them; None: the lowest first.
-        """
-        cap = self._cap_of_rows(rows.positions if cached is None else cached, final)
-        if self._by_scores_alone and (kernels := kernels_for(scores)):
-            relative, within = kernels.relative(self.by_set(scores), rows, self.threshold(geometry))
-            within = None if self._counts_by_cap else within
-            return Selection(*kernels.largest(relative, within, order, **cap._asdict()))
-        rows.hide(scores)
-        tokens, most = rows.slot_positions, cap.tokens()
-        relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, most))
-        ordered = ascending(relative)
-        count = self._count(ordered, most, geometry)
-        return Selection(*self.joined(largest(relative, count, ordered, order), count, geometry))
+    paged: True if `scores` are of pages, counted from position 0; else of slots.
+    """
+
+    paged: ClassVar[bool] = False
+
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
+        super().__init__(method, geometry, lengths, calibration)
+        self.num_tokens = int(lengths.final.max())
+        counts = [method.pages_read(cached) for cached in range(self.num_tokens + 1)]
+        self.pages_read = torch.tensor(counts, device=lengths.final.device)
 
     @property
-    def _by_scores_alone(self) -> bool:
-        """Whether nothing but the distance from the best decides who is read."""
-        return self.group == "best" and not self.num_sinks and not self.recent_frac
+    def num_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.num_tokens // self.method.page_size)
 
-    def _cap_of_rows(self, cached: Tensor, final: Tensor) -> Cap:
-        """As `_cap`; cached: int [batch, rows]; final: int [batch]."""
-        if self.fixed_fetch is not None:
-            return Cap(0.0, self.fixed_fetch, cached, cached)
-        whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
-        return Cap(self.max_fetch_frac, 1, whole, cached)
+    def scores(self, layer: int, rows: Rows) -> Tensor:
+        """Scaled scores of `rows.query`, fp32 [batch, num_kv_heads, group, rows, slots or pages].
 
-    def _count(self, ordered: Tensor, cap: Tensor, geometry: Geometry) -> Tensor:
-        if self._counts_by_cap:
-            return cap
-        alpha = self.threshold(geometry)
-        below = torch.searchsorted(ordered, ordered.new_full((*ordered.shape[:-1], 1), -alpha)).squeeze(-1)
-        above = ordered.shape[-1] - below  # [batch, kv, rows] tokens with r >= -alpha
-        mean = above.sum(1) // above.shape[1]
-        return torch.minimum(mean.clamp(min=1), cap)
+        The scores of slots that are not visible, and of pages that are not full, may be anything.
+        """
+        raise NotImplementedError
+
+    def index_read(self, layer: int, positions: Tensor) -> Tensor | None:
+        """Size of the index that `scores` reads, in tokens (`Geometry.elements`), [batch, rows]; None for no index."""
+        return None
+
+    def rest(self, layer: int, rows: Rows, scores: Tensor, mask: Tensor) -> Rest | None:
+        """Replacement for the tokens that are not read, by the scores and the mask of those read; None for none."""
+        return None
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """The best pages and the unfinished one."""
+        size, positions = self.method.page_size, rows.positions
+        first = torch.arange(self.num_pages, device=positions.device)[None, None] * size
+        is_full = first.unsqueeze(2) + size <= positions[:, None, :, None]  # [batch, 1, rows, pages]
+        first, last = (first, first + size - 1) if self.paged else (rows.slot_positions, rows.slot_positions)
+        scores = self.scores(layer, rows)
+        pages, unfinished = self.pages_read[positions], positions % size
+        candidates = (is_full if self.paged else rows.visible()).unsqueeze(2)
+        forced = self.method.forced(first, last, positions, pages * size + unfinished)
+        worth = self.method.reduced(scores.masked_fill(~candidates, -math.inf), forced)
+        mask, num_pages = self.method.joined(largest(worth, pages), pages, self.geometry)
+        tokens = self._tokens(mask, rows) if self.paged else mask
+        side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)
+        return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
+
+    def _tokens(self, pages: Tensor, rows: Rows) -> Tensor:
+        """The slots of the chosen `pages` [batch, num_kv_heads, rows, pages], and those of the unfinished one."""
+        size = self.method.page_size
+        page = (rows.slot_positions // size).clamp(max=self.num_pages - 1).long().unsqueeze(2)
+        chosen = pages.gather(-1, page.expand(*pages.shape[:3], -1))
+        unfinished = rows.slot_positions.unsqueeze(2) >= (rows.positions - rows.positions % size)[:, None, :, None]
+        return (chosen | unfinished) & rows.visible()

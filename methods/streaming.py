@@ -1,16 +1,88 @@
-"""StreamingLLM's window: the first tokens ("sinks") and the most recent ones (Xiao et al., ICLR 2024)."""
+"""Windows over the first tokens ("sinks") and the most recent ones: StreamingLLM and DuoAttention.
+
+StreamingLLM (Xiao et al., ICLR 2024): every KV head keeps such a window.
+
+DuoAttention (Xiao et al., ICLR 2025): some KV heads keep a window ("stream"), the others keep everything ("retrieve").
+A head's gate says how much it looks far back; the heads with the smallest gates stream. Gates come from a file, as the
+authors trained them, or are measured on a text without training (as in kvpress): the mean query attends to the mean
+key at 500 positions, and the more of its attention falls on early positions, the larger the gate.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, Row, floor_frac, share_above
-from methods.checks import require, require_fraction
-from methods.evicting import Evicting
-from methods.windowed import WindowState
+from methods.base import (
+    EMPTY,
+    Calibration,
+    Geometry,
+    Lengths,
+    Method,
+    PromptRows,
+    Row,
+    Rows,
+    Selection,
+    floor_frac,
+    require,
+    require_fraction,
+    share_above,
+)
+from methods.evicting import Evicting, EvictingState
+
+
+class WindowState(EvictingState):
+    """KV heads that stream keep the method's `num_sinks` first tokens and the `recent` last ones; others keep all."""
+
+    @property
+    def recent(self) -> Tensor:
+        """Recent tokens of the window, int [batch]."""
+        raise NotImplementedError
+
+    def streams(self, layer: int) -> Tensor:
+        """Which KV heads of a layer stream, bool [num_kv_heads, 1, 1], or [1, 1, 1] where all are alike."""
+        raise NotImplementedError
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        self.enter_prompt(layer, rows)
+        self._leave(layer, rows.lengths)
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        mask = rows.visible() & self._stays(layer, rows.slot_positions.unsqueeze(2), rows.positions)
+        self.enter(layer, rows)
+        self._leave(layer, torch.where(rows.real, rows.positions + 1, 0).amax(-1))
+        window = torch.minimum(rows.positions, (self.method.num_sinks + self.recent)[:, None])
+        read = torch.where(self.streams(layer), window, rows.positions)  # [num_kv_heads or 1, batch, rows]
+        return Selection(mask, read.double().mean(0))
+
+    def _stays(self, layer: int, token: Tensor, cached: Tensor) -> Tensor:
+        """Which tokens are in the window, bool [batch, num_kv_heads or 1, rows, slots].
+
+        token: [batch, 1 or num_kv_heads, 1, slots]; cached: [batch, rows].
+        """
+        oldest = (cached - self.recent[:, None])[:, None, :, None]
+        return (token < self.method.num_sinks) | (token >= oldest) | ~self.streams(layer)
+
+    def _leave(self, layer: int, cached: Tensor) -> None:
+        stays = self._stays(layer, self.tokens[layer].unsqueeze(2), cached[:, None]).squeeze(2)
+        self.tokens[layer].masked_fill_(~stays, EMPTY)
+
+
+class StreamingState(WindowState):
+    """All KV heads stream; the window is a share of T."""
+
+    @property
+    def recent(self) -> Tensor:
+        return floor_frac(self.method.kept_frac, self.lengths.final) - self.method.num_sinks
+
+    def streams(self, layer: int) -> Tensor:
+        return torch.ones(1, 1, 1, dtype=torch.bool, device=self.lengths.final.device)
 
 
 @dataclass(frozen=True)
@@ -19,40 +91,124 @@ class Streaming(Evicting):
 
     kept_frac: float = 0.2
     num_sinks: int = 4
+
     title = "Streaming"
-    size_setting = "kept_frac"
+    state = StreamingState
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_fraction("kept_frac", self.kept_frac)
         require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
 
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> StreamingState:
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where a sequence's window would not exceed the sinks."""
         shortest = int(lengths.final.min())
         kept = int(self.kept_frac * shortest)
         more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.num_sinks={self.num_sinks}"
         require(kept > self.num_sinks, "kept_frac", f"{self.kept_frac:.4g}", more)
-        return StreamingState(self, geometry, lengths)
 
     def tokens_kept(self, row: Row, layer: int) -> int:
-        """The window, or all that is cached."""
         return min(row.cached, int(self.kept_frac * row.final))
 
+    def with_size(self, frac: float) -> Self:
+        return replace(self, kept_frac=frac)
+
     def min_size(self, row: Row) -> float:
-        """What keeps one token more than the sinks."""
+        """The least share that keeps one token more than the sinks."""
         require(self.num_sinks < row.final, "num_sinks", self.num_sinks, f"below {row.final}, the shortest sequence")
         return share_above(self.num_sinks, row.final)
 
+    def artifact_budget(self) -> float:
+        return self.kept_frac
 
-class StreamingState(WindowState):
-    """All KV heads stream; the window is a share of T."""
+
+class DuoState(WindowState):
+    """heads: bool [num_layers, num_kv_heads], True for the heads that stream."""
+
+    def __init__(
+        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
+    ) -> None:
+        super().__init__(method, geometry, lengths)
+        gates = method.gates(geometry, calibration).to(lengths.final.device)
+        selecting = gates[method.num_exempt_layers :].flatten()
+        first = selecting.argsort(stable=True)[: round(method.sparsity * len(selecting))]
+        self.heads = torch.zeros_like(gates, dtype=torch.bool)
+        self.heads.view(-1)[first + gates.shape[1] * method.num_exempt_layers] = True
 
     @property
     def recent(self) -> Tensor:
-        """What the sinks leave, int [batch]."""
-        return floor_frac(self.method.kept_frac, self.lengths.final) - self.method.num_sinks
+        return torch.full_like(self.lengths.final, self.method.num_recent)
 
     def streams(self, layer: int) -> Tensor:
-        """All."""
-        return torch.ones(1, 1, 1, dtype=torch.bool, device=self.lengths.final.device)
+        return self.heads[layer, :, None, None]
+
+
+@dataclass(frozen=True)
+class DuoAttention(Method):
+    """Of the KV heads of the layers that are not exempt, round(sparsity * their number) stream.
+
+    num_sinks, num_recent: tokens that these keep; the defaults are those that the authors deploy.
+    pattern: a file of gates, a line per layer and a column per KV head, separated by tabs; None measures them.
+    """
+
+    sparsity: float = 0.5
+    num_sinks: int = 64
+    num_recent: int = 256
+    pattern: str | None = None
+
+    title = "DuoAttention"
+    state = DuoState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("sparsity", self.sparsity, zero=True)
+        require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
+        require(self.num_recent >= 1, "num_recent", self.num_recent, "an integer >= 1")
+        require(self.file is None or Path(self.file).is_file(), "pattern", self.pattern, "a file that exists, or null")
+
+    @property
+    def file(self) -> str | None:
+        return None if self.pattern is None else str(Path(self.pattern).expanduser())
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.pattern is None
+
+    def calibrate_layer(
+        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """gates: fp32 [num_kv_heads], mean over the group."""
+        layer = len(earlier)
+        text, ahead = (torch.arange(n, device=query.device)[None] for n in (query.shape[1], 500))
+        plain = (geometry.rotate(states[None], text, inverse=True, layer=layer).float() for states in (query, key))
+        means = (states.mean(2, keepdim=True).expand(-1, -1, ahead.shape[1], -1) for states in plain)
+        mean_query, mean_key = (geometry.rotate(states, ahead, layer=layer) for states in means)
+        softmax = geometry.softmax(layer)
+        probs = softmax.weights(softmax.scores(mean_query[:, :, -1:], mean_key))
+        return {"gates": probs[0, :, :, 0].cumsum(-1).mean((1, 2))}
+
+    def gates(self, geometry: Geometry, calibration: Calibration | None) -> Tensor:
+        """fp32 [num_layers, num_kv_heads]. ValueError for a file of another shape, or gates that are all equal."""
+        if self.file is None:
+            assert calibration is not None, "new_state asks for it"
+            gates = calibration["gates"]
+            differ = bool((gates != gates[0, 0]).any())
+            require(differ, "pattern", None, f"a file: {geometry.family} has no rotary positions to measure gates by")
+            return gates
+        shape = (geometry.num_layers, geometry.num_kv_heads)
+        try:
+            gates = torch.from_numpy(np.loadtxt(self.file, delimiter="\t", ndmin=2)).float()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"method.pattern={self.pattern}: must be numbers separated by tabs ({error})") from error
+        fits = tuple(gates.shape) == shape and bool(gates.isfinite().all())
+        require(fits, "pattern", self.pattern, f"{shape[0]} lines of {shape[1]} finite numbers, one for each KV head")
+        return gates
+
+    def tokens_read(self, row: Row, layer: int) -> float:
+        """As if exactly `sparsity` of the heads streamed; rounding to whole heads differs by half a head at most."""
+        window = min(row.cached, self.num_sinks + self.num_recent)
+        return (1 - self.sparsity) * row.cached + self.sparsity * window
+
+    def with_size(self, frac: float) -> Self:
+        """The share of heads that retrieve. The size grows with it, from that of the windows alone."""
+        return replace(self, sparsity=1 - frac)

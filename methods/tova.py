@@ -1,7 +1,7 @@
 """TOVA (Oren et al., EMNLP 2024): keep the tokens that the last row attends to most.
 
-After the prompt, once, and after every row, the tokens of the least attention in the last row leave, its own not
-excepted. A layer's heads share one set: the attention is the mean over all of them.
+After the prompt, once, and after every row, the tokens that the last row attends to least leave; its own token may
+leave too. All heads of a layer share one set: the attention is the mean over all of them.
 """
 
 from __future__ import annotations
@@ -11,41 +11,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, PromptRows
+from methods.attention import received_attention
+from methods.base import PromptRows
 from methods.evicting import EvictingToShare, WorthState
-from methods.received import received_attention
-
-
-@dataclass(frozen=True)
-class TOVA(EvictingToShare):
-    """protect_last: the row's own token stays, as in kvpress; in the authors' code it competes."""
-
-    protect_last: bool = False
-
-    title = "TOVA"
-
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> TOVAState:
-        """No calibration."""
-        return TOVAState(self, geometry, lengths)
 
 
 class TOVAState(WorthState):
     """A token's worth is the attention of the last row, mean over all heads of the layer."""
 
     def budget(self, layer: int) -> Tensor:
-        """Tokens kept, int [batch]."""
         return self.method.budgets(self.lengths.final)
 
     @property
     def recent(self) -> Tensor:
-        """The last token or none, int [batch]."""
         return torch.full_like(self.lengths.final, int(self.method.protect_last))
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        """The attention of the prompt's last row."""
         worth = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=max(0, key.shape[2] - 1))
         return worth.mean(1, keepdim=True).expand_as(worth)
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
-        """Only the last row counts."""
         worth.copy_(probs.mean((1, 2)).unsqueeze(1).expand_as(worth))
+
+
+@dataclass(frozen=True)
+class TOVA(EvictingToShare):
+    """protect_last: the row's own token stays, as in kvpress; in the authors' code it may leave."""
+
+    protect_last: bool = False
+
+    title = "TOVA"
+    state = TOVAState
