@@ -14,9 +14,7 @@ from harness.model.load import LoadedModel
 from harness.settings.run import RunConfig
 from harness.sizes import code_width, sized
 from methods.base import Calibration, Method, Row
-from methods.channel_codec import ChannelCodec
-from methods.codec import AnyCodec, Codec, SplitCodec
-from methods.keyless_codec import without_keys
+from methods.codec import AnyCodec, ChannelCodec, Codec, SplitCodec, without_keys
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,10 @@ class State:
         self.lengths = lengths
         for name in (*self.sequence_tensors, *self.slot_tensors):
             setattr(self, name, {})
+        self.start(calibration)
+
+    def start(self, calibration: Calibration | None) -> None:
+        """Set up what does not depend on the prompt. calibration: None where the method needs none."""
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Take in a layer's prompt after its dense pass.

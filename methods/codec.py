@@ -108,7 +108,7 @@ class Codec:
         return 0 if self.is_float else -(-head_dim // self.group_size)
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits that an element counts in a size: `bits`, and 32 for each group (lo and step)."""
+        """Bits that an element counts in size: `bits`, and 32 for each group (lo and step)."""
         return self.bits + 32 * self.num_groups(head_dim) / head_dim
 
     def row_bytes(self, head_dim: int) -> int:
@@ -248,7 +248,7 @@ class NoCodec(Codec):
     """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows of no bytes."""
 
     name: str = "none"
-    bits: ClassVar[int] = 0  # type: ignore[misc]  # a property of other codecs
+    bits: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         pass  # users cannot give this name
@@ -297,7 +297,7 @@ class SplitCodec:
         return (self.keys.bits + self.values.bits) / 2
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits that an element counts in a size."""
+        """Bits that an element counts in size."""
         return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
 
     def coded_values(self, cached: Count) -> Count:

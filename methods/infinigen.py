@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -135,7 +135,9 @@ class ScoreSelecting(Selecting):
         ordered = ascending(relative)
         if not self._counts_by_cap:
             best = ordered.new_full((*ordered.shape[:-1], 1), -self.threshold(geometry))
-            above = ordered.shape[-1] - torch.searchsorted(ordered, best).squeeze(-1)  # [batch, sets, rows], r >= -alpha
+            above = ordered.shape[-1] - torch.searchsorted(ordered, best).squeeze(
+                -1
+            )  # [batch, sets, rows], r >= -alpha
             count = torch.minimum((above.sum(1) // above.shape[1]).clamp(min=1), count)
         return Selection(*self.joined(largest(relative, count, ordered, order), count, geometry))
 
@@ -178,10 +180,8 @@ class Oracle(ScoreSelecting):
 class InfiniGenState(ProjectedState):
     """The projection is A restricted to the sequence's own columns, or the balanced one; the query is rehearsed."""
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths)
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
         self.measured = calibration
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:

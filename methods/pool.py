@@ -12,12 +12,12 @@ so almost nothing is evicted. Its FIFO takes token t - capacity and really evict
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Rows, Selection, floor_frac
+from methods.base import EMPTY, Calibration, PromptRows, Rows, Selection, floor_frac
 from methods.evicting import EvictingState
 from methods.kernels import compiled_for
 
@@ -41,10 +41,9 @@ class PoolState(EvictingState):
     fetches: dict[int, Tensor]
     last_fetch: dict[int, Tensor]
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths, calibration)
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        method, lengths = self.method, self.lengths
         self.simulates = method.eviction == "artifact"
         if method.pool_tokens is not None:
             self.capacities = lengths.final.clamp(max=method.pool_tokens)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from methods.base import (
     EMPTY,
     Calibration,
     Geometry,
-    Lengths,
     PromptRows,
     Rest,
     Rows,
@@ -83,19 +82,17 @@ class PartialKeysState(State):
     partial_keys: dict[int, Tensor]
     columns: int
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths, calibration)
-        self.codec = None if method.index_bits is None else Codec(f"int{method.index_bits}")
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        bits = self.method.index_bits
+        self.codec = None if bits is None else Codec(f"int{bits}")
 
     def partial_key(self, layer: int, key: Tensor) -> Tensor:
         """Numbers that are kept of `key` [batch, num_kv_heads, n, head_dim]: [batch, num_kv_heads, n, columns]."""
         raise NotImplementedError
 
     def partial_query(self, layer: int, query: Tensor) -> Tensor:
-        """The scaled query on these numbers, fp32 [..., columns]; query: [batch, num_kv_heads, group, rows, head_dim].
-        """
+        """Scaled query on these numbers: fp32 [batch, num_kv_heads, group, rows, columns], of [..., head_dim]."""
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
@@ -154,9 +151,9 @@ class ProjectedState(PartialKeysState):
 class FixedProjectionState(ProjectedState, RetrievingState):
     """A projection that is known before the prompt: the method's `projection`."""
 
-    def __init__(self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration) -> None:
-        super().__init__(method, geometry, lengths)
-        self.fixed: Tensor = method.projection(geometry.head_dim, calibration)
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        self.fixed: Tensor = self.method.projection(self.geometry.head_dim, calibration)
 
     def project(self, layer: int, query: Tensor, key: Tensor, rows: PromptRows) -> Tensor:
         return self.fixed[layer].to(key).expand(len(key), 1, -1, -1, -1)
@@ -236,10 +233,8 @@ class SparQState(PartialKeysState, RetrievingState):
     sequence_tensors = ("value_sum",)
     value_sum: dict[int, Tensor]
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths)
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
         self.through: dict[int, Tensor] = {}
         self.first: dict[int, Tensor] = {}
 

@@ -20,7 +20,7 @@ Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attentio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -58,13 +58,11 @@ class PromptEvictingState(EvictingState):
     on the device.
     """
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths)
-        selecting = geometry.num_layers - method.num_exempt_layers
-        shares = [method.shares(prompt, selecting) for prompt in lengths.prompt.tolist()]
-        self.shares = torch.tensor(shares, dtype=lengths.prompt.dtype, device=lengths.prompt.device).T
+    def start(self, calibration: Calibration | None) -> None:
+        prompts = self.lengths.prompt
+        selecting = self.geometry.num_layers - self.method.num_exempt_layers
+        shares = [self.method.shares(prompt, selecting) for prompt in prompts.tolist()]
+        self.shares = torch.tensor(shares, dtype=prompts.dtype, device=prompts.device).T
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding."""
@@ -259,7 +257,7 @@ class ExpectedState(PromptEvictingState):
         number = counted.sum(2, keepdim=True).clamp(min=1)
         mean = (plain * counted).sum(2, keepdim=True) / number
         centred = (plain - mean) * counted
-        # The mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: a row is a unit vector's image.
+        # Mean rotation of the positions that follow, [batch, 1, head_dim, head_dim]: each row is a unit vector rotated.
         units = torch.eye(self.geometry.head_dim, device=query.device)[None, :, None].expand(-1, -1, HORIZON, -1)
         ahead = self.lengths.prompt[:, None] + torch.arange(HORIZON, device=query.device)
         rotation = torch.stack([self.geometry.rotate(units, each[None], layer=layer).mean(2) for each in ahead])

@@ -8,7 +8,6 @@ reasoning text says much twice. The state keeps these rows' queries, and a secon
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,12 +45,9 @@ class RKVState(EvictingState):
     kept_keys: dict[int, Tensor]
     queries: dict[int, Tensor]
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths)
+    def start(self, calibration: Calibration | None) -> None:
         self.generated: dict[int, np.ndarray] = {}
-        self.most = method.budget(int(lengths.final.max())) + method.divide_length
+        self.most = self.method.budget(int(self.lengths.final.max())) + self.method.divide_length
 
     def fork(self, index: Tensor, num_slots: int) -> RKVState:
         child = super().fork(index, num_slots)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -272,13 +272,11 @@ class RetrievingState(State):
 
     paged: ClassVar[bool] = False
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths, calibration)
-        self.num_tokens = int(lengths.final.max())
-        counts = [method.pages_read(cached) for cached in range(self.num_tokens + 1)]
-        self.pages_read = torch.tensor(counts, device=lengths.final.device)
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        self.num_tokens = int(self.lengths.final.max())
+        counts = [self.method.pages_read(cached) for cached in range(self.num_tokens + 1)]
+        self.pages_read = torch.tensor(counts, device=self.lengths.final.device)
 
     @property
     def num_pages(self) -> int:

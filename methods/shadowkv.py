@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from torch.nn.functional import cosine_similarity
 from methods.attention import attention_scores
 from methods.base import (
     Calibration,
-    Geometry,
-    Lengths,
     PromptRows,
     Row,
     Rows,
@@ -48,14 +45,11 @@ class ShadowKVState(State):
     landmarks: dict[int, Tensor]
     selectable: dict[int, Tensor]
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths)
-        chunks = [method.chunks(prompt) for prompt in lengths.prompt.tolist()]
-        outliers = [method.outliers(count) for count in chunks]
-        self.outliers = torch.tensor(outliers, device=lengths.prompt.device)
-        self.fetchable = torch.tensor(chunks, device=lengths.prompt.device) - self.outliers
+    def start(self, calibration: Calibration | None) -> None:
+        prompts, device = self.lengths.prompt.tolist(), self.lengths.prompt.device
+        chunks = [self.method.chunks(prompt) for prompt in prompts]
+        self.outliers = torch.tensor([self.method.outliers(count) for count in chunks], device=device)
+        self.fetchable = torch.tensor(chunks, device=device) - self.outliers
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Keep the keys' product of low rank, the landmarks, and which chunks stay."""

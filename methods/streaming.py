@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -125,11 +125,9 @@ class Streaming(Evicting):
 class DuoState(WindowState):
     """heads: bool [num_layers, num_kv_heads], True for the heads that stream."""
 
-    def __init__(
-        self, method: Any, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None
-    ) -> None:
-        super().__init__(method, geometry, lengths)
-        gates = method.gates(geometry, calibration).to(lengths.final.device)
+    def start(self, calibration: Calibration | None) -> None:
+        method = self.method
+        gates = method.gates(self.geometry, calibration).to(self.lengths.final.device)
         selecting = gates[method.num_exempt_layers :].flatten()
         first = selecting.argsort(stable=True)[: round(method.sparsity * len(selecting))]
         self.heads = torch.zeros_like(gates, dtype=torch.bool)

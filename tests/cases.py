@@ -13,25 +13,17 @@ from torch import Tensor
 from harness.settings.compose import options
 from harness.setup import codec_of
 from methods.base import Method, Rest
-from methods.channel_codec import ChannelCodec
-from methods.codec import Codec, SplitCodec
-from methods.doublesparsity import DoubleSparsity
-from methods.duo import DuoAttention
-from methods.expected import ExpectedAttention
+from methods.codec import ChannelCodec, Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.keydiff import KeyDiff
-from methods.knorm import Knorm
-from methods.loki import Loki
-from methods.oracle import Oracle
+from methods.infinigen import InfiniGen, Oracle
 from methods.pqcache import PQCache
+from methods.projected import DoubleSparsity, Loki, SparQ
+from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest, QuestState
 from methods.rkv import RKV
 from methods.shadowkv import ShadowKV
-from methods.snapkv import SnapKV
-from methods.sparq import SparQ
-from methods.streaming import Streaming
+from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from tests.composed import load
 

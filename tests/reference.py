@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from methods.base import Method
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
-from methods.selection import ScoreSelecting
+from methods.infinigen import InfiniGen, Oracle, ScoreSelecting
 from methods.streaming import Streaming
 
 Vector = np.ndarray

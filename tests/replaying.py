@@ -17,8 +17,7 @@ from harness.sizes import ReadStats
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
+from methods.infinigen import InfiniGen, Oracle
 from methods.prompt_evicting import PromptEvicting
 from methods.streaming import Streaming
 

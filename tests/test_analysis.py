@@ -25,7 +25,7 @@ from harness.paper.analysis.attention import histogram, tokens_for_mass
 from harness.paper.analysis.study import kv_bytes, run_analysis, run_memory
 from harness.resources import Resources
 from harness.settings.run import RunConfig
-from methods.base import Softmax
+from methods.attention import Softmax
 from methods.infinigen import InfiniGen
 from tests.composed import load
 from tests.runs import start

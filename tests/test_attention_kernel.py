@@ -15,9 +15,8 @@ from harness.model.attach import Attached
 from harness.offload import store as coded
 from harness.offload.step import attend_by_scores
 from harness.offload.store import KeyValue, RowFormat
-from methods.base import Softmax
-from methods.channel_codec import ChannelCodec
-from methods.codec import Codec, SplitCodec
+from methods.attention import Softmax
+from methods.codec import ChannelCodec, Codec, SplitCodec
 
 pytest.importorskip("triton")
 

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods.channel_codec import ChannelCodec
-from methods.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, Codec, SplitCodec
-from methods.hadamard import hadamard
+from methods.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, ChannelCodec, Codec, SplitCodec, hadamard
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))
 seeds = st.integers(0, 2**31)

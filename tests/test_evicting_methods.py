@@ -20,14 +20,10 @@ from harness.model.calibration import calibrate
 from harness.records import inputs
 from harness.sizes import expected_size
 from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, Row
-from methods.duo import DuoAttention
-from methods.expected import ExpectedAttention
 from methods.h2o import H2O
-from methods.keydiff import KeyDiff
-from methods.knorm import Knorm
-from methods.prompt_evicting import PromptEvicting, adaptive, pyramid
+from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV, adaptive, pyramid
 from methods.rkv import RKV
-from methods.snapkv import SnapKV
+from methods.streaming import DuoAttention
 from methods.tova import TOVA
 from tests.composed import load
 
@@ -494,9 +490,9 @@ def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
     with pytest.raises(ValueError, match=r"method\.pattern=.*: must be 4 lines of 2 finite numbers"):
         method.new_state(GEOMETRY, LENGTHS)
     pattern.write_text("a\tb\n")
-    with pytest.raises(ValueError, match=r"method\.pattern=.*: must be numbers apart by tabs"):
+    with pytest.raises(ValueError, match=r"method\.pattern=.*: must be numbers separated by tabs"):
         method.new_state(GEOMETRY, LENGTHS)
-    with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file where nothing is calibrated"):
+    with pytest.raises(ValueError, match="method DuoAttention: needs a calibration; calibrate first"):
         DuoAttention().new_state(GEOMETRY, LENGTHS)
     with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
         DuoAttention().new_state(GEOMETRY, LENGTHS, {"gates": torch.ones(4, 2)})

@@ -15,8 +15,8 @@ from harness.model.attach import attach
 from harness.model.prompt import PromptPass
 from harness.replay import decode_rows as passes
 from methods.base import EMPTY, Geometry, Lengths, Row
+from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
-from methods.snapkv import SnapKV
 
 BATCHES = {"even": ((PROMPT, LENGTH),), "padded": ((PROMPT, LENGTH), (11, 40), (14, 33))}
 """(prompt, length) of the sequences of a batch."""

@@ -15,8 +15,7 @@ from harness.model.attach import attach
 from harness.model.prompt import PromptPass
 from harness.offload.step import DecodeStep
 from harness.replay.decode_rows import DecodePass
-from methods.channel_codec import ChannelCodec
-from methods.codec import Codec, SplitCodec
+from methods.codec import ChannelCodec, Codec, SplitCodec
 from methods.full import Full
 
 GROUP, RESIDUAL, PROMPT, STEPS = 4, 8, 21, 20

@@ -40,8 +40,7 @@ from methods.base import Method
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
+from methods.infinigen import InfiniGen, Oracle
 from tests.composed import load
 from tests.dying import die
 

@@ -33,8 +33,7 @@ from methods.base import EMPTY
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
+from methods.infinigen import InfiniGen, Oracle
 from methods.streaming import Streaming
 
 BATCH, KV_HEADS, HEAD_DIM, LAYERS = 2, 2, 16, 4  # of `gqa`

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import COLUMN_RULES, InfiniGen, choose_columns
-from methods.oracle import Oracle
+from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, choose_columns
+from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.selection import GROUPS, largest
-from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 from methods.tova import TOVA
 

@@ -19,7 +19,7 @@ from harness.offload.links import EmulatedLink
 from methods.base import Window
 from methods.full import Full
 from methods.h2o import H2O
-from methods.snapkv import SnapKV
+from methods.prompt_evicting import SnapKV
 
 every_model = pytest.mark.parametrize("name", SHAPES)
 local_models = pytest.mark.parametrize("name", LOCAL)
@@ -298,7 +298,8 @@ def test_a_sink_takes_its_share_of_every_row():
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
 def test_what_snapkv_keeps_follows_the_models_weights(name, monkeypatch):
     """With a plain softmax it would keep other tokens, here or there."""
-    from methods.base import Geometry, Softmax
+    from methods.attention import Softmax
+    from methods.base import Geometry
 
     case = Case(SnapKV(kept_tokens=8, window=4, kernel=3, num_exempt_layers=0))
     ids, valid = pad([token_ids(40, seed) for seed in range(12)], left=True)

@@ -118,7 +118,7 @@ REFUSED = {
         "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n",
         "Mine must be a @dataclass(frozen=True)",
     ),
-    "./mine.py    ": ("\n@dataclass(frozen=True)\nclass Mine(Method):\n    a: int = 1\n", "Mine lacks new_state"),
+    "./mine.py    ": ("\n@dataclass(frozen=True)\nclass Mine(Method):\n    a: int = 1\n", "Mine lacks state"),
     "./mine.py     ": (
         "\n@dataclass(frozen=True)\nclass Mine(Method):\n    def new_state(self, *_): ...\n",
         "Mine lacks tokens_read; methods/base.py says what it is",

@@ -4,20 +4,11 @@ import pytest
 import torch
 
 from harness.model import attention
-from methods.base import (
-    MANY_ROWS,
-    Geometry,
-    Lengths,
-    PromptRows,
-    Rows,
-    attention_scores,
-    by_matrix,
-    hide,
-    product,
-)
+from methods.attention import MANY_ROWS, attention_scores, by_matrix, hide, product
+from methods.base import Geometry, Lengths, PromptRows, Rows
 from methods.infinigen import InfiniGen
+from methods.projected import SparQ
 from methods.quest import Quest
-from methods.sparq import SparQ
 
 BATCH, KV_HEADS, GROUP, TOKENS, HEAD_DIM = 2, 3, 2, 400, 80
 SCALE = HEAD_DIM**-0.5  # no power of two: to scale a half precision query rounds it

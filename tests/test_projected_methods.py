@@ -14,15 +14,10 @@ from living import calibration
 from replaying import MODELS, assert_close, run_ragged
 from test_field import BATCHES, every_batch, every_model, replayed, softmax
 
-from methods.balanced import balanced, moments
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Rows
-from methods.doublesparsity import DoubleSparsity
-from methods.infinigen import InfiniGen
-from methods.loki import Loki
-from methods.oracle import Oracle
-from methods.projected import PartialKeysState
+from methods.infinigen import InfiniGen, Oracle, balanced, moments
+from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
 from methods.quest import Quest
-from methods.sparq import SparQ
 
 HEAD_DIM = 16
 

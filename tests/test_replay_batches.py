@@ -33,11 +33,10 @@ from methods import received
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
+from methods.infinigen import InfiniGen, Oracle
+from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.shadowkv import ShadowKV
-from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 
 # Padding, chunks, calls

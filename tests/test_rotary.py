@@ -11,9 +11,9 @@ from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.families import tiny_family
 from harness.setup import Setup
-from methods.duo import DuoAttention
-from methods.expected import ExpectedAttention
+from methods.prompt_evicting import ExpectedAttention
 from methods.shadowkv import ShadowKV
+from methods.streaming import DuoAttention
 
 
 @pytest.mark.parametrize("family", FAMILIES)

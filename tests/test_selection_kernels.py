@@ -15,7 +15,7 @@ from living import PROMPTS, attached_with_link, live
 from methods import kernels as compiled
 from methods import selection
 from methods.base import EMPTY, Geometry, Rows
-from methods.oracle import Oracle
+from methods.infinigen import Oracle
 
 pytest.importorskip("triton")
 

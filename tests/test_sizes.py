@@ -16,15 +16,13 @@ from harness.errors import UserError
 from harness.sizes import TOLERANCE, expected_size, sized
 from methods.base import Geometry, Lengths, Row
 from methods.codec import Codec
-from methods.duo import DuoAttention
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.oracle import Oracle
+from methods.infinigen import InfiniGen, Oracle
+from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
-from methods.snapkv import SnapKV
-from methods.streaming import Streaming
+from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 
 decode_rows = st.builds(

@@ -31,7 +31,7 @@ from harness.offload.links import Link
 from harness.setup import Setup
 from harness.sizes import code_width, expected_size
 from methods.base import Row
-from methods.keyless_codec import without_keys
+from methods.codec import without_keys
 
 TOLERANCE = 1e-4
 """Of logits: live and replay sum the same products in another order."""

@@ -1,8 +1,8 @@
-"""My method (authors, venue): what it keeps and what it reads, and where that differs from the official code.
+"""My method (authors, venue): what it keeps and reads, and where that differs from the official code.
 
-As it stands, of each page of tokens the mean key is kept on the device, and the pages are read whose mean key has the
-largest product with the query, over the channels in which the query is largest. What a method may say is in the
-docstrings of methods/base.py and methods/retrieving.py; one that evicts derives from methods/evicting.py.
+This example keeps the mean key of each page of tokens on the device. It reads the pages whose mean key has the largest
+product with the query, over the channels in which the query is largest. methods/base.py says what a method is,
+methods/selection.py what this base does; a method that evicts derives from methods/evicting.py.
 
     python run.py method=./my_method.py experiment=contract
 """
@@ -13,36 +13,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from methods.base import Calibration, Geometry, Lengths, Rows
-from methods.checks import require
-from methods.retrieving import Retrieving, RetrievingState
-
-
-@dataclass(frozen=True)
-class MyMethod(Retrieving):
-    """Reads `read_frac` of the cached tokens in pages of `page_size`, both settings of the base.
-
-    num_channels: of the query, and of the mean keys that are read; the query's largest.
-    """
-
-    page_size: int = 16
-    num_channels: int = 16  # on the command line method.num_channels=8
-
-    title = "My method"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.num_channels >= 1, "num_channels", self.num_channels, "an integer >= 1")
-
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> MyMethodState:
-        """What changes while a batch of sequences runs; no calibration."""
-        return MyMethodState(self, geometry, lengths)
+from methods.base import Rows, require
+from methods.selection import Retrieving, RetrievingState
 
 
 class MyMethodState(RetrievingState):
-    """sums[layer]: the sum of each page's keys [batch, num_kv_heads, pages + 1, head_dim]; the last is for padding."""
+    """What changes while a batch of sequences runs.
 
-    paged = True  # `scores` are of pages; without, of tokens
+    sums[layer]: the sum of each page's keys [batch, num_kv_heads, pages + 1, head_dim]; the last page is for padding.
+    """
+
+    paged = True  # `scores` are of pages; without this, of tokens
     sequence_tensors = ("sums",)  # what a copy of a sequence copies
     sums: dict[int, Tensor]
 
@@ -54,7 +35,7 @@ class MyMethodState(RetrievingState):
         self.sums[layer].scatter_add_(2, page[:, None, :, None].expand_as(key), key)
 
     def scores(self, layer: int, rows: Rows) -> Tensor:
-        """How much each row's query likes each page: fp32 [batch, num_kv_heads, group, rows, pages]."""
+        """Score of each page for each row's query: fp32 [batch, num_kv_heads, group, rows, pages]."""
         mean = self.sums[layer][:, :, :-1] / self.method.page_size
         query = rows.query.unflatten(1, (-1, self.geometry.group)) * self.geometry.scale
         least = query.abs().topk(self.num_channels).values[..., -1:]
@@ -62,11 +43,28 @@ class MyMethodState(RetrievingState):
         return (query @ mean.mT.unsqueeze(2)).float()
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """Read to choose, in tokens of 2 * head_dim elements: some channels of one vector a full page."""
+        """Size of what `scores` reads, in tokens of 2 * head_dim elements: some channels of one vector per full page."""
         pages = (positions // self.method.page_size).double()
         return pages * self.num_channels / (2 * self.geometry.head_dim)
 
     @property
     def num_channels(self) -> int:
-        """As many as there are, at most."""
         return min(self.method.num_channels, self.geometry.head_dim)
+
+
+@dataclass(frozen=True)
+class MyMethod(Retrieving):
+    """Reads `read_frac` of the cached tokens in pages of `page_size`, both settings of the base.
+
+    num_channels: the query's largest channels, which are scored.
+    """
+
+    page_size: int = 16
+    num_channels: int = 16  # on the command line method.num_channels=8
+
+    title = "My method"
+    state = MyMethodState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.num_channels >= 1, "num_channels", self.num_channels, "an integer >= 1")

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.model.decoder import Decoder, Layer, ModelCache, attention_function, reraise_out_of_memory, stop
-from methods.base import Rest, Softmax, Window, by_matrix
+from methods.attention import Softmax, by_matrix
+from methods.base import Rest, Window
 
 ROWS = 256
 """Query rows whose scores or masks are held at once, where they are."""

@@ -25,7 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import causal_mask_function
 
 from harness.errors import UserError, reason
-from methods.base import Softmax, Window
+from methods.attention import Softmax
+from methods.base import Window
 
 HARMLESS_OPTIONS = frozenset(
     (

@@ -38,8 +38,8 @@ from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
+from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
-from methods.snapkv import SnapKV
 
 SHAPES = Path(__file__).with_suffix(".yaml")
 TABLE = Path("docs/families.md")

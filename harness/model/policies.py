@@ -12,8 +12,8 @@ import torch
 
 from harness.errors import UserError
 from harness.model.attach import Attached
-from methods.base import Calibration, Lengths, Method, Softmax, State, When, Window, calibration_on
-from methods.checks import require
+from methods.attention import Softmax
+from methods.base import Calibration, Lengths, Method, State, When, Window, require
 
 
 class Policy(NamedTuple):
@@ -69,7 +69,8 @@ def new_states(
     states: dict[torch.device, State] = {}
     for device in [] if method.reads_all else attached.method_devices(method.num_exempt_layers):
         on_device = Lengths(*(part.to(device) for part in lengths))
-        states[device] = method.new_state(attached.geometry, on_device, calibration_on(calibration, device))
+        measured = None if calibration is None else {name: each.to(device) for name, each in calibration.items()}
+        states[device] = method.new_state(attached.geometry, on_device, measured)
     numbers = range(method.num_exempt_layers, attached.geometry.num_layers)
     if len(states) > 1 and any(method.when_of(number) == "earlier_layer" for number in numbers):
         state = next(iter(states.values()))

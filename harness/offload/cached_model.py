@@ -26,8 +26,7 @@ from harness.offload.live import LiveSession
 from harness.settings.speed import Placement
 from harness.sizes import code_width, sized
 from methods.base import Calibration, Method, Row
-from methods.codec import AnyCodec
-from methods.keyless_codec import without_keys
+from methods.codec import AnyCodec, without_keys
 
 ONLY = {
     "num_beams": 1,

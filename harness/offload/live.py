@@ -33,8 +33,7 @@ from harness.offload.timeline import Timeline
 from harness.settings.speed import Placement, check_combination
 from harness.sizes import StepReads
 from methods.base import Calibration, Method, State
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec
-from methods.keyless_codec import without_keys
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 
 
 @dataclass

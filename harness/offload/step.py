@@ -22,7 +22,8 @@ from harness.model.attention import heads_last, row_attention, with_rest
 from harness.offload.cache import LayerCache, LocalCache
 from harness.offload.store import KeyValue
 from harness.offload.timeline import Timeline
-from methods.base import Rest, Selection, Softmax
+from methods.attention import Softmax
+from methods.base import Rest, Selection
 from methods.codec import Codec
 
 

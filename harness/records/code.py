@@ -24,8 +24,6 @@ CORE = (
 )  # fmt: skip
 """What all kinds of run share, in `harness`."""
 METHODS = "methods"
-CODEC = tuple(f"{METHODS}/{name}.py" for name in ("codec", "channel_codec", "keyless_codec", "bit_planes", "hadamard"))
-"""What any method's rows may go through."""
 SUFFIXES = (".py", ".yaml")
 
 
@@ -72,7 +70,7 @@ def _home(module: str) -> Path | None:
 
 def harness_files(own: Sequence[str]) -> list[Path]:
     """The sources of the core, the codecs and `own`."""
-    files = {ROOT / name for name in CODEC}
+    files = {ROOT / METHODS / "codec.py"}
     for name in (*CORE, *own):
         path = ROOT / "harness" / name
         files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in SUFFIXES}

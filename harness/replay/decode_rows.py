@@ -20,7 +20,8 @@ from harness.model.attention import dense_attention, heads_last, weighted_values
 from harness.model.policies import Policy
 from harness.replay.history import History
 from harness.sizes import ReadStats, code_width, in_windows, share_beside, share_of_cache
-from methods.base import EMPTY, Rows, Selection, State, hide
+from methods.attention import hide
+from methods.base import EMPTY, Rows, Selection, State
 from methods.codec import SplitCodec
 
 SCORES_PER_CHUNK = 2**23

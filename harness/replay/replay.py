@@ -20,8 +20,7 @@ from harness.replay.decode_rows import DecodePass
 from harness.replay.history import History
 from harness.sizes import ReadStats, resident_share
 from methods.base import Calibration, Lengths, Method, PromptRows, State
-from methods.codec import AnyCodec
-from methods.keyless_codec import without_keys
+from methods.codec import AnyCodec, without_keys
 
 
 class ReplaySession:

@@ -137,10 +137,12 @@ def _check(cls: type, choice: str) -> None:
     for each in fields(cls):
         if each.default is MISSING and each.default_factory is MISSING:
             raise UserError(f"method={choice}: {cls.__name__}.{each.name} needs a default")
-    needed = () if cls.reads_all else ("new_state", "tokens_read")  # type: ignore[attr-defined]
-    for hook in needed:
-        if getattr(cls, hook) is getattr(Method, hook):
-            raise UserError(f"method={choice}: {cls.__name__} lacks {hook}; methods/base.py says what it is")
+    if cls.reads_all:  # type: ignore[attr-defined]
+        return
+    lacks = ["state"] * (not hasattr(cls, "state") and cls.new_state is Method.new_state)  # type: ignore[attr-defined]
+    lacks += ["tokens_read"] * (cls.tokens_read is Method.tokens_read)  # type: ignore[attr-defined]
+    if lacks:
+        raise UserError(f"method={choice}: {cls.__name__} lacks {lacks[0]}; methods/base.py says what it is")
 
 
 def _defaults(cls: type) -> dict[str, Any]:

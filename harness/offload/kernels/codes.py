@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from methods.bit_planes import plane_width
+from methods.codec import plane_width
 
 width_of = triton.constexpr_function(plane_width)
 

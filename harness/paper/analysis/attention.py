@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.errors import UserError
 from harness.paper.analysis.dense import Block, Observer, Point, Subject, binned, mean_point, observe
 from methods.base import Geometry, Lengths, Method, PromptRows, Row, Rows
-from methods.oracle import Oracle
+from methods.infinigen import Oracle
 
 SIMILARITY_LAYERS = (0, 8, 16, 24)
 """The paper shows several layers of 32, layer 0 among them; it does not say which others."""

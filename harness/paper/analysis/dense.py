@@ -15,7 +15,7 @@ from harness.model.load import LoadedModel
 from harness.model.prompt import PromptPass
 from harness.replay.decode_rows import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.run import RunConfig
-from methods.base import Softmax
+from methods.attention import Softmax
 
 
 @dataclass(frozen=True)
