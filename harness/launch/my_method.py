@@ -43,7 +43,7 @@ class MyMethodState(RetrievingState):
         return (query @ mean.mT.unsqueeze(2)).float()
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
-        """Size of what `scores` reads, in tokens of 2 * head_dim elements: some channels of one vector per full page."""
+        """What `scores` reads, in tokens of 2 * head_dim elements: some channels of one vector per full page."""
         pages = (positions // self.method.page_size).double()
         return pages * self.num_channels / (2 * self.geometry.head_dim)
 
