@@ -1,19 +1,19 @@
-"""Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>.png` and `.pdf`.
+"""Figures from the tables alone: `results/tables/*.csv` -> `results/figures/<figure>` as `.png`, `.pdf` and `.svg`.
 
-`registry.yaml` lists all figures. One module per figure; each offers `draw`, which takes the tables and the figure's
-name, and returns the figure, or None where it has no rows. What the cost model predicts of a figure, in the table
-`<figure>-modelled`, is a figure of that name, drawn by the same function. The same tables give the same bytes.
+`registry.yaml` lists the figures and names the function that draws each. A draw function takes the tables and the
+figure's name, and returns the figure, or None where its table has no rows. The table `<figure>-modelled` holds what the
+cost model predicts; the same function draws it as a figure of that name. The same tables give the same bytes.
 
     python -m plots --results-dir results
 """
 
 from pathlib import Path
 
-from harness.errors import UserError, reason
+from harness.errors import UserError
 
 
 def main(results_dir: str | Path = "results") -> list[Path]:
-    """`draw_figures`, where there must be one. Raises UserError as well where no figure has a table."""
+    """`draw_figures`; raises UserError as well where no figure has a table."""
     paths = draw_figures(results_dir)
     if not paths:
         folder = Path(results_dir) / "tables"
@@ -24,31 +24,14 @@ def main(results_dir: str | Path = "results") -> list[Path]:
 
 
 def draw_figures(results_dir: str | Path) -> list[Path]:
-    """Draw every figure whose table exists. One that cannot be drawn, as its table is damaged, keeps no other from it.
+    """Draw every figure whose table exists. One damaged table stops no other figure.
 
     Returns:
-        The files written: a PNG and a PDF per figure, in the order of the registry.
+        The files written: a PNG, a PDF and an SVG per figure, in the order of the registry.
 
     Raises:
         UserError: at the end, which figures could not be drawn and why; at once, a folder that cannot be written.
     """
-    from plots import files, registry, style  # here, since matplotlib takes a second to load
-    from plots.data import Tables
+    from plots.drawing import draw_all  # here, since matplotlib takes a second to load
 
-    tables = Tables(Path(results_dir) / "tables")
-    paths: list[Path] = []
-    refusals: list[str] = []
-    with style.applied():
-        for name, draw in registry.DRAWINGS.items():
-            try:
-                figure = draw(tables, name)
-                formats = {} if figure is None else files.rendered(figure)
-            except UserError as refusal:
-                refusals.append(str(refusal))
-            except Exception as error:  # whatever an odd table leads matplotlib or pandas to
-                refusals.append(f"{name}: not drawn ({reason(error)})")
-            else:
-                paths += files.save(formats, Path(results_dir) / "figures" / name)
-    if refusals:
-        raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
-    return paths
+    return draw_all(Path(results_dir))

@@ -1,4 +1,4 @@
-"""The tables as data frames, and their split into panels that never mix setups."""
+"""The tables as data frames, their split into panels that never mix setups, and the paper's numbers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,19 +11,17 @@ from harness.tables import columns
 
 PAPER_PLATFORM = "a6000-pcie3"
 """The modelled platform that stands for the paper's machine."""
-
-FAR = 2
 NAMES = (columns.LABEL.name, columns.MODEL.name, "series", "task")
 """Columns of words that figures show."""
 MAX_LETTERS = 44
 NARROW_SPACE = "\u2009"
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 PHRASES = {"kept": "{} tokens kept"}
-"""How a value reads where no table has it as a column."""
+"""How a value reads that no table has as a column."""
 
 
 class Tables:
-    """The CSV files of one folder. A table that is absent reads as one without rows; extra columns are kept.
+    """The CSV files of one folder. An absent table reads as a table without rows; extra columns are kept.
 
     Raises:
         UserError: on reading, a file that lacks a needed column or is no table of results.
@@ -31,16 +29,16 @@ class Tables:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._names: dict[str, str] = {}
-        """What figures show, by the name in the tables."""
+        self._shown: dict[str, str] = {}
+        """The name in figures, by the name in the tables."""
 
     def accuracy(self, name: str) -> pd.DataFrame:
-        """Rows of (model, label, task, metric); numbers are floats, an empty cell is NaN.
+        """Rows of (model, label, task, metric). Numbers are floats; an empty cell is NaN.
 
-        `stderr` is that of the difference to the full cache on a task or text where the table has differences; the
-        full cache itself, from which they are taken, then has none.
+        `stderr` is that of the difference to the full cache where the table has differences. The full cache itself,
+        from which they are taken, then has none.
         """
-        rows = self._read(name, columns.ACCURACY)
+        rows = self.read(name, columns.ACCURACY)
         paired = rows.difference.notna()
         measured = rows.metric.replace("perplexity_full", "perplexity")
         compared = paired.groupby([rows.model, rows.task, measured], dropna=False).transform("any")
@@ -48,18 +46,15 @@ class Tables:
         return rows.assign(stderr=rows.stderr.where(~paired, rows.difference_stderr).mask(full))
 
     def latency(self, name: str) -> pd.DataFrame:
-        """Rows of (source, model, shape, label) in seconds, the segments of a block among them."""
-        return self._read(name, columns.LATENCY)
-
-    def board(self, name: str) -> pd.DataFrame:
-        """Rows of (model, label, size); numbers are floats, an empty cell is NaN."""
-        return self._read(name, columns.BOARD)
+        """Rows of (source, model, shape, label) in seconds, with the segments of a block."""
+        return self.read(name, columns.LATENCY)
 
     def analysis(self, name: str) -> pd.DataFrame:
-        """Rows of (model, run_id, metric, series, layer, x); numbers are floats, an empty cell is NaN."""
-        return self._read(name, columns.ANALYSIS)
+        """Rows of (model, run_id, metric, series, layer, x)."""
+        return self.read(name, columns.ANALYSIS)
 
-    def _read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
+    def read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
+        """The rows of a table, with all of the `expected` columns."""
         path = self.folder / f"{name}.csv"
         types = {column.name: str if column.digits is None else float for column in expected}
         empty = pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in types.items()})
@@ -76,22 +71,22 @@ class Tables:
         names = [name for name in NAMES if name in types]
         for column in (name for name in names if frame[name].isna().any()):
             raise UserError(f"{path}: a row without {column}; make the table anew")
-        return frame.assign(**{name: frame[name].map(self._shown, na_action="ignore") for name in names})
+        return frame.assign(**{name: frame[name].map(self._legible, na_action="ignore") for name in names})
 
-    def _shown(self, name: str) -> str:
-        """A name that fits a legend, of no other name: in one line, of at most `MAX_LETTERS` letters, and without
-        the first character by which matplotlib knows what it leaves out."""
-        if name not in self._names:
+    def _legible(self, name: str) -> str:
+        """The name as a legend can show it: one line of at most `MAX_LETTERS`, unlike any other name, and not
+        beginning with an underscore, since matplotlib leaves such names out."""
+        if name not in self._shown:
             shown = shortened(printable(name), MAX_LETTERS)
             shown = f"{NARROW_SPACE}{shown}" if shown.startswith("_") else shown
-            while shown in self._names.values():
+            while shown in self._shown.values():
                 shown += "'"
-            self._names[name] = shown
-        return self._names[name]
+            self._shown[name] = shown
+        return self._shown[name]
 
 
 class Panels(NamedTuple):
-    """One data frame per setup, its title naming what tells it from the others; `shared` names the rest."""
+    """One data frame per setup. A title says what tells its setup from the others; `shared` says the rest."""
 
     shared: str
     titles: list[str]
@@ -101,7 +96,7 @@ class Panels(NamedTuple):
 def split(frame: pd.DataFrame, setup: Sequence[str]) -> Panels:
     """Part the rows by the columns of `setup`, in the order in which the table has them.
 
-    Values measured under different setups, sources among them, thus never share a panel unmarked.
+    Values of different setups or sources thus never share a panel unmarked.
     """
     varying = [name for name in setup if frame[name].nunique(dropna=False) > 1]
     shared = describe(frame.iloc[0], [name for name in setup if name not in varying])
@@ -109,31 +104,15 @@ def split(frame: pd.DataFrame, setup: Sequence[str]) -> Panels:
     return Panels(shared, [describe(group.iloc[0], varying) for group in frames], frames)
 
 
-def with_close_ups(panels: Panels) -> Panels:
-    """The panels; beside one where a label takes over `FAR` times as long as offload, another of offload and what is
-    never slower, whose bars the first shows too small."""
-    titles, frames = [], []
-    for title, frame in zip(panels.titles, panels.frames, strict=True):
-        longest = frame.groupby("label").total_s.max()
-        offload = longest.get("offload", float("nan"))
-        titles.append(title)
-        frames.append(frame)
-        if longest.max() > FAR * offload:
-            titles.append(", ".join(filter(None, [title, "offload and faster"])))
-            frames.append(frame[frame.label.map(longest) <= offload])
-    return Panels(panels.shared, titles, frames)
-
-
 def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
-    """Words for the row's values in the columns `names`, such as "opt-13b, batch 20"; an empty cell is left out."""
+    """Words for the row's values in the columns `names`, such as "opt-13b, batch 20"; empty cells are left out."""
     phrases = {name: PHRASES.get(name, columns.column(name).phrase) for name in names}
     texts = (phrase.format(row[name]) for name, phrase in phrases.items() if not pd.isna(row[name]))
     return ", ".join(text for text in texts if text)
 
 
-def of_metrics(tables: Sequence[pd.DataFrame], metrics: Iterable[str]) -> pd.DataFrame:
-    """The rows of the tables that are of these metrics, in the order of the metrics."""
-    rows = pd.concat(tables)
+def of_metrics(rows: pd.DataFrame, metrics: Iterable[str]) -> pd.DataFrame:
+    """The rows of these metrics, in the order of the metrics."""
     return pd.concat([rows[rows.metric == metric] for metric in metrics], ignore_index=True)
 
 
@@ -153,11 +132,7 @@ def pivot(frame: pd.DataFrame, index: str, value: str) -> pd.DataFrame:
 
 
 def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
-    """Refuse two rows for one bar: none of them is better than the other.
-
-    Raises:
-        UserError: names the label and the shape.
-    """
+    """Refuse two rows for one mark of a figure, since neither is better than the other."""
     repeated = frame[frame.duplicated(list(key), keep=False)]
     if len(repeated):
         row = repeated.iloc[0]
@@ -169,10 +144,8 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
 
 
 class PublishedPoint(NamedTuple):
-    """A number the paper gives for a label at `x` (a number, or a model), in the unit of its table of them.
-
-    kind: `quoted`, `derived` by arithmetic, or `approximate`.
-    """
+    """A number that the paper gives for a label at `x` (a number, or a model). kind: `quoted`, `derived` or
+    `approximate`."""
 
     label: str
     x: float | str
@@ -181,7 +154,7 @@ class PublishedPoint(NamedTuple):
 
 
 def of_paper(figure: str) -> pd.DataFrame:
-    """All that the paper is known to say of a figure or table; `value` is a number, the rest are words."""
+    """All rows of the paper's numbers for a figure or table; `value` is a number, all else is words."""
     rows = pd.DataFrame(columns.published_rows())
     return rows[rows.figure == figure].astype({"value": float})
 
@@ -189,8 +162,7 @@ def of_paper(figure: str) -> pd.DataFrame:
 def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]) -> list[PublishedPoint]:
     """The paper's numbers for a panel in the paper's `setup` (column: value), else none.
 
-    The panel is measured, or modelled for the paper's machine; an emulated one never has them, nor does another model
-    or shape.
+    Only a panel measured, or modelled for the paper's machine, has them; an emulated panel never has.
     """
     on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM))
     if not on_gpu.all() or not all((panel[name] == value).all() for name, value in setup.items()):

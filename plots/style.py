@@ -1,25 +1,24 @@
-"""How all figures look: one colour, marker, line and hatch per label, so that black-and-white print still tells
-them apart.
+"""How all figures look: one colour, marker, line and hatch per label, so that black-and-white print tells them apart.
 
-Colours: Okabe and Ito's palette, and for labels that are not listed four of Paul Tol's; both are safe for the common
+Colours: Okabe and Ito's palette, and four of Paul Tol's for labels that are not listed. Both are safe for the common
 kinds of colour blindness.
 """
 
-import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from plots.data import Panels, split
+from plots.data import PublishedPoint, split
 
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
@@ -29,6 +28,8 @@ ROOM_ROWS, ROW_INCHES = 4, 0.15
 """Rows of a legend that a figure has room for; what each further one adds to its height."""
 WIDE = 10
 NOTE_LETTERS_PER_INCH, TICK_LETTERS = 22, 24
+FILLED = 0.84
+"""Share of a group's width that its bars cover."""
 
 RC: Any = {
     "font.size": 8,
@@ -45,6 +46,7 @@ RC: Any = {
     "lines.markersize": 4.5,
     "hatch.linewidth": 0.5,
     "pdf.fonttype": 42,
+    "svg.hashsalt": "kv-harness",  # equal names of parts on a rerun
     "text.parse_math": False,  # a dollar in a label is a dollar
 }
 
@@ -63,8 +65,9 @@ VERMILION, PURPLE, ORANGE, YELLOW = "#D55E00", "#CC79A7", "#E69F00", "#F0E442"
 GREY, LIGHT_GREY = "#777777", "#BBBBBB"
 WINE, INDIGO, TEAL, OLIVE = "#882255", "#332288", "#44AA99", "#999933"
 
-FULL, QUANTIZED, CHANCE, PREFILL = "Full cache", "INT8/4/2/1", "chance", "prefill (light)"
+FULL, CHANCE, PREFILL = "Full cache", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
+QUANTIZED = "INT8/4/2/1"
 LOOKS = {
     FULL: Look(BLACK, "", "--", ""),
     "Oracle": Look(GREEN, "D", "-.", "xx"),
@@ -96,12 +99,16 @@ OTHERS = [
     for color in (WINE, TEAL, INDIGO, OLIVE)
 ]
 _given: dict[str, Look] = {}
-"""Those of `OTHERS` that labels have, for as long as the figures of one folder are drawn."""
+"""The looks of `OTHERS` that labels have, while the figures of one folder are drawn."""
+
+PREFILL_BAR: Any = {"color": "#F2F2F2", "edgecolor": GREY, "linewidth": 0.5, "label": PREFILL}
+HOLLOW: Any = {"linestyle": "", "markerfacecolor": "none", "markeredgecolor": BLACK}
+PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 
 
 def look(label: str) -> Look:
-    """The label's appearance, the same in all figures that are drawn together. One that is not listed has one by its
-    spelling, or the next that no other label has."""
+    """The label's appearance, the same in all figures that are drawn together. A label that is not listed gets a look
+    by its spelling, or the next that no other label has."""
     if label in LOOKS:
         return LOOKS[label]
     if label not in _given:
@@ -112,29 +119,25 @@ def look(label: str) -> Look:
 
 
 def ordered(labels: Iterable[str]) -> list[str]:
-    """Distinct labels in the order of legends: listed ones first, then the others as they come, markers last.
-
-    What follows a comma, a size for example, plays no part.
-    """
+    """Distinct labels in the order of legends: listed labels first, then the others as they come, markers last. The
+    part after a comma, a size for example, does not count."""
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
     rank = {label: index for index, label in enumerate(known)}
     return sorted(dict.fromkeys(labels), key=lambda label: rank.get(label.partition(",")[0], rank[""]))
 
 
-def line_of(label: str) -> str:
-    """The line a label belongs to where size is an axis: the bit widths form one, any other label its own."""
-    return QUANTIZED if re.fullmatch(r"INT[1248]", label) else label
-
-
 def wrapped(labels: Iterable[str]) -> list[str]:
-    """Labels that stand below an axis, the long ones in several lines."""
+    """Labels below an axis, long ones in several lines."""
     return [textwrap.fill(label, TICK_LETTERS) for label in labels]
 
 
 def applied() -> AbstractContextManager[None]:
-    """The settings above, for the time of drawing and saving the figures of one folder."""
+    """The settings above, while the figures of one folder are drawn and saved."""
     _given.clear()
     return mpl.rc_context(RC)
+
+
+# Panels
 
 
 def new(num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES) -> tuple[Figure, list[Axes]]:
@@ -150,12 +153,10 @@ def new(num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES) ->
 def draw_rows(
     rows: pd.DataFrame, setup: Sequence[str], draw: Callable[[Axes, pd.DataFrame], None], *, note: str = ""
 ) -> Figure | None:
-    """A figure with a panel per setup of the rows; None without rows."""
-    return None if rows.empty else draw_panels(split(rows, setup), draw, note=note)
-
-
-def draw_panels(panels: Panels, draw: Callable[[Axes, pd.DataFrame], None], *, note: str = "") -> Figure:
-    """A figure with each panel drawn and titled; below it what the panels share, then `note`."""
+    """A figure with a titled panel per setup; below the panels what they share, then `note`. None without rows."""
+    if rows.empty:
+        return None
+    panels = split(rows, setup)
     figure, all_axes = new(len(panels.frames))
     for axes, title, frame in zip(all_axes, panels.titles, panels.frames, strict=True):
         draw(axes, frame)
@@ -163,67 +164,8 @@ def draw_panels(panels: Panels, draw: Callable[[Axes, pd.DataFrame], None], *, n
     return finish(figure, "; ".join(filter(None, [panels.shared, note])))
 
 
-def error_line(axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str) -> None:
-    """A line with markers and error bars of one standard error, broken where `y` is NaN."""
-    color, marker, line, _ = look(like)
-    axes.errorbar(x, y, yerr=stderr, label=name, color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8)
-
-
-def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
-    """A line per method, `factor` times the value by the percentage of the full cache that it reads; the full cache,
-    which has no size to vary, is left out."""
-    methods = rows[rows.label != FULL]
-    names = methods.label.map(line_of)
-    for name in ordered(names):
-        line = methods[names == name].sort_values("size")
-        error_line(axes, 100 * line["size"], factor * line.value, factor * line.stderr, name=name, like=name)
-    axes.set_xlim(left=0)
-
-
-def log_y_where_wide(axes: Axes, values: pd.Series) -> None:
-    """A logarithmic y axis for values of which the largest is over `WIDE` times the smallest."""
-    if values.max() > WIDE * values.min():
-        log_y(axes)
-
-
-def log_y(axes: Axes) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def full_line(axes: Axes, value: float, stderr: float) -> None:
-    """The full cache: a dashed line over the whole width, in a band of one standard error where it has one."""
-    color, _, line, _ = look(FULL)
-    axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
-    if not pd.isna(stderr):
-        axes.axhspan(value - stderr, value + stderr, color=color, alpha=0.08, linewidth=0)
-
-
-def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
-    """A `full_line` for each distinct value of `rows`, `factor` times it."""
-    for value, stderr in rows[["value", "stderr"]].drop_duplicates().to_numpy():
-        full_line(axes, factor * value, factor * stderr)
-
-
-def error_note(rows: pd.DataFrame) -> str:
-    """What the error bars of `rows` are. KL and agreement compare with the full cache by themselves."""
-    values = rows[(rows.label != FULL) & ~rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])]
-    paired = values.difference.notna()
-    if not paired.any():
-        return "bars: one standard error"
-    return "bars: standard error of the difference to the full cache" + ("" if paired.all() else ", else of the value")
-
-
-def chance_line(axes: Axes, value: float) -> None:
-    """What guessing scores: a dotted line over the whole width."""
-    axes.axhline(value, color=GREY, linestyle=":", linewidth=1, label=CHANCE)
-
-
 def finish(figure: Figure, note: str) -> Figure:
-    """Put one legend of all panels above them, and the note below: what holds for every panel."""
+    """Put one legend of all panels above them, and the note below."""
     handles: dict[str, Artist] = {}
     for axes in figure.axes:
         artists, texts = axes.get_legend_handles_labels()
@@ -237,6 +179,117 @@ def finish(figure: Figure, note: str) -> Figure:
         figure.legend(shown, names, loc="outside upper center", ncols=-(-len(names) // rows))
         figure.set_figheight(figure.get_figheight() + max(0, rows - ROOM_ROWS) * ROW_INCHES)
     letters = int(figure.get_figwidth() * NOTE_LETTERS_PER_INCH)
-    wrapped = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, letters))
-    figure.supxlabel(wrapped, x=0.01, ha="left", fontsize=6, color="#444444")
+    lines = "\n".join(line for paragraph in note.split("\n") for line in textwrap.wrap(paragraph, letters))
+    figure.supxlabel(lines, x=0.01, ha="left", fontsize=6, color="#444444")
     return figure
+
+
+def error_note(rows: pd.DataFrame) -> str:
+    """What the error bars of `rows` are. KL and agreement compare with the full cache by themselves."""
+    values = rows[(rows.label != FULL) & ~rows.metric.isin(["perplexity_full", "kl_nats", "top1_agreement"])]
+    paired = values.difference.notna()
+    if not paired.any():
+        return "bars: one standard error"
+    return "bars: standard error of the difference to the full cache" + ("" if paired.all() else ", else of the value")
+
+
+# Lines
+
+
+def error_line(axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str) -> None:
+    """A line with markers and error bars of one standard error, broken where `y` is NaN."""
+    color, marker, line, _ = look(like)
+    axes.errorbar(x, y, yerr=stderr, label=name, color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8)
+
+
+def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
+    """A line per method, `factor` times the value by the percentage of the full cache that it reads; the full cache,
+    which has no size to vary, is left out."""
+    methods = rows[rows.label != FULL]
+    names = methods.label.where(~methods.label.str.fullmatch(r"INT[1248]"), QUANTIZED)
+    for name in ordered(names):
+        line = methods[names == name].sort_values("size")
+        error_line(axes, 100 * line["size"], factor * line.value, factor * line.stderr, name=name, like=name)
+    axes.set_xlim(left=0)
+
+
+def log_y(axes: Axes, values: pd.Series | None = None) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5; given `values`, only where the largest is over `WIDE` times
+    the smallest."""
+    if values is not None and not values.max() > WIDE * values.min():
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def log2_x(axes: Axes, values: Iterable[float]) -> None:
+    """A logarithmic x axis with a tick at each of the values."""
+    ticks = sorted(set(values))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+
+
+def full_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
+    """The full cache: for each distinct value of `rows` a dashed line over the whole width, in a band of one standard
+    error where it has one."""
+    color, _, line, _ = LOOKS[FULL]
+    for value, stderr in factor * rows[["value", "stderr"]].drop_duplicates().to_numpy():
+        axes.axhline(value, color=color, linestyle=line, linewidth=1, label=FULL)
+        if not pd.isna(stderr):
+            axes.axhspan(value - stderr, value + stderr, color=color, alpha=0.08, linewidth=0)
+
+
+def chance_line(axes: Axes, value: float) -> None:
+    """What guessing scores: a dotted line over the whole width."""
+    axes.axhline(value, color=GREY, linestyle=":", linewidth=1, label=CHANCE)
+
+
+# Bars
+
+
+class Slots(NamedTuple):
+    """Where the bars of one label stand, and how wide they are."""
+
+    x: Sequence[float] | np.ndarray
+    width: float
+
+
+def slots(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> dict[str, Slots]:
+    """Place a bar per label into every group, and name the groups below the axis."""
+    width = FILLED / len(labels)
+    centres = np.arange(len(groups))
+    axes.set_xticks(centres, groups)
+    axes.grid(visible=False, axis="x")
+    return {label: Slots(centres + (i - (len(labels) - 1) / 2) * width, width) for i, label in enumerate(labels)}
+
+
+def grouped(
+    axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
+) -> dict[str, Slots]:
+    """One bar per cell of `values` (a row per group, a column per label); NaN is a gap."""
+    found = slots(axes, ordered(values.columns), groups)
+    for label, (x, width) in found.items():
+        color, _, _, hatch = look(label)
+        axes.bar(
+            x, values[label], width, yerr=None if errors is None else errors[label], capsize=2, label=label,
+            color=color, hatch=hatch, edgecolor="white", linewidth=0.4, error_kw={"elinewidth": 0.8},
+        )  # fmt: skip
+    return found
+
+
+def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> dict[str, Slots]:
+    """A bar with its standard error for each row, all in the look of the label `name`; `groups` names the bars."""
+    values, errors = (rows[[column]].set_axis([name], axis=1) for column in ("value", "stderr"))
+    return grouped(axes, values, errors=errors, groups=groups)
+
+
+def mark_published(
+    axes: Axes, found: Mapping[str, Slots], groups: Sequence[float | str], points: Iterable[PublishedPoint]
+) -> None:
+    """The paper's numbers as hollow markers on the bars of the same label and group (its x), by kind."""
+    for point in points:
+        if point.label in found and point.x in groups:
+            x, marker = found[point.label].x[groups.index(point.x)], PUBLISHED_MARKERS[point.kind]
+            axes.plot(x, point.value, label=f"{OF_PAPER}, {point.kind}", marker=marker, **HOLLOW)

@@ -38,7 +38,7 @@ LEAST_KL = 1e-6
 
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `leaderboard.csv`."""
-    rows = tables.board(TABLE)
+    rows = tables.read(TABLE, columns.BOARD)
     rows = rows[rows[KL].notna()]
     if rows.empty:
         return None

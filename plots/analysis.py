@@ -1,0 +1,146 @@
+"""Figures of the analyses, from tables of (series, x, value): 2, 4, 5, 7 and 20."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.tables import columns
+from plots import data, style
+from plots.style import Look
+
+SETUP = ("model", "source", "run_id")
+"""Runs of one model over different texts share no panel."""
+SEQUENCE = (
+    Look(style.BLUE, "o", "-", ""),
+    Look(style.VERMILION, "s", "--", "\\\\\\"),
+    Look(style.GREEN, "D", "-.", "xx"),
+    Look(style.ORANGE, "v", ":", "///"),
+    Look(style.PURPLE, "^", "-", ".."),
+    Look(style.SKY, "p", "--", "||"),
+    Look(style.BLACK, "X", "-.", "++"),
+    Look(style.GREY, "P", ":", "oo"),
+)
+MAX_MARKERS = 12
+OF_PG19 = "published (PG-19)"
+PAPER_FIG5 = {"model": "opt-6.7b"}
+
+Looks = Mapping[str, Look]
+
+
+def looks(series: Iterable[str]) -> Looks:
+    """A look for each series of a figure, the same in all its panels."""
+    return {name: SEQUENCE[index % len(SEQUENCE)] for index, name in enumerate(dict.fromkeys(series))}
+
+
+def draw_curves(axes: Axes, rows: pd.DataFrame, chosen: Looks) -> None:
+    """A line per series of one metric, with a band of one standard error; many points carry few markers."""
+    factor = columns.quantity(rows.metric.iloc[0]).factor
+    for name, (color, marker, line, _) in chosen.items():
+        own = rows[rows.series == name].sort_values("x")
+        if own.empty:
+            continue
+        y, stderr = factor * own.value, factor * own.stderr.fillna(0)
+        every = max(1, len(own) // MAX_MARKERS)
+        axes.plot(own.x, y, label=name, color=color, marker=marker, linestyle=line, markevery=every)
+        axes.fill_between(own.x, y - stderr, y + stderr, color=color, alpha=0.15, linewidth=0)
+
+
+def fig2(tables: data.Tables, name: str) -> Figure | None:
+    """GiB of KV cache and weights in fp16, by sequence length at batch 16, and by batch size at 2,048 tokens."""
+    words = {
+        "seq_len": "sequence length (tokens), batch 16",
+        "batch_size": "batch size (sequences), 2,048 tokens each",
+    }
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        draw_curves(axes, panel, looks(["KV cache", "weights"]))
+        style.log2_x(axes, panel.x)
+        axes.set(xlabel=words[panel.x_name.iloc[0]], ylabel="memory (GiB)", ylim=(0, None))
+
+    return style.draw_rows(tables.analysis(name), (*SETUP, "x_name"), draw, note="fp16")
+
+
+def fig4(tables: data.Tables, name: str) -> Figure | None:
+    """Cosine similarity of attention weights to the full cache's, by token, a panel per layer. The oracle, which picks
+    as many tokens anew at every step, is the paper's "Optimal"."""
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        draw_curves(axes, panel, {name: style.look(name) for name in style.ordered(panel.series)})
+        axes.set(xlabel="token", ylabel="cosine similarity", ylim=(None, 1.02))
+
+    note = "oracle: the paper's Optimal; bands: one standard error over heads"
+    return style.draw_rows(tables.analysis(name), (*SETUP, "layer"), draw, note=note)
+
+
+def fig5(tables: data.Tables, name: str) -> Figure | None:
+    """Key tokens that hold 0.9 of the attention weight: a histogram over queries and heads by layer, and the mean over
+    heads at single queries. The paper's counts (OPT-6.7B, layer 18, PG-19) are hollow, on that layer of that model."""
+
+    def draw_histogram(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
+        for name, (color, _, line, _) in chosen.items():
+            own = panel[panel.series == name].sort_values("x")
+            if len(own) > 1:
+                edges = [*own.x, own.x.iloc[-1] + own.x.diff().iloc[-1]]
+                axes.stairs(100 * own.value.to_numpy(), edges, label=name, color=color, linestyle=line, linewidth=1.2)
+        axes.set(xlabel="key tokens for 0.9 of the weight (tokens)", ylabel="queries and heads (%)")
+        style.log_y(axes)  # most queries of a late layer need few tokens; the others would not be seen
+
+    def draw_counts(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
+        draw_curves(axes, panel, chosen)
+        measured = {f"layer{layer:.0f}" for layer in panel.layer}
+        for point in data.published("fig5", "key_tokens_for_0.9", panel, PAPER_FIG5):
+            if point.label in measured:
+                axes.plot(point.x, point.value, marker="o", label=f"{OF_PG19}, {point.kind}", **style.HOLLOW)
+        axes.set(xlabel="query token", ylabel="key tokens for 0.9\nof the weight (tokens)", ylim=(0, None))
+
+    draws = {"share_of_queries": draw_histogram, "key_tokens_for_0.9": draw_counts}
+    return _draw_metrics(tables.analysis(name), draws, note="bands: one standard error over heads")
+
+
+def fig7(tables: data.Tables, name: str) -> Figure | None:
+    """Mean magnitude of the columns of Q and K before and after skewing, most important column first. Partial columns
+    are the leftmost."""
+    words = {"query_magnitude": "mean |Q| of the column", "key_magnitude": "mean |K| of the column"}
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        draw_curves(axes, panel, looks(["before skewing", "after skewing"]))
+        ylabel = words[panel.metric.iloc[0]]
+        axes.set(xlabel="column of a head, by importance", ylabel=ylabel, ylim=(0, None))
+
+    note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"
+    return style.draw_rows(tables.analysis(name), (*SETUP, "layer", "metric"), draw, note=note)
+
+
+def fig20(tables: data.Tables, name: str) -> Figure | None:
+    """Share of the queries that attend to less than 1 % of the keys, by length, and the attention weight of sampled
+    keys over time, in one head."""
+
+    def draw_shares(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
+        draw_curves(axes, panel, chosen)
+        style.log2_x(axes, panel.x)
+        words = "queries that attend to\n< 1 % of the keys (%)"
+        axes.set(xlabel="sequence length (tokens)", ylabel=words, ylim=(0, None))
+
+    def draw_weights(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
+        draw_curves(axes, panel, chosen)
+        where = f"query token, layer {panel.layer.iloc[0]:.0f}"
+        axes.set(xlabel=where, ylabel="attention weight of a key (%)", ylim=(0, None))
+
+    note = "attends to: needs for 0.9 of its weight; bands: one standard error over heads"
+    draws = {"share_of_sparse_queries": draw_shares, "attention_weight": draw_weights}
+    return _draw_metrics(tables.analysis(name), draws, note=note)
+
+
+def _draw_metrics(
+    rows: pd.DataFrame, draws: Mapping[str, Callable[[Axes, pd.DataFrame, Looks], None]], *, note: str
+) -> Figure | None:
+    """A panel per run and metric, drawn as `draws` says; a series looks the same in all panels."""
+    chosen = {metric: looks(own.sort_values("layer", kind="stable").series) for metric, own in rows.groupby("metric")}
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        metric = panel.metric.iloc[0]
+        draws[metric](axes, panel, chosen[metric])
+
+    return style.draw_rows(rows, (*SETUP, "metric"), draw, note=note)

@@ -1,0 +1,93 @@
+"""All figures of `registry.yaml`, and their files, whose bytes depend on the drawing alone."""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.figure import Figure
+
+from harness.errors import UserError, reason
+from harness.files import replacing
+from plots import style
+from plots.data import Tables
+
+REGISTRY = Path(__file__).with_name("registry.yaml")
+MODELLED = "-modelled"
+DPI = 160
+FORMATS: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "pdf": {"Creator": None, "Producer": None, "CreationDate": None},
+    "svg": {"Date": None},
+}
+"""Formats with the metadata that would differ between reruns."""
+Draw = Callable[[Tables, str], Figure | None]
+
+
+def _drawings() -> Iterator[tuple[str, Draw]]:
+    for entries in yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))["pages"].values():
+        for name, entry in entries.items():
+            if "draw" in entry:
+                module, function = entry["draw"].split(".")
+                draw = getattr(import_module(f"plots.{module}"), function)
+                yield name, draw
+                if entry.get("modelled"):
+                    yield name + MODELLED, draw
+
+
+DRAWINGS = dict(_drawings())
+"""The draw function of each figure, in the order of the report."""
+
+
+def draw_all(results: Path) -> list[Path]:
+    """Draw every figure whose table exists, as `plots.draw_figures` says."""
+    tables = Tables(results / "tables")
+    paths: list[Path] = []
+    refusals: list[str] = []
+    with style.applied():
+        for name, draw in DRAWINGS.items():
+            try:
+                figure = draw(tables, name)
+                files = {} if figure is None else rendered(figure)
+            except UserError as refusal:
+                refusals.append(str(refusal))
+            except Exception as error:  # whatever an odd table leads matplotlib or pandas to
+                refusals.append(f"{name}: not drawn ({reason(error)})")
+            else:
+                paths += save(files, results / "figures" / name)
+    if refusals:
+        raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
+    return paths
+
+
+def rendered(figure: Figure) -> dict[str, bytes]:
+    """The figure by format, without dates."""
+    files = {}
+    for kind, metadata in FORMATS.items():
+        data = io.BytesIO()
+        figure.savefig(data, format=kind, dpi=DPI, metadata=metadata)
+        files[kind] = data.getvalue()
+    if "svg" in files:
+        files["svg"] = re.sub(rb"(\d\.\d\d)\d+", rb"\1", files["svg"])  # hundredths of a point are enough
+    return files
+
+
+def save(files: Mapping[str, bytes], stem: Path) -> list[Path]:
+    """Write what `rendered` gives as `stem`.png and so on, each whole or not at all.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is full; no scratch file is left then.
+    """
+    paths = []
+    for kind, data in files.items():
+        path = stem.with_name(f"{stem.name}.{kind}")
+        try:
+            with replacing(path) as scratch:
+                scratch.write_bytes(data)
+        except OSError as error:
+            raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error
+        paths.append(path)
+    return paths

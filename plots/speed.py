@@ -1,0 +1,183 @@
+"""Figures of latency tables: 14, 15, 16 and 18. The paper's numbers (RTX A6000) are hollow markers on panels of its
+setup, measured, or modelled for that machine."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from harness.tables import columns
+from plots import data, style
+
+BASE = "offload"
+FAR = 2
+"""A label that takes so many times as long as offload hides what is fast."""
+SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
+PAPER: Mapping[str, Mapping[str, object]] = {
+    "fig14": {"model": "opt-13b", "batch_size": 20, "prompt_len": 1920, "gen_len": 128},
+    "fig15": {"model": "opt-13b", "prompt_len": 1920, "gen_len": 128},
+    "fig16a": {"model": "opt-13b", "batch_size": 8, "gen_len": 128},
+    "fig16b": {"batch_size": 4, "prompt_len": 1920, "gen_len": 128},
+    "fig18": {"model": "opt-13b", "batch_size": 8, "total_len": 2048},
+}
+"""The paper's setup of each figure."""
+TIMES = {
+    "total_s": "speedup over offload,\nprefill + decode (x)",
+    "decode_s": "speedup over offload,\ndecode alone (x)",
+}
+SEGMENTS = {
+    "attention_s": (style.BLUE, ""),
+    "ffn_s": (style.GREEN, "xx"),
+    "prediction_s": (style.ORANGE, "///"),
+    "transfer_s": (style.VERMILION, "\\\\\\"),
+    "other_s": (style.LIGHT_GREY, ".."),
+}
+"""Colour and hatch of a segment."""
+
+
+def fig14(tables: data.Tables, name: str) -> Figure | None:
+    """Prefill and decode seconds, stacked, one bar per label."""
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        points = data.published("fig14", "total_latency", panel, PAPER["fig14"])
+        found = _stacked_times(axes, panel, points, group="", in_legend=False)
+        axes.set_xticks([slot.x[0] for slot in found.values()], style.wrapped(found), rotation=35, ha="right")
+
+    return _draw_timed(tables.latency(name), SETUP, draw)
+
+
+def fig15(tables: data.Tables, name: str) -> Figure | None:
+    """Prefill and decode seconds, stacked, by batch size. The paper's rates are drawn as the total that they stand for,
+    batch * 128 / (tokens/s)."""
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        rates = data.published("fig15", "tokens_per_s", panel, PAPER["fig15"])
+        _stacked_times(axes, panel, [rate._replace(value=float(rate.x) * 128 / rate.value) for rate in rates])
+        axes.set_xlabel("batch size (sequences)")
+
+    return _draw_timed(tables.latency(name), ("model", "platform", "source", "prompt_len", "gen_len"), draw)
+
+
+def fig16a(tables: data.Tables, name: str) -> Figure | None:
+    """Speedup over offload by total length."""
+    table = tables.latency(name)
+    table = table.assign(total_len=table.prompt_len + table.gen_len).sort_values("total_len", kind="stable")
+    setup = ("model", "platform", "source", "batch_size", "gen_len")
+    words = "prompt + generated tokens"
+    return _draw_speedups("fig16a", table, setup, index="total_len", words=words, group="{:,.0f}")
+
+
+def fig16b(tables: data.Tables, name: str) -> Figure | None:
+    """Speedup over offload by model. In the paper 30 % of OPT-30B's weights are in host memory, which the cost model
+    takes and a timed run must have been given."""
+    table = tables.latency(name)
+    billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
+    setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
+    table = table.iloc[billions.argsort(kind="stable")]
+    return _draw_speedups("fig16b", table, setup, index="model", words="model", group="{}")
+
+
+def fig18(tables: data.Tables, name: str) -> Figure | None:
+    """Milliseconds of one transformer block in one decode step, by segment. Transfer is the wait for the link that no
+    compute hides, so the segments sum to the block."""
+    table = tables.latency(name)
+    table = table.assign(total_len=table.prompt_len + table.gen_len)
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        data.refuse_repeats(panel, ["label"])
+        rows = panel.set_index("label").loc[style.ordered(panel.label)]
+        width, bottom = 0.7, pd.Series(0.0, rows.index)
+        for segment in columns.SEGMENTS:
+            height = segment.factor * rows[segment.name].fillna(0)  # a segment that a method lacks
+            color, hatch = SEGMENTS[segment.name]
+            axes.bar(
+                range(len(rows)), height, width, bottom=bottom, label=segment.words, color=color, hatch=hatch,
+                edgecolor="white", linewidth=0,
+            )  # fmt: skip
+            bottom += height
+        axes.set_xticks(range(len(rows)), style.wrapped(rows.index), rotation=35, ha="right")
+        axes.grid(visible=False, axis="x")
+        axes.set_ylabel("time per block and step (ms)")
+        found = {label: style.Slots([index], width) for index, label in enumerate(rows.index)}
+        points = data.published("fig18", "block_latency", panel, PAPER["fig18"])
+        style.mark_published(axes, found, [PAPER["fig18"]["batch_size"]], points)
+        axes.use_sticky_edges = False  # an empty segment on top of the tallest stack would end the axis there
+        axes.set_ylim(bottom=0)
+
+    return _draw_timed(table, SETUP, draw, note="transfer: the wait that compute does not hide")
+
+
+def _draw_timed(
+    rows: pd.DataFrame, setup: Sequence[str], draw: Callable[[Axes, pd.DataFrame], None], *, note: str = ""
+) -> Figure | None:
+    """A panel per setup. Where a label takes over `FAR` times as long as offload, a second panel shows offload and the
+    labels that are never slower, whose bars the first shows too small."""
+    if rows.empty:
+        return None
+    panels = data.split(rows, setup)
+    cells = []
+    for title, frame in zip(panels.titles, panels.frames, strict=True):
+        longest = frame.groupby("label").total_s.max()
+        cells.append((title, frame))
+        if longest.max() > FAR * longest.get(BASE, float("nan")):
+            near = frame[frame.label.map(longest) <= longest[BASE]]
+            cells.append((", ".join(filter(None, [title, "offload and faster"])), near))
+    figure, all_axes = style.new(len(cells))
+    for axes, (title, frame) in zip(all_axes, cells, strict=True):
+        draw(axes, frame)
+        axes.set_title(title)
+    return style.finish(figure, "; ".join(filter(None, [panels.shared, note])))
+
+
+def _stacked_times(
+    axes: Axes,
+    panel: pd.DataFrame,
+    points: Iterable[data.PublishedPoint],
+    *,
+    group: str = "{:.0f}",
+    in_legend: bool = True,
+) -> dict[str, style.Slots]:
+    """Prefill seconds, light, below decode seconds, a group of bars per batch size, which `group` words; the paper's
+    totals on the bars."""
+    prefill, decode = (data.pivot(panel, "batch_size", part) for part in ("prefill_s", "decode_s"))
+    batches = list(prefill.index)
+    found = style.slots(axes, style.ordered(prefill.columns), [group.format(batch) for batch in batches])
+    for label, (x, width) in found.items():
+        color, _, _, hatch = style.look(label)
+        axes.bar(x, prefill[label], width, **style.PREFILL_BAR)
+        axes.bar(
+            x, decode[label], width, bottom=prefill[label], label=label if in_legend else f"_{label}", color=color,
+            hatch=hatch, edgecolor="white", linewidth=0,
+        )  # fmt: skip
+    axes.set_ylabel("prefill + decode (s)")
+    style.mark_published(axes, found, batches, points)
+    return found
+
+
+def _draw_speedups(
+    figure: str, table: pd.DataFrame, setup: Sequence[str], *, index: str, words: str, group: str
+) -> Figure | None:
+    """Offload's seconds over the label's in the same setup: of prefill and decode together, as in the paper, and of
+    decode alone. Without offload's row there is no speedup; None without rows but offload's."""
+    if table.empty:
+        return None
+    panels = data.split(table, setup)
+    several = [panel for panel in zip(panels.titles, panels.frames, strict=True) if (panel[1].label != BASE).any()]
+    cells = [(time, *panel) for panel in several for time in TIMES]
+    if not cells:
+        return None
+    drawing, all_axes = style.new(len(cells))
+    for axes, (time, title, panel) in zip(all_axes, cells, strict=True):
+        seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
+        offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
+        speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
+        found = style.grouped(axes, speedup, groups=[group.format(value) for value in speedup.index])
+        axes.axhline(1, color=style.GREY, linewidth=0.8)
+        axes.set(xlabel=words, ylabel=TIMES[time], title=title)
+        timed = panel[(panel.model == "opt-30b") & (panel.source != "modelled")]
+        as_there = figure == "fig16a" or ((timed.weights_on_device - 0.7).abs() < 0.01).all()
+        if time == "total_s" and as_there:
+            points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
+            style.mark_published(axes, found, list(speedup.index), points)
+    return style.finish(drawing, panels.shared)
