@@ -115,8 +115,8 @@ def fig13(tables: data.Tables, name: str) -> Figure | None:
 
 
 def fig17(tables: data.Tables, name: str) -> Figure | None:
-    """Accuracy, and seconds of decode from `fig17-latency.csv`, on two axes against alpha and against the partial weight
-    ratio. Either table may be absent. A run's label says what it varies: `alpha=4` or `partial_weight_ratio=0.3`."""
+    """Accuracy, and seconds of decode from `fig17-latency.csv`, on two axes against alpha and against the partial
+    weight ratio. Either table may be absent. A run's label says what it varies, such as `alpha=4`."""
     table = tables.accuracy(name)
     table = table[table.metric == "acc"]
     accuracy, latency = _with_setting(table), _with_setting(tables.latency(f"{name}-latency"))
@@ -288,7 +288,7 @@ def _draw_chunks(axes: Axes, panel: pd.DataFrame) -> None:
     for label in style.ordered(panel.label):
         for _, line in panel[panel.label == label].groupby("size", dropna=False):
             ranges = line.set_index((line.start + line.end) / 2).reindex(middles)
-            name = label if label == style.FULL else f"{label}, {100 * line["size"].iloc[0]:.0f} %"
+            name = label if label == style.FULL else f"{label}, {100 * line['size'].iloc[0]:.0f} %"
             style.error_line(axes, middles.to_series(), ranges.value, ranges.stderr, name=name, like=label)
     every = -(-len(edges) // MAX_TICKS)
     axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))

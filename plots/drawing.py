@@ -1,6 +1,8 @@
 """All figures of `registry.yaml`, and their files, whose bytes depend on the drawing alone."""
 
+import contextlib
 import io
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -11,7 +13,6 @@ import yaml
 from matplotlib.figure import Figure
 
 from harness.errors import UserError, reason
-from harness.files import replacing
 from plots import style
 from plots.data import Tables
 
@@ -24,6 +25,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "svg": {"Date": None},
 }
 """Formats with the metadata that would differ between reruns."""
+LONG_NUMBER = re.compile(rb"scale\([^)]*\)|(\d\.\d\d)\d+")
+"""A coordinate of an SVG, of which hundredths of a point are enough; a scale keeps its digits."""
 Draw = Callable[[Tables, str], Figure | None]
 
 
@@ -71,7 +74,7 @@ def rendered(figure: Figure) -> dict[str, bytes]:
         figure.savefig(data, format=kind, dpi=DPI, metadata=metadata)
         files[kind] = data.getvalue()
     if "svg" in files:
-        files["svg"] = re.sub(rb"(\d\.\d\d)\d+", rb"\1", files["svg"])  # hundredths of a point are enough
+        files["svg"] = LONG_NUMBER.sub(lambda found: found[1] or found[0], files["svg"])
     return files
 
 
@@ -84,10 +87,14 @@ def save(files: Mapping[str, bytes], stem: Path) -> list[Path]:
     paths = []
     for kind, data in files.items():
         path = stem.with_name(f"{stem.name}.{kind}")
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with replacing(path) as scratch:
-                scratch.write_bytes(data)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_bytes(data)
+            scratch.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
             raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error
         paths.append(path)
     return paths

@@ -2,6 +2,7 @@
 setup, measured, or modelled for that machine."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ BASE = "offload"
 FAR = 2
 """A label that takes so many times as long as offload hides what is fast."""
 SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
-PAPER: Mapping[str, Mapping[str, object]] = {
+PAPER: Mapping[str, Mapping[str, Any]] = {
     "fig14": {"model": "opt-13b", "batch_size": 20, "prompt_len": 1920, "gen_len": 128},
     "fig15": {"model": "opt-13b", "prompt_len": 1920, "gen_len": 128},
     "fig16a": {"model": "opt-13b", "batch_size": 8, "gen_len": 128},

@@ -214,8 +214,8 @@ def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
 
 
 def log_y(axes: Axes, values: pd.Series | None = None) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5; given `values`, only where the largest is over `WIDE` times
-    the smallest."""
+    """A logarithmic y axis with plain numbers at 1, 2 and 5. Given `values`, only where the largest is over `WIDE`
+    times the smallest."""
     if values is not None and not values.max() > WIDE * values.min():
         return
     axes.set_yscale("log")

@@ -10,8 +10,8 @@ from analysis_tables import WRITERS, fig5_rows, points, write_analysis
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from plots import data, fig5, style
-from plots.registry import DRAWINGS
+from plots import analysis, data, style
+from plots.drawing import DRAWINGS
 
 
 def draw(name: str, results: Path) -> Figure:
@@ -28,7 +28,7 @@ def line(axes: Axes, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hollow(figure: Figure) -> list[tuple[float, float]]:
-    marks = [mark for axes in figure.axes for mark in axes.lines if str(mark.get_label()).startswith(fig5.OF_PG19)]
+    marks = [mark for axes in figure.axes for mark in axes.lines if str(mark.get_label()).startswith(analysis.OF_PG19)]
     return [(float(mark.get_xdata()[0]), float(mark.get_ydata()[0])) for mark in marks]
 
 

@@ -13,14 +13,13 @@ from test_leaderboard import STEP, save_method
 from test_plots import WRITERS
 from test_tables import LATENCY_METRICS, save
 
-import plots.files
-import plots.registry
+import plots.drawing
 from harness.errors import UserError
-from harness.paper.report import data as report_data
+from harness.paper.report import contents
 from harness.records import record as records
 from harness.records.record import read_record, read_records
 from harness.tables import write as tables
-from plots.registry import DRAWINGS
+from plots.drawing import DRAWINGS
 
 SEEDS = range(10)
 """Each takes several: see `PER_SEED`."""
@@ -99,15 +98,15 @@ TABLES = ("fig11", "fig12", "fig14", "fig16a", "frontier")
 
 def read_sheets(path: Path) -> None:
     """As the report reads a table."""
-    report_data.sheets(path, report_data.read_rows(path))
+    contents.sheets(path, contents.read_table(path))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_damaged_table_is_refused_or_drawn_and_shown(seed, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots.files, "rendered", lambda figure: {})  # the slow half, which reads no table
+    monkeypatch.setattr(plots.drawing, "rendered", lambda figure: {})  # the slow half, which reads no table
     for number in range(seed * PER_SEED, (seed + 1) * PER_SEED):
         name = TABLES[number % len(TABLES)]
-        monkeypatch.setattr(plots.registry, "DRAWINGS", {name: DRAWINGS[name]})
+        monkeypatch.setattr(plots.drawing, "DRAWINGS", {name: DRAWINGS[name]})
         WRITERS[name](tmp_path)
         path = tmp_path / "tables" / f"{'leaderboard' if name == 'frontier' else name}.csv"
         written(path, mutations.bytes_of, number)

@@ -27,7 +27,7 @@ from harness.settings.run import RunConfig
 from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, OF_SOME_MODELS, PUBLISHED_CSV, names
 from methods.base import Row
 from plots.data import Tables
-from plots.registry import DRAWINGS
+from plots.drawing import DRAWINGS
 
 FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
 KINDS = {name: node.kind for name, node in FILES.items()}

@@ -17,7 +17,7 @@ from harness.errors import UserError
 from harness.records import record as records
 from harness.tables import write as tables
 from plots import data, style
-from plots.registry import DRAWINGS
+from plots.drawing import DRAWINGS
 
 LABELS = (
     "NA", "nan", "null", "None", "-", " ", "a\nb", "a\r\nb", "$\\foo$", "$x", "a|b", "a\\|b", "x" * 300,
@@ -85,7 +85,7 @@ def test_a_figure_has_every_label(name, results):
         figure.draw_without_rendering()
     drawn = {text.get_text().replace("\n", "") for legend in figure.legends for text in legend.get_texts()}
     drawn |= {tick.get_text().replace("\n", "") for axes in figure.axes for tick in axes.get_xticklabels()}
-    names = {shown._shown(label) for label in LABELS}
+    names = {shown._legible(label) for label in LABELS}
     assert len(names) == len(LABELS) and max(map(len, names)) <= data.MAX_LETTERS + 1
     found = {name for name in names if any(text.startswith(name) for text in drawn)}
     assert {"NA", "nan", "$\\foo$", "a|b", "a\\nb", f"{data.NARROW_SPACE}_hidden"} <= found
@@ -136,7 +136,7 @@ def test_a_figure_that_fails_is_named_and_stops_no_other(tmp_path, monkeypatch):
     with pytest.raises(UserError) as refusal:
         plots.main(tmp_path)
     assert str(refusal.value) == "fig11: not drawn (ZeroDivisionError: division by zero)"
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"fig12.png", "fig12.pdf"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"fig12.png", "fig12.pdf", "fig12.svg"}
 
 
 def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):

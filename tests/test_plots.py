@@ -13,7 +13,6 @@ import analysis_tables
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
@@ -22,11 +21,11 @@ import plots
 from harness.errors import UserError
 from harness.paper.costmodel import published as costmodel
 from harness.tables import columns
-from plots import choices, data, fig7, fig11, fig13, fig18, files, registry, style
-from plots.registry import DRAWINGS
+from plots import accuracy, data, drawing, speed, style
+from plots.drawing import DRAWINGS
 
 ROOT = Path(__file__).resolve().parent.parent
-READ = ("harness.errors", "harness.tables")
+READ = ("harness.errors", "harness.files", "harness.tables")
 """What plots import of the harness; of the tables their columns alone, which test_layers holds."""
 Rows = Iterable[Mapping[str, Any]]
 
@@ -352,15 +351,15 @@ def test_axes_say_quantity_and_unit_and_nothing_overlaps(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_reruns_give_equal_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "DRAWINGS", {name: DRAWINGS[name]})  # the tables may be those of many
-    monkeypatch.setattr(files, "DPI", 40)  # takes a fraction of the time
+    monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})  # the tables may be those of many
+    monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time
     WRITERS[name](tmp_path)
     paths = plots.main(tmp_path)
-    assert {path.name for path in paths} == {f"{name}.png", f"{name}.pdf"}
+    assert {path.name for path in paths} == {f"{name}.png", f"{name}.pdf", f"{name}.svg"}
     before = {path: path.read_bytes() for path in paths}
     assert b"CreationDate" not in before[tmp_path / "figures" / f"{name}.pdf"]
-    again = {"png": files.FORMATS["png"]} if name != "fig12" else files.FORMATS  # a PDF takes long
-    monkeypatch.setattr(files, "FORMATS", again)
+    again = {"png": drawing.FORMATS["png"]} if name != "fig12" else drawing.FORMATS  # a PDF takes long
+    monkeypatch.setattr(drawing, "FORMATS", again)
     assert all(path.read_bytes() == before[path] for path in plots.main(tmp_path))
 
 
@@ -737,7 +736,7 @@ def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path: Path)
     write_fig12(tmp_path)
     with pytest.raises(UserError, match=r"^fig14: several rows with label=ideal at tiny, batch 4[^;]*$"):
         plots.main(tmp_path)
-    assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == ["fig12.pdf", "fig12.png"]
+    assert [path.name for path in sorted((tmp_path / "figures").iterdir())] == ["fig12.pdf", "fig12.png", "fig12.svg"]
 
 
 def test_a_table_without_rows_is_no_figure(tmp_path: Path) -> None:
@@ -783,19 +782,6 @@ def test_needles_say_share_and_number(tmp_path: Path) -> None:
     assert np.isnan(h2o.images[0].get_array().filled(np.nan)[4, 0]), "a depth without questions stays empty"
 
 
-def test_the_registry_says_all_of_a_figure() -> None:
-    entries = yaml.safe_load((ROOT / "plots" / "registry.yaml").read_text())
-    for name, entry in entries.items():
-        assert {"title", "page", "command"} <= set(entry) <= {"title", "page", "command", "tables", "draw", "chart"}, (
-            name
-        )
-        assert name in entry.get("tables", [name]), "a table of its own name"
-    modules = {path.stem for path in (ROOT / "plots").glob("*.py")} - {"__init__", "__main__"}
-    assert {draw.__module__ for draw in DRAWINGS.values()} == {
-        f"plots.{module}" for module in modules - {"bars", "chunks", "curves", "data", "files", "registry", "style"}
-    }
-
-
 def test_drawing_loads_what_it_needs_when_it_draws() -> None:
     program = "import sys, plots; sys.exit(bool({'matplotlib', 'pandas'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
@@ -834,9 +820,9 @@ def test_plots_import_nothing_that_reads_records() -> None:
 
 
 def test_names_and_labels_agree_with_the_tables() -> None:
-    assert tuple(fig18.LOOKS) == columns.names(columns.SEGMENTS)
-    assert {*fig11.AXES, *fig13.AXES, *choices.AXES, *fig7.AXES} <= set(columns.METRICS)
-    assert f"InfiniGen{fig13.UNSKEWED}" in style.LOOKS
+    assert tuple(speed.SEGMENTS) == columns.names(columns.SEGMENTS)
+    assert {*accuracy.AXES} <= set(columns.METRICS)
+    assert f"InfiniGen{accuracy.UNSKEWED}" in style.LOOKS
     assert {*TIMES, *costmodel.COMPARED} <= set(style.LOOKS)
     assert data.PAPER_PLATFORM == costmodel.PAPER_PLATFORM
-    assert set(fig11.CHANCE.values()) == {0.25, 0.5}
+    assert set(accuracy.CHANCE.values()) == {0.25, 0.5}

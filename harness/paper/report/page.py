@@ -1,8 +1,8 @@
-"""The report as a page: it is made from `tables/`, `figures/` and, for the environment and the failures, `runs/`.
+"""The report as a page: made from `tables/`, `figures/` and, for the environment and the failures, `runs/`.
 
-Published numbers come from `harness/tables/published.csv`. All is embedded, nothing is fetched. Without scripts the
-charts are drawings and everything else works; scripts sort tables and let charts answer a hover, and the page's policy
-admits none but its own. A sentence of finding stands where `results/findings.yaml` gives one, beside its numbers:
+Everything is embedded, nothing is fetched. Figures are SVG images. Scripts sort tables and draw the explorer of the
+leaderboard; without scripts all else works. The page's policy admits no script but its own. A sentence of finding
+stands where `results/findings.yaml` gives one, beside its numbers:
 
     fig11: At a tenth of the cache InfiniGen loses ...
 """
@@ -20,16 +20,29 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.errors import UserError
 from harness.files import write_atomic
-from harness.paper.catalogue import PAGES
-from harness.paper.report.charts.vega import library
-from harness.paper.report.data import environment, unfinished
-from harness.paper.report.sections import SOURCES, Section, entries_of, folders_of, sections_of
+from harness.paper.report.compared import main_scores, main_times
+from harness.paper.report.contents import (
+    REGISTRY,
+    SOURCES,
+    Section,
+    all_entries,
+    environment,
+    folders_of,
+    sections_of,
+    unfinished,
+)
+from harness.paper.report.explorer import explorer, library
 from harness.records.record import read_all
 from harness.records.unpack import opened
 from harness.tables.columns import MISSING
+from harness.tables.leaderboard import NAME as LEADERBOARD
 from harness.tables.text import WORDS
 
 HERE = Path(__file__).parent
+PICTURE = "fig11"
+"""The figure of the overview."""
+TIMED = ("fig14", "fig14-modelled")
+"""The figures of the overview's times."""
 
 
 def write_report(results: str | Path = "results", output: str | Path | None = None) -> Path:
@@ -54,53 +67,55 @@ def write_report(results: str | Path = "results", output: str | Path | None = No
 def _render(folder: Path) -> str:
     folders = folders_of(folder)
     records = {where: list(read_all(inner)) for where, inner in folders.items()}
-    entries = entries_of(folders)
-    sections = list(sections_of(folders, entries))
+    entries = all_entries(folders)
+    sections = {section.entry.name: section for section in sections_of(folders, entries)}
     if not sections:
         raise UserError(f"results_dir={folder}: neither table nor figure; `make accuracy` makes some")
-    shown = {section.entry.name for section in sections}
-    pages = _pages(sections)
-    specs = [drawn.spec for page in pages.values() for section in page for drawn in section.drawn]
-    scripts = _scripts(bool(specs))
-    packed = {"library": library(), "charts": json.dumps(specs)} if specs else {}
-    return _template().render(
+    pages: dict[str, list[Section]] = {}
+    for section in sections.values():
+        pages.setdefault(section.entry.page, []).append(section)
+    boards = sections[LEADERBOARD].parts if LEADERBOARD in sections else []
+    spec = explorer([row for part in boards for row in part.rows], REGISTRY["families"])
+    packed = {"library": library(), "explorer": json.dumps(spec, allow_nan=False)} if spec else {}
+    script = (HERE / "report.js").read_text(encoding="utf-8")
+    options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    template = Environment(loader=FileSystemLoader(HERE), **options).get_template("report.html.j2")
+    scores = [main_scores(part.rows) for part in boards]
+    times = main_times({name: sections[name].parts[0].rows for name in TIMED if name in sections})
+    return template.render(
         pages=pages,
-        most_panes=max(len(section.panes) for section in sections),
+        main_sheets=[sheet for sheet in (*scores, times) if sheet],
+        picture=_picture(sections.get(PICTURE)),
+        explorer=spec,
+        explorer_page=sections[LEADERBOARD].entry.page if boards else None,
         beside=[where for where in folders if where],
         sources=SOURCES,
-        scripts=scripts,
+        script=script,
         packed={name: b64encode(gzip.compress(text.encode(), mtime=0)).decode() for name, text in packed.items()},
-        digests=[_digest(script) for script in (*scripts, *([packed["library"]] if specs else []))],
+        digests=[_digest(script), *([_digest(packed["library"])] if packed else [])],
         style=(HERE / "report.css").read_text(encoding="utf-8"),
-        absent=[entry for entry in entries if entry.name not in shown],
-        gaps=[gap for section in sections for part in section.parts for gap in part.gaps],
-        unfinished=[line for found in records.values() for line in unfinished(found)],
+        missing={
+            "Figures and tables not made yet": [
+                f"{entry.name}: {entry.title} ({entry.command})" for entry in entries if entry.name not in sections
+            ],
+            "Runs without numbers": [line for found in records.values() for line in unfinished(found)],
+            "Scores that a table lacks": [gap for section in sections.values() for gap in section.gaps],
+        },
         environments={where: environment(found) for where, found in records.items()},
         is_number=is_number,
         words=WORDS,
     )
 
 
-def _pages(sections: Sequence[Section]) -> dict[str, list[Section]]:
-    """The sections by page; pages that the catalogue does not know, of what it does not know, stand last."""
-    names = dict.fromkeys((*PAGES, *(section.entry.page for section in sections)))
-    pages = {name: [section for section in sections if section.entry.page == name] for name in names}
-    return {name: found for name, found in pages.items() if found}
-
-
-def _scripts(charted: bool) -> list[str]:
-    """What runs on the page, each as it stands between its tags."""
-    return [(HERE / name).read_text(encoding="utf-8") for name in ("tables.js", *(["charts.js"] if charted else []))]
+def _picture(section: Section | None) -> tuple[Section, str] | None:
+    """The section of the overview's figure, and its image; None without one."""
+    images: Sequence[str] = [part.image for part in section.parts if part.image] if section else []
+    return (section, images[0]) if section and images else None
 
 
 def _digest(script: str) -> str:
-    """As the page's policy names a script that may run."""
+    """The script as the page's policy names it."""
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
-
-
-def _template() -> Any:
-    options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=FileSystemLoader(HERE), **options).get_template("report.html.j2")
 
 
 def is_number(cell: str) -> bool:
