@@ -14,13 +14,14 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from benchmarks.timing import in_turn, spread
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import Attached, attach
 from harness.model.load import load_model
@@ -43,70 +44,61 @@ CASES = {
 LIMITS = {"int4": 1.2, "infinigen": 1.6, "infinigen, fixed cap": 1.6, "h2o": 1.8, "quest": 1.4}
 
 
-class Bench(NamedTuple):
-    """A loaded model, a window of its tokens [1, seq_len], and how much of it is the prompt."""
-
-    attached: Attached
-    setups: dict[str, Setup]
-    window: torch.Tensor
-    prefill_len: int
-
-
-def run_window(bench: Bench, case: str) -> None:
-    """One window from first token to last logits; the full cache is a single dense pass."""
-    window, setup = bench.window, bench.setups[case]
+def run_window(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> None:
+    """One window [1, seq_len] from first token to last logits; `prompt` tokens run as one dense pass."""
     real = torch.ones_like(window, dtype=torch.bool)
     session = ReplaySession(
-        bench.attached,
+        attached,
         setup.method,
         codec=setup.codec,
         calibration=setup.calibration,
         final_lengths=torch.tensor([window.shape[1]]),
         num_columns=window.shape[1],
     )
-    prompt = window.shape[1] if case == "full" else bench.prefill_len
     hidden = [session.prefill(window[:, :prompt], real[:, :prompt])]
     if prompt < window.shape[1]:
         hidden.append(session.decode(window[:, prompt:], real[:, prompt:]))
         session.reads.check_fired()
     for rows in torch.cat(hidden, 1)[0].split(HEAD_CHUNK):
-        bench.attached.logits(rows)
+        attached.logits(rows)
 
 
 @contextmanager
-def open_bench(cases: list[str], seq_len: int, prefill_len: int) -> Iterator[Bench]:
-    """The default model with every case's method prepared."""
+def windows(cases: Sequence[str], seq_len: int, prefill_len: int) -> Iterator[dict[str, Callable[[], None]]]:
+    """`run_window` of each case on the default model; the full cache is a single dense pass."""
     configs = {case: load(CASES[case]) for case in cases}
     loaded = load_model(configs[cases[0]].model)
-    ids = token_ids(offline_text(), loaded.tokenizer)[1024 : 1024 + seq_len]
+    window = torch.tensor([token_ids(offline_text(), loaded.tokenizer)[1024 : 1024 + seq_len]])
     with attach(loaded.model) as attached:
-        setups = {case: prepare(config, loaded, attached, list) for case, config in configs.items()}
-        yield Bench(attached, setups, torch.tensor([ids]), prefill_len)
+        yield {
+            case: partial(
+                run_window,
+                attached,
+                prepare(config, loaded, attached, list),
+                window,
+                seq_len if case == "full" else prefill_len,
+            )
+            for case, config in configs.items()
+        }
 
 
 def ratios(args: argparse.Namespace) -> None:
     """Print medians, spread and the ratio to full."""
-    seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    with open_bench(list(CASES), args.seq_len, args.prefill_len) as bench:
-        for repeat in range(args.rounds + 1):
-            for case in CASES:
-                began = time.perf_counter()
-                run_window(bench, case)
-                if repeat:  # the first round warms up
-                    seconds[case].append(time.perf_counter() - began)
+    with windows(list(CASES), args.seq_len, args.prefill_len) as runs:
+        seconds, _ = in_turn(runs, args.rounds, warm_up=True)
     print(f"window {args.seq_len}, prompt {args.prefill_len}, {torch.get_num_threads()} threads, {args.rounds} rounds")
     full = statistics.median(seconds["full"])
     for case, values in seconds.items():
         median = statistics.median(values)
         limit = f"   limit {LIMITS[case]}" if case in LIMITS else ""
-        print(f"{case:22s} {median:6.2f} s ({min(values):.2f}-{max(values):.2f})   {median / full:5.2f} x full{limit}")
+        print(f"{case:22s} {median:6.2f} s ({spread(values)})   {median / full:5.2f} x full{limit}")
 
 
 def memory(args: argparse.Namespace) -> None:
     """Print each method's peak resident memory, every one in a process of its own."""
     if args.only is not None:
-        with open_bench([args.only], args.seq_len, args.prefill_len) as bench:
-            run_window(bench, args.only)
+        with windows([args.only], args.seq_len, args.prefill_len) as runs:
+            runs[args.only]()
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return
     for case in CASES:

@@ -1,208 +1,127 @@
-"""`python -m benchmarks.gpu`, on the CPU at tiny shapes: what it writes, what it skips, what a failure leaves."""
+"""`python -m benchmarks.gpu` on the CPU with a tiny model and under a fake GPU; the other timings of `benchmarks`."""
+
+from __future__ import annotations
 
 import csv
-import json
-import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
+from fake_cuda import CUDA, FakeSlab, fake_gpu
 
-from benchmarks import live
-from benchmarks.gpu import command, rates, steps
-from benchmarks.gpu.plan import CPU, CUDA, LONG, PLANS, SYSTEMS, Shape
-from benchmarks.gpu.report import Report
-from harness.errors import UserError
+from benchmarks import gpu, live, timing
 from harness.offload import memory as pinned
 from harness.offload.memory import Tuning
+from harness.records.record import read_record
 from harness.settings.speed import LatencyConfig
-from harness.settings.systems import COUNTED, LABELS
-from harness.speed.link_rate import LinkRate
-from harness.tables import columns
+from harness.settings.systems import COUNTED
+from harness.speed.cell import run_shared_prompt
+from methods import kernels
+from tests.composed import load
+from tests.living import attach, tiny
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-COPY_RATE = 62e9
-SMALL = replace(CPU, first=(Shape("opt-tiny", 1, 24),), then=())
-
-
-def run(out: Path, *arguments: str, platform: str = "cpu") -> tuple[int, dict]:
-    code = command.main(["--platform", platform, "--out", str(out), *arguments])
-    return code, json.loads((out / "gpu.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Everything, once."""
-    out = tmp_path_factory.mktemp("gpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: COPY_RATE)
-        code, found = run(out)
-    return SimpleNamespace(code=code, found=found, out=out)
+with_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)
-def known_link(monkeypatch):
-    """An emulated link of 1 GB/s."""
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: COPY_RATE)
+def drawn(monkeypatch):
+    """The folders of which figures were asked for; an emulated link of 1 GB/s, settings composed once."""
+    folders: list[Path] = []
+    monkeypatch.setattr("plots.draw_figures", lambda folder: folders.append(folder) or [])
+    monkeypatch.setattr(gpu, "load", load)
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 62e9)
+    return folders
 
 
-def test_every_part_is_measured(whole):
-    found = whole.found
-    assert (whole.code, found["source"], found["schema"], found["minutes"]) == (0, "emulated", 1, 8)
-    assert [(gap["part"], gap["kind"]) for gap in found["gaps"]] == [("pin", "not applicable")]
-    by_part: dict[str, list[dict]] = {}
-    for each in found["measurements"]:
-        by_part.setdefault(each["part"], []).append(each)
-    assert {*by_part} == {"link", "gather", "copies", "steps"}
-    assert [each["name"] for each in by_part["link"]] == ["rate that bounds a step", "h2d", "d2h", "h2d with d2h"]
-    rows = {(each["at"]["codec"], each["at"]["head_dim"]): each["at"]["row_bytes"] for each in by_part["gather"]}
-    assert {*rows} == {*rates.ROWS} and (min(rows.values()), max(rows.values())) == (64, 2048)
-    assert rows["int4", 128] == 144
-    pieces = [(each["name"], each["at"]["piece_bytes"]) for each in by_part["copies"]]
-    assert pieces == [(name, piece) for piece in rates.PIECES for name in ("copies", "gather")]
+def run(out: Path, *arguments: str, platform: str = "cpu") -> int:
+    return gpu.main(["--platform", platform, "--out", str(out), *arguments])
 
 
-def test_every_number_has_a_unit_and_a_spread(whole):
-    for each in whole.found["measurements"]:
-        assert each["unit"] in ("B", "B/s", "s", "1")
-        assert 0 <= each["low"] <= each["value"] <= each["high"], each
-        assert each["num_samples"] >= 1
-    (step,) = (
-        each
-        for each in whole.found["measurements"]
-        if each["name"] == "step" and each["at"] == cell_of(Shape("opt-tiny", 2, 48), "offload")
-    )
-    assert (step["unit"], step["num_samples"]) == ("s", 2 * CPU.timed_steps)
+def records(out: Path) -> list[dict]:
+    return [read_record(path) for path in sorted((out / "runs" / "latency").glob("*/record.json"))]
 
 
-def cell_of(shape, label):
-    return {"model": shape.model, "batch_size": shape.batch, "prompt_len": shape.prompt, "label": label}
+def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypatch, capsys):
+    labels = ("ideal", "infinigen+int4", "offload+h2o", "offload-pageable")
+    monkeypatch.setattr(gpu, "SYSTEMS", labels)
+    assert run(tmp_path) == 0
+    printed = capsys.readouterr().out
+    with (tmp_path / "rates.csv").open() as stream:
+        rates = list(csv.DictReader(stream))
+    assert [row["name"] for row in rates if row["part"] == "link"] == ["h2d", "d2h", "h2d with d2h"]
+    gathers = [row["at"] for row in rates if row["part"] == "gather"]
+    assert len(gathers) == len(gpu.ROWS) and "row_bytes 144, int4, head_dim 128" in gathers
+    assert all(float(row["low"]) <= float(row["bytes_per_s"]) <= float(row["high"]) for row in rates)
+    found = {(each["config"]["label"], each["metrics"]["prompt_len"]) for each in records(tmp_path)}
+    assert found == {(label, prompt) for label in labels for prompt in (24, 48)}
+    assert {each["config"]["model"]["weights"] for each in records(tmp_path)} == {"random"}
+    assert drawn == [tmp_path] and (tmp_path / "tables" / "fig15.csv").is_file()
+    assert (tmp_path / "tables" / "latency.csv").read_text().count("\n") == 1 + len(found)
+    for label in labels[1:]:
+        assert f"{label:18}host and device: logits differ by " in printed
+        assert f"2 x 48      {label:18}" in printed
+    assert run(tmp_path) == 0
+    assert capsys.readouterr().out.count("finished before, skipped") == len(found)
 
 
-def test_every_cell_is_compared_with_its_bound(whole):
-    cells = [cell_of(shape, label) for shape in (*CPU.first, *CPU.then) for label in shape.labels]
-    values = {
-        (each["name"], *each["at"].values()): each["value"]
-        for each in whole.found["measurements"]
-        if each["part"] == "steps"
-    }
-    (rate,) = (each["value"] for each in whole.found["measurements"] if each["name"] == "rate that bounds a step")
-    for cell in cells:
-        ideal = values["step", *(cell | {"label": "ideal"}).values()]
-        step, moved, best, ratio = (
-            values[name, *cell.values()] for name in ("step", "link a step", "best step", "step / best step")
-        )
-        assert best == max(ideal, moved / rate)
-        assert ratio == pytest.approx(step / best)
-        assert (moved == 0) == (cell["label"] == "ideal")
-
-
-def test_the_machine_and_the_code_are_told(whole):
-    told = whole.found["environment"]
-    assert {"driver", "cuda", "device_name", "commit", "cpu", "memory_bytes", "pcie_generation"} <= told.keys()
-    assert told["packages"]["torch"] and "triton" in told["packages"]
-    assert {*told["code"]} == {"full", "h2o", "infinigen"}
-    assert all({"code:method", "code:harness"} == {*digests} for digests in told["code"].values())
-    assert whole.found["started"].startswith("20") and whole.found["seconds"] > 0
-
-
-def read_rows(out, name):
-    with (out / "tables" / f"{name}.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def test_the_cells_are_latency_tables_and_figures(whole):
-    rows = read_rows(whole.out, "latency")
-    assert tuple(rows[0]) == columns.names(columns.LATENCY)
-    assert len(rows) == len(whole.found["latency"]) == len({row["run_id"] for row in rows}) == 3 * 8 + len(LONG)
-    assert {(row["source"], row["platform"]) for row in rows} == {("emulated", "cpu")}
-    assert {row["label"] for row in rows} == {*COUNTED}
-    assert {row["prompt_len"] for row in read_rows(whole.out, "fig16a") if row["model"] == "opt-tiny"} == {"24", "48"}
-    assert {row["batch_size"] for row in read_rows(whole.out, "fig14") if row["model"] == "opt-tiny"} == {"2"}
-    assert not (whole.out / "tables" / "fig16b.csv").exists(), "no shape was timed with two models"
-    for name in ("fig14", "fig15", "fig16a", "fig18"):
-        assert (whole.out / "figures" / f"{name}.png").is_file()
+def test_the_floor_of_a_step_is_ideals_or_its_bytes_over_the_link():
+    cell = {"batch_size": 2, "prompt_len": 48, "gen_len": 11, "d2h_bytes": 0, "link_ceiling_bytes_per_s": 1e9}
+    steps = {"infinigen": (1e7, 0.003), "ideal": (0, 0.002), "offload": (4e7, 0.006)}
+    lines = gpu.render_floors(
+        [
+            {"config": {"label": label}, "metrics": cell | {"h2d_bytes": moved, "step_p50_s": step}}
+            for label, (moved, step) in steps.items()
+        ]
+    ).splitlines()
+    assert [line.split()[3:] for line in lines[1:]] == [
+        ["ideal", "2.00", "ms", "0.0", "MiB", "2.00", "ms", "1.00"],
+        ["infinigen", "3.00", "ms", "1.0", "MiB", "2.00", "ms", "1.50"],
+        ["offload", "6.00", "ms", "3.8", "MiB", "4.00", "ms", "1.50"],
+    ]
 
 
 def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_line(tmp_path, capsys):
-    code, found = run(tmp_path, "--minutes", "1e-6")
-    assert code == command.UNFINISHED
-    parts = ["link", "gather", "copies", *(shape.title for shape in (*CPU.first, *CPU.then)), "figures"]
-    assert {gap["part"] for gap in found["gaps"] if gap["kind"] == "skipped"} == {*parts}
-    printed = capsys.readouterr().out.splitlines()
-    assert "link: skipped, estimated at 1 s, 0 s are left" in printed
-    assert not found["latency"] and not (tmp_path / "tables").exists()
+    assert run(tmp_path, "--minutes", "1e-6") == gpu.UNFINISHED
+    lines = capsys.readouterr().out.splitlines()
+    assert "link: skipped, estimated at 30 s, 0 s are left" in lines
+    assert sum(": skipped, " in line for line in lines) == 3 + 2 * len(COUNTED)
+    assert not (tmp_path / "runs").exists()
 
 
-def test_a_cell_is_skipped_by_what_its_label_took_before(tmp_path):
-    report = Report(tmp_path, torch.device("cpu"), 8, {})
-    asked = []
-    timing = steps.Steps(SMALL, report, lambda part, seconds, run: (asked.append(seconds), run()), LinkRate(1e9, None))
-    timing.time_shape(Shape("opt-tiny", 1, 24, ("ideal",)))
-    took = timing._s_per_byte["ideal"]
-    timing.time_shape(Shape("opt-tiny", 2, 24, ("ideal",)))
-    cache = 32 * 2 * 3 * 64 * 4  # tokens, K and V, layers, elements, fp32
-    assert asked[0] == pytest.approx(cache * (1 / SMALL.pin_bytes_per_s + 6 / 1e9))
-    assert took > 0 and asked[1] == pytest.approx(took * 2 * cache), "as the first shape's cell, twice as many bytes"
+@pytest.fixture
+def few(monkeypatch):
+    """Two systems, nothing else that takes time."""
+    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload"))
+    for name in ("link_rates", "gather_rates", "equalities"):
+        monkeypatch.setattr(gpu, name, lambda *_: iter(()))
 
 
-def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    def refuse(attached, prompt, label, *arguments, **settings):
-        if label == "ideal":
-            raise UserError("the KV cache needs 1.0 GiB")
-        if label == "infinigen":
+def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys, few):
+    def refuse(attached, prompt, cell, **settings):
+        if cell.placement == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        return measure(attached, prompt, label, *arguments, **settings)
+        return time_cell(attached, prompt, cell, **settings)
 
     def breaks(*_):
-        yield rates.Rate("h2d", [1.0], {})
+        yield gpu.Rate("h2d", [1.0], "")
         raise RuntimeError("driver")
 
-    measure = steps.measure
-    monkeypatch.setattr(steps, "measure", refuse)
-    monkeypatch.setattr(rates, "link_rates", breaks)
-    monkeypatch.setitem(PLANS, "cpu", SMALL)
-    code, found = run(tmp_path)
-    assert code == command.FAILED
-    failed = {gap["part"]: gap["reason"] for gap in found["gaps"] if gap["kind"] == "failed"}
-    assert failed == {
-        "link": "RuntimeError: driver",
-        "opt-tiny 1 x 24 ideal": "the KV cache needs 1.0 GiB",
-        "opt-tiny 1 x 24 infinigen": "OutOfMemoryError: CUDA out of memory. Tried to allocate",
+    from harness.speed.latency import time_cell
+
+    monkeypatch.setattr("harness.speed.latency.time_cell", refuse)
+    monkeypatch.setattr(gpu, "link_rates", breaks)
+    monkeypatch.setattr(gpu, "equalities", lambda *_: iter([("offload: 1", False)]))
+    assert run(tmp_path, "--shapes", "1x24") == gpu.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert {"link: failed, RuntimeError: driver", "equal: failed, 1 comparisons of two ways differ"} <= {*lines}
+    (line,) = (line for line in lines if line.startswith("1 x 24 ideal: failed"))
+    assert "out of memory: lower batch_size=1 or prompt_len=24" in line
+    assert {each["config"]["label"]: each["status"] for each in records(tmp_path)} == {
+        "ideal": "failed",
+        "offload": "finished",
     }
-    assert "opt-tiny 1 x 24 ideal: failed, the KV cache needs 1.0 GiB" in capsys.readouterr().out.splitlines()
-    assert {row["label"] for row in found["latency"]} == {*COUNTED} - {"ideal", "infinigen"}
-    measured = {(each["part"], each["name"]) for each in found["measurements"]}
-    assert ("link", "h2d") in measured and ("copies", "gather") in measured, "what came before a failure stays"
-    values = {each["name"]: each["value"] for each in found["measurements"] if each["at"].get("label") == "offload"}
-    (rate,) = (each["value"] for each in found["measurements"] if each["name"] == "rate that bounds a step")
-    assert values["best step"] == values["link a step"] / rate, "the link alone bounds it"
-
-
-def test_rows_cross_as_this_device_does_it_fastest(tmp_path, monkeypatch):
-    """In gathers, copies and cells alike."""
-    tuned, used = Tuning(num_programs=32), []
-
-    def using(module, name):
-        make = getattr(module, name)
-
-        def made(*arguments, **settings):
-            used.append((name, settings["tuning"]))
-            return make(*arguments, **settings)
-
-        monkeypatch.setattr(module, name, made)
-
-    using(rates, "KVStore")
-    using(live, "open_link")
-    monkeypatch.setattr(command, "link_rate", lambda *_: LinkRate(1e9, None, tuned))
-    monkeypatch.setattr(rates, "link_rates", lambda *_: iter(()))
-    monkeypatch.setitem(PLANS, "cpu", SMALL)
-    assert run(tmp_path)[0] == 0
-    assert {*used} == {("KVStore", tuned), ("open_link", tuned)}
+    assert "h2d" in (tmp_path / "rates.csv").read_text(), "what came before a failure stays"
 
 
 def test_what_a_failure_held_is_gone_before_memory_is_given_back(tmp_path, monkeypatch):
@@ -216,30 +135,47 @@ def test_what_a_failure_held_is_gone_before_memory_is_given_back(tmp_path, monke
 
     frames: list[weakref.ref] = []
     found = []
-    benchmark = command.Benchmark(SMALL, Report(tmp_path, torch.device("cpu"), 8, {}), time.perf_counter())
-    monkeypatch.setattr(benchmark, "_release", lambda: found.append(frames[0]()))
-    benchmark.attempt("part", 0, fails)
-    assert found == [None]
+    monkeypatch.setattr(gpu.gc, "collect", lambda: found.append(frames[0]()))
+    benchmark = gpu.Benchmark(gpu.parse(["--platform", "cpu", "--out", str(tmp_path)]), float("inf"))
+    benchmark.attempt("part", fails, 0)
+    assert (found, benchmark.problems) == ([None], [gpu.FAILED])
 
 
-def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise UserError("too large")
+def test_two_ways_that_differ_are_told(monkeypatch):
+    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload", "infinigen+reuse"))
+    monkeypatch.setattr(gpu, "largest_difference", lambda *_: 1e-5)
+    verdicts = list(gpu.equalities(torch.device("cpu"), gpu.link_rate("", torch.device("cpu"), 1.0)))
+    assert [equal for _, equal in verdicts] == [False, True]
+    assert verdicts[0][0] == "offload           host and device: logits differ by 1e-05 (at most 0)"
+    compiled = (kernels.COMPILED, gpu.offload_store.COMPILED)
+    with gpu.torch_code():
+        assert not any("cuda" in each for each in compiled)
+    assert all("cuda" in each for each in compiled)
 
-    prompts = []
-    measure = steps.measure
 
-    def seen(attached, prompt, *arguments, **settings):
-        prompts.append(prompt)
-        return measure(attached, prompt, *arguments, **settings)
+def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
+    monkeypatch.setattr(gpu, "PinnedSlab", FakeSlab)
+    with fake_gpu() as trace:
+        assert [rate.at for rate in gpu.link_rates(CUDA, 2**20, None)] == [f"bytes {2**20}"] * 2 + [f"bytes {2**21}"]
+        gathers = list(gpu.gather_rates(CUDA, 2**22, Tuning()))
+        assert trace.faults == []
+        assert trace.link[None, "cudaMemcpy2DAsync"] == 4 * (gpu.REPEATS + 1), "one way, the other, both"
+        assert trace.launches[None, "_move_rows"] == len(gathers) * (gpu.REPEATS + 1)
+    locked, unlocked = [], []
+    monkeypatch.setattr(gpu, "PinnedSlab", pinned.PinnedSlab)
+    monkeypatch.setattr(pinned, "_lock", lambda address, num_bytes: locked.append(num_bytes))
+    monkeypatch.setattr(pinned, "_unlock", unlocked.append)
+    (rate,) = gpu.pin_rates(torch.device("cpu"), 2**20)
+    assert locked == [2**20] * gpu.REPEATS and len(unlocked) == len(rate.samples) == gpu.REPEATS, "anew each time"
 
-    monkeypatch.setattr(steps, "require_shared_prompt", refuse)
-    monkeypatch.setattr(steps, "measure", seen)
-    report = Report(tmp_path, torch.device("cpu"), 8, {})
-    timing = steps.Steps(SMALL, report, lambda part, seconds, run: run(), LinkRate(1e9, None))
-    timing.time_shape(Shape("opt-tiny", 2, 24, ("ideal", "offload")))
-    assert [tuple(prompt.shape) for prompt in prompts] == [(2, 24)] * 2
-    assert len(report.rows) == 2
+
+def test_the_cells_of_a_gpu_are_settings_of_ordinary_runs():
+    options = gpu.parse([])
+    assert (options.platform, options.model, options.minutes) == ("cuda", "opt-13b", 8)
+    for label in gpu.SYSTEMS:
+        config = load([*gpu.cell_settings(options), f"label={label}", "batch_size=20", "prompt_len=1920"])
+        assert config.latency == LatencyConfig(20, 1920, 128, 2, 5, 2) and config.platform.name == "cuda"
+    assert gpu.SYSTEMS[0] == "ideal" and gpu.SYSTEMS[-1] == "offload-pageable"
 
 
 @pytest.mark.parametrize(
@@ -247,61 +183,48 @@ def test_a_prompt_that_cannot_stay_in_memory_runs_for_every_cell(tmp_path, monke
     [
         (["--minutes", "0"], "--minutes 0: must be a number above 0"),
         (["--minutes", "nan"], "--minutes nan: must be a number above 0"),
-        (["--out", "taken"], "--out taken: has runs, whose tables would be replaced; choose another folder"),
+        (["--shapes", "8*1920"], "--shapes 8*1920: must be batch size x prompt length"),
+        (["--model", "opt-14b"], "opt-14b"),
+        (["gen_length=3"], "the settings of the cells ("),
         (["--out", "file"], "file"),
+        (["--platform", "cuda"], "--platform cuda: torch finds no CUDA device here; allowed: cpu"),
     ],
 )
 def test_refuses_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "taken" / "runs").mkdir(parents=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "file").write_text("")
-    assert command.main(["--platform", "cpu", *arguments]) == 2
+    assert gpu.main(["--platform", "cpu", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and message in line
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so(tmp_path, capsys):
-    assert command.main(["--out", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: --platform cuda: torch finds no CUDA device here; allowed: cpu")
-    assert not (tmp_path / "out").exists()
+@with_gpu
+def test_on_a_gpu_all_of_it_is_measured(tmp_path):
+    tiny_cells = ["--model", "opt-125m", "--shapes", "2x48"]
+    assert run(tmp_path, *tiny_cells, *gpu.TINY[1:], platform="cuda") == 0
+    assert {each["metrics"]["source"] for each in records(tmp_path)} == {"measured"}
+    assert "page-locking" in (tmp_path / "rates.csv").read_text()
 
 
-def test_measured_is_what_a_gpu_measured(tmp_path):
-    reports = {name: Report(tmp_path, torch.device(name), 8, {}) for name in ("cpu", "cuda")}
-    assert {name: report.source for name, report in reports.items()} == {"cpu": "emulated", "cuda": "measured"}
+def test_contestants_take_turns():
+    calls = []
+    contestants = {name: lambda name=name: calls.append(name) or name for name in ("ours", "slow", "quick")}
+    seconds, results = timing.in_turn(contestants, 2, warm_up=True)
+    assert calls == ["ours", "slow", "quick"] * 3 and results["slow"] == "slow"
+    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys(contestants, 2)
+    assert timing.fastest({"ours": [0.1], "slow": [3, 3, 1], "quick": [2, 2, 9]}, "ours") == "quick"
+    assert timing.spread([0.25, 0.5], 10) == "2.50 to 5.00"
 
 
-def test_the_plan_for_a_gpu_is_that_of_the_figures():
-    shapes = (*CUDA.first, *CUDA.then)
-    assert {*SYSTEMS} == {*COUNTED} and not LABELS[SYSTEMS[-1]].pinned
-    assert all(shape.labels[0] == "ideal" for shape in shapes)
-    paper = [shape for shape in shapes if shape.model == "opt-13b"]
-    assert [shape.batch for shape in paper if shape.prompt == 1920] == [8, 4, 20, 16], "the most important first"
-    assert {shape.prompt for shape in paper if shape.batch == 8} == {384, 896, 1408, 1920}
-    for shape in shapes:
-        file = Path(__file__).parents[1] / "conf" / "model" / f"{CUDA.models[shape.model].shape}.yaml"
-        limit = yaml.safe_load(file.read_text())["shape"]["max_position_embeddings"]
-        assert shape.prompt + CUDA.gen_len <= limit
-        LatencyConfig(shape.batch, shape.prompt, CUDA.gen_len, CUDA.warmup_steps, CUDA.timed_steps, 2)
-
-
-def test_page_locking_is_timed_anew_each_time(monkeypatch):
-    locked, unlocked = [], []
-    monkeypatch.setattr(pinned, "_lock", lambda address, num_bytes: locked.append(num_bytes))
-    monkeypatch.setattr(pinned, "_unlock", unlocked.append)
-    (rate,) = rates.pin_rates(torch.device("cpu"), 2**20)
-    assert (rate.name, rate.at) == ("page-locking", {"bytes": 2**20})
-    assert locked == [2**20] * rates.REPEATS and len(unlocked) == len(rate.samples) == rates.REPEATS
-    assert min(rate.samples) > 0
-
-
-@gpu
-def test_on_a_gpu_all_of_it_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setitem(PLANS, "cuda", replace(CPU, pin_bytes=2**20))
-    code, found = run(tmp_path, platform="cuda")
-    assert (code, found["source"], found["gaps"]) == (0, "measured", [])
-    assert {row["source"] for row in read_rows(tmp_path, "latency")} == {"measured"}
-    assert "pin" in {each["part"] for each in found["measurements"]}
-    assert found["environment"]["device_name"] and found["environment"]["cuda"]
+def test_our_step_is_timed_against_transformers(capsys):
+    model = tiny("gqa")
+    with attach(model) as attached:
+        prompt = run_shared_prompt(attached, torch.arange(3, 83).view(2, 40))
+    ratio = live.compare(model, prompt, LatencyConfig(2, 40, 5, 1, 2, 1), rounds=3)
+    printed = capsys.readouterr().out
+    assert printed.count("  round ") == 3 and f"ours is {ratio:.2f} times as fast in the median round (" in printed
+    with pytest.raises(SystemExit):
+        live.main(["--model", "opt"])
+    assert "--model opt: allowed: " in capsys.readouterr().err
+    assert live.random_model("opt-125m", torch.device("meta"), num_hidden_layers=2).config.num_hidden_layers == 2

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import plots
-from benchmarks import live as benchmark
 from harness.errors import UserError
 from harness.launch import child as apart
 from harness.launch import grid
@@ -28,13 +26,11 @@ from harness.offload import memory
 from harness.offload.links import open_link
 from harness.offload.memory import SessionBytes
 from harness.offload.timeline import SEGMENTS, Timeline
-from harness.records.environment import processor
 from harness.records.record import settings_id
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import COUNTED, LABELS
-from harness.speed import run as speed
+from harness.speed import latency as speed
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
-from harness.speed.link_rate import link_rate
 from harness.tables import columns
 from methods.base import Method
 from methods.codec import Codec
@@ -401,22 +397,6 @@ def test_the_copy_rate_is_measured_once_a_results_folder(tiny_runs, monkeypatch)
     assert [record["samples"]["copy_bytes_per_s"] for record in records] == [6.2e10, 6.2e10]
 
 
-GARBAGE = {
-    "": "damaged", "[1, 2]": "damaged", '{"cpu': "damaged", "7": "damaged",
-    '{"NAME": NaN}': "is no rate", '{"NAME": -1.0}': "is no rate", '{"NAME": "fast"}': "is no rate",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", GARBAGE)
-def test_garbage_in_place_of_the_rate_is_named_and_measured_anew(text, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 6.2e10)
-    path = tmp_path / "link.json"
-    path.write_text(text.replace("NAME", f"cpu, {processor()}"))
-    assert link_rate(tmp_path, torch.device("cpu"), None).copy_bytes_per_s == 6.2e10
-    assert caplog.text.count(str(path)) == 1 and GARBAGE[text] in caplog.text and "measured anew" in caplog.text
-    assert list(json.loads(path.read_text()).values()) == [6.2e10]
-
-
 def test_the_dense_pass_of_a_shape_runs_once(tiny_runs, monkeypatch):
     shapes = []
 
@@ -528,33 +508,3 @@ def test_speed_grids_time_every_label_at_every_shape(name, platform, labels):
     assert {config.label for config in configs} == set(labels)
     assert len(plan.left_out) == (16 if (name, platform) == ("speedup-paper", "cpu") else 0), "managed memory is CUDA's"
     assert {config.method.fixed_fetch for config in configs if config.method_name == "infinigen"} == {64}
-
-
-# The benchmark
-
-
-def test_the_benchmark_prints_both_parts(capsys):
-    shape = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "vocab_size": 256}
-    arguments = ["--batch", "2", "--prompt", "40", "--steps", "2", "--link-gbps", "1", "--threads", "1", "--returned"]
-    assert benchmark.main([*arguments, "--shape", json.dumps(shape), "--fixed-fetch", "5"]) == 0
-    printed = capsys.readouterr().out
-    assert "source: emulated" in printed and "memory that is freed goes back to the system" in printed
-    assert printed.count("  round ") == benchmark.ROUNDS and "times as fast in the median round (" in printed
-    assert all(f"\n{label} " in printed for label in COUNTED)
-    assert "infinigen's decode is" in printed
-    with pytest.raises(SystemExit):
-        benchmark.main(["--labels", "fastest"])
-    assert "--labels fastest: allowed: ideal" in capsys.readouterr().err
-
-
-def test_the_benchmark_needs_neither_hydra_nor_lm_eval_nor_pandas():
-    import subprocess
-
-    program = (
-        "import sys\n"
-        "for name in ('hydra', 'omegaconf', 'lm_eval', 'pandas', 'datasets', 'matplotlib'): sys.modules[name] = None\n"
-        "import benchmarks.live, benchmarks.gpu.command"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-500:]

@@ -24,7 +24,7 @@ from harness.settings.speed import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import cell as timing
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
-from harness.speed.run import run_latency
+from harness.speed.latency import run_latency
 from harness.tables.leaderboard import _step
 from methods.full import Full
 from methods.h2o import H2O

@@ -24,7 +24,7 @@ from harness.offload.memory import (
     require_session,
     session_bytes,
 )
-from harness.speed import run
+from harness.speed import latency as run
 
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -31,7 +31,7 @@ class Latency(Experiment):
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         """See `run_latency`."""
-        from harness.speed.run import run_latency
+        from harness.speed.latency import run_latency
 
         return run_latency(config, resources.model(config.model), resources.prompts)
 

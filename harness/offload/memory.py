@@ -39,7 +39,7 @@ LOWER = "lower batch_size, prompt_len or gen_len, or choose a codec of fewer bit
 
 @dataclass(frozen=True)
 class Tuning:
-    """How rows cross the link of one device fastest (measured in `harness.speed.tuning`).
+    """How rows cross the link of one device fastest (measured in `harness.speed.link_rate`).
 
     Rows chosen one by one are moved by a kernel, which needs enough bytes under way at any time to cover the link's
     latency, and only so many multiprocessors; long pieces are faster by a copy engine. num_programs: of the kernel.

@@ -1,17 +1,16 @@
-"""Times one cell: a method, a placement, a codec and a link at one shape. Nothing is timed that is not said here.
+"""Times one cell: a method, a placement, a codec and a link at one shape. Everything that is timed is listed here.
 
-prefill_s: from the prompts to the first new token's logits: the dense pass, and what the method does with the prompt.
-  With a `SharedPrompt` the dense pass is timed once for all cells of its shape. Rows still on their way to the host
-  then are not waited for: they travel beside the dense pass of a prefill of its own.
-step_s: one decode step: choosing the token, the forward pass, and whatever of the link's work it waits for, up to the
-  logits. Steps follow one another without a pause; under CUDA each ends with a wait for the compute stream, not for
-  the link. The first `warmup_steps` are not timed.
-decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number, exact where
-  all but the warm-up are timed. With `time_limit_s`, decoding that has taken so long is timed no further.
-weight_bytes: of streamed weights, of the timed steps alike; h2d_bytes are those of rows alone.
+prefill_s: from the prompts to the logits of the first new token: the dense pass, and the method's work on the prompt.
+  With a `SharedPrompt` the dense pass is timed once for all cells of its shape. Rows that are still on their way to the
+  host at the end of the prompt are not waited for: in a prefill of its own they travel beside the dense pass.
+step_s: one decode step: choosing the token, the forward pass, and every wait for the link, up to the logits. Steps
+  follow one another without a pause; under CUDA each ends with a wait for the compute stream, not for the link. The
+  first `warmup_steps` are not timed.
+decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number. With
+  `time_limit_s`, no further step is timed after that many seconds of decoding.
 segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
-  Under managed placement what crosses is the driver's doing: a fault stalls the kernel that meets it, no byte is
-  counted, and peak_device_bytes, torch's, has none of the cache.
+  Under managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is counted, and
+  peak_device_bytes, torch's, leaves out the cache.
 
     with attach(model) as attached, open_link(attached.device) as link:
         result = time_cell(attached, run_shared_prompt(attached, ids), cell, link=link, calibration=calibration)
@@ -20,9 +19,11 @@ segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +32,16 @@ from harness.model.attach import Attached
 from harness.model.prompt import PrefilledPrompt, run_prompt
 from harness.offload.links import Links, Transfer
 from harness.offload.live import LiveSession
-from harness.offload.timeline import Timeline
+from harness.offload.timeline import SEGMENTS, Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.speed import LatencyConfig, Placement
-from harness.speed.result import LatencyResult
 from methods.base import Calibration, Method
 from methods.codec import AnyCodec
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is timed. The fields are those of `LiveSession`; `shape` says how long and how often.
+    """The settings of a timed cell. The fields are those of `LiveSession`; `shape` says how long and how often.
 
     weights_on_device: as `on_device` of `streamed_weights`.
     """
@@ -63,6 +63,104 @@ class SharedPrompt:
     dense_s: float
 
 
+@dataclass(frozen=True)
+class LatencyResult:
+    """Raw times and counts of a cell.
+
+    dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
+    [timed steps]. segments: by timed step.
+    h2d_bytes, d2h_bytes: rows that crossed the link for the timed steps; None where the driver moves pages.
+    device_read_bytes: read in device memory in the timed steps. weight_bytes: streamed weights in the timed steps;
+    weights_on_device: the share of the decoder layers' bytes that stays there; None without streaming.
+    transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and weights included.
+    device_kv_bytes: device memory of cache, method and buffers. pinned_bytes: page-locked host memory of the cache.
+    peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included, and
+    device_kv_bytes. size, device_frac: over all steps, see `harness.sizes`.
+    """
+
+    shape: LatencyConfig
+    dense_s: float
+    begin_s: float
+    step_s: list[list[float]]
+    segments: list[dict[str, float]]
+    h2d_bytes: int | None
+    d2h_bytes: int | None
+    device_read_bytes: int
+    weight_bytes: int | None
+    weights_on_device: float | None
+    transferred_bytes: int
+    link_busy_s: float
+    device_kv_bytes: int
+    pinned_bytes: int
+    peak_device_bytes: int
+    size: float
+    device_frac: float
+    num_layers: int
+    predicts: bool
+
+    @property
+    def timed(self) -> list[float]:
+        """Seconds of every timed step."""
+        return [seconds for block in self.step_s for seconds in block]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of gen_len - 1 steps."""
+        return self._of_all_steps(sum(self.timed))
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Payload bytes/s while the link was busy; None where nothing crossed it."""
+        return self.transferred_bytes / self.link_busy_s if self.link_busy_s else None
+
+    def metrics(self) -> dict[str, Any]:
+        """The columns of a latency table that are measured here. Segments are medians, of one block of the model."""
+        shape, prefill_s = self.shape, self.dense_s + self.begin_s
+        p50, p95 = torch.tensor(self.timed, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95]).double()).tolist()
+        exposed_s = self._of_all_steps(sum(step["transfer"] for step in self.segments) if self.link_busy_s else 0.0)
+        absent = {"prediction": not self.predicts, "transfer": self.h2d_bytes is None}
+        blocks = {
+            name: None if absent.get(name) else statistics.median(step[name] for step in self.segments)
+            for name in SEGMENTS
+        }
+        return {
+            "batch_size": shape.batch_size,
+            "prompt_len": shape.prompt_len,
+            "gen_len": shape.gen_len,
+            "num_timed_steps": len(self.timed),
+            "prefill_s": prefill_s,
+            "decode_s": self.decode_s,
+            "total_s": prefill_s + self.decode_s,
+            "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + self.decode_s),
+            "step_p50_s": p50,
+            "step_p95_s": p95,
+            "h2d_bytes": self._bytes_of_all_steps(self.h2d_bytes),
+            "d2h_bytes": self._bytes_of_all_steps(self.d2h_bytes),
+            "weight_bytes": self._bytes_of_all_steps(self.weight_bytes),
+            "weights_on_device": self.weights_on_device,
+            "device_read_bytes": self._bytes_of_all_steps(self.device_read_bytes),
+            "device_kv_bytes": self.device_kv_bytes,
+            "exposed_transfer_s": None if self.h2d_bytes is None else exposed_s,
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "peak_device_bytes": self.peak_device_bytes,
+            "size": self.size,
+            "device_frac": self.device_frac,
+            **{f"{name}_s": None if took is None else took / self.num_layers for name, took in blocks.items()},
+        }
+
+    def samples(self) -> dict[str, Any]:
+        """Raw numbers for the record; bytes of the timed steps alone are called `timed_...`."""
+        names = ("dense_s", "begin_s", "step_s", "segments", "transferred_bytes", "pinned_bytes", "link_busy_s")
+        timed = ("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes")
+        return {name: getattr(self, name) for name in names} | {f"timed_{name}": getattr(self, name) for name in timed}
+
+    def _of_all_steps(self, timed: float) -> float:
+        return timed / len(self.timed) * (self.shape.gen_len - 1)
+
+    def _bytes_of_all_steps(self, timed: int | None) -> int | None:
+        return None if timed is None else round(self._of_all_steps(timed))
+
+
 def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
     """Run prompts ids [batch, prompt] densely, timed. Their queries, keys and values stay in memory."""
     real = torch.ones_like(ids, dtype=torch.bool)
@@ -82,9 +180,9 @@ def time_cell(
 ) -> LatencyResult:
     """Time a cell from its prompt on.
 
-    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up; ids where weights are
-    streamed, through its own prefill too. link: needed under host placement; its other transfers must have been taken.
-    Raises UserError where the cache does not fit into memory, ValueError for combinations without meaning.
+    prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. With streamed weights it
+    must be ids, as the prefill streams them too. link: needed under host placement; its earlier transfers must have
+    been taken. Raises UserError where the cache does not fit into memory, ValueError for combinations without meaning.
     """
     if isinstance(prompt, SharedPrompt) and cell.weights_on_device < 1:
         raise ValueError(f"weights_on_device={cell.weights_on_device}: a shared prompt ran with all weights there")
@@ -120,13 +218,13 @@ def _time(
     began = _now(device)
     logits = _begin(session, prompt)
     begin_s = _now(device) - began
-    _take_transfers(session)  # the prompt's have ended, and from here on they are recorded
+    _take_transfers(session)  # the prompt's have ended; recorded are those that follow
     for each in session.attached.devices:
         _forget_peak(each)
     until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
-    # What the first timed step needs is under way already, as it is for every other: the link is not waited for.
+    # The link is not waited for: the rows of the first timed step are under way already, as for every other step.
     h2d_bytes, d2h_bytes = session.loaded_bytes, session.written_bytes
     read_bytes, weight_bytes = session.reads.num_bytes, weights.num_bytes if weights else 0
     step_s = _step_seconds(session, logits, shape, until)
@@ -157,7 +255,7 @@ def _time(
 
 
 def _step_seconds(session: LiveSession, logits: Tensor, shape: LatencyConfig, until: float) -> list[list[float]]:
-    """Seconds of each timed step, [repeats] of [timed steps]; fewer where it is `until` before, but one at least."""
+    """Seconds of each timed step, [repeats] of [timed steps]; fewer if the clock reaches `until`, but at least one."""
     step_s: list[list[float]] = []
     before = _now(session.attached.device)
     for step in range(shape.repeats * shape.block_steps):
@@ -194,7 +292,8 @@ def _busy(transfers: list[Transfer]) -> float:
 
 
 def _forget_peak(device: torch.device) -> None:
-    """Count the peak from here on. What a link was reading when it was freed counts until the next allocation looks."""
+    """Count the peak from here on. Memory that a link was still reading when it was freed counts until the next
+    allocation, hence the one here."""
     if device.type == "cuda":
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)

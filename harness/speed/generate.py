@@ -1,4 +1,4 @@
-"""`experiment=generate`: text, token by token as it is decoded, and in the end what it took.
+"""`experiment=generate`: prints text token by token as it is decoded, then times and transfers.
 
 python run.py experiment=generate prompt="The KV cache" method=h2o placement=host max_new_tokens=100
 """
@@ -6,7 +6,7 @@ python run.py experiment=generate prompt="The KV cache" method=h2o placement=hos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -21,17 +21,17 @@ from harness.offload.memory import smaller_card
 from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.run import RunConfig
 from harness.setup import prepare
+from harness.speed.latency import SOURCES, compute_threads, opened_links
 from harness.speed.link_rate import link_rate
-from harness.speed.run import SOURCES, compute_threads, opened_links
 from methods.base import Row
 
 MIB = 2**20
 
 
 def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], Any]) -> None:
-    """Go on from `config.prompt`, greedily, until the end-of-text token or `max_new_tokens`.
+    """Continue `config.prompt` greedily until the end-of-text token or `max_new_tokens`.
 
-    write: takes pieces of text as they come. Raises UserError for a model without a tokenizer, a prompt without
+    write: takes each piece of text. Raises UserError for a model without a tokenizer, a prompt without
     tokens, or a sequence longer than the model's limit.
     """
     assert config.prompt is not None, "parse() asks for it"
@@ -75,32 +75,23 @@ def _stream(session: LiveSession, ids: Sequence[int], tokenizer: Any, write: Cal
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
     tokens: list[int] = []
     write(tokenizer.decode(ids))
-    first_s = 0.0
-    for token in _greedy(session, logits, tokenizer.eos_token_id):
+    first_s, shown = 0.0, ""
+    for step in generate(session, logits):
+        token = int(step.argmax(-1))
         first_s = first_s or time.perf_counter()
-        shown = _text(tokenizer, tokens)
+        if token == tokenizer.eos_token_id:
+            break
         tokens.append(token)
-        write(_text(tokenizer, tokens).removeprefix(shown))
+        text = str(tokenizer.decode(tokens)).rstrip("\ufffd")  # without a character whose bytes are not all there yet
+        write(text.removeprefix(shown))
+        shown = text
     decode_s = time.perf_counter() - first_s
     rate = f"{(len(tokens) - 1) / decode_s:.1f} tokens/s" if len(tokens) > 1 else "no decode step"
     write(f"\n\nprefill {len(ids)} tokens in {first_s - began:.2f} s; {len(tokens)} new tokens, {rate}")
 
 
-def _greedy(session: LiveSession, logits: torch.Tensor, end: int | None) -> Iterator[int]:
-    for step in generate(session, logits):
-        token = int(step.argmax(-1))
-        if token == end:
-            return
-        yield token
-
-
-def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of `tokens`; a character whose bytes are not all there yet is left out."""
-    return str(tokenizer.decode(tokens)).rstrip("\ufffd")
-
-
 def _summary(session: LiveSession, weights: StreamedWeights | None, source: str) -> str:
-    """What crossed the link, the share of the cache that was read, and what lies on the device."""
+    """Rows and bytes over the link, the share of the cache that was read, and bytes on the device."""
     rows = sum(store.h2d_bytes // store.slot_bytes for store in session.stores)
     steps = max(1, session.steps)
     read = f"read {session.reads.size:.1%} of the cache" if session.steps else "read nothing"

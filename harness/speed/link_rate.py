@@ -1,7 +1,9 @@
 """The rate of the link, measured once per results folder and kept in `<results_dir>/link.json`, by device.
 
 On the CPU: the copy rate of RAM, from which the emulated link's rate follows. Under CUDA: the rate of a plain copy
-from pinned memory, the ceiling of what the real link achieves, and beside it how rows cross it fastest.
+from pinned memory, the ceiling of the real link, and how rows cross it fastest: how the kernel that moves rows is
+launched best, and from which size of a contiguous piece on a copy engine is faster. That takes some 0.1 s of the
+device, and the compiler's time.
 """
 
 from __future__ import annotations
@@ -9,21 +11,38 @@ from __future__ import annotations
 import json
 import logging
 import math
+import statistics
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from harness.errors import reason
 from harness.files import write_atomic
 from harness.offload.memory import DEFAULT_TUNING, Tuning
+from harness.offload.store import copy_heads, gather_rows
 from harness.records.environment import processor
 
 log = logging.getLogger(__name__)
 MEMORY_TO_LINK = 62
 """Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s achieved."""
+COPIED = 256 * 2**20
+"""Bytes of a copy that measures a rate."""
+CLOSE = 1.03
+"""A launch that takes up to this many times the least time is as good."""
+NUM_PROGRAMS = (32, 64, 128)
+TILE_BYTES = (2048, 4096, 8192)
+GATHERED = (64, 4096, 144)
+"""Heads, slots and bytes of a slot in the store that is gathered from: int4 rows of head_dim 128, of which half go."""
+PIECE_BYTES = tuple(2**power for power in range(12, 19))
+COPIED_BYTES, COPIED_SLOT_BYTES = 2**24, 512
+REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -60,31 +79,115 @@ def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | 
     return LinkRate(default_bytes_per_s(rate), rate)
 
 
-def measure_copy_rate(num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
-    """Payload bytes/s (each read once and written once) of copies within this machine's RAM; the median."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
-    target.copy_(source)  # the first touch maps the pages
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - began)
-    return num_bytes / sorted(seconds)[repeats // 2]
-
-
 def default_bytes_per_s(copy_rate: float) -> float:
     """The emulated link's rate from the copy rate, both in bytes/s: the paper's ratio of memory to link."""
     return copy_rate / MEMORY_TO_LINK
 
 
-def _measure(device: torch.device) -> tuple[float, Tuning]:
-    from harness.speed.tuning import measure_pinned_copy_rate, measure_tuning
+def measure_copy_rate() -> float:
+    """Payload bytes/s (each read once and written once) of copies within this machine's RAM; the median."""
+    return _copy_rate(torch.ones(COPIED, dtype=torch.uint8), torch.empty(COPIED, dtype=torch.uint8))
 
+
+def measure_pinned_copy_rate(device: torch.device) -> float:
+    """Payload bytes/s of plain copies from pinned memory to the device, the ceiling of a link; the median."""
+    source = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
+    return _copy_rate(source, torch.empty_like(source, device=device))
+
+
+def measure_tuning(device: torch.device) -> Tuning:
+    """The best launch of the kernel, and the crossover to copies with it."""
+    num_programs, bytes_in_flight = choose_gather(_gather_seconds(device))
+    tuning = Tuning(num_programs, bytes_in_flight)
+    kernel_s, copy_s = _piece_seconds(device, tuning)
+    return replace(tuning, min_copy_bytes=choose_min_copy(kernel_s, copy_s))
+
+
+def choose_gather(seconds: Mapping[tuple[int, int], float]) -> tuple[int, int]:
+    """The number of programs and the bytes in flight, from the seconds of the same gather with each pair of them.
+
+    The fewest programs that are close to the fastest pair, since each takes a multiprocessor from the computation, and
+    with those the fewest bytes.
+    """
+    enough = CLOSE * min(seconds.values())
+    return min(pair for pair, took in seconds.items() if took <= enough)
+
+
+def choose_min_copy(kernel_s: Mapping[int, float], copy_s: Mapping[int, float]) -> int:
+    """The bytes of a piece from which on copying is faster; kernel_s, copy_s: seconds by bytes of a piece.
+
+    The smallest size above which the kernel is never faster again; twice the largest if the kernel is faster there.
+    """
+    sizes = sorted(kernel_s)
+    kernel_wins = [size for size in sizes if kernel_s[size] < copy_s[size]]
+    slower = [size for size in sizes if not kernel_wins or size > kernel_wins[-1]]
+    return slower[0] if slower else 2 * sizes[-1]
+
+
+def _measure(device: torch.device) -> tuple[float, Tuning]:
     return measure_pinned_copy_rate(device), measure_tuning(device)
 
 
+def _copy_rate(source: Tensor, target: Tensor) -> float:
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = _idle(target.device)
+        target.copy_(source, non_blocking=True)
+        seconds.append(_idle(target.device) - began)
+    return source.nbytes / statistics.median(seconds[1:])  # the first copy maps the pages
+
+
+def _idle(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _gather_seconds(device: torch.device) -> dict[tuple[int, int], float]:
+    """Seconds of a gather of scattered rows, by the number of programs and the bytes in flight."""
+    heads, capacity, slot_bytes = GATHERED
+    slots = _host_slots(device, heads, capacity, slot_bytes)
+    index = torch.rand(1, heads, capacity, device=device).argsort(-1)[..., : capacity // 2].contiguous()
+    rows = torch.empty((1, heads, capacity // 2, slot_bytes), dtype=torch.uint8, device=device)
+    seconds = {}
+    for num_programs, tile_bytes in product(NUM_PROGRAMS, TILE_BYTES):
+        tuning = Tuning(num_programs, num_programs * tile_bytes)
+        move = partial(gather_rows, slots, index, rows, tuning=tuning)
+        seconds[num_programs, tuning.bytes_in_flight] = _seconds(move)
+    return seconds
+
+
+def _piece_seconds(device: torch.device, tuning: Tuning) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds in which the kernel and a copy fetch every other piece of host memory, by the bytes of a piece."""
+    kernel_s, copy_s = {}, {}
+    for piece_bytes in PIECE_BYTES:
+        heads, count = COPIED_BYTES // piece_bytes, piece_bytes // COPIED_SLOT_BYTES
+        slots = _host_slots(device, heads, 2 * count, COPIED_SLOT_BYTES)
+        rows = torch.empty((1, heads, count, COPIED_SLOT_BYTES), dtype=torch.uint8, device=device)
+        index = torch.arange(count, device=device).expand(1, heads, -1).contiguous()
+        kernel_s[piece_bytes] = _seconds(partial(gather_rows, slots, index, rows, tuning=tuning))
+        copy_s[piece_bytes] = _seconds(partial(copy_heads, slots[:, :, :count], rows))
+    return kernel_s, copy_s
+
+
+def _host_slots(device: torch.device, heads: int, capacity: int, slot_bytes: int) -> Tensor:
+    return torch.zeros((1, heads, capacity, slot_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _seconds(move: Callable[[], object]) -> float:
+    """Median seconds of a call on the current stream, after one call that compiles and loads."""
+    move()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        move()
+        event.record()
+    events[-1].synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)) / 1e3
+
+
 def _read(path: Path) -> dict[str, Any]:
-    """What is known; nothing where the file is not there yet, or damaged, which is said."""
+    """The kept rates; none, with a warning, where the file is damaged."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -99,7 +202,6 @@ def _write(path: Path, known: dict[str, Any]) -> None:
 
 
 def _rate(path: Path, known: dict[str, Any], name: str) -> float | None:
-    """The rate of a device; None where it is not known, or no rate, which is said."""
     stored = known.get(name)
     if isinstance(stored, float) and 0 < stored < math.inf:
         return stored

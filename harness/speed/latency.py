@@ -1,8 +1,7 @@
-"""`experiment=latency`: one timed cell as a run. What the numbers contain is said in `harness.speed.cell`.
+"""`experiment=latency`: one timed cell as a run. `harness.speed.cell` says what the numbers contain.
 
-On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process, its state shared by
-the cells that follow; one core is left to the link. Under CUDA every cell prefills for itself, and so does one that
-streams weights.
+On the CPU, where a prefill takes up to a minute, the dense pass of a shape runs once in a process for all its cells,
+and one core is left to the link. Under CUDA every cell prefills for itself, as does a cell that streams weights.
 
     python run.py experiment=latency label=infinigen batch_size=8
 """
@@ -20,7 +19,8 @@ from torch import Tensor
 from harness.data.text import offline_text, token_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
-from harness.model.calibration import calibrate
+from harness.model.calibration import cached_calibration
+from harness.model.gguf import cache_dir
 from harness.model.load import LoadedModel
 from harness.model.prompt import prompt_bytes
 from harness.offload.links import Link, open_link
@@ -29,9 +29,8 @@ from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig
 from harness.setup import Setup, codec_of, prepare
-from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.cell import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
-from harness.speed.result import LatencyResult
 from methods.base import Method, Row
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
@@ -41,7 +40,7 @@ Prompts = Kept[SharedPrompt]
 
 
 def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None = None) -> Outcome:
-    """Time the cell that `config` describes. prompts: those of this model that there are; its own is put there.
+    """Time the cell that `config` describes. prompts: kept prompts of this model; the cell's own is added.
 
     Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into memory.
     """
@@ -69,10 +68,10 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
 
 
 def _late_frac(method: Method, result: LatencyResult) -> float:
-    """Share of what crosses the link to the device that compute waits for idle: rows that are named in their own layer.
+    """Share of the rows over the link that are named in their own layer: compute waits for them, idle.
 
-    Those of the exempt layers, and all that is asked for a layer ahead, travel beside the compute. Where some layers
-    name their rows late and others early, all are taken to read alike.
+    Rows of the exempt layers, and rows named a layer ahead, travel beside the compute. If only some layers name their
+    rows late, all layers are taken to read the same number.
     """
     exempt, num_layers = min(method.num_exempt_layers, result.num_layers), result.num_layers
     under_method = range(exempt, num_layers)
@@ -82,7 +81,7 @@ def _late_frac(method: Method, result: LatencyResult) -> float:
 
 @contextmanager
 def opened_links(config: RunConfig, attached: Attached, rate: LinkRate) -> Iterator[dict[torch.device, Link] | None]:
-    """The link of each device under host placement, closed in the end; None under any other."""
+    """The link of each device under host placement, closed at the end; None under another placement."""
     if config.placement != "host":
         yield None
         return
@@ -97,9 +96,9 @@ def opened_links(config: RunConfig, attached: Attached, rate: LinkRate) -> Itera
 
 @contextmanager
 def compute_threads(device: torch.device) -> Iterator[int]:
-    """On the CPU, compute on all cores but one, which is the emulated link's; yields the number of threads.
+    """On the CPU, compute on all cores but one, which the emulated link has; yields the number of threads.
 
-    The same for every label, ideal included, so that none gains by a core.
+    Every label has the same number, ideal included.
     """
     before = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -112,12 +111,12 @@ def compute_threads(device: torch.device) -> Iterator[int]:
 
 
 def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
-    shape = config.latency
+    shape, method = config.latency, config.method
     textless = loaded.tokenizer is None and config.model.weights == "random" and config.size is None
-    if textless and config.method.needs_calibration:
-        # Random weights make no sense of a text: any ids calibrate as well.
-        ids = random_ids(loaded, 1, min(config.calibration.num_tokens, shape.prompt_len), config.seed)[0]
-        return Setup(config.method, codec_of(config), calibrate(attached, config.method, ids.tolist()))
+    if textless and method.needs_calibration:  # to random weights any ids are as good as a text
+        ids = random_ids(loaded, 1, min(config.calibration.num_tokens, shape.prompt_len), config.seed)[0].tolist()
+        calibration = cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
+        return Setup(method, codec_of(config), calibration)
     total = shape.prompt_len + shape.gen_len
     rows = range(shape.prompt_len, total - 1)
     return prepare(config, loaded, attached, lambda: [Row(cached, shape.prompt_len, total) for cached in rows])
@@ -137,8 +136,8 @@ def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached, prompts:
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:
-    """Prompts int64 [batch, prompt]: the offline text behind what calibrates, from its start again where it ends;
-    random ids where the model has no tokenizer."""
+    """Prompts int64 [batch, prompt]: the offline text after the tokens that calibrate, repeated where it ends; random
+    ids where the model has no tokenizer."""
     batch, length = config.latency.batch_size, config.latency.prompt_len
     if loaded.tokenizer is None:
         return random_ids(loaded, batch, length, config.seed)
@@ -153,8 +152,8 @@ def random_ids(loaded: LoadedModel, batch: int, length: int, seed: int) -> Tenso
 
 
 def require_shared_prompt(attached: Attached, batch: int, prompt: int, gen: int) -> None:
-    """Refuse a shape before its shared prompt is run: what the pass keeps and needs, and the cache, uncompressed. A
-    session, which may run the prompt by itself, asks for its own (`harness.offload.memory`)."""
+    """UserError where the states of the shared prompt, its pass and the uncompressed cache do not fit into memory. A
+    session that runs its prompt itself checks its own memory (`harness.offload.memory`)."""
     geometry = attached.geometry
     row = geometry.num_layers * geometry.head_dim * attached.dtype.itemsize * batch
     shared = row * prompt * (geometry.num_heads + 2 * geometry.num_kv_heads)

@@ -1,0 +1,124 @@
+"""The rate of the link and how rows cross it: what timings decide, what is measured, and what is kept of it."""
+
+import json
+
+import pytest
+import torch
+
+from harness.offload.links import open_link
+from harness.offload.memory import Tuning
+from harness.records.environment import processor
+from harness.speed import link_rate as rates
+from harness.speed.link_rate import choose_gather, choose_min_copy, default_bytes_per_s, link_rate
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+KIB = 1024
+TUNING = {"num_programs": 128, "bytes_in_flight": 512 * KIB, "min_copy_bytes": 64 * KIB}
+
+
+def test_the_fewest_programs_that_are_close_to_the_fastest_are_chosen():
+    pairs = [(32, 128 * KIB), (32, 256 * KIB), (64, 256 * KIB), (64, 512 * KIB), (128, 512 * KIB)]
+    seconds = dict(zip(pairs, (1.6, 1.2, 1.02, 1.01, 1.0), strict=True))
+    assert choose_gather(seconds) == (64, 256 * KIB)
+    assert choose_gather({**seconds, (128, 1024 * KIB): 0.9}) == (128, 1024 * KIB)
+
+
+@pytest.mark.parametrize(
+    ("kernel_s", "copy_s", "expected"),
+    [
+        ([1, 1, 1, 1], [4, 2, 0.9, 0.8], 16),
+        ([1, 1, 1, 1], [0.9, 2, 0.9, 0.8], 16),  # once was chance
+        ([1, 1, 1, 1], [0.9, 0.9, 0.9, 0.9], 4),
+        ([1, 1, 1, 1], [4, 2, 2, 2], 64),  # never, as far as was measured
+    ],
+)
+def test_copies_begin_where_the_kernel_is_never_faster_again(kernel_s, copy_s, expected):
+    by_size = (dict(zip((4, 8, 16, 32), seconds, strict=True)) for seconds in (kernel_s, copy_s))
+    assert choose_min_copy(*by_size) == expected
+
+
+def test_every_candidate_is_measured_by_moving_all_of_its_rows(monkeypatch):
+    """On the CPU, with a clock that reads what is moved: the kernel is fastest at 64 programs, and up to 8 KiB."""
+    moved = []
+
+    def seconds(move):
+        options, arguments = move.keywords, move.args
+        move()
+        tuning, rows = options.get("tuning"), arguments[-1]
+        moved.append(rows.numel())
+        if rows.shape[-1] == rates.GATHERED[-1]:
+            return 1.0 + (tuning.num_programs != 64) + (tuning.tile_bytes != 4096)
+        return 1.0 if tuning else 8 * KIB / (rows.shape[2] * rates.COPIED_SLOT_BYTES)
+
+    monkeypatch.setattr(rates, "_seconds", seconds)
+    monkeypatch.setattr(rates, "GATHERED", (2, 64, 144))
+    monkeypatch.setattr(rates, "COPIED_BYTES", 2**18)
+    assert rates.measure_tuning(CPU) == Tuning(64, 256 * KIB, 8 * KIB)
+    assert Tuning(64, 256 * KIB).tile_bytes == 4 * KIB
+    candidates = len(rates.NUM_PROGRAMS) * len(rates.TILE_BYTES)
+    assert moved == [2 * 32 * 144] * candidates + [2**18] * 2 * len(rates.PIECE_BYTES)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Devices whose links are measured by a counter."""
+    found = []
+    monkeypatch.setattr(rates, "_measure", lambda device: found.append(device) or (5e10, Tuning(**TUNING)))
+    monkeypatch.setattr(rates, "measure_copy_rate", lambda: found.append(CPU) or 6.2e10)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    return found
+
+
+def test_each_device_is_measured_once_and_kept(tmp_path, measured):
+    assert link_rate(tmp_path, CPU, 3.0) == rates.LinkRate(3e9, None), "given"
+    (tmp_path / "link.json").write_text('{"other": 1e9}')
+    for device in (CUDA, CPU, CUDA, CPU):
+        rate = link_rate(tmp_path, device, None)
+        expected = (5e10, 5e10, Tuning(**TUNING)) if device == CUDA else (1e9, 6.2e10, Tuning())
+        assert (rate.bytes_per_s, rate.copy_bytes_per_s, rate.tuning) == expected
+    assert measured == [CUDA, CPU]
+    assert json.loads((tmp_path / "link.json").read_text()) == {
+        "other": 1e9, "GPU": 5e10, "GPU, tuning": TUNING, f"cpu, {processor()}": 6.2e10,
+    }  # fmt: skip
+
+
+def with_tuning(**changes):
+    return json.dumps({"GPU": 5e10, "GPU, tuning": TUNING | changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "said"),
+    [
+        *((text, CPU, "damaged") for text in ("", "[1, 2]", '{"cpu', "7")),
+        *((f'{{"NAME": {rate}}}', CPU, "is no rate") for rate in ("NaN", "-1.0", '"fast"')),
+        *((text, CUDA, "damaged") for text in ("{", "[1]")),
+        ('{"GPU": 5e10}', CUDA, None),
+        ('{"GPU": 5e10, "GPU, tuning": 3}', CUDA, None),
+        ('{"GPU": 5e10, "GPU, tuning": {"num_programs": 64}}', CUDA, None),
+        (with_tuning(num_programs=0), CUDA, None),
+        (with_tuning(bytes_in_flight="many"), CUDA, None),
+    ],
+)
+def test_garbage_in_place_of_a_rate_is_named_and_measured_anew(text, device, said, tmp_path, measured, caplog):
+    path = tmp_path / "link.json"
+    path.write_text(text.replace("NAME", f"cpu, {processor()}"))
+    for _ in range(2):
+        link_rate(tmp_path, device, None)
+    assert measured == [device]
+    assert caplog.text.count(str(path)) == (said is not None)
+    assert said is None or (said in caplog.text and "measured anew" in caplog.text)
+
+
+def test_the_default_rate_is_the_copy_rate_over_the_papers_ratio():
+    assert rates.measure_copy_rate() > 1e8
+    assert default_bytes_per_s(768e9) == pytest.approx(12.4e9, rel=0.01)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_tuned_and_its_link_carries_the_tuning():
+    assert rates.measure_pinned_copy_rate(CUDA) > 1e9
+    tuning = rates.measure_tuning(CUDA)
+    assert tuning.num_programs in rates.NUM_PROGRAMS and tuning.tile_bytes in rates.TILE_BYTES
+    assert rates.PIECE_BYTES[0] <= tuning.min_copy_bytes <= 2 * rates.PIECE_BYTES[-1]
+    with open_link(CUDA, tuning=tuning) as link:
+        assert link.tuning == tuning
