@@ -13,9 +13,8 @@ from conftest import HALF_ROTARY
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.contract import decode
-from harness.contract.checks import TOLERANCE, largest_difference
-from harness.contract.decode import STEPS, Result, force, token_batch
+from harness import contract as decode
+from harness.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
 from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
 from harness.offload.links import EmulatedLink, Link, Ticket

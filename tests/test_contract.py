@@ -26,9 +26,7 @@ from living import (
 from living import live as live_session
 from transformers import PreTrainedModel
 
-from harness.contract.checks import CHECKS, Trial
-from harness.contract.decode import result_of
-from harness.contract.run import MODELS, judge
+from harness.contract import CHECKS, MODELS, Trial, judge, result_of
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.tiny import tiny_model

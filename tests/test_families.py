@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.contract.decode import live
+from harness.contract import live
 from harness.model import families
 from harness.model.attach import Attached
 from harness.model.families import TABLE, check_family, early_queries, main, methods_agree, own_logits, tiny_family

@@ -12,7 +12,7 @@ from living import PROMPTS, attached_with_link, largest_difference, live, replay
 from mixed_models import mixed
 from torch.nn.functional import pad
 
-from harness.contract.checks import CHECKS, Trial
+from harness.contract import CHECKS, Trial
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokens import byte_tokenizer
 
-from harness.contract import checks
+from harness import contract as checks
 from harness.errors import UserError
 from harness.launch import new_method
 from harness.launch.cli import main

@@ -6,7 +6,7 @@ import pytest
 import torch
 from living import FAMILIES, largest_difference, tiny
 
-from harness.contract.decode import open_replay, token_batch
+from harness.contract import open_replay, token_batch
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.families import tiny_family

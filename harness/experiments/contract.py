@@ -1,4 +1,4 @@
-"""`kind=contract`: whether a method keeps what every method must; see `harness.contract.checks`."""
+"""`kind=contract`: whether a method keeps what every method must; see `harness.contract`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Contract(Experiment):
     """A line for each check; nothing is kept."""
 
     heeds = ("platform",)
-    code = ("contract",)
+    code = ("contract.py",)
     keeps_record = False
 
     def check(self, config: RunConfig) -> None:
@@ -29,7 +29,7 @@ class Contract(Experiment):
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         """See `run_contract`."""
-        from harness.contract.run import run_contract
+        from harness.contract import run_contract
 
         run_contract(config, partial(print, flush=True))
         return Outcome({})

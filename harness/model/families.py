@@ -23,8 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from harness.contract.checks import SIZE_TOLERANCE
-from harness.contract.decode import live, open_replay, replay, token_batch
+from harness.contract import SIZE_TOLERANCE, live, open_replay, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import Attached, attach, early_difference
