@@ -340,9 +340,8 @@ def host_store(
     stored = row_format(codec, head_dim)
     slab = PinnedSlab(heads * capacity * stored.slot_bytes) if device.type == "cuda" else None
     store = KVStore(
-        stored, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device, slab=slab,
-        tuning=tuning,
-    )  # fmt: skip
+        stored, batch=1, num_kv_heads=heads, capacity=capacity, placement="host", device=device, tuning=tuning
+    ).allocate(slab)
     try:
         yield store
     finally:

@@ -23,8 +23,10 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ from harness.model.attach import Attached, attach
 from harness.model.attention import Rotary
 from harness.model.decoder import Layer, read_decoder
 from harness.model.shape import read_yaml
-from harness.offload import live
+from harness.offload import live, memory
 from harness.offload import store as copies
 from harness.offload.memory import PinnedSlab
 from harness.settings.choices import CONF_DIR
@@ -182,6 +184,98 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+# CUDA's runtime
+
+
+class Runtime:
+    """`cuda.bindings.runtime` without CUDA: its managed memory is the host's, and a copy happens at once.
+
+    blocks: allocated memory by address; locked: bytes of page-locked memory by address; calls: (name, *arguments), in
+    order; fails: the function that does.
+    """
+
+    cudaError_t = SimpleNamespace(cudaSuccess=0)  # noqa: N815
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrConcurrentManagedAccess=89)  # noqa: N815
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)  # noqa: N815
+    cudaMemAttachGlobal = 1  # noqa: N815
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Any] = {}
+        self.locked: dict[int, int] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails, self.concurrent = "", 1
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            return (2,) if name == self.fails else (0, *(getattr(self, f"_{name}", tuple_of_none)(*arguments) or ()))
+
+        return called if name.startswith("cuda") else object.__getattribute__(self, name)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the functions called."""
+        return [name for name, *_ in self.calls]
+
+    def cudaGetErrorString(self, error: int) -> tuple[int, bytes]:  # noqa: N802
+        return 0, b"out of memory"
+
+    def _cudaDeviceGetAttribute(self, attribute: int, index: int) -> tuple[int]:  # noqa: N802
+        assert (attribute, index) == (89, 0)
+        return (self.concurrent,)
+
+    def _cudaMallocManaged(self, size: int, flags: int) -> tuple[int]:  # noqa: N802
+        assert flags == self.cudaMemAttachGlobal
+        block = ctypes.create_string_buffer(b"\x7f" * size, size)  # whatever was there before
+        self.blocks[ctypes.addressof(block)] = block
+        return (ctypes.addressof(block),)
+
+    def _cudaMalloc(self, size: int) -> tuple[int]:  # noqa: N802
+        self.blocks[size] = None
+        return (size,)
+
+    def _cudaFree(self, pointer: int) -> None:  # noqa: N802
+        del self.blocks[pointer]
+
+    def _cudaHostRegister(self, address: int, size: int, flags: int) -> None:  # noqa: N802
+        assert flags == 0
+        self.locked[address] = size
+
+    def _cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.locked[address]
+
+    def _cudaMemcpy2DAsync(  # noqa: N802
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, *_: Any
+    ) -> None:
+        assert 0 < width <= min(target_pitch, source_pitch)
+        for line in range(height):
+            ctypes.memmove(target + line * target_pitch, source + line * source_pitch, width)
+
+
+def tuple_of_none(*_: Any) -> tuple[()]:
+    return ()
+
+
+def host_tensor(block: Any, device: Any) -> Tensor:
+    """A managed block as a tensor of the CPU, which keeps it as one of CUDA does."""
+    view = SimpleNamespace(__array_interface__=block.__cuda_array_interface__ | {"version": 3}, block=block)
+    return torch.from_numpy(np.asarray(view))
+
+
+@contextmanager
+def fake_runtime(device_gib: float = 40, host_gib: float = 50) -> Iterator[Runtime]:
+    """CUDA's runtime, with memory to spare."""
+    runtime = Runtime()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, memory.RUNTIME, runtime)
+        patch.setattr(memory, "_as_tensor", host_tensor)
+        patch.setattr(memory, "available_bytes", lambda device: int(device_gib * 2**30))
+        patch.setattr(memory, "available_memory", lambda: int(host_gib * 2**30))
+        patch.setattr(torch.cuda, "synchronize", lambda: runtime.calls.append(("synchronize",)))
+        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1234))
+        yield runtime
+
+
 # The device
 
 
@@ -316,7 +410,7 @@ class Trace(TorchDispatchMode):
         elif not (target.is_contiguous() and source.is_contiguous()):
             self.fault("copy_ between host and device is strided: the host stages it")
 
-    def rectangle(self, _: Any, source: Tensor, target: Tensor) -> None:
+    def rectangle(self, source: Tensor, target: Tensor) -> None:
         """Instead of `cudaMemcpy2DAsync` of [lines, bytes of a line]."""
         if not (self._reachable(source) and self._reachable(target)):
             self.fault("cudaMemcpy2DAsync of pageable memory waits")
@@ -405,7 +499,6 @@ def fake_gpu() -> Iterator[Trace]:
     with device_guard(), fake_streams() as patch, fake_mode(), Trace() as trace:
         for kind in (JITFunction, InterpretedFunction):
             patch.setattr(kind, "run", lambda kernel, *args, **kwargs: trace.launch(kernel, *args, **kwargs))
-        patch.setattr(copies, "cuda_runtime", lambda: torch.cuda)
         patch.setattr(copies, "_memcpy_2d", trace.rectangle)
         patch.setattr(live, "PinnedSlab", FakeSlab)
         patch.setattr(files, "available_memory", lambda: 2**50)

@@ -43,7 +43,9 @@ CPU = torch.device("cpu")
 def make_store(head_dim: int, codec: str | AnyCodec = "fp32", *, dtype=torch.float32, **options) -> KVStore:
     """A store of `options`, in host memory unless they say otherwise."""
     stored = Codec(codec) if isinstance(codec, str) else codec
-    return KVStore(RowFormat(stored, head_dim, dtype), **({"placement": "host", "device": CPU} | options))
+    slab = options.pop("slab", None)
+    store = KVStore(RowFormat(stored, head_dim, dtype), **({"placement": "host", "device": CPU} | options))
+    return store.allocate(slab)
 
 
 class Prefetched(NamedTuple):

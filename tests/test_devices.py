@@ -30,7 +30,7 @@ from harness.model.tiny import tiny_model
 from harness.offload import weights as weights_module
 from harness.offload.links import CudaLink, EmulatedLink
 from harness.offload.live import LiveSession
-from harness.offload.timeline import Timeline
+from harness.offload.step import Timeline
 from harness.offload.weights import streamed_weights
 from harness.replay.replay import ReplaySession
 from harness.settings.sources import ModelConfig

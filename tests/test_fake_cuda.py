@@ -161,7 +161,7 @@ def test_no_event_keeps_the_time_where_nobody_measures(gpu):
         before = Event.timed
         token = session.decode_step(token).argmax(-1)
         assert Event.timed == before
-        session.fetcher.link.take_transfers()  # from here on they are recorded
+        session.links[0].take_transfers()  # from here on they are recorded
         session.decode_step(token)
         assert Event.timed > before
 

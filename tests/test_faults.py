@@ -121,7 +121,7 @@ def test_closing_in_the_middle_leaves_the_link_usable(name):
             next(steps)
         session.close()  # the next step's first layer is under way
         assert not any(store.nbytes for store in session.stores)
-        assert session.fetcher.device_bytes == 0
+        assert next(iter(session.stages.values())).fetcher.device_bytes == 0
         session.close()
         assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, expected)
 
@@ -191,7 +191,7 @@ def test_a_long_decode_keeps_nothing_but_its_cache():
             sizes = []
             for step in range(steps):
                 session.decode_step(ids[:, PROMPT + step])
-                session.fetcher.drain()
+                session.drain()
                 if step in (5, steps - 2):
                     sizes.append(tensor_bytes())
             session.close()

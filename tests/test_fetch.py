@@ -74,7 +74,8 @@ def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token():
     write(store, 0, torch.arange(4.0))
     with EmulatedLink(1e12) as link:
         fetcher = Fetcher(link, reuse=True)
-        fetcher.open({0: store}, 3)
+        fetcher.plan({0: store}, 3)
+        fetcher.open()
         mask = torch.tensor([[[True, True, False, True]]])
         assert fetched(fetcher, store, mask) == [0.0, 1.0, 3.0]
         fetcher.write_back(0, rows_of(store, torch.tensor([9.0])), torch.tensor([[[1]]]))
@@ -119,7 +120,8 @@ def test_a_selection_of_nothing_has_no_row(reuse):
     write(store, 0, torch.arange(4.0))
     with EmulatedLink(1e12) as link:
         fetcher = Fetcher(link, reuse)
-        fetcher.open({0: store}, 3)
+        fetcher.plan({0: store}, 3)
+        fetcher.open()
         assert fetched(fetcher, store, torch.zeros(1, 1, 4, dtype=torch.bool)) == []
         assert store.h2d_bytes == 0
 
@@ -216,7 +218,8 @@ def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
         store.slots.view(torch.float32).add_(1000 * number)
     with EmulatedLink(1e12) as link:
         fetcher = Fetcher(link, reuse=False)
-        fetcher.open(dict(enumerate(stores)), 1, num_ahead=layers)
+        fetcher.plan(dict(enumerate(stores)), 1, num_ahead=layers)
+        fetcher.open()
         for part in range(parts):
             fetcher.request_ahead(count, part, parts)
         for layer in range(layers):
@@ -242,7 +245,7 @@ def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():
         patch.setattr(Fetcher, "_prefetch", noting)
         session = open_live(attached, CASES["infinigen-union"], placement="host", link=link)
         force(session, PROMPTS["even"])
-        layers, ahead = attached.geometry.num_layers, len(session.fetcher.ahead)
+        layers, ahead = attached.geometry.num_layers, len(next(iter(session.stages.values())).fetcher.ahead)
         columns = ahead * session.batch.columns
         assert shares and max(shares) <= -(-columns // (layers - ahead))
         session.close()

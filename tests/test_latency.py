@@ -25,7 +25,7 @@ from harness.model.load import LoadedModel
 from harness.offload import memory
 from harness.offload.links import open_link
 from harness.offload.memory import SessionBytes
-from harness.offload.timeline import SEGMENTS, Timeline
+from harness.offload.step import SEGMENTS, Timeline
 from harness.records.record import settings_id
 from harness.settings.speed import LatencyConfig, check_combination
 from harness.settings.systems import COUNTED, LABELS

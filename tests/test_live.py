@@ -24,11 +24,11 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.prompt import run_prompt
 from harness.offload import links as emulated
-from harness.offload import timeline as timelines
+from harness.offload import step as timelines
 from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
 from harness.offload.live import LiveSession, generate
-from harness.offload.timeline import SEGMENTS, Timeline
+from harness.offload.step import SEGMENTS, Timeline
 from methods.base import EMPTY
 from methods.codec import Codec
 from methods.full import Full
@@ -156,10 +156,10 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
             assert session.stores[layer].h2d_bytes == 0
         for step in range(STEPS):
             session.decode_step(ids[:, PROMPT + step])
-            session.fetcher.drain()
+            session.drain()
             for layer in range(CASES[name].method.num_exempt_layers):
                 early = (
-                    layer == 0 or session.fetcher.ahead
+                    layer == 0 or next(iter(session.stages.values())).fetcher.ahead
                 )  # asked for in the step before, unless the next token is the last
                 ahead = 1 if early and step + 2 < STEPS else 0
                 crossed = sum(CACHED[: step + 1 + ahead])
@@ -221,7 +221,7 @@ def test_the_store_holds_the_kept_tokens_rows_and_a_freed_one_is_never_read(name
         freed = 0
         for step in range(STEPS):
             logits.append(session.decode_step(ids[:, PROMPT + step]))
-            session.fetcher.drain()
+            session.drain()
             for layer in range(CASES[name].method.num_exempt_layers, LAYERS):
                 freed += check_and_poison(session, layer, keys[layer], real)
         assert session.stores[2].capacity < PROMPT + STEPS

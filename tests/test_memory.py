@@ -1,33 +1,68 @@
-"""What a session says it needs, against what it makes: slots and buffers to the byte, a prompt's pass from above."""
+"""Memory of live decoding: what a session says it needs against what it makes, page-locked slabs, managed memory.
 
+CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
+"""
+
+import gc
+import mmap
+import sys
+import weakref
 from contextlib import closing
-from itertools import product
+from dataclasses import replace
+from itertools import count, product
 
 import pytest
 import torch
 from cases import CASES
 from conftest import HALF_ROTARY
+from fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
 from held import Held
-from living import PROMPT, PROMPTS, attached_with_link, force, open_live, tiny, token_batch
+from living import CPU, PROMPT, PROMPTS, attached_with_link, force, live, make_store, open_live, tiny, token_batch
+from test_fake_cuda import opened, system_of
 
 from harness.errors import UserError
 from harness.model.attach import attach
+from harness.model.decoder import read_decoder
+from harness.model.load import LoadedModel
 from harness.model.prompt import prompt_bytes, run_prompt
 from harness.model.tiny import tiny_model
+from harness.offload import live as sessions
 from harness.offload import memory
 from harness.offload.cache import LayerCache
+from harness.offload.fetch import Fetcher
+from harness.offload.links import EmulatedLink
 from harness.offload.memory import (
-    LayerSlots,
+    ALIGNMENT,
+    GIB,
+    RUNTIME,
+    PinnedSlab,
     SessionBytes,
     aligned,
     layer_bytes,
     require_session,
-    session_bytes,
 )
+from harness.settings.speed import LatencyConfig
+from harness.settings.systems import COUNTED, LABELS
+from harness.speed import cell as timing
 from harness.speed import latency as run
+from harness.speed.cell import Cell, run_shared_prompt, time_cell
+from harness.tables.leaderboard import _step
+from methods.codec import Codec
+from methods.full import Full
+from methods.h2o import H2O
+from tests.composed import load
 
-GIB = 2**30
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def runtime():
+    """A GPU with 40 GiB free, a host with 50."""
+    with fake_runtime() as runtime:
+        yield runtime
+
+
+# What a session needs
 
 HOST = [
     (name, reuse)
@@ -39,14 +74,15 @@ HOST = [
 @pytest.mark.parametrize(("name", "reuse"), HOST)
 def test_a_session_on_the_host_needs_its_slots_there_and_its_buffers_on_the_device(name, reuse):
     prompts = PROMPTS["padded"]
-    with attached_with_link() as (attached, link):
-        options = {"placement": "host", "link": link, "reuse": reuse}
-        with closing(open_live(attached, CASES[name], **options)) as session:
-            force(session, prompts)
-            activations = prompt_bytes(attached, len(prompts) * PROMPT)
-            slots = sum(aligned(store.nbytes) for store in session.stores)
-            needed = session.fetcher.device_bytes + activations + state_bytes(session)
-            assert session.bytes_needed == SessionBytes(slots, needed)
+    with (
+        attached_with_link() as (attached, link),
+        closing(open_live(attached, CASES[name], 3, placement="host", link=link, reuse=reuse)) as session,
+    ):
+        force(session, prompts, 3)
+        (stage,) = session.stages.values()
+        needed = stage.fetcher.device_bytes + prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
+        assert session.bytes_needed == SessionBytes(sum(aligned(store.nbytes) for store in session.stores), needed)
+        assert all(store.nbytes == store.slots.nbytes for store in session.stores)
 
 
 @pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen", "oracle"])
@@ -58,8 +94,23 @@ def test_a_session_on_the_device_needs_its_slots_there(name):
 
 
 def state_bytes(session) -> int:
-    """What the method keeps beside the rows; its layers are alike."""
+    """What the method keeps beside the rows."""
     return sum(layer_bytes(cache.state, cache.policy.number) for cache in session.caches if cache.state is not None)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_buffers_of_opt_13b_by_hand(reuse):
+    """Batch 20, 40 heads of 128, 2,048 tokens; two exempt layers; a selection of 409 tokens."""
+    shape = {"batch": 20, "num_kv_heads": 40, "capacity": 2048, "placement": "host", "device": CPU}
+    row_format = make_store(128, "fp16", dtype=torch.float16, **shape | {"capacity": 1}).format
+    stores = {layer: sessions.KVStore(row_format, **shape) for layer in range(40)}
+    row = 20 * 40 * 2 * 128 * 2
+    assert stores[0].nbytes == 2048 * row and 40 * stores[0].nbytes == 31.25 * GIB
+    with EmulatedLink(1e12) as link:
+        fetcher = Fetcher(link, reuse)
+        assert fetcher.plan(stores, 409, num_ahead=2) == (2 * 2049 + 2 * 410 + reuse * 38 * 410) * row
+        assert fetcher.plan(stores, 2048) == (2 + reuse * 40) * 2049 * row
+    assert Fetcher(None, reuse).plan(stores, 2048) == 0
 
 
 def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):
@@ -74,22 +125,6 @@ def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatc
         assert "\n" not in str(refusal.value) and len(kept) == first + 1 < len(session.caches)
 
 
-def test_bytes_by_hand():
-    """OPT-13B, fp16, batch 20, 1,920 + 128 tokens, a fifth of them selected, in GiB."""
-    layers = [LayerSlots(20 * 40, 2048, 2 * 128 * 2)] * 40
-    layer, selected, own = 800 * 2048 * 512, 800 * 409 * 512, 800 * 512  # own: a buffer's place for the step's row
-    exempt, in_turn = 2 * (layer + own), 2 * (selected + own)
-    plan = {"ahead": 2, "selected": 409, "activations": 3}
-    assert session_bytes(layers, "host", reuse=False, **plan) == SessionBytes(40 * layer, exempt + in_turn + 3)
-    assert session_bytes(layers, "host", reuse=True, **plan) == SessionBytes(
-        40 * layer, exempt + in_turn + 38 * (selected + own) + 3
-    )
-    assert session_bytes(layers, "device", reuse=False, **plan) == SessionBytes(0, 40 * layer + 3)
-    whole = {"ahead": 0, "selected": 2048, "activations": 0}
-    assert session_bytes(layers, "host", reuse=False, **whole) == SessionBytes(40 * layer, 2 * (layer + own))
-    assert f"{40 * layer / GIB:.2f}" == "31.25"
-
-
 WIDE = {"hidden_size": 256, "num_attention_heads": 16}
 MODELS = {
     "opt": ("opt", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
@@ -101,26 +136,22 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("codec", ["full", "int4"])
 @pytest.mark.parametrize("family", MODELS)
-def test_a_prompts_pass_stays_within_what_is_asked_for(family, codec):
-    model_type, shape = MODELS[family]
-    ids, real = token_batch((256, 256), 0)
-    with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
-        with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
-            session.prefill(ids, real)
-        asked = session.bytes_needed.device
-    assert 0.7 * asked < held.peak <= asked
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_a_shared_prompt_stays_within_what_is_asked_for(family, monkeypatch):
-    """Beside a cache of 260 tokens, which is asked for with it."""
+def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(family, monkeypatch):
+    """In a session, and as a shared prompt beside a cache of 260 tokens, which is asked for with it."""
     model_type, shape = MODELS[family]
     asked = []
     monkeypatch.setattr(run, "require_memory", lambda num_bytes, *_: asked.append(num_bytes))
     ids, real = token_batch((256, 256), 0)
     with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
+        for codec in ("full", "int4"):
+            with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
+                token = session.prefill(ids, real).argmax(-1)
+                needed = session.bytes_needed.device
+                assert 0.7 * needed < held.peak <= needed
+                with Held("cpu") as held_by_step:
+                    session.decode_step(token)
+                assert held_by_step.peak < prompt_bytes(attached, 512)
         geometry = attached.geometry
         run.require_shared_prompt(attached, 2, 256, 4)
         cache = geometry.num_layers * 2 * 260 * 2 * geometry.num_kv_heads * geometry.head_dim * 4
@@ -129,42 +160,402 @@ def test_a_shared_prompt_stays_within_what_is_asked_for(family, monkeypatch):
     assert 0.7 * (asked[0] - cache) < held.peak <= asked[0] - cache
 
 
-@pytest.mark.parametrize("name", ["full", "int4", "infinigen"])
-def test_a_step_takes_less_than_a_prompt_so_it_needs_no_term_of_its_own(name):
-    ids, real = token_batch((256, 256), 2)
-    model = tiny_model("llama", intermediate_size=704, num_key_value_heads=4, **WIDE)
-    with attach(model) as attached, closing(open_live(attached, CASES[name], 4)) as session:
-        session.prefill(ids[:, :256], real[:, :256])
-        with Held("cpu") as held:
-            session.decode_step(ids[:, 256])
-        assert held.peak < prompt_bytes(attached, 512)
-
-
-def given(monkeypatch, cpu, cuda):
-    monkeypatch.setattr(memory, "available_bytes", lambda home: {"cpu": cpu, "cuda": cuda}[home.type])
-
-
-def test_each_memory_of_a_gpu_is_asked_by_itself(monkeypatch):
-    given(monkeypatch, 4 * GIB, 2 * GIB)
-    require_session(SessionBytes(4 * GIB, 2 * GIB), CUDA)
-    with pytest.raises(UserError, match=r"live decoding needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"):
-        require_session(SessionBytes(5 * GIB, 2 * GIB), CUDA)
-    with pytest.raises(UserError, match=r"needs 3\.0 GiB of cuda memory and 2\.0 .* lower batch_size, prompt_len or"):
-        require_session(SessionBytes(4 * GIB, 3 * GIB), CUDA)
-
-
-def test_a_cpu_has_one_memory_for_both(monkeypatch):
-    given(monkeypatch, 4 * GIB, None)
-    require_session(SessionBytes(3 * GIB, GIB), CPU)
-    with pytest.raises(UserError, match=r"live decoding needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"):
-        require_session(SessionBytes(3 * GIB, 2 * GIB), CPU)
+@pytest.mark.parametrize(
+    ("needed", "device", "message"),
+    [
+        (SessionBytes(4 * GIB, 2 * GIB), CUDA, None),
+        (SessionBytes(5 * GIB, 2 * GIB), CUDA, r"needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"),
+        (SessionBytes(4 * GIB, 3 * GIB), CUDA, r"needs 3\.0 GiB of cuda memory and 2\.0 .* lower batch_size, prompt_l"),
+        (SessionBytes(3 * GIB, GIB), CPU, None),  # one memory for both
+        (SessionBytes(3 * GIB, 2 * GIB), CPU, r"needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"),
+    ],
+)
+def test_each_memory_is_asked_by_itself(needed, device, message, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda home: {"cpu": 4, "cuda": 2}[home.type] * GIB)
+    if message is None:
+        require_session(needed, device)
+    else:
+        with pytest.raises(UserError, match=f"live decoding {message}"):
+            require_session(needed, device)
 
 
 def test_a_session_that_does_not_fit_makes_nothing(monkeypatch):
-    given(monkeypatch, 1000, None)
-    with attach(tiny("gqa")) as attached:
-        session = open_live(attached, CASES["full"])
-        ids, real = token_batch(PROMPTS["even"])
+    monkeypatch.setattr(memory, "available_bytes", lambda home: 1000)
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES["full"], placement="host", link=link)
         with pytest.raises(UserError, match="live decoding needs"):
-            session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        assert session.caches == [] and session.fetcher.device_bytes == 0
+            force(session, PROMPTS["even"])
+        assert session.caches == [] and session.device_bytes == 0
+
+
+# On a fake GPU: OPT-13B, batch 20, 1,920 + 128 tokens. Fake tensors have sizes and are freed as real ones are. Four
+# layers stand for forty: a further one adds its store, and under reuse its buffer, to both sides alike.
+
+PARTIAL_KEYS = 800 * 39 * 2 * (1920 + 128 + 128)
+"""Of 800 heads and a layer: 39 of 128 columns of every key, and the projection to them."""
+KEPT = {
+    "offload+h2o": [800 * (204 + 204 + 2) * (4 + 4) + 20 * 2 * 8],
+    "infinigen": [PARTIAL_KEYS],
+    "infinigen+reuse": [PARTIAL_KEYS],
+}
+"""What a layer's state takes: of H2O a number and a worth of each token that is kept, and of two slots, and limits."""
+
+
+@pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
+@pytest.mark.parametrize("label", ["ideal", "offload", "offload+int4", "offload+h2o", "infinigen", "infinigen+reuse"])
+def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
+    pytest.importorskip("triton")
+    asked = []
+    keeps = "what the method keeps of the prompt"
+    monkeypatch.setattr(memory, "require_memory", lambda size, _, what="": what == keeps and asked.append(size))
+    method, system = system_of(label)
+    codec = Codec(system.codec) if system.codec else None
+    options = {"placement": system.placement, "reuse": system.reuse, "codec": codec, "steps": 128}
+    with fake_gpu() as trace:
+        model = fake_model("opt-13b", num_hidden_layers=4)  # its weights are not counted
+        read_decoder(model)
+        with Held("cuda") as held, opened(trace, model, (1920,) * 20, method, **options) as (session, token):
+            needed, prompt, state = session.bytes_needed.device, held.peak, session.caches[-1].state
+            made_before = memory.tensor_bytes(vars(state)["measured"]) if method.needs_calibration else 0
+            held.restart()
+            for _ in range(2):
+                token = session.decode_step(token).argmax(-1)
+            assert session.device_bytes - made_before <= needed and held.peak <= needed
+            assert 0.8 * needed <= prompt <= needed
+            assert asked == KEPT.get(label, []), "of the one layer behind the first that has a state"
+
+
+# Page-locked memory
+
+
+def test_pieces_are_aligned_zero_and_lie_in_what_was_locked(runtime):
+    shapes = [(2, 3, 5, 36), (1,), (4, 64)]
+    slab = PinnedSlab(sum(aligned(torch.Size(shape).numel()) for shape in shapes))
+    pieces = [slab.take(shape) for shape in shapes]
+    ((address, size),) = runtime.locked.items()
+    assert size == slab.nbytes == 1280 + 256 + 256 and address % mmap.PAGESIZE == 0
+    end = address
+    for piece, shape in zip(pieces, shapes, strict=True):
+        assert piece.shape == shape and piece.dtype == torch.uint8 and piece.is_contiguous() and not piece.any()
+        assert piece.data_ptr() % ALIGNMENT == 0 and piece.data_ptr() >= end
+        end = piece.data_ptr() + piece.nbytes
+        piece.fill_(7)
+    assert end <= address + size
+    with pytest.raises(AssertionError, match="as large as its pieces"):
+        slab.take((1,))
+    slab.close()
+    slab.close()
+    assert runtime.names == ["cudaHostRegister", "synchronize", "cudaHostUnregister"], "once, the device being done"
+    assert slab.nbytes == 0
+
+
+def test_a_slab_is_of_private_pages_that_may_be_huge_and_are_given_back(runtime, monkeypatch):
+    """Of no other process, whose pages are huge only where the system says so."""
+    pages, original = [], mmap.mmap
+
+    class Pages(original):
+        def __new__(cls, *arguments, **options):
+            made = super().__new__(cls, *arguments, **options)
+            pages.append((weakref.ref(made), options["flags"], advised := []))
+            made.advised = advised
+            return made
+
+        def madvise(self, advice):
+            self.advised.append(advice)
+
+    monkeypatch.setattr(mmap, "mmap", Pages)
+    slab = PinnedSlab(1 << 20)
+    (held, flags, advised), piece = pages[0], slab.take((1 << 20,))
+    assert flags == mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS and advised == [mmap.MADV_HUGEPAGE]
+    slab.close()
+    assert held() is not None, "a piece is still held"
+    del piece
+    gc.collect()
+    assert held() is None
+
+
+def test_a_slab_that_nobody_closes_is_unlocked_when_it_goes(runtime):
+    slab = PinnedSlab(4096)
+    del slab
+    gc.collect()
+    assert not runtime.locked
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "fails", "shown", "why"),
+    [(3 << 20, "cudaHostRegister", "0.0", "cudaHostRegister: out of memory"), (1 << 52, "", "4194304.0", "")],
+)
+def test_memory_that_cannot_be_locked_or_mapped_is_refused(runtime, num_bytes, fails, shown, why):
+    runtime.fails = fails
+    with pytest.raises(UserError) as refused:
+        PinnedSlab(num_bytes)
+    text = str(refused.value)
+    assert text.startswith(f"platform.pinned=true: {shown} GiB of host memory cannot be page-locked (")
+    assert why in text
+    assert text.endswith("; lower batch_size, prompt_len or gen_len, or set platform.pinned=false")
+    assert runtime.names == (["cudaHostRegister", "cudaGetLastError"] if fails else []), (
+        "CUDA's last error is forgotten"
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "int4", "infinigen", "h2o"])
+def test_a_session_locks_what_its_stores_take_and_no_more(runtime, name):
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES[name], placement="host", link=link)
+        assert session.pinned_bytes == 0 and not session.pinned, "nothing is locked for a CPU"
+        session.pinned = True
+        runtime.fails = "cudaHostRegister"
+        with pytest.raises(UserError, match="cannot be page-locked"):
+            force(session, PROMPTS["even"])
+        assert session.caches == [] and session.pinned_bytes == 0 and not runtime.locked
+        runtime.fails = ""
+        force(session, PROMPTS["even"])
+        slots = sum(aligned(store.nbytes) for store in session.stores)
+        assert session.pinned_bytes == slots == sum(runtime.locked.values())
+        session.close()
+        assert not runtime.locked and session.pinned_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "placement", "pinned", "expected"),
+    [
+        ("cuda", "host", True, True),
+        ("cuda", "host", False, False),
+        ("cuda", "device", True, False),
+        ("cpu", "host", True, False),
+    ],
+)
+def test_only_what_a_gpu_reads_over_the_link_is_locked(device, placement, pinned, expected, monkeypatch):
+    with attached_with_link() as (attached, link):
+        monkeypatch.setattr(attached, "device", torch.device(device))
+        monkeypatch.setattr(sessions, "Timeline", lambda device: None)
+        assert open_live(attached, CASES["full"], placement=placement, link=link, pinned=pinned).pinned is expected
+
+
+# Managed memory
+
+
+@pytest.fixture
+def anywhere(runtime, monkeypatch):
+    """Managed memory where the tests compute."""
+    monkeypatch.setattr(memory, "_require_managed_access", lambda device: None)
+    return runtime
+
+
+ON_CUDA = ["experiment=latency", "platform=cuda"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment=latency", "placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
+        (["experiment=latency", "label=uvm"], "placement=managed: needs platform=cuda"),
+        (["experiment=generate", "prompt=a", "placement=managed"], "placement=managed: needs platform=cuda"),
+        ([*ON_CUDA, "placement=managed", "reuse=true"], "reuse=true: only fetched selections"),
+        ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
+        ([*ON_CUDA, "label=uvm", "codec=int4"], "codec=int4: label=uvm stands for codec=None"),
+        ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),
+        ([*ON_CUDA, "label=uvm", "platform.device_gib=0"], "platform.device_gib=0.0: must be above 0"),
+        ([*ON_CUDA, "label=uvm", "platform.device_gib=big"], "platform.device_gib=big: must be a number"),
+        ([*ON_CUDA, "label=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
+        (
+            ["experiment=latency", "platform.device_gib=48"],
+            "platform.device_gib=48.0: makes a smaller card of pl",
+        ),
+        (["experiment=latency", "time_limit_s=0"], "time_limit_s=0.0: must be at least 1"),
+    ],
+)
+def test_settings_without_meaning_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message) as refused:
+        load(overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_labels_of_managed_memory_are_systems_of_a_gpu():
+    assert set(LABELS) - set(COUNTED) == {"uvm", "uvm+h2o"}
+    for label, method in (("uvm", Full), ("uvm+h2o", H2O)):
+        config = load([*ON_CUDA, f"label={label}", "platform.device_gib=48"])
+        assert (config.placement, type(config.method), config.platform.device_gib) == ("managed", method, 48)
+        assert load([*ON_CUDA, f"method={config.method_name}", "placement=managed"]).label == label
+    assert load([*ON_CUDA, "method=streaming", "placement=managed"]).label == "streaming (managed)"
+
+
+def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
+    tensor = memory.managed_empty((2, 3, 4), CUDA)
+    assert (tensor.shape, tensor.dtype) == ((2, 3, 4), torch.uint8)
+    assert [*runtime.blocks] == [tensor.data_ptr()] and len(runtime.blocks[tensor.data_ptr()]) == 24
+    view = tensor[1]
+    del tensor
+    assert runtime.blocks and "cudaFree" not in runtime.names
+    del view
+    assert not runtime.blocks
+    assert runtime.names[-3:] == ["cudaSetDevice", "cudaDeviceSynchronize", "cudaFree"], "no kernel may be reading it"
+    runtime.fails = "cudaMallocManaged"
+    with pytest.raises(RuntimeError, match="^cudaMallocManaged: out of memory$"):
+        memory.managed_empty((8,), CUDA)
+
+
+@pytest.mark.parametrize("ask", [memory.require_managed, lambda size, device: memory.managed_empty((size,), device)])
+def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch, ask):
+    with pytest.raises(UserError, match="^placement=managed: needs platform=cuda; allowed on cpu: device, host$"):
+        ask(GIB, CPU)
+    runtime.concurrent = 0
+    with pytest.raises(UserError, match="GPU has no concurrent managed access; allowed on it: device, host$"):
+        ask(GIB, CUDA)
+    monkeypatch.setitem(sys.modules, RUNTIME, None)
+    with pytest.raises(UserError, match="^platform=cuda: needs the package cuda-bindings, which torch's CUDA build"):
+        ask(GIB, CUDA)
+
+
+def test_a_cache_that_would_only_thrash_or_not_fit_is_refused(runtime, monkeypatch):
+    memory.require_managed(50 * GIB, CUDA)
+    with pytest.raises(UserError, match="needs 50.1 GiB of host memory, where its pages go, and 50.0 GiB are avail"):
+        require_session(SessionBytes(0, 0, int(50.1 * GIB)), CUDA)
+    monkeypatch.setattr(memory, "available_memory", lambda: 100 * GIB)
+    memory.require_managed(60 * GIB, CUDA)
+    with pytest.raises(UserError, match=r"KV cache of 61.0 GiB may be at most 1.5 times the 40.0 GiB of device memory"):
+        memory.require_managed(61 * GIB, CUDA)
+
+
+def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):
+    """Of 45 GiB, 5 are held and 40 are free."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
+    for gib, taken in ((45, [0]), (44.5, [GIB // 2]), (6, [39 * GIB]), (None, [])):
+        with memory.smaller_card(CUDA, gib):
+            assert [*runtime.blocks] == taken
+        assert not runtime.blocks
+    with pytest.raises(KeyError), memory.smaller_card(CUDA, 20):
+        raise KeyError
+    assert not runtime.blocks
+    for gib in (5, 45.1):
+        with (
+            pytest.raises(UserError, match=f"^platform.device_gib={gib}: must be above 5.0, .* and at most 45.0, "),
+            memory.smaller_card(CUDA, gib),
+        ):
+            pytest.fail("refused before")
+
+
+def test_nothing_of_cuda_is_imported_for_a_cache_elsewhere(monkeypatch):
+    monkeypatch.delitem(sys.modules, RUNTIME, raising=False)
+    with attached_with_link() as (attached, link):
+        live(attached, CASES["full"], PROMPTS["even"], placement="host", link=link)
+    assert RUNTIME not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "int4", "kivi", "snapkv", "infinigen", "quest", "oracle"])
+def test_managed_is_the_device_bit_for_bit(name, anywhere):
+    with attached_with_link() as (attached, _):
+        expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")
+        got = live(attached, CASES[name], PROMPTS["padded"], placement="managed")
+    assert torch.equal(got.logits, expected.logits)
+    assert (got.size, got.device_frac) == (expected.size, expected.device_frac)
+    assert "cudaMallocManaged" in anywhere.names and not anywhere.blocks
+
+
+def test_a_session_asks_for_all_layers_at_once_and_counts_no_page(anywhere, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "require_managed", lambda num_bytes, device: asked.append(num_bytes))
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES["full"], placement="managed", link=link)
+        force(session, PROMPTS["even"])
+        slots = sum(aligned(store.nbytes) for store in session.stores)
+        assert asked == [slots] and sum(map(len, anywhere.blocks.values())) == sum(map(memory_of, session.stores))
+        assert session.links == [] and session.h2d_bytes == session.d2h_bytes == session.device_bytes == 0
+        session.close()
+
+
+def memory_of(store) -> int:
+    return store.slots.nbytes
+
+
+# Timing under managed memory
+
+SHAPE = LatencyConfig(2, 20, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
+
+
+def timed(shape):
+    ids = torch.randint(3, 256, (2, 20), generator=torch.Generator().manual_seed(1))
+    with attach(tiny("gqa")) as attached:
+        return time_cell(attached, run_shared_prompt(attached, ids), Cell(Full(), shape, "managed"))
+
+
+def test_what_the_driver_moves_is_not_measured(anywhere):
+    metrics = timed(SHAPE).metrics()
+    unknown = {"h2d_bytes", "d2h_bytes", "exposed_transfer_s", "transfer_s", "link_bytes_per_s", "prediction_s"}
+    of_weights = {"weight_bytes", "weights_on_device"}  # all of which are there
+    assert {name for name, value in metrics.items() if value is None} == unknown | of_weights
+    assert metrics["num_timed_steps"] == 8 and metrics["device_kv_bytes"] == 0
+    record = {"metrics": metrics | {"late_frac": 0.0}, "config": {"size": None}}
+    assert _step(record, record) == {}, "the leaderboard's seconds go with bytes"
+
+
+def test_a_warm_up_leaves_the_memory_to_the_session_that_is_timed(anywhere, monkeypatch):
+    held = []
+    monkeypatch.setattr(memory, "require_managed", lambda *_: held.append(len(anywhere.blocks)))
+    with attach(tiny("gqa")) as attached:
+        time_cell(attached, torch.full((2, 20), 7), Cell(Full(), SHAPE, "managed"))
+    assert held == [0, 0] and not anywhere.blocks
+
+
+@pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (6, [3]), (10, [4, 1]), (None, [4, 4])])
+def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
+    """The clock goes on by two seconds whenever it is looked at: before the warm-up, after it, and after each timed
+    step. A warm-up that takes all the time leaves one step."""
+    seconds = count(step=2)
+    monkeypatch.setattr(timing, "_now", lambda device: float(next(seconds)))
+    result = timed(replace(SHAPE, time_limit_s=limit_s))
+    assert [len(block) for block in result.step_s] == steps and len(result.segments) == sum(steps)
+    assert result.metrics()["num_timed_steps"] == sum(steps)
+    assert result.decode_s == 22, "two seconds a step, of gen_len - 1"
+
+
+def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
+    config = load([
+        *ON_CUDA, "label=uvm+h2o", "model.weights=random", "batch_size=2", "prompt_len=20", "gen_len=6",
+        "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
+    ])  # fmt: skip
+    cards = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: 1e10)
+    monkeypatch.setattr(memory, "require_managed", lambda *_: cards.append([*anywhere.blocks]))
+    outcome = run.run_latency(config, LoadedModel(tiny("gqa"), None, "tiny", 512, "f" * 64))
+    assert cards == [[12 * GIB]], "of 60 GiB"
+    assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
+    assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["size"] < 1
+    assert not anywhere.blocks
+
+
+# On a GPU
+
+
+@gpu
+def test_managed_memory_is_the_gpus_in_place_and_is_given_back():
+    before = memory.available_bytes(CUDA)
+    memory.require_managed(GIB, CUDA)
+    tensor = memory.managed_empty((2, GIB // 2), CUDA)
+    assert tensor.device == CUDA and torch.cuda.memory_allocated() < GIB, "no copy"
+    tensor.fill_(3)
+    assert tensor[1].sum(dtype=torch.int64).item() == 3 * (GIB // 2)
+    assert memory.available_bytes(CUDA) < before - GIB // 2, "its pages are here"
+    del tensor
+    assert memory.available_bytes(CUDA) > before - GIB // 2
+
+
+@gpu
+def test_a_slab_is_page_locked_while_it_is_open():
+    slab = PinnedSlab(1 << 20)
+    piece = slab.take((1 << 20,))
+    assert piece.is_pinned()
+    on_device = torch.arange(256, device="cuda").to(torch.uint8).repeat(1 << 12)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        piece.copy_(on_device, non_blocking=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(piece, on_device.cpu())
+    with pytest.raises(RuntimeError, match="cudaHostRegister"):
+        memory.call_cuda("cudaHostRegister", piece.data_ptr(), piece.nbytes, 0)  # a second time
+    assert int(torch.ones(3, device="cuda").sum()) == 3, "the device is usable after a refusal"
+    slab.close()
+    assert not piece.is_pinned()

@@ -6,15 +6,15 @@ from copy import deepcopy
 import pytest
 import torch
 from cases import CASES, Case
+from fake_cuda import fake_runtime
 from living import PROMPT, PROMPTS, STEPS, force, live, open_live, tiny, token_batch
 from test_fetch import LatestLink
-from test_pinned import Cudart
 
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
 from harness.offload.links import EmulatedLink, open_link
-from harness.offload.timeline import Timeline
+from harness.offload.step import Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
 from methods.full import Full
 
@@ -171,19 +171,17 @@ def test_rows_over_the_link_are_those_without_streaming(attached, link):
     assert counted[0] == counted[1]
 
 
-def test_pinned_weights_are_one_slab_as_large_as_they_are(attached, link, monkeypatch):
-    runtime = Cudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+def test_pinned_weights_are_one_slab_as_large_as_they_are(attached, link):
     expected = live(attached, CASES["full"], PADDED).logits
     weights = StreamedWeights(attached, link, 0.5, Timeline(attached.device), pinned=True)
     assert not weights.pinned, "there is nothing to lock on a CPU"
     weights.pinned = True
-    weights.open()
-    assert list(runtime.locked.values()) == [weights.host_bytes]
-    assert torch.equal(live(attached, CASES["full"], PADDED).logits, expected)
-    weights.close()
-    assert not runtime.locked
+    with fake_runtime() as runtime:
+        weights.open()
+        assert list(runtime.locked.values()) == [weights.host_bytes]
+        assert torch.equal(live(attached, CASES["full"], PADDED).logits, expected)
+        weights.close()
+        assert not runtime.locked
 
 
 # Time

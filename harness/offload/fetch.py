@@ -100,24 +100,35 @@ class Fetcher:
         self._kept: dict[int, Tensor] = {}
         self._kept_slots: dict[int, Tensor] = {}
 
-    def open(self, stores: Mapping[int, KVStore], selected: int, num_ahead: int = 0) -> None:
-        """Make the buffers: one for each of the first `num_ahead` layers, two for the slots of any other, and with
-        reuse one for `selected` rows of each layer. stores: by layer. The kernels of a step are compiled, where there
-        are any."""
-        self.selected, self._stores, in_order = selected, dict(stores), list(stores.values())
-        for store in {store.slot_bytes: store for store in in_order}.values():
+    def plan(self, stores: Mapping[int, KVStore], selected: int, num_ahead: int = 0) -> int:
+        """Plan the buffers for `stores`, by layer, and return their bytes, 0 without a link.
+
+        Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; with reuse each of the
+        others keeps one for `selected` rows.
+        """
+        self._stores, self._selected = dict(stores), selected
+        if self.link is None:
+            return 0
+        self.ahead, others = list(stores)[:num_ahead], list(stores.values())[num_ahead:]
+        largest = max(others, key=lambda store: store.nbytes)
+        self._in_turns = largest, min(selected, largest.capacity) if num_ahead else largest.capacity
+        num_bytes = sum(stores[layer].buffer_bytes(stores[layer].capacity) for layer in self.ahead)
+        num_bytes += 2 * largest.buffer_bytes(self._in_turns[1])
+        return num_bytes + (sum(store.buffer_bytes(selected) for store in others) if self.reuse else 0)
+
+    def open(self) -> None:
+        """Make the planned buffers, once the stores are allocated, and compile the kernels of a step."""
+        stores = self._stores
+        for store in {store.slot_bytes: store for store in stores.values()}.values():
             if store.reachable:
                 warm_gather(store.slots, store.device, store.tuning)
-        if (device := in_order[0].device).type == "cuda":
+        if (device := next(iter(stores.values())).device).type == "cuda":
             nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=device)
             missing_rows(nothing, torch.full((1, 1, 1), -1, device=device)) if self.reuse else indices(nothing, 1)
-        if self.link is None:
-            return
-        self.ahead = list(stores)[:num_ahead]
-        self._ahead_buffers = {layer: stores[layer].new_buffer(stores[layer].capacity) for layer in self.ahead}
-        largest = max(in_order[num_ahead:], key=lambda store: store.nbytes)
-        rows = min(selected, largest.capacity) if num_ahead else largest.capacity
-        self._shared = [largest.new_buffer(rows) for _ in range(2)]
+        if self.link is not None:
+            largest, rows = self._in_turns
+            self._shared = [largest.new_buffer(rows) for _ in range(2)]
+            self._ahead_buffers = {layer: stores[layer].new_buffer(stores[layer].capacity) for layer in self.ahead}
 
     def is_pending(self, layer: int) -> bool:
         """Whether the layer's rows have been asked for."""
@@ -150,15 +161,15 @@ class Fetcher:
         bias: added to the scores of these slots, fp32 [batch, 1 or num_kv_heads, group or 1, slots]. Returns the slot
         of each row that `take` will give, int [batch, num_kv_heads, n], -1 for none.
         """
-        mask = mask.expand(-1, self._stores[layer].slots.shape[1], -1)
+        mask = mask.expand(-1, self._stores[layer].num_kv_heads, -1)
         if not self.reuse:
             index = indices(mask, cap)
             present = index >= 0
             self._request(layer, Chosen(index, num_true(present)), self._free_buffer(), present, _at(bias, index))
             return index
         if layer not in self._kept:
-            self._kept_slots[layer] = indices(torch.zeros_like(mask), self.selected)
-            self._kept[layer] = self._stores[layer].new_buffer(self.selected)
+            self._kept_slots[layer] = indices(torch.zeros_like(mask), self._selected)
+            self._kept[layer] = self._stores[layer].new_buffer(self._selected)
         request, slots = missing_rows(mask, self._kept_slots[layer])
         self._kept_slots[layer] = slots
         self._request(layer, request, self._kept[layer], slots >= 0, _at(bias, slots))

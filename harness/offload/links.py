@@ -159,6 +159,11 @@ Links = Link | Mapping[torch.device, Link]
 """One link for all devices, or one for each."""
 
 
+def link_of(links: Links, device: torch.device) -> Link:
+    """The link of a device."""
+    return links[device] if isinstance(links, Mapping) else links
+
+
 # The CPU's link: a transfer starts once it is submitted and the link is free, and ends when bytes / bandwidth have
 # passed, the copy's own time included; so the link is occupied serially at the emulated rate. Who waits for a transfer
 # sleeps until that end. The worker goes on to the next copy, whose start is computed, so late wake-ups do not add up.

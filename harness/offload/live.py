@@ -1,9 +1,9 @@
 """Live decoding: prefill, then one token a step through two memories.
 
-Under host placement the cache of every layer that sees every token lies in host memory. A layer's rows are asked for
-while the previous layer computes: all that is kept, or what a rehearsal there selects; a method that selects by the
-layer's own query asks in the layer itself and waits. Rows of the exempt layers, where the others read less, cross
-during the step before. `harness.offload.step` is the page on which a step can be read.
+Under host placement the cache of every layer that sees every token lies in host memory. A layer's rows are requested
+while the previous layer computes: everything that is kept, or what a rehearsal there selects. A method that selects by
+the layer's own query requests them in the layer itself and waits. Rows of the exempt layers, where the others read
+less, cross during the step before. `harness.offload.step` is the page on which a step can be read.
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -12,8 +12,8 @@ during the step before. `harness.offload.step` is the page on which a step can b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,11 +25,10 @@ from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of, prom
 from harness.offload import memory
 from harness.offload.cache import Batch, LayerCache, LocalCache, ResidualCache, ValuesCache, slots_needed
 from harness.offload.fetch import Fetcher
-from harness.offload.links import Link, Links
+from harness.offload.links import Link, Links, link_of
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
-from harness.offload.step import DecodeStep
+from harness.offload.step import DecodeStep, Timeline
 from harness.offload.store import KVStore, RowFormat
-from harness.offload.timeline import Timeline
 from harness.settings.speed import Placement, check_combination
 from harness.sizes import StepReads
 from methods.base import Calibration, Method, State
@@ -38,12 +37,12 @@ from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 
 @dataclass
 class _Stage:
-    """What a session has on one device. layers: indices of the attention layers that lie there."""
+    """What a session has on one device. layers: indices of the attention layers on it."""
 
     device: torch.device
     layers: list[int]
     fetcher: Fetcher
-    batch: Batch | None = None
+    batch: Batch = field(init=False)
     state: State | None = None
     slab: PinnedSlab | None = None
 
@@ -53,7 +52,7 @@ class LiveSession:
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the cached rows in the
     layers under the method; None stores them as they are. placement: where the cache lies. link: moves the rows under
-    host placement; of a model on several devices one for each. reuse: rows fetched in the step before and selected
+    host placement; one for all devices of a model, or one for each. reuse: rows fetched in the step before and selected
     again do not cross the link again. pinned: host memory is page-locked under CUDA, so that transfers can overlap.
     timeline: marks the segments of each step. Raises ValueError for combinations without meaning.
     """
@@ -73,12 +72,15 @@ class LiveSession:
         timeline: Timeline | None = None,
     ) -> None:
         check_combination(method, placement, reuse)
-        if placement == "host" and link is None:
+        on_host = placement == "host"
+        if on_host and link is None:
             raise ValueError("placement=host: needs a link")
+        if placement == "managed" and len(attached.devices) > 1:
+            raise UserError("placement=managed: the model lies on several devices; allowed there: device, host")
         self.attached = attached
         self.method = method
         self.policies: list[Policy] = policies_of(attached, method)
-        if placement == "host" and any(policy.when == "true_scores" for policy in self.policies):
+        if on_host and any(policy.when == "true_scores" for policy in self.policies):
             raise ValueError(f"placement=host: {method.title} selects by the true scores of all keys")
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
@@ -87,15 +89,13 @@ class LiveSession:
             self.codec = without_keys(self.codec)
         self.placement: Placement = placement
         self.calibration = calibration
-        self.pinned = pinned and placement == "host" and attached.device.type == "cuda"
+        self.pinned = pinned and on_host and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
         self.stages: dict[torch.device, _Stage] = {}
         for device in attached.devices:
-            own_link = link[device] if isinstance(link, Mapping) else link
             layers = [index for index, layer in enumerate(attached.layers) if layer.device == device]
-            self.stages[device] = _Stage(device, layers, Fetcher(own_link if placement == "host" else None, reuse))
-        if placement == "managed" and len(self.stages) > 1:
-            raise UserError("placement=managed: the model lies on several devices; allowed there: device, host")
+            fetcher = Fetcher(link_of(link, device) if on_host and link is not None else None, reuse)
+            self.stages[device] = _Stage(device, layers, fetcher)
         self.caches: list[LayerCache | LocalCache] = []
         self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
@@ -132,37 +132,29 @@ class LiveSession:
         self.timeline.switch("other")
         self.reads.count(self.batch.positions, step.reads, step.index_reads)
         for stage in self.stages.values():
-            assert stage.batch is not None
             stage.batch.advance()
         return self.attached.logits(hidden[:, -1])
 
     @property
     def batch(self) -> Batch:
         """How far the session has come, and the tokens of its columns, on the first layer's device."""
-        batch = next(iter(self.stages.values())).batch
-        assert batch is not None, "prefill or start comes first"
-        return batch
-
-    @property
-    def fetcher(self) -> Fetcher:
-        """Of the first layer's device."""
-        return next(iter(self.stages.values())).fetcher
-
-    @property
-    def links(self) -> list[Link]:
-        """Those that the session uses, each once."""
-        found = [stage.fetcher.link for stage in self.stages.values() if stage.fetcher.link is not None]
-        return list(dict.fromkeys(found))
-
-    @property
-    def states(self) -> list[State]:
-        """The method's, one on each device; none where it reads everything."""
-        return [stage.state for stage in self.stages.values() if stage.state is not None]
+        return next(iter(self.stages.values())).batch
 
     @property
     def steps(self) -> int:
         """Steps decoded."""
         return self.batch.steps
+
+    @property
+    def links(self) -> list[Link]:
+        """The links in use, each once."""
+        links = [stage.fetcher.link for stage in self.stages.values() if stage.fetcher.link is not None]
+        return list(dict.fromkeys(links))
+
+    @property
+    def states(self) -> list[State]:
+        """The method's states, one on each device; none where it reads everything."""
+        return [stage.state for stage in self.stages.values() if stage.state is not None]
 
     @property
     def stores(self) -> list[KVStore]:
@@ -171,17 +163,20 @@ class LiveSession:
 
     @property
     def loaded_bytes(self) -> int | Tensor:
-        """Payload bytes of the rows that the steps so far took from the link, whatever is still under way."""
+        """Payload bytes of the rows that the steps so far took from the link. Counts nothing that is under way."""
         return self._total([stage.fetcher.loaded.num_bytes for stage in self.stages.values()])
 
     @property
     def written_bytes(self) -> int | Tensor:
-        """Payload bytes that were written back so far, alike, the prompt's included."""
+        """Payload bytes written back so far, the prompt's included. Counted as `loaded_bytes`."""
         return self._total([stage.fetcher.written.num_bytes for stage in self.stages.values()])
+
+    def _total(self, counts: list[int | Tensor]) -> int | Tensor:
+        return sum(each.to(self.attached.device) if isinstance(each, Tensor) else each for each in counts)
 
     @property
     def h2d_bytes(self) -> int:
-        """Payload bytes fetched over the link so far, those under way included: waits for them."""
+        """Payload bytes fetched over the link so far, with those under way: waits for them."""
         self.drain()
         return sum(store.h2d_bytes for store in self.stores)
 
@@ -193,9 +188,9 @@ class LiveSession:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of what the cache and the method keep on the device: stores there (none under managed placement, whose
-        pages come and go), rows that stay there, windows, recurrent states, buffers for fetched rows, and every tensor
-        of the method's state, a calibration included."""
+        """Bytes that cache and method keep on the device: stores (none under managed placement, whose pages come and
+        go), rows that stay there, windows, recurrent states, fetch buffers, and the method's states with their
+        calibration."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         kept = sum(cache.device_bytes for cache in self.caches) + self.model_cache.nbytes
         buffers = sum(stage.fetcher.device_bytes for stage in self.stages.values())
@@ -224,22 +219,20 @@ class LiveSession:
         for stage in self.stages.values():
             stage.fetcher.drain()
 
-    def _total(self, counts: list[int | Tensor]) -> int | Tensor:
-        return sum(each.to(self.attached.device) if isinstance(each, Tensor) else each for each in counts)
-
     def _open(self, real: Tensor, activations: int) -> None:
-        """Make all that decoding needs, after asking whether it fits. activations: bytes that the prompt takes."""
+        """Make what decoding needs, after asking whether it fits. activations: bytes that the prompt's pass takes."""
         if self.caches:
             raise RuntimeError("a session prefills once")
         self.attached.require_length(real.shape[1] + self.max_new_tokens)
         self.attached.require_even(real)
-        caches: dict[int, LayerCache | LocalCache] = {}
-        batches = {device: Batch(real.to(device), self.max_new_tokens) for device in self.stages}
-        states = new_states(self.attached, self.method, next(iter(batches.values())).lengths, self.calibration)
         for device, stage in self.stages.items():
-            stage.batch, stage.state = batches[device], states.get(device)
+            stage.batch = Batch(real.to(device), self.max_new_tokens)
+        states = new_states(self.attached, self.method, self.batch.lengths, self.calibration)
+        caches: dict[int, LayerCache | LocalCache] = {}
+        for device, stage in self.stages.items():
+            stage.state = states.get(device)
             with launching_on(device):
-                caches |= self._open_stage(stage, batches[device], activations)
+                caches |= self._open_stage(stage, activations)
         self.caches = [caches[layer] for layer in sorted(caches)]
         fetched = [cache for cache in self.caches if isinstance(cache, LayerCache)]
         for cache, following in zip(fetched, fetched[1:], strict=False):
@@ -254,43 +247,73 @@ class LiveSession:
             device=self.batch.real.device,
         )
 
-    def _open_stage(self, stage: _Stage, batch: Batch, activations: int) -> dict[int, LayerCache | LocalCache]:
-        """The caches of the layers on one device."""
-        fetched = [layer for layer in stage.layers if self.policies[layer].kind != "local"]
-        slots = {layer: self._slots(layer, stage, batch) for layer in fetched}
-        under_method = [layer for layer in fetched if self.policies[layer].kind == "method"]
-        rows = {row for steps in range(self.max_new_tokens + 1) for row in batch.rows(steps)}
-        numbers = [self.policies[layer].number for layer in under_method]
-        selected = max((self.method.max_tokens_read(row, number) for row in rows for number in numbers), default=0)
+    def _open_stage(self, stage: _Stage, activations: int) -> dict[int, LayerCache | LocalCache]:
+        """The caches of the layers on one device: stores and buffers are planned, asked for, and then allocated."""
+        stores = {layer: self._store(layer, stage) for layer in stage.layers if self.policies[layer].kind != "local"}
+        under_method = [self.policies[layer].number for layer in stores if self.policies[layer].kind == "method"]
+        rows = {row for steps in range(self.max_new_tokens + 1) for row in stage.batch.rows(steps)}
+        most = (self.method.max_tokens_read(row, number) for row in rows for number in under_method)
         reads_less = bool(under_method) and (not self.method.reads_all or self.codec.bits < 16)
-        num_ahead = len(fetched) - len(under_method) if reads_less else 0
-        if fetched:
-            needed = memory.session_bytes(
-                list(slots.values()), self.placement, ahead=num_ahead, selected=selected, reuse=stage.fetcher.reuse,
-                activations=activations + self._window_bytes(stage, batch),
-            )  # fmt: skip
+        num_ahead = len(stores) - len(under_method) if reads_less else 0
+        if stores:
+            buffers = stage.fetcher.plan(stores, max(most, default=0), num_ahead)
+            slots = sum(memory.aligned(store.nbytes) for store in stores.values())
+            on_device = buffers + activations + self._window_bytes(stage)
+            needed = {
+                "host": memory.SessionBytes(slots, on_device),
+                "device": memory.SessionBytes(0, slots + on_device),
+                "managed": memory.SessionBytes(0, on_device, slots),
+            }[self.placement]
             self.bytes_needed = memory.SessionBytes(*map(sum, zip(self.bytes_needed, needed, strict=True)))
-            if self.placement == "managed":
-                memory.require_managed(needed.managed, stage.device)
             memory.require_session(needed, stage.device)
-            if self.pinned and needed.host:
-                stage.slab = PinnedSlab(needed.host)
-        caches: dict[int, LayerCache | LocalCache] = {
-            layer: self._cache(layer, stage, batch, slots[layer].capacity) if layer in slots
-            else LocalCache(self.policies[layer], batch)
-            for layer in stage.layers
-        }  # fmt: skip
-        in_order = [cache for cache in caches.values() if isinstance(cache, LayerCache)]
-        if in_order:
-            stage.fetcher.open({cache.index: cache.store for cache in in_order}, selected, num_ahead)
-        others = in_order[len(stage.fetcher.ahead) :]
+            if self.pinned and slots:
+                stage.slab = PinnedSlab(slots)
+            for store in stores.values():
+                store.allocate(stage.slab)
+            stage.fetcher.open()
+        caches = {layer: self._cache(layer, stage, stores.get(layer)) for layer in stage.layers}
+        others = [cache for layer, cache in caches.items() if layer in stores and layer not in stage.fetcher.ahead]
         for part, cache in enumerate(others if stage.fetcher.ahead else []):
+            assert isinstance(cache, LayerCache)
             cache.part = part, len(others)
         return caches
 
+    def _store(self, layer: int, stage: _Stage) -> KVStore:
+        """A layer's store, not allocated yet. Exempt layers store rows as they are, in replay and here."""
+        shape, policy, batch, link = self.attached.layers[layer], self.policies[layer], stage.batch, stage.fetcher.link
+        codec = self.codec if policy.kind == "method" else self.exact
+        return KVStore(
+            RowFormat(codec, shape.head_dim, self.attached.dtype, shape.value_dim, shape.latent is not None),
+            batch=len(batch.prompts),
+            num_kv_heads=shape.num_kv_heads,
+            capacity=slots_needed(policy, self.method, stage.state, codec, batch),
+            placement=self.placement,
+            device=stage.device,
+            tuning=DEFAULT_TUNING if link is None else link.tuning,
+        )
+
+    def _cache(self, layer: int, stage: _Stage, store: KVStore | None) -> LayerCache | LocalCache:
+        policy = self.policies[layer]
+        if store is None:
+            return LocalCache(policy, stage.batch)
+        kind = ValuesCache if self.method.holds_keys and policy.kind == "method" else LayerCache
+        kind = ResidualCache if store.codec.residual else kind
+        state = stage.state if policy.kind == "method" else None
+        return kind(layer, policy, stage.batch, store, state, self.method, stage.fetcher)
+
+    def _window_bytes(self, stage: _Stage) -> int:
+        """Bytes of the local layers' rings."""
+        elements, batch = 0, stage.batch
+        for layer in stage.layers:
+            shape, window = self.attached.layers[layer], self.policies[layer].window
+            if window is not None:
+                rows = LocalCache.rows_needed(window, batch.tokens.shape[1])
+                elements += rows * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+        return len(batch.prompts) * elements * self.attached.dtype.itemsize
+
     def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Hand a layer's prompt to its cache. The first that has a state shows what each of them keeps of a prompt, so
-        that is asked for before the others make it."""
+        """Hand a layer's prompt to its cache. The first state shows what each layer keeps of a prompt, so the memory of
+        the others is asked for before they keep theirs."""
         cache = self.caches[layer]
         with launching_on(key.device):
             cache.keep_prompt(query, key, value)
@@ -301,45 +324,6 @@ class LiveSession:
             kept, others = memory.layer_bytes(cache.state, cache.policy.number), len(alike) - 1
             self.bytes_needed = self.bytes_needed._replace(device=self.bytes_needed.device + kept * (others + 1))
             memory.require_memory(kept * others, cache.store.device, "what the method keeps of the prompt")
-
-    def _format(self, layer: int) -> RowFormat:
-        """How a layer's rows are stored: exempt layers as they are, in replay and here."""
-        shape, policy = self.attached.layers[layer], self.policies[layer]
-        codec = self.codec if policy.kind == "method" else self.exact
-        return RowFormat(codec, shape.head_dim, self.attached.dtype, shape.value_dim, shape.latent is not None)
-
-    def _slots(self, layer: int, stage: _Stage, batch: Batch) -> memory.LayerSlots:
-        row_format = self._format(layer)
-        capacity = slots_needed(self.policies[layer], self.method, stage.state, row_format.codec, batch)
-        heads = len(batch.prompts) * self.attached.layers[layer].num_kv_heads
-        return memory.LayerSlots(heads, capacity, row_format.slot_bytes)
-
-    def _window_bytes(self, stage: _Stage, batch: Batch) -> int:
-        """Of the local layers' rings."""
-        elements = 0
-        for layer in stage.layers:
-            shape, window = self.attached.layers[layer], self.policies[layer].window
-            if window is not None:
-                rows = LocalCache.rows_needed(window, batch.tokens.shape[1])
-                elements += rows * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
-        return len(batch.prompts) * elements * self.attached.dtype.itemsize
-
-    def _cache(self, layer: int, stage: _Stage, batch: Batch, capacity: int) -> LayerCache:
-        policy = self.policies[layer]
-        store = KVStore(
-            self._format(layer),
-            batch=len(batch.prompts),
-            num_kv_heads=self.attached.layers[layer].num_kv_heads,
-            capacity=capacity,
-            placement=self.placement,
-            device=stage.device,
-            slab=stage.slab,
-            tuning=stage.fetcher.link.tuning if stage.fetcher.link is not None else DEFAULT_TUNING,
-        )
-        kind = ValuesCache if self.method.holds_keys and policy.kind == "method" else LayerCache
-        kind = ResidualCache if store.codec.residual else kind
-        state = stage.state if policy.kind == "method" else None
-        return kind(layer, policy, batch, store, state, self.method, stage.fetcher)
 
 
 def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:

@@ -1,25 +1,23 @@
 """Where cached keys and values live: preallocated slots on the device or in host memory.
 
 A slot holds one token's key and value of one KV head side by side, packed by a codec, so that fetching a token is one
-contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads, or at slot indices of each
-head's own where a method evicts and slots are used again. Rows cross between host and device packed; they are encoded
-and decoded on the device. On a CPU-only machine both memories are RAM.
+contiguous read of `slot_bytes`. Slots are filled in order at a column common to all heads; where a method evicts, at
+slot indices of each head's own. Rows cross between host and device packed; they are encoded and decoded on the device.
+On a CPU-only machine both memories are RAM.
 
     store = KVStore(RowFormat(Codec("int4"), head_dim=64, dtype=torch.float16), batch=8, num_kv_heads=3, capacity=2048,
-                    placement="host", device=device)
+                    placement="host", device=device).allocate()
     store.write(store.format.pack(k, v), at=0)
     store.load(chosen(index), rows := store.rows_in(store.new_buffer(n), n)[:, :, :n])
     k, v = store.format.unpack(rows)
 
-`load` and `write` are what a `Link` runs beside the computation; while it does, the store belongs to the link, which
-keeps the order of its reads and writes.
+A `Link` runs `load` and `write` beside the computation, in the order in which they were asked for.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple, TypeGuard, get_args
 
 import numpy as np
@@ -29,12 +27,14 @@ from torch.nn.functional import pad
 
 from harness.errors import UserError
 from harness.offload import memory
-from harness.offload.memory import DEFAULT_TUNING, OWN, PinnedSlab, Tuning, cuda_runtime
+from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.speed import Placement
 from methods.codec import AnyCodec, Codec
 
 COMPILED = {"cuda"}
 """Kinds of devices for which kernels are compiled."""
+OWN = 1
+"""Behind the fetched rows of a head a buffer has room for the step's own row."""
 
 
 class KeyValue(NamedTuple):
@@ -144,12 +144,10 @@ class RowFormat:
 
 
 class KVStore:
-    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts what crosses the link exactly.
+    """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts the bytes that cross the link.
 
-    slab: page-locked memory that the slots of host placement are taken from, which asynchronous transfers and kernels
-    need under CUDA; without one they lie in pageable memory, from which every transfer waits. Under managed placement
-    the driver pages what a kernel touches; all is as on the device. tuning: of the link to the device. Raises UserError
-    where the slots do not fit into memory, or for an unknown placement.
+    `nbytes` is known before `allocate` makes the slots. Under managed placement the driver pages what a kernel touches;
+    all else is as on the device. tuning: of the link to the device. Raises UserError for an unknown placement.
     """
 
     def __init__(
@@ -161,33 +159,49 @@ class KVStore:
         capacity: int,
         placement: Placement,
         device: torch.device,
-        slab: PinnedSlab | None = None,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
         if placement not in get_args(Placement):
             raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
-        self.format = row_format
-        self.slot_bytes = row_format.slot_bytes
+        self.format, self.codec, self.slot_bytes = row_format, row_format.codec, row_format.slot_bytes
+        self.batch, self.num_kv_heads, self.capacity = batch, num_kv_heads, capacity
         self.placement: Placement = placement
-        self.device, self.pinned, self.tuning = device, slab is not None, tuning
-        self.slots = self._allocate((batch, num_kv_heads, capacity, self.slot_bytes), slab)
+        self.device, self.tuning, self.pinned = device, tuning, False
+        self.slots = torch.empty(0, dtype=torch.uint8)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
 
-    @property
-    def codec(self) -> AnyCodec:
-        """Of the rows."""
-        return self.format.codec
+    def allocate(self, slab: PinnedSlab | None = None) -> KVStore:
+        """Make the slots and return the store.
 
-    @property
-    def capacity(self) -> int:
-        """Slots per batch element and KV head."""
-        return self.slots.shape[2]
+        slab: page-locked memory for host placement, which asynchronous transfers and kernels need under CUDA. Without
+        one the slots lie in pageable memory, from which every transfer waits. Raises UserError where they do not fit.
+        """
+        shape = self.batch, self.num_kv_heads, self.capacity, self.slot_bytes
+        self.pinned = slab is not None
+        if slab is not None:
+            self.slots = slab.take(shape)
+        elif self.placement == "managed":
+            self.slots = memory.managed_empty(shape, self.device)
+        else:
+            home = self.device if self.placement == "device" else torch.device("cpu")
+            memory.require_memory(self.nbytes, home)
+            self.slots = torch.empty(shape, dtype=torch.uint8, device=home)
+        return self
+
+    def free(self) -> None:
+        """Give the slots back. Drain the link before."""
+        self.slots = self.slots.new_empty(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots, 0 after `free`."""
-        return self.slots.numel()
+        """Bytes of the slots, whether they are allocated or not."""
+        return self.heads * self.capacity * self.slot_bytes
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all sequences."""
+        return self.batch * self.num_kv_heads
 
     @property
     def h2d_bytes(self) -> int:
@@ -205,18 +219,21 @@ class KVStore:
         return self.placement != "host" or self.pinned
 
     def num_rows(self, request: int | Chosen) -> int | Tensor:
-        """Rows of so many slots of every head, or of the slots that are chosen."""
-        return request * self.slots.shape[:2].numel() if isinstance(request, int) else request.num_rows
+        """Rows of that many slots of every head, or of the chosen slots."""
+        return request * self.heads if isinstance(request, int) else request.num_rows
+
+    def buffer_bytes(self, num_rows: int) -> int:
+        """Bytes of a buffer for `num_rows` rows of each head and the own row behind them."""
+        return self.heads * (num_rows + OWN) * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
-        """A flat zeroed buffer on the device for `rows_in` up to num_rows."""
-        size = self.slots.shape[:2].numel() * (num_rows + OWN) * self.slot_bytes
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+        """A flat zeroed buffer on the device, for `rows_in` up to num_rows."""
+        return torch.zeros(self.buffer_bytes(num_rows), dtype=torch.uint8, device=self.device)
 
     def rows_in(self, buffer: Tensor, num_rows: int) -> Tensor:
         """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: room for a request of
-        num_rows, and behind each head's the step's own row."""
-        shape = (*self.slots.shape[:2], num_rows + OWN, self.slot_bytes)
+        num_rows, and behind each head's rows for the step's own row."""
+        shape = (self.batch, self.num_kv_heads, num_rows + OWN, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
@@ -259,10 +276,6 @@ class KVStore:
             self._rows_written = self._rows_written + moved
         return moved * self.slot_bytes
 
-    def free(self) -> None:
-        """Give the slots back; the store holds none afterwards. Drain the link before."""
-        self.slots = self.slots.new_empty(0, 0, 0, self.slot_bytes)
-
     def _write_columns(self, rows: Tensor, at: int) -> None:
         """Rows of every head from column `at` on. Few rows a head, as a step's own, are short lines: a kernel writes
         them where it can, else the host, from one copy of them all."""
@@ -275,15 +288,6 @@ class KVStore:
         else:
             column.copy_(rows.cpu())
 
-    def _allocate(self, shape: tuple[int, ...], slab: PinnedSlab | None) -> Tensor:
-        if slab is not None:
-            return slab.take(shape)
-        if self.placement == "managed":
-            return memory.managed_empty(shape, self.device)
-        home = self.device if self.placement == "device" else torch.device("cpu")
-        memory.require_memory(math.prod(shape), home)
-        return torch.empty(shape, dtype=torch.uint8, device=home)
-
     def _checked(self, end: int) -> int:
         if not 0 <= end <= self.capacity:
             raise ValueError(f"column {end} is beyond the capacity of {self.capacity} slots")
@@ -295,35 +299,24 @@ class KVStore:
 
 
 def copy_heads(source: Tensor, target: Tensor) -> None:
-    """`target.copy_(source)`, [batch, num_kv_heads, n, slot_bytes], the rows of a head side by side on either side.
+    """`target.copy_(source)`, uint8 [batch, num_kv_heads, n, slot_bytes], the rows of a head side by side in both.
 
-    Asynchronous on the current stream between the device and page-locked memory, by `cudaMemcpy2DAsync`; where CUDA's
-    bindings are missing the lines are queued one by one. RuntimeError with CUDA's name of what went wrong.
+    Asynchronous on the current stream between the device and page-locked memory. Raises RuntimeError in CUDA's words.
     """
-    copy_rectangle(source.flatten(2).flatten(0, 1), target.flatten(2).flatten(0, 1))
-
-
-def copy_rectangle(source: Tensor, target: Tensor) -> None:
-    """`target.copy_(source)`, uint8 [lines, bytes of a line]."""
+    source, target = (each.flatten(2).flatten(0, 1) for each in (source, target))  # a head a line
     if not source.numel() or source.device == target.device:
         target.copy_(source)
-    elif (runtime := cuda_runtime()) is None:
-        for from_line, to_line in zip(source, target, strict=True):
-            to_line.copy_(from_line, non_blocking=True)
     else:
-        _memcpy_2d(runtime, source, target)
+        _memcpy_2d(source, target)
 
 
-def _memcpy_2d(runtime: ModuleType, source: Tensor, target: Tensor) -> None:
-    kinds = runtime.cudaMemcpyKind
+def _memcpy_2d(source: Tensor, target: Tensor) -> None:
+    kinds = cuda_runtime().cudaMemcpyKind
     kind = kinds.cudaMemcpyHostToDevice if target.is_cuda else kinds.cudaMemcpyDeviceToHost
     stream = torch.cuda.current_stream(target.device if target.is_cuda else source.device).cuda_stream
     height, width = source.shape
-    (error,) = runtime.cudaMemcpy2DAsync(
-        target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0), width, height, kind, stream
-    )
-    if error != runtime.cudaError_t.cudaSuccess:
-        raise RuntimeError(f"cudaMemcpy2DAsync of {height} x {width} bytes: {error.name}")
+    lines = target.data_ptr(), target.stride(0), source.data_ptr(), source.stride(0), width, height
+    call_cuda("cudaMemcpy2DAsync", *lines, kind, stream)
 
 
 # Rows one by one. Under CUDA a Triton kernel reads and writes pinned host memory in place, without a sync; on the CPU

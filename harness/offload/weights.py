@@ -13,7 +13,7 @@ computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from harness.errors import UserError
 from harness.files import available_memory
 from harness.model.attach import Attached, launching_on
-from harness.offload.links import Links, Ticket
+from harness.offload.links import Links, Ticket, link_of
 from harness.offload.memory import PinnedSlab, aligned
-from harness.offload.timeline import Timeline
+from harness.offload.step import Timeline
 
 
 @contextmanager
@@ -81,7 +81,7 @@ class StreamedWeights:
         self.num_bytes = 0
         self._modules: list[nn.Module] = attached.decoder.blocks
         self._devices = [next(module.parameters()).device for module in self._modules]
-        self._links = {each: link[each] if isinstance(link, Mapping) else link for each in self._devices}
+        self._links = {each: link_of(link, each) for each in self._devices}
         self._chosen = self._choose(on_device)
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)

@@ -8,7 +8,7 @@ step_s: one decode step: choosing the token, the forward pass, and every wait fo
   first `warmup_steps` are not timed.
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number. With
   `time_limit_s`, no further step is timed after that many seconds of decoding.
-segments: seconds of a step by `harness.offload.timeline.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
+segments: seconds of a step by `harness.offload.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
   Under managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is counted, and
   peak_device_bytes, torch's, leaves out the cache.
 
@@ -32,7 +32,7 @@ from harness.model.attach import Attached
 from harness.model.prompt import PrefilledPrompt, run_prompt
 from harness.offload.links import Links, Transfer
 from harness.offload.live import LiveSession
-from harness.offload.timeline import SEGMENTS, Timeline
+from harness.offload.step import SEGMENTS, Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.speed import LatencyConfig, Placement
 from methods.base import Calibration, Method
