@@ -78,7 +78,7 @@ def test_a_copy_that_fails_ends_the_decode_with_its_error(after, name, direction
         if overlap:  # the worker died with it: whatever follows says so too
             assert type(error_of(session.close)) is CopyError
             assert type(error_of(lambda: live(attached, CASES[name], EVEN, placement="host", link=link))) is CopyError
-        assert not any(store.nbytes for store in session.stores) or not overlap
+        assert not any(store.slots.nbytes for store in session.stores) or not overlap
 
 
 def test_a_link_that_is_closed_under_a_decode_ends_it():
@@ -120,7 +120,7 @@ def test_closing_in_the_middle_leaves_the_link_usable(name):
         for _ in range(3):
             next(steps)
         session.close()  # the next step's first layer is under way
-        assert not any(store.nbytes for store in session.stores)
+        assert not any(store.slots.nbytes for store in session.stores)
         assert next(iter(session.stages.values())).fetcher.device_bytes == 0
         session.close()
         assert torch.equal(live(attached, CASES[name], EVEN, placement="host", link=link).logits, expected)
