@@ -41,8 +41,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.contract.checks import TOLERANCE, largest_difference
-from harness.contract.decode import live
+from harness.contract import TOLERANCE, largest_difference, live
 from harness.errors import UserError, exit_code, reason, refused
 from harness.files import write_atomic
 from harness.launch.runner import Run, report, run
