@@ -27,7 +27,7 @@ from benchmarks.timing import fastest, in_turn
 from harness.accuracy.encoding import Prefill
 from harness.accuracy.engine import ReplayEngine
 from harness.accuracy.lm import ReplayLM
-from harness.data.tasks import load_suite
+from harness.data.suite import load_suite
 from harness.data.text import offline_text, token_ids
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model

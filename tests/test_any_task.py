@@ -16,10 +16,9 @@ from test_tasks import FILES, ROWS
 from tokens import byte_tokenizer
 
 from harness.accuracy.tasks import run_tasks
-from harness.data import catalogue, hub
-from harness.data import questions as data_questions
-from harness.data.plan import plan
-from harness.data.tasks import load_suite
+from harness.data import hub, lm_tasks, suite
+from harness.data.lm_tasks import plan
+from harness.data.suite import load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
@@ -132,9 +131,9 @@ def settings(*tasks: str, folder: Path | None = None, root: Path | None = None, 
 
 def stock(config: RunConfig, loaded: LoadedModel) -> dict[str, Any]:
     """What lm-eval's own `HFLM` makes of the same tasks and groups."""
-    suite = load_suite(config, loaded)
+    found = load_suite(config, loaded)
     lm = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1)
-    tasks = {"tasks": suite.tasks, "groups": {group.name: group for group in suite.groups}}
+    tasks = {"tasks": found.tasks, "groups": {group.name: group for group in found.groups}}
     return evaluate(lm, tasks, limit=config.num_samples, bootstrap_iters=100)
 
 
@@ -145,33 +144,33 @@ def stock(config: RunConfig, loaded: LoadedModel) -> dict[str, Any]:
 def small_index(folder, tmp_path, monkeypatch) -> Path:
     """lm-eval brings the folder's tasks only, and the cache is empty."""
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(catalogue, "location", lambda: folder)
+    monkeypatch.setattr(lm_tasks, "location", lambda: folder)
     return tmp_path / "cache" / "tasks"
 
 
 def test_the_index_is_made_once(small_index, monkeypatch):
-    found = catalogue.packaged()
+    found = lm_tasks.packaged()
     assert set(found) == {"toy_colours", "toy_shapes", "toy_sums", "toy", "toy_tag"}
-    assert (found["toy"].kind, found["toy_tag"].tasks) == ("GROUP", ["toy_colours", "toy_shapes"])
+    assert (found["toy"].kind.name, found["toy_tag"].tags) == ("GROUP", {"toy_colours", "toy_shapes"})
     with monkeypatch.context() as patch:
-        patch.setattr(catalogue, "_parse", refuse)
-        assert catalogue.packaged() == found
-    monkeypatch.setattr(catalogue, "version", lambda: "0.0.0")
-    assert catalogue.packaged() == found
+        patch.setattr(lm_tasks, "_index", refuse)
+        assert lm_tasks.packaged() == found
+    monkeypatch.setattr(lm_tasks, "version", lambda: "0.0.0")
+    assert lm_tasks.packaged() == found
     assert len(list(small_index.iterdir())) == 2, "another version has an index of its own"
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"toy": 1}', '{"toy": ["GROUP"]}'])
 def test_a_damaged_index_is_made_anew(damaged, small_index):
-    found = catalogue.packaged()
+    found = lm_tasks.packaged()
     (note,) = small_index.iterdir()
     note.write_text(damaged)
-    assert catalogue.packaged() == found
+    assert lm_tasks.packaged() == found
     assert len(json.loads(note.read_text())) == len(found)
 
 
 def test_the_projects_own_names_need_no_index(monkeypatch):
-    monkeypatch.setattr(catalogue, "packaged", refuse)
+    monkeypatch.setattr(lm_tasks, "packaged", refuse)
     load(["experiment=tasks", "data=hub", "tasks=[kv_recall,copa,lambada]"])
     assert list(plan(settings("copa", "passkey", data=DataConfig("hub"))).leaves) == ["copa", "passkey"]
 
@@ -213,7 +212,7 @@ def test_rows_lie_where_the_hub_has_them(place, file, root, monkeypatch):
         rows = [row | {"question": f"{number} + 1?"} for number in range(count)]
         write_rows(root / place.format(part="abstract_algebra") / file.format(split=split), rows)
     task = load_suite(settings("mmlu_abstract_algebra", root=root, num_fewshot=2), None).tasks["mmlu_abstract_algebra"]
-    monkeypatch.setattr(data_questions, "_index", lambda *_: pytest.fail("a split is read for each example of it"))
+    monkeypatch.setattr(suite, "_index", lambda *_: pytest.fail("a split is read for each example of it"))
     task.build_all_requests()
     assert len(task.instances) == 3 * 4
     assert task.instances[0].args[0].count("Answer:") == 3
@@ -554,5 +553,5 @@ def test_the_version_of_lm_eval_is_in_a_tasks_digest(monkeypatch):
     config = settings("copa", data=DataConfig("hub"))
     monkeypatch.setattr(hub, "revision", lambda *_, **__: "a revision")
     first = inputs.tasks(config)
-    monkeypatch.setattr(catalogue, "version", lambda: "0.0.0")
+    monkeypatch.setattr(lm_tasks, "version", lambda: "0.0.0")
     assert inputs.tasks(config)["copa"] != first["copa"]

@@ -20,7 +20,7 @@ from test_cli import only_error, runs  # noqa: F401, a fixture
 from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtures
 
 from harness.accuracy.tasks import run_tasks
-from harness.data.complaints import COMPLAINTS
+from harness.data.suite import COMPLAINTS
 from harness.errors import UserError
 from harness.launch.cli import main
 from harness.launch.hydra_front import in_words
@@ -301,7 +301,7 @@ def test_a_row_that_python_makes_anew_is_named_by_file_and_number(root, loaded):
     lines = path.read_text().splitlines()
     lines[3] = json.dumps(ROWS["hellaswag"] | {"label": "7"})
     path.write_text("\n".join(lines))
-    said = f"{path}, row 3 of what process_docs makes of it: tasks=hellaswag: its answer 7 is none of its 4 choices"
+    said = f"{path}, row 3 of those that process_docs makes: tasks=hellaswag: its answer 7 is none of its 4 choices"
     with pytest.raises(UserError, match="^" + re.escape(said)):
         run_tasks(settings("hellaswag", root=root), loaded)
 

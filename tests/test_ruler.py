@@ -17,9 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer, word_tokenizer
 
 from harness.accuracy.tasks import run_tasks
-from harness.data import ruler, ruler_rows
-from harness.data.ruler import MARKERS, facts
-from harness.data.ruler_rows import NEEDLES, make, rows_of
+from harness.data import ruler
+from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
@@ -70,7 +69,7 @@ def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     module, _, function = DATASETS[task].partition(".")
     own = getattr(importlib.import_module(f"lm_eval.tasks.ruler.{module}"), function)
-    with ruler_rows._generators(0), ruler_rows._silence():
+    with ruler._generators(0), ruler._silence():
         theirs = own(max_seq_lengths=[LENGTH], pretrained=str(tmp_path))["test"]
     assert len(theirs) == 500 and ours == theirs.to_list()[:3]
 
@@ -81,7 +80,7 @@ def test_the_generators_begin_as_in_lm_evals_evaluator():
     cwe = importlib.import_module("lm_eval.tasks.ruler.cwe_utils")
     fresh = importlib.util.module_from_spec(cwe.__spec__)
     cwe.__spec__.loader.exec_module(fresh)
-    with ruler_rows._generators(0):
+    with ruler._generators(0):
         assert cwe.RNG.getstate() == fresh.RNG.getstate()
         assert random.random() == random.Random(0).random()
         assert np.random.rand() == np.random.RandomState(1234).rand()
@@ -102,7 +101,7 @@ def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
 
 def test_rows_are_kept_and_a_damaged_file_is_made_again(tokenizer, own_cache, monkeypatch):
     made = []
-    monkeypatch.setattr(ruler_rows, "make", lambda *args: made.append(args) or make(*args))
+    monkeypatch.setattr(ruler, "make", lambda *args: made.append(args) or make(*args))
     rows = rows_of("ruler_fwe", LENGTH, 3, 0, tokenizer)
     assert rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer) == rows[:2] and len(made) == 1
     assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows and len(made) == 2, "more than there are"
@@ -133,8 +132,8 @@ def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
     for name in ("prepare_niah", "niah_utils"):
         monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
     download = nltk.download
-    with ruler_rows._silence():
-        assert ruler_rows._module("niah_single_1").generate_samples.__globals__["WORDS"] == ["a-a"]
+    with ruler._silence():
+        assert ruler._module("niah_single_1").generate_samples.__globals__["WORDS"] == ["a-a"]
     assert nltk.download is download
 
 

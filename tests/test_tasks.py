@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import socket
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,10 @@ from tokens import byte_tokenizer
 
 from harness.accuracy.tasks import prefill_of, run_tasks
 from harness.data import generated
-from harness.data.catalogue import location
 from harness.data.generated import CONTEXTS, MARKER, questions
-from harness.data.plan import own_tasks
-from harness.data.rows import check_rows
-from harness.data.tasks import load_suite
+from harness.data.lm_tasks import location, own_tasks
+from harness.data.rows import read_rows
+from harness.data.suite import load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
@@ -359,6 +359,23 @@ def test_a_damaged_file_is_named_with_its_line(content, message, root, loaded):
     assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_line_of_ten_megabytes_is_read_and_one_of_too_many_fields_is_refused_at_once(root):
+    path, wide = root / "copa" / "train.jsonl", {f"f{number}": 1 for number in range(100_000)}
+    long = ROWS["copa"] | {"premise": "x" * 10_000_000}
+    path.write_text(f"{json.dumps(long)}\n{json.dumps(ROWS['copa'])}\n")
+    began = time.monotonic()
+    assert len(load_task("copa", settings("copa", root=root, num_fewshot=1)).dataset["train"]["premise"][0]) == 10**7
+    for row, number in ((wide, 100_000), (ROWS["copa"] | {"more": wide}, 100_000)):
+        path.write_text(f"{json.dumps(ROWS['copa'])}\n{json.dumps(row)}\n")
+        with pytest.raises(UserError, match=f"train.jsonl, line 2: an object has {number} fields; allowed: up to 1000"):
+            load_task("copa", settings("copa", root=root))
+    rows = [ROWS["copa"] | {f"f{at}": 1 for at in range(600 * part, 600 * (part + 1))} for part in (0, 1)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match="train.jsonl, line 2: with it the rows have more than 1000 fields"):
+        load_task("copa", settings("copa", root=root))
+    assert time.monotonic() - began < 20
+
+
 def test_a_missing_file_says_where_it_may_lie(root, loaded):
     (root / "copa" / "validation.jsonl").unlink()
     with pytest.raises(UserError, match=r"tasks=copa needs validation.jsonl, .* in copa/ \(or aps/super_glue/copa/"):
@@ -366,7 +383,7 @@ def test_a_missing_file_says_where_it_may_lie(root, loaded):
 
 
 def test_a_whole_file_has_its_rows_counted(root):
-    assert check_rows(root / "copa" / "train.jsonl", ["premise"]) == 8
+    assert len(read_rows(root / "copa" / "train.jsonl", ["premise"])) == 8
 
 
 @pytest.mark.parametrize(("task", "shots", "rows"), [("copa", 8, 8), ("hellaswag", 1, 0), ("lambada", 2, 0)])

@@ -22,10 +22,9 @@ from harness.accuracy.encoding import FEWSHOT_SEPARATOR, Prefill
 from harness.accuracy.engine import ReplayEngine
 from harness.accuracy.lm import ReplayLM
 from harness.accuracy.metrics import as_recorded, group_metrics, judged, samples_of
-from harness.data.complaints import COMPLAINTS
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS
-from harness.data.tasks import load_suite
+from harness.data.suite import COMPLAINTS, load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.settings.experiment import Outcome

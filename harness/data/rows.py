@@ -25,6 +25,8 @@ ONLY_PART = (None, "", "main", "default")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("test_split", "validation_split", "training_split", "fewshot_split")
 
+MAX_FIELDS = 1000
+"""Fields of a row, or of an object in it: with 100,000 a table takes minutes."""
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
 """What JSON holds, but for null."""
 
@@ -77,12 +79,12 @@ def layout(task: str, config: Mapping[str, Any]) -> str:
     return f"{scored}.jsonl, {scored}.parquet or {scored}-*.parquet in {where}"
 
 
-def check_rows(path: Path, fields: Sequence[str], labels: Labels | None = None) -> int:
-    """Read a file of JSON lines through and return its number of rows. labels: see `label_problem`.
+def read_rows(path: Path, fields: Sequence[str], labels: Labels | None = None) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines. labels: see `label_problem`.
 
     Raises:
-        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`, or
-            holds something else in a field than the lines before it: a reader of the whole file would change those.
+        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`, has
+            an object of more than `MAX_FIELDS`, or holds something else in a field than the lines before it.
     """
     try:
         lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
@@ -92,6 +94,7 @@ def check_rows(path: Path, fields: Sequence[str], labels: Labels | None = None) 
         lines.pop()  # the end of the last line
     if not lines:
         raise UserError(f"{path}: the file is empty")
+    rows = []
     kinds: dict[str, tuple[str, int]] = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -102,9 +105,12 @@ def check_rows(path: Path, fields: Sequence[str], labels: Labels | None = None) 
                 first, at = kinds.setdefault(field, (kind, number))
                 if kind != first:
                     raise ValueError(f"field {field!r} holds {kind}, but {first} in line {at}")
+            if len(kinds) > MAX_FIELDS:
+                raise ValueError(f"with it the rows have more than {MAX_FIELDS} fields")
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: {error}") from None
-    return len(lines)
+        rows.append(row)
+    return rows
 
 
 def label_problem(row: Mapping[str, Any], labels: Labels) -> str | None:
@@ -121,8 +127,9 @@ def _row(line: bytes, fields: Sequence[str]) -> dict[str, Any]:
     if not line.strip():
         raise ValueError("empty line")
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        text = line.decode("utf-8")
+        row = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON, {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with {', '.join(fields) or 'fields'}")
@@ -135,15 +142,17 @@ def _row(line: bytes, fields: Sequence[str]) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys are given once each."""
     row = dict(pairs)
+    if len(pairs) > MAX_FIELDS:
+        raise ValueError(f"an object has {len(pairs)} fields; allowed: up to {MAX_FIELDS}")
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"it gives {twice!r} twice")
+        raise ValueError(f"not JSON, it gives {twice!r} twice")
     return row
 
 
 def _refuse_constant(word: str) -> None:
-    raise ValueError(f"which has no {word}")
+    raise ValueError(f"not JSON, which has no {word}")
 
 
 def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:

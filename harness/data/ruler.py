@@ -1,16 +1,25 @@
 """RULER's six tasks that need no data (Hsieh et al., COLM 2024), as lm-eval has them.
 
-docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER.
+docs/ruler.md says what they ask, how they are scored, and where lm-eval differs from RULER. lm-eval's own functions
+make the rows: 500 a length, from Python's and numpy's global generators. Here a length has only the rows that are asked
+for, the first of lm-eval's 500, and begins with fresh generators: its rows depend on the task, the length, the seed and
+the tokenizer alone, which measures the prompts. They are kept in the cache folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import importlib
+import io
+import json
+import random
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.data.ruler_rows import NEEDLES, Row, num_tokens, rows_of
 from harness.errors import UserError
+from harness.files import cache_dir, replacing, text_sha256
 from harness.settings.run import RunConfig
 from harness.settings.tasks import RULER_TASKS
 
@@ -19,6 +28,19 @@ if TYPE_CHECKING:
 
     from harness.model.load import LoadedModel
 
+Row = dict[str, Any]
+"""lm-eval's: input, gen_prefix (how the answer begins), outputs (right answers), max_length, length, index."""
+
+NEEDLES = {
+    "niah_single_1": ("repeat", "words", "numbers"),
+    "niah_multikey_2": ("needle", "words", "numbers"),
+    "niah_multikey_3": ("needle", "uuids", "uuids"),
+}
+"""Haystack, keys and values of the tasks that hide one needle."""
+VT_EXAMPLE_TOKENS = 500
+"""What the worked example of ruler_vt may take, its answer included."""
+FWE_LEAST_TOKENS = 200
+"""ruler_fwe has a coded word for every 50 tokens: noise, and the three that are asked for."""
 MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULER_TASKS}
 """Text with which the question of a prompt starts, at its last occurrence."""
 
@@ -98,3 +120,169 @@ def _settings(task: str) -> dict[str, Any]:
 
     folder = Path(tasks.__file__).parent / "ruler"
     return load_yaml(folder / f"{task.removeprefix('ruler_')}.yaml", resolve_func=False)
+
+
+# Rows
+
+
+def digest() -> str:
+    """What the rows are made from besides settings and model: the versions of lm-eval and of its list of words."""
+    return text_sha256(*(f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")))
+
+
+def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[Row]:
+    """The first `count` rows of `length` tokens, from the cache where as many have been made.
+
+    Raises:
+        UserError: the length is too short for the task with this tokenizer.
+    """
+    key = text_sha256(digest(), task, str(length), str(seed), _tokenizer_digest(tokenizer))
+    note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
+    try:
+        known = json.loads(note.read_text(encoding="utf-8"))
+        if known["sha256"] == text_sha256(json.dumps(known["rows"])) and len(known["rows"]) >= count:
+            return known["rows"][:count]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # none, or a damaged one: made anew
+    made = make(task, length, count, seed, tokenizer)
+    with contextlib.suppress(OSError), replacing(note) as scratch:
+        scratch.write_text(json.dumps({"sha256": text_sha256(json.dumps(made)), "rows": made}), encoding="utf-8")
+    return made
+
+
+def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[Row]:
+    """As `rows_of`, made anew. Prints nothing, and leaves the global generators as they were."""
+    too_short = f"metadata.max_seq_lengths: {length} is too short for {task} with this tokenizer"
+    with _silence(), _generators(seed):
+        least = _least_tokens(task, length, tokenizer)
+    if length < least:
+        raise UserError(f"{too_short}, which needs {least}")
+    with _silence(), _generators(seed):
+        try:
+            rows = _make(task, length, count, tokenizer)
+        except (ValueError, RuntimeError) as error:  # how lm-eval says that no needle fits
+            raise UserError(f"{too_short}: no prompt fits") from error
+    if len(rows) < count or not all(row["outputs"] and _holds_answers(row) for row in rows):
+        raise UserError(f"{too_short}: not every prompt has room for what it asks")
+    return rows
+
+
+def _make(task: str, length: int, count: int, tokenizer: Any) -> list[Row]:
+    """By lm-eval's functions, in the order in which it calls them: they draw from the same generators."""
+    module = _module(task)
+    if task == "ruler_cwe":
+        return module.sys_word_pair_random(count, length, tokenizer)
+    if task == "ruler_fwe":
+        return module.sys_kwext(tokenizer, length, count)
+    if task == "ruler_vt":
+        return module.sys_vartrack_w_noise_random(tokenizer, count, length, icl_example=_vt_example(module, tokenizer))
+    haystack, keys, values = NEEDLES[task]
+    return module.generate_samples(
+        module.get_haystack(haystack),
+        tokenizer,
+        max_seq_length=length,
+        type_haystack=haystack,
+        type_needle_k=keys,
+        type_needle_v=values,
+        template=module.TEMPLATE,
+        num_samples=count,
+    )
+
+
+def _least_tokens(task: str, length: int, tokenizer: Any) -> int:
+    """Tokens, generated ones included, below which lm-eval's functions would not return: they shorten a prompt until it
+    fits, and the shortest never does. Where a needle does not fit they raise an error instead.
+
+    The generators must be fresh: what is measured here is the first prompt that lm-eval will measure.
+    """
+    module = _module(task)
+    if task == "ruler_cwe":
+        example, text, answers = module.generate_input_output(10, length)
+        listed = " ".join(f"{number}. {word}" for number, word in enumerate(answers, 1))
+        return num_tokens(f"{example}\n{text} {listed}", tokenizer) + module.CONFIG["tokens_to_generate"]
+    if task == "ruler_fwe":
+        return max(FWE_LEAST_TOKENS, num_tokens(module.TEMPLATE.format(context=""), tokenizer))
+    if task == "ruler_vt":
+        example = _vt_example(module, tokenizer)
+        worked = f"{example['input']} {' '.join(example['outputs'])}\n\n"
+        return num_tokens(worked, tokenizer) + _vt_tokens(module, tokenizer, noises=10)
+    return 0
+
+
+def _vt_example(module: Any, tokenizer: Any) -> Row:
+    """The worked example of ruler_vt; UserError where lm-eval would not return. The generators must be fresh."""
+    with _restored():
+        shortest = _vt_tokens(module, tokenizer, noises=5, is_icl=True)
+    if shortest > VT_EXAMPLE_TOKENS:
+        allowed = f"lm-eval allows {VT_EXAMPLE_TOKENS} at any length"
+        raise UserError(f"tasks=ruler_vt: its worked example takes {shortest} tokens with this tokenizer; {allowed}")
+    return module.sys_vartrack_w_noise_random(tokenizer, 1, VT_EXAMPLE_TOKENS, incremental=5)[0]
+
+
+def _vt_tokens(module: Any, tokenizer: Any, *, noises: int, is_icl: bool = False) -> int:
+    text, answers = module.generate_input_output(noises, num_chains=1, num_hops=4, is_icl=is_icl)
+    return num_tokens(f"{text} {answers}", tokenizer) + module.CONFIG["variable_tracking"]["tokens_to_generate"]
+
+
+def _holds_answers(row: Row) -> bool:
+    return all(answer in row["input"] for answer in row["outputs"])
+
+
+def _module(task: str) -> Any:
+    """lm-eval's module that makes the rows. nltk, whose download an import would start, splits essays only."""
+    nltk: Any = importlib.import_module("nltk")
+    download, nltk.download = nltk.download, lambda *_: False
+    try:
+        name = "niah" if task in NEEDLES else task.removeprefix("ruler_")
+        return importlib.import_module(f"lm_eval.tasks.ruler.{name}_utils")
+    finally:
+        nltk.download = download
+
+
+@contextlib.contextmanager
+def _generators(seed: int) -> Iterator[None]:
+    """Python's, numpy's and lm-eval's own generator as they are when lm-eval begins to make a task's rows."""
+    import numpy as np
+
+    cwe = _module("ruler_cwe")
+    before = cwe.RNG.getstate()
+    with _restored():
+        random.seed(seed)
+        np.random.seed(1234 + seed)
+        cwe.RNG.seed(42)
+        cwe.RNG.shuffle(list(cwe.WORDS))  # as on its import, which orders the words
+        try:
+            yield
+        finally:
+            cwe.RNG.setstate(before)
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Python's and numpy's generators are afterwards as they were."""
+    import numpy as np
+
+    before = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Their prints and progress bars go nowhere."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def num_tokens(text: str, tokenizer: Any) -> int:
+    """As lm-eval counts: with the special tokens that the tokenizer adds."""
+    return len(tokenizer(text).input_ids)
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    """Of all that decides how a text is parted."""
+    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    return text_sha256(whole, str(tokenizer("").input_ids))

@@ -7,7 +7,7 @@ from typing import Any
 from harness.records import inputs
 from harness.resources import Resources
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import OFFLINE_TASKS, RunConfig
+from harness.settings.run import OFFLINE_TASKS, TASKS, RunConfig
 
 
 class Tasks(Experiment):
@@ -18,12 +18,12 @@ class Tasks(Experiment):
 
     def check(self, config: RunConfig) -> None:
         """Names are known, and offline none needs data."""
-        from harness.data.catalogue import check_names
+        if {*config.tasks} <= {*TASKS} and (config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}):
+            return  # spares loading lm-eval
+        from harness.data.lm_tasks import check_names, plan
 
         check_names(config.tasks, config.task.include_path)
-        if config.data.name == "offline" and not {*config.tasks} <= {*OFFLINE_TASKS}:
-            from harness.data.plan import plan
-
+        if config.data.name == "offline":
             plan(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:

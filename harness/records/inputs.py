@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.data import hub as data_hub
-from harness.data import ruler_rows
+from harness.data import ruler
 from harness.data.rows import find_files, hub_options
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
@@ -22,7 +22,7 @@ from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig
 from harness.settings.tasks import RULER_TASKS
 
 if TYPE_CHECKING:
-    from harness.data.plan import Leaf
+    from harness.data.lm_tasks import Leaf
 
 
 def digests(config: RunConfig) -> dict[str, str]:
@@ -71,7 +71,7 @@ def tasks(config: RunConfig) -> dict[str, str]:
     made = {name: _source(name) for name in config.tasks if name in OFFLINE_TASKS}
     if len(made) == len(config.tasks) and config.task.include_path is None:
         return made  # spares loading lm-eval
-    from harness.data.plan import digest_of, plan
+    from harness.data.lm_tasks import digest_of, plan
 
     planned = plan(config)
     read = {name: _task(leaf, config.data) if leaf.config else _source(name) for name, leaf in planned.leaves.items()}
@@ -81,7 +81,7 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
 def _source(task: str) -> str:
     """What a task that needs no data is made from."""
-    return ruler_rows.digest() if task in RULER_TASKS else text_sha256(offline_text())
+    return ruler.digest() if task in RULER_TASKS else text_sha256(offline_text())
 
 
 def _task(leaf: Leaf, data: DataConfig) -> str:
@@ -95,7 +95,7 @@ def _task(leaf: Leaf, data: DataConfig) -> str:
 
 def _revision(leaf: Leaf) -> str:
     def fetch() -> None:
-        from harness.data.tasks import hub_rows
+        from harness.data.suite import hub_rows
 
         hub_rows(leaf.task_name, leaf.config)
 
