@@ -25,7 +25,7 @@ from benchmarks.timing import in_turn, spread
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import Attached, attach
 from harness.model.load import load_model
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.settings.compose import load
 from harness.setup import Setup, prepare
 

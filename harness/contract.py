@@ -25,7 +25,7 @@ from harness.model.policies import policies_of
 from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.offload.links import Link, open_link
 from harness.offload.live import LiveSession
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.settings.run import RunConfig
 from harness.setup import Setup
 from harness.sizes import code_width, expected_size, resident_share

@@ -20,7 +20,7 @@ from harness.model.tiny import tiny_model
 from harness.offload.links import EmulatedLink, Link, Ticket
 from harness.offload.live import LiveSession
 from harness.offload.store import KeyValue, KVStore, RowFormat, chosen
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.setup import Setup
 from harness.sizes import ReadStats
 from methods.codec import AnyCodec, Codec

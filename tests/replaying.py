@@ -12,7 +12,7 @@ from living import calibration
 
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.sizes import ReadStats
 from methods.codec import Codec, SplitCodec
 from methods.full import Full

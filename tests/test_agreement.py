@@ -14,7 +14,7 @@ from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.offload.live import LiveSession
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from methods.infinigen import InfiniGen, InfiniGenState
 
 PROMPT, STEPS = 160, 32

@@ -23,11 +23,11 @@ from replaying import (
 )
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
+from harness import replay as passes
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.prompt import run_prompt
 from harness.model.tiny import tiny_model
-from harness.replay import decode_rows as passes
 
 # Order of calls, refusals
 

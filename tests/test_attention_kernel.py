@@ -42,7 +42,7 @@ shapes = st.fixed_dictionaries(
 @pytest.fixture
 def by_kernels(monkeypatch):
     """The kernels serve the tensors of these tests, in few programs."""
-    from harness.offload.kernels import attention
+    from harness.offload.kernels import codes as attention
 
     monkeypatch.setattr(coded, "COMPILED", {DEVICE.type})
     monkeypatch.setattr(attention, "PROGRAMS", 4)
@@ -76,7 +76,7 @@ def test_rows_are_packed_as_by_torch(case, num_rows):
     biased=st.booleans(),
 )
 def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, biased):
-    from harness.offload.kernels import attention
+    from harness.offload.kernels import codes as attention
 
     row_format, states = make(case, num_rows + 1, case["dtype"])
     batch, heads, group = (case[name] for name in ("batch", "num_kv_heads", "group"))
@@ -106,7 +106,7 @@ def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, b
 
 def test_codes_are_decoded_to_the_last_bit(by_kernels):
     """One row that is seen, far above the own one, is the output."""
-    from harness.offload.kernels.attention import attend
+    from harness.offload.kernels.codes import attend
 
     for dtype in DTYPES:
         case = {"codec": Codec("int4", 16), "head_dim": 96, "batch": 1, "num_kv_heads": 2, "seed": 3}
@@ -139,7 +139,7 @@ def decoded(attached: Attached, case: Case, **options) -> torch.Tensor:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
 @pytest.mark.parametrize("case", [CASES["infinigen+int4"], Case(CASES["biased"].method, Codec("int8"))])
 def test_live_decoding_by_the_kernels(case, by_kernels, monkeypatch):
-    from harness.offload.kernels import attention
+    from harness.offload.kernels import codes as attention
 
     served, attend = [], attention.attend
     monkeypatch.setattr(attention, "attend", lambda *args: served.append(1) or attend(*args))

@@ -13,7 +13,7 @@ from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, r
 from harness.model.attach import attach
 from harness.offload.links import open_link
 from harness.offload.live import LiveSession
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.speed.cell import _forget_peak
 
 PROMPT_LENGTHS = PROMPTS["padded"]

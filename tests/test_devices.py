@@ -32,7 +32,7 @@ from harness.offload.links import CudaLink, EmulatedLink
 from harness.offload.live import LiveSession
 from harness.offload.step import Timeline
 from harness.offload.weights import streamed_weights
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.settings.sources import ModelConfig
 from methods.base import Selection
 from methods.full import Full

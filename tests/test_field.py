@@ -11,9 +11,9 @@ import torch
 from cases import CASES, Case
 from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_ragged, token_ids
 
+from harness import replay as passes
 from harness.model.attach import attach
 from harness.model.prompt import PromptPass
-from harness.replay import decode_rows as passes
 from methods.base import EMPTY, Geometry, Lengths, Row
 from methods.prompt_evicting import SnapKV
 from methods.quest import Quest

@@ -29,7 +29,7 @@ cases = st.fixed_dictionaries(
 def kernels():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (pip install --no-deps triton): its kernel is not covered here")
-    from harness.offload.kernels import gather as kernels
+    from harness.offload.kernels import rows as kernels
 
     return kernels
 

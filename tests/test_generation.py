@@ -18,7 +18,7 @@ from harness.accuracy.requests import GenerationRequest
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.sizes import SHARES, ReadStats
 from tests.composed import load
 

@@ -53,8 +53,8 @@ def check_moves(binaries: list[Binary], width: int) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> dict[Launches, list[Binary]]:
     """By one process."""
-    kernels("gather")
-    kernels("compact")
+    kernels("rows")
+    kernels("rows")
     return compile_launches({launch_wide_moves: ARCHITECTURES, launch_narrow_moves: (90,), launch_lists: (80,)})
 
 
@@ -101,7 +101,7 @@ def masks_and_residents(draw):
 @settings(max_examples=20)
 @given(masks_and_residents(), st.sampled_from([4, 1024]))
 def test_lists_are_those_of_the_cpu(case, block):
-    module = kernels("compact")
+    module = kernels("rows")
     mask, resident = case
     room = resident.shape[-1]
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +115,7 @@ def test_lists_are_those_of_the_cpu(case, block):
 
 
 def test_lists_take_a_mask_of_any_strides():
-    module = kernels("compact")
+    module = kernels("rows")
     mask = (torch.rand(3, 40, 2) < 0.3).transpose(1, 2)
     assert torch.equal(module.indices(mask.to(DEVICE), 40).cpu(), compact.indices(mask, 40))
 
@@ -130,7 +130,7 @@ def test_rows_beyond_two_to_the_31_words_are_found(tmp_path):
     slots = file[before:].view(1, 2, capacity, slot_bytes)
     rows = torch.randint(256, (1, 2, 2, slot_bytes), dtype=torch.uint8)
     index = torch.tensor([[[capacity - 1, 0], [5, capacity - 1]]])
-    module, back = kernels("gather"), torch.zeros_like(rows)
+    module, back = kernels("rows"), torch.zeros_like(rows)
     module.scatter_rows(slots, index, rows, Tuning())
     module.gather_rows(slots, index, back, None, Tuning())
     assert torch.equal(back, rows)

@@ -14,7 +14,7 @@ from replaying import open_session
 from harness.model.attach import attach
 from harness.model.prompt import PromptPass
 from harness.offload.step import DecodeStep
-from harness.replay.decode_rows import DecodePass
+from harness.replay import DecodePass
 from methods.codec import ChannelCodec, Codec, SplitCodec
 from methods.full import Full
 

@@ -20,7 +20,7 @@ from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.sizes import ReadStats
 from methods.codec import Codec
 from methods.full import Full

@@ -472,7 +472,7 @@ def edit(file, text):
 
 
 IN_ALL = (
-    "methods/base.py", "methods/codec.py", "harness/replay/replay.py", "harness/model/decoder.py",
+    "methods/base.py", "methods/codec.py", "harness/replay.py", "harness/model/decoder.py",
     "harness/data/text.py",
 )  # fmt: skip
 

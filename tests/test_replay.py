@@ -24,9 +24,9 @@ from replaying import (
     trace,
 )
 
+from harness import replay as passes
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.replay import decode_rows as passes
 from harness.sizes import ReadStats
 from methods.codec import Codec
 from methods.full import Full

@@ -27,8 +27,8 @@ from replaying import (
     token_ids,
 )
 
+from harness import replay as passes
 from harness.model.attach import attach
-from harness.replay import decode_rows as passes
 from methods import received
 from methods.codec import Codec
 from methods.full import Full

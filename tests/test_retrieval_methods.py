@@ -14,9 +14,9 @@ from living import PROMPTS, attached_with_link, force, largest_difference, live,
 from replaying import PROMPT, assert_close, run_one, run_ragged
 from test_field import BATCHES, check, every_batch, every_model, replayed, softmax
 
+from harness import replay as passes
 from harness.model.attach import attach
 from harness.model.prompt import PromptPass
-from harness.replay import decode_rows as passes
 from methods.base import Geometry, Lengths, Row
 from methods.pqcache import PQCache, kmeans
 from methods.quest import Quest

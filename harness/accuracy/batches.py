@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness.accuracy.requests import AnyRequest, Branch, SharedContext
 from harness.model.attach import Attached
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 
 CACHE_TOKENS = 8192
 """Sequences times columns decoded at once: 0.4 GB of cache in fp32 on the default model, 4 GB in fp16 on

@@ -13,7 +13,7 @@ from harness.accuracy.requests import AnyRequest, GenerationRequest, Request
 from harness.accuracy.scoring import Score, score
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.settings.run import RunConfig
 from harness.setup import prepare
 from harness.sizes import ReadStats

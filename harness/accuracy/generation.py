@@ -18,7 +18,7 @@ from harness.accuracy.batches import CACHE_TOKENS, OpenSession, PromptBatch, bat
 from harness.accuracy.requests import Branch, GenerationRequest, SharedContext, share
 from harness.errors import UserError
 from harness.model.attach import Attached
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.sizes import ReadStats
 
 

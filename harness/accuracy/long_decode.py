@@ -26,7 +26,7 @@ from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig

@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.records.samples import clustered_stderr
-from harness.replay.replay import ReplaySession
+from harness.replay import ReplaySession
 from harness.resources import Kept
 from harness.settings.experiment import Outcome
 from harness.settings.run import RunConfig

@@ -296,7 +296,7 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     At most `cap` may be True in a head. No device sync.
     """
     if mask.is_cuda:
-        from harness.offload.kernels import compact as kernels
+        from harness.offload.kernels import rows as kernels
 
         return kernels.indices(mask, cap)
     order = torch.where(mask, mask.cumsum(-1) - 1, cap)
@@ -312,7 +312,7 @@ def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Chosen, Tensor]:
     Returns the slots to fetch with the rows they go to, those of a head first, and the new `kept`.
     """
     if mask.is_cuda:
-        from harness.offload.kernels import compact as kernels
+        from harness.offload.kernels import rows as kernels
 
         missing, free, after = kernels.missing_rows(mask, kept)
         return Chosen(missing, num_true(missing >= 0), free), after

@@ -168,7 +168,7 @@ class DecodeStep(Handler):
 
     def _attend_to_codes(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
         """Kernels decode the rows as they go."""
-        from harness.offload.kernels import attention as kernels
+        from harness.offload.kernels import codes as kernels
 
         fetched, codec = cache.take(), cache.store.codec
         assert isinstance(codec, Codec)

@@ -123,7 +123,7 @@ class RowFormat:
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """Keys and values [batch, num_kv_heads, n, size] as packed rows [batch, num_kv_heads, n, slot_bytes]."""
         if self.has_kernels(keys.device):
-            from harness.offload.kernels import pack as kernels
+            from harness.offload.kernels import codes as kernels
 
             assert isinstance(self.codec, Codec)
             return kernels.pack(keys, values, self.codec, self.slot_bytes)
@@ -333,7 +333,7 @@ def gather_rows(
     row that is given nothing keeps its content. Raises IndexError for an index beyond the capacity, on the CPU only.
     """
     if rows.is_cuda:
-        from harness.offload.kernels import gather as kernels
+        from harness.offload.kernels import rows as kernels
 
         kernels.gather_rows(slots, index, rows, targets, tuning)
         return
@@ -361,7 +361,7 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DE
     A slot may occur once in a head's index. Shapes and errors as in `gather_rows`.
     """
     if rows.is_cuda:
-        from harness.offload.kernels import gather as kernels
+        from harness.offload.kernels import rows as kernels
 
         kernels.scatter_rows(slots, index, rows, tuning)
         return
@@ -376,7 +376,7 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DE
 def warm_gather(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TUNING) -> None:
     """Under CUDA compile and load the kernels for rows as wide as those of `slots`, moving none."""
     if device.type == "cuda":
-        from harness.offload.kernels import gather as kernels
+        from harness.offload.kernels import rows as kernels
 
         kernels.warm(slots, device, tuning)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.model.attach import Attached
 from harness.model.load import LoadedModel
 from harness.model.prompt import PromptPass
-from harness.replay.decode_rows import MAX_CHUNK, SCORES_PER_CHUNK
+from harness.replay import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.run import RunConfig
 from methods.attention import Softmax
 
