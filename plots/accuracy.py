@@ -18,7 +18,6 @@ AXES = {
 CHANCE = {"kv_recall": 0.25, "passkey": 0.25, "openbookqa": 0.25, "hellaswag": 0.25} | dict.fromkeys(
     ("copa", "winogrande", "piqa", "rte", "boolq"), 0.5
 )
-SIZE_AXIS = "KV cache read (% of full cache)"
 TEXTS = ("model", "task", "seq_len", "num_samples", "source")
 """The setup of a number on texts."""
 OF_CHUNKS = ("model", "corpus", "seq_len", "num_samples", "source")
@@ -40,18 +39,19 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
         return None
     metrics = ["acc", "kl_nats", "top1_agreement"]
     rows = data.of_metrics(pd.concat([own, texts[texts.metric.isin(metrics[1:])]]), metrics)
+    codecs = style.joined(rows.label)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric, task = panel.metric.iloc[0], panel.task.iloc[0]
         factor = columns.METRICS[metric].factor
-        axes.set(xlabel=SIZE_AXIS, ylabel=AXES[metric])
+        axes.set(xlabel=style.SIZE_AXIS, ylabel=AXES[metric])
         if metric == "kl_nats":
             style.log_y(axes)  # without the full cache, whose divergence from itself is 0
         else:
             style.full_lines(axes, panel[panel.label == style.FULL], factor)
         if task in CHANCE:
             style.chance_line(axes, factor * CHANCE[task])
-        style.size_lines(axes, panel, factor)
+        style.size_lines(axes, panel, factor, codecs=codecs)
 
     setup = ("model", "task", "metric", *ASKED, "source")
     return style.draw_rows(rows, setup, draw, note=style.error_note(rows))
@@ -66,7 +66,7 @@ def fig12(tables: data.Tables, name: str) -> Figure | None:
         _draw_chunks(axes, panel)
         axes.set(xlabel="tokens in the cache, in chunks of 256", ylabel="perplexity")
 
-    return style.draw_rows(rows, OF_CHUNKS, draw, note=f"%: KV cache read; {style.error_note(rows)}")
+    return style.draw_rows(rows, OF_CHUNKS, draw, note=f"percentages: sizes; {style.error_note(rows)}")
 
 
 def long_decode(tables: data.Tables, name: str) -> Figure | None:
@@ -79,7 +79,7 @@ def long_decode(tables: data.Tables, name: str) -> Figure | None:
         _draw_chunks(axes, panel)
         axes.set(xlabel="decoded token", ylabel=AXES[panel.metric.iloc[0]])
 
-    note = "%: KV cache read; bars: one standard error over prompts"
+    note = "percentages: sizes; bars: one standard error over prompts"
     return style.draw_rows(rows, (*OF_CHUNKS, "metric"), draw, note=note)
 
 
@@ -102,7 +102,7 @@ def fig13(tables: data.Tables, name: str) -> Figure | None:
         for _, pair in pairs.groupby("pair"):
             sizes = sorted({f"{100 * size:.0f}" for size in pair["size"]}, key=int)
             samples = data.describe(pair.iloc[0], ["num_samples"])
-            groups.append(f"{pair.task.iloc[0]}\nKV {' / '.join(sizes)} %\n{samples}")
+            groups.append(f"{pair.task.iloc[0]}\nsize {' / '.join(sizes)} %\n{samples}")
         style.grouped(axes, values, errors=errors, groups=groups)
         for index, (_, pair) in enumerate(pairs.groupby("pair")):
             full = _alike(panel[panel.label == style.FULL], pair.iloc[0])
@@ -157,8 +157,8 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
 
     def draw_sizes(axes: Axes, panel: pd.DataFrame) -> None:
         style.full_lines(axes, panel[panel.metric == "perplexity_full"])
-        style.size_lines(axes, panel[panel.metric == "perplexity"])
-        axes.set_xlabel(SIZE_AXIS)
+        style.size_lines(axes, panel[panel.metric == "perplexity"], codecs=style.joined(by_size.label))
+        axes.set_xlabel(style.SIZE_AXIS)
 
     def draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
         full = panel[panel.metric == "perplexity_full"].assign(name=style.FULL).drop_duplicates("seq_len")
@@ -166,7 +166,9 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
         for name in style.ordered(lines.name):
             line = lines[lines.name == name].sort_values("seq_len")
             style.error_line(axes, line.seq_len, line.value, line.stderr, name=name, like=name)
-        style.log2_x(axes, panel.seq_len)
+        windows = panel.groupby("seq_len").num_samples.max()
+        style.log2_x(axes, windows.index)
+        axes.set_xticks(list(windows.index), [f"{length:,.0f}\nn = {count:.0f}" for length, count in windows.items()])
         axes.minorticks_off()
         axes.margins(x=0.1)
         axes.set_xlabel("tokens of the text")
@@ -182,7 +184,9 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
         draw(axes, frame)
         style.log_y(axes, frame.value)
         axes.set(ylabel="perplexity", title=title)
-    return style.finish(figure, "\n".join(panels.shared for panels, _ in parts) + f"; {style.error_note(rows)}")
+    single = " (n = 1: a single window has none)" if by_length.num_samples.eq(1).any() else ""
+    note = f"; {style.error_note(rows)}{single}"
+    return style.finish(figure, "\n".join(panels.shared for panels, _ in parts) + note)
 
 
 def table2(tables: data.Tables, name: str) -> Figure | None:
@@ -243,7 +247,7 @@ def choices(tables: data.Tables, name: str) -> Figure | None:
         axes.set_ylabel(AXES[panel.metric.iloc[0]])
 
     sizes = " to ".join(dict.fromkeys(f"{100 * size:.0f}" for size in (table["size"].min(), table["size"].max())))
-    return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=f"KV read {sizes} %; {style.error_note(rows)}")
+    return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=f"size {sizes} %; {style.error_note(rows)}")
 
 
 def index(tables: data.Tables, name: str) -> Figure | None:

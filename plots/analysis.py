@@ -137,10 +137,11 @@ def _draw_metrics(
     rows: pd.DataFrame, draws: Mapping[str, Callable[[Axes, pd.DataFrame, Looks], None]], *, note: str
 ) -> Figure | None:
     """A panel per run and metric, drawn as `draws` says; a series looks the same in all panels."""
-    chosen = {metric: looks(own.sort_values("layer", kind="stable").series) for metric, own in rows.groupby("metric")}
+    metrics = [own.sort_values("layer", kind="stable") for _, own in rows.groupby("metric", sort=False)]
+    chosen = looks(name for own in metrics for name in own.series)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
-        draws[metric](axes, panel, chosen[metric])
+        draws[metric](axes, panel, chosen)
 
     return style.draw_rows(rows, (*SETUP, "metric"), draw, note=note)

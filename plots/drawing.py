@@ -16,7 +16,6 @@ from harness.errors import UserError, reason
 from plots import style
 from plots.data import Tables
 
-REGISTRY = Path(__file__).with_name("registry.yaml")
 MODELLED = "-modelled"
 DPI = 160
 FORMATS: dict[str, dict[str, Any]] = {
@@ -31,7 +30,7 @@ Draw = Callable[[Tables, str], Figure | None]
 
 
 def _drawings() -> Iterator[tuple[str, Draw]]:
-    for entries in yaml.safe_load(REGISTRY.read_text(encoding="utf-8"))["pages"].values():
+    for entries in yaml.safe_load(style.REGISTRY.read_text(encoding="utf-8"))["pages"].values():
         for name, entry in entries.items():
             if "draw" in entry:
                 module, function = entry["draw"].split(".")

@@ -1,102 +1,141 @@
-"""Closeness to the full cache against what it costs, from `leaderboard.csv`: KL by link bytes, and by step time.
+"""The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL against link bytes and step time.
 
-A point per method and size, its look by how the method reads less; hollow where the step is modelled. The line is the
-front, of points that no other beats in both; the upper bound, which no link allows, is on none. Their names stand to
-the left and below, where by its meaning nothing else lies. Both axes are logarithmic, as the full cache costs so much.
-The full cache, whose KL is 0, is a line at its step time.
+Left, a line per method: its KL at each size, the closest to the full cache first; the fuller a marker, the larger the
+size. Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled. The
+line is the front, of points that no other beats in both; their names stand to the left and below, where by its meaning
+nothing else lies. The full cache, whose KL is 0, is a line at its step time.
 """
 
+from collections.abc import Mapping
+
 import pandas as pd
+import yaml
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from harness.tables import columns
 from plots import data, style
-from plots.style import Look
 
-TABLE, KL = "leaderboard", columns.KL.name
-PANELS = {
-    "link bytes": (columns.SIZE.name, 100, "link (% of full cache's bytes)"),
+KL = columns.KL.name
+FAMILIES: Mapping[str, Mapping[str, str]] = yaml.safe_load(style.REGISTRY.read_text(encoding="utf-8"))["families"]
+OTHER = {"color": style.BLACK, "marker": "P"}
+"""The look of a family that the registry does not list."""
+COSTS = {
+    "link bytes": (columns.SIZE.name, 100, style.SIZE_AXIS),
     "step time": (columns.STEP.name, 1e3, "decode step (ms)"),
 }
 """By what `front` names: the column of the costs, its factor, and the axis."""
-FAMILIES = {
-    "retrieves": Look(style.BLUE, "o", "", ""),
-    "evicts": Look(style.VERMILION, "s", "", ""),
-    "codes": Look(style.ORANGE, "v", "", ""),
-    "bound": Look(style.GREEN, "D", "", ""),
-}
 ALL = "reads all"
 CLOSE = 2
 """Points of one size whose KL differs by a smaller factor share their names' place."""
 LEFT = 5
 """The x axis begins at the least cost over this, which leaves the names room."""
 LEAST_KL = 1e-6
-"""Nats: what is nearer to the full cache is the full cache, and off a logarithmic axis."""
+"""Nats: a nearer point is the full cache itself, and off a logarithmic axis."""
+LINE_INCHES, COST_INCHES, WIDTHS = 0.125, 2.7, (5.0, 4.6)
 
 
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `leaderboard.csv`."""
-    rows = tables.read(TABLE, columns.BOARD)
-    rows = rows[rows[KL].notna()]
-    if rows.empty:
+    rows = tables.read("leaderboard", columns.BOARD)
+    rows = rows[rows[KL].notna() & rows.family.notna()]
+    points = rows[rows[KL] > LEAST_KL]
+    if points.empty:
         return None
     panels = data.split(rows, ["model", "source"])
-    cells = [
-        (title, frame, cost)
-        for title, frame in zip(panels.titles, panels.frames, strict=True)
-        for cost, (column, *_) in PANELS.items()
-        if frame[column].notna().any()
+    costs = [[cost for cost, (column, *_) in COSTS.items() if frame[column].notna().any()] for frame in panels.frames]
+    heights = [
+        max(LINE_INCHES * frame.label.nunique() + 0.8, COST_INCHES * len(own))
+        for frame, own in zip(panels.frames, costs, strict=True)
     ]
-    figure, all_axes = style.new(len(cells), panel_inches=(4.2, 3.4))
-    for axes, (title, frame, cost) in zip(all_axes, cells, strict=True):
-        _draw_panel(axes, frame, cost)
-        axes.set_title(title)
-    hollow = any(_is_modelled(frame, cost).any() for _, frame, cost in cells)
-    note = "; hollow: modelled from a step timed at another size" if hollow else ""
-    return style.finish(figure, panels.shared + note)
+    figure = Figure(figsize=(sum(WIDTHS), sum(heights) + 0.6), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, title, frame, own in zip(parts, panels.titles, panels.frames, costs, strict=True):
+        axes = part.subplot_mosaic(
+            [["names", cost] for cost in own] or [["names"]], width_ratios=WIDTHS[: 1 + bool(own)]
+        )
+        _draw_names(axes["names"], frame)
+        axes["names"].set_title(title)
+        for cost in own:
+            _draw_cost(axes[cost], frame, cost)
+    hollow = (rows.step_source == "modelled").any()
+    notes = [
+        "left: bold on a front, bars one standard error",
+        "right, hollow: modelled from a step timed at another size",
+    ]
+    return style.finish(figure, "; ".join([panels.shared, *notes[: 1 + hollow]]))
 
 
-def _is_modelled(rows: pd.DataFrame, cost: str) -> pd.Series:
-    """Whether a point's cost was modelled: bytes over the link never are."""
-    return (rows.step_source == "modelled") & (cost == "step time")
+def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
+    """A line per method, its points by size."""
+    points = panel[panel[KL] > LEAST_KL]
+    sizes = sorted(points.asked_size.dropna().unique())
+    middle = sizes[len(sizes) // 2] if sizes else None
+    at_middle = points[(points.asked_size == middle) | points.asked_size.isna()]
+    order = at_middle.groupby("label")[KL].min().reindex(points.label.unique()).sort_values(ascending=False)
+    lines = {label: line for line, label in enumerate(order.index)}
+    for label, own in points.groupby("label", sort=False):
+        own = own.sort_values("size")
+        color, marker = (FAMILIES.get(own.family.iloc[0], OTHER)[part] for part in ("color", "marker"))
+        axes.plot(own[KL], [lines[label]] * len(own), color=color, linewidth=0.6, alpha=0.5)
+        for _, row in own.iterrows():
+            fill = 1 if pd.isna(row.asked_size) else (sizes.index(row.asked_size) + 1) / len(sizes)
+            axes.errorbar(
+                row[KL], lines[label], xerr=[[min(row[f"{KL}_stderr"], 0.9 * row[KL])], [row[f"{KL}_stderr"]]],
+                color=color, marker=marker, markerfacecolor=_paler(color, fill), elinewidth=0.6, markersize=4,
+            )  # fmt: skip
+    for index, size in enumerate(sizes):
+        face = _paler(style.GREY, (index + 1) / len(sizes))
+        words = f"size {100 * size:.0f} %"
+        axes.plot([], [], "o", color=style.GREY, markerfacecolor=face, markersize=4, label=words)
+    fronts = set(points[points.front.fillna("") != ""].label)
+    axes.set_yticks(range(len(lines)), list(lines), fontsize=6)
+    for tick in axes.get_yticklabels():
+        tick.set_fontweight("bold" if tick.get_text() in fronts else "normal")
+    axes.set(xlabel="KL(full || method) (nats)", ylim=(-0.7, len(lines) - 0.3))
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
+    """KL against one cost, and the front."""
+    column, factor, words = COSTS[cost]
+    panel = panel[panel[column].notna()].assign(x=factor * panel[column])
+    points = panel[panel[KL] > LEAST_KL]
+    for family, own in points.groupby("family", sort=False):
+        color, marker = (FAMILIES.get(family, OTHER)[part] for part in ("color", "marker"))
+        hollow = (own.step_source == "modelled") & (cost == "step time")  # bytes over the link are never modelled
+        for part, face in ((own[hollow], "none"), (own[~hollow], color)):
+            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=family if len(part) else None)
+    if cost == "step time":
+        for x in panel[panel.family == ALL].x:
+            axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
+        sources = sorted({*panel.step_source.dropna()} - {"modelled"})
+        words = f"{words}, {' and '.join(sources)}" if sources else words
+    front = points[points.front.fillna("").str.contains(cost)].sort_values("x")
+    axes.plot(front.x, front[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
+    _name(axes, front)
+    style.log_y(axes)
+    axes.set(xlabel=words, ylabel="KL(full || method) (nats)", xscale="log")
+    axes.set_xlim(panel.x.min() / LEFT, 1.3 * panel.x.max())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _name(axes: Axes, front: pd.DataFrame) -> None:
     """Names left of the points, a list beside those that lie too close for names of their own."""
     ordered = front.sort_values(KL, ascending=False)
-    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (ordered["asked_size"] != ordered["asked_size"].shift())
+    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (ordered.asked_size != ordered.asked_size.shift())
     for _, close in ordered.groupby(apart.cumsum()):
-        sizes = ["" if pd.isna(row["asked_size"]) else f" {100 * row['size']:.0f} %" for _, row in close.iterrows()]
+        sizes = ["" if pd.isna(row.asked_size) else f" {100 * row['size']:.0f} %" for _, row in close.iterrows()]
         names = "\n".join(map("".join, zip(close.label, sizes, strict=True)))
         words = axes.annotate(names, (close.x.min(), close[KL].iloc[0]), (-4, -2), textcoords="offset points")
         words.set(fontsize=5.5, linespacing=1.0, ha="right", va="top")
 
 
-def _draw_panel(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
-    column, factor, words = PANELS[cost]
-    panel = panel[panel[column].notna()].assign(x=factor * panel[column])
-    points = panel[panel[KL] > LEAST_KL]
-    for family, (color, marker, *_) in FAMILIES.items():
-        own = points[points.family == family]
-        hollow = _is_modelled(own, cost)
-        for part, face in ((own[~hollow], color), (own[hollow], "none")):
-            label = family if face == color or hollow.all() else None
-            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=label if len(own) else None)
-    if cost == "step time":
-        for x in panel[panel.family == ALL].x:
-            axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
-    front = points[points.front.fillna("").str.contains(cost)].sort_values("x")
-    axes.plot(front.x, front[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
-    _name(axes, front)
-    style.log_y(axes)
-    if cost == "step time":
-        sources = sorted({*panel.step_source.dropna()} - {"modelled"})
-        words = f"{words}, {' and '.join(sources)}" if sources else words
-    axes.set(xlabel=words, ylabel="KL(full || method) (nats)")
-    axes.set_xscale("log")
-    axes.set_xlim(panel.x.min() / LEFT, 1.3 * panel.x.max())
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+def _paler(color: str, fill: float) -> tuple[float, ...]:
+    """The colour mixed with white: the more `fill`, from 0 to 1, the less white."""
+    return tuple(1 - fill * (1 - part) for part in to_rgba(color)[:3])

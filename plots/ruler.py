@@ -1,11 +1,12 @@
 """Needles in a haystack, from `ruler.csv`: the share of right answers by the prompt's length and the needle's depth.
 
 A column per method, a row per task of needles and, where a method's runs differ in further settings, such as `prefill`,
-per these. A cell holds the percentage and of how many questions; it is hatched where there are none. Colours: cividis,
-which is read alike by the colour-blind and grows lighter in grey as well.
+per these. A cell holds the percentage and of how many questions: the fewer, the paler, and hatched where there are none.
+Colours: cividis, which is read alike by the colour-blind and grows lighter in grey as well.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,8 +23,8 @@ BAND = ["model", "setup", "needle"]
 SEEN = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
 """Settings that the cells show by themselves."""
 COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
-LIGHT = 55
-"""Percentage from which a cell is light, and its text black."""
+LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
+"""Weights of red, green and blue, and the luminance from which a cell's text is black."""
 CELL_INCHES = (0.52, 0.24)
 
 
@@ -68,17 +69,17 @@ def _setups(rows: pd.DataFrame) -> pd.Series:
 
 
 def _draw_panel(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: int) -> None:
-    percent = np.full((parts, len(lengths)), np.nan)
+    cells = np.zeros((parts, len(lengths), 4))  # without a question a cell stays empty, and shows the hatch
     for _, row in panel.iterrows():
         part, column = parts * row.begin // 100, lengths.index(row.length)
-        percent[part, column] = 100 * row.value
-        colour = style.BLACK if percent[part, column] >= LIGHT else "white"
-        text = f"{percent[part, column]:.0f}"
-        axes.text(column, part - 0.12, text, ha="center", va="center", fontsize=6.5, color=colour)
-        axes.text(
-            column, part + 0.27, f"n = {row.num_samples:.0f}", ha="center", va="center", fontsize=4.5, color=colour
-        )
-    axes.imshow(percent, norm=PERCENT, cmap=COLOURS, aspect="auto")
+        weight = row.num_samples / (row.num_samples + 2)
+        color = 1 - weight * (1 - np.array(COLOURS(PERCENT(100 * row.value))[:3]))
+        cells[part, column] = (*color, 1)
+        black = color @ LUMINANCE > LIGHT
+        words: Any = {"ha": "center", "va": "center", "color": style.BLACK if black else "white"}
+        axes.text(column, part - 0.12, f"{100 * row.value:.0f}", fontsize=6.5, **words)
+        axes.text(column, part + 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
+    axes.imshow(cells, aspect="auto")
     axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
     axes.grid(visible=False)
     axes.hlines(np.arange(1, parts) - 0.5, -0.5, len(lengths) - 0.5, color="white", linewidth=0.8)
@@ -91,11 +92,11 @@ def _draw_panel(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: 
 def _title(label: str, rows: pd.DataFrame) -> str:
     """With the size, or the least and the largest."""
     sizes = dict.fromkeys(f"{columns.SIZE.factor * size:.0f}" for size in (rows["size"].min(), rows["size"].max()))
-    return f"{label}\nKV {' to '.join(sizes)} %"
+    return f"{label}\nsize {' to '.join(sizes)} %"
 
 
 def _note(rows: pd.DataFrame, bands: Sequence[tuple[str, ...]]) -> str:
     models, _, needles = (list(dict.fromkeys(each)) for each in zip(*bands, strict=True))
     shared = [names[0] for names in (models, needles) if len(names) == 1]
-    said = ["depth: where in the prompt the answer stands", "n: questions (hatched: none)"]
+    said = ["depth: where in the prompt the answer stands", "n: questions (the fewer, the paler; hatched: none)"]
     return "; ".join([*shared, *said])

@@ -4,10 +4,12 @@ Colours: Okabe and Ito's palette, and four of Paul Tol's for labels that are not
 kinds of colour blindness.
 """
 
+import re
 import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -20,6 +22,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from plots.data import PublishedPoint, split
 
+REGISTRY = Path(__file__).with_name("registry.yaml")
+SIZE_AXIS = "size: share of the cache read (%)"
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7
 MARK_INCHES, LETTER_INCHES = 0.5, 0.05
@@ -68,6 +72,9 @@ WINE, INDIGO, TEAL, OLIVE = "#882255", "#332288", "#44AA99", "#999933"
 FULL, CHANCE, PREFILL = "Full cache", "chance", "prefill (light)"
 OF_PAPER = "published (RTX A6000)"
 QUANTIZED = "INT8/4/2/1"
+WIDTH = re.compile(r"INT[1248]")
+ASKED, NOT_ASKED = r"(?:^|, )size=", "size not set"
+"""In the settings of a run that was asked for a size, and the words for a run that was not."""
 LOOKS = {
     FULL: Look(BLACK, "", "--", ""),
     "Oracle": Look(GREEN, "D", "-.", "xx"),
@@ -109,8 +116,8 @@ PUBLISHED_MARKERS = {"quoted": "o", "derived": "D", "approximate": "s"}
 def look(label: str) -> Look:
     """The label's appearance, the same in all figures that are drawn together. A label that is not listed gets a look
     by its spelling, or the next that no other label has."""
-    if label in LOOKS:
-        return LOOKS[label]
+    if _listed(label) in LOOKS:
+        return LOOKS[_listed(label)]
     if label not in _given:
         first = zlib.crc32(label.encode()) % len(OTHERS)
         in_turn = [*OTHERS[first:], *OTHERS[:first]]
@@ -123,7 +130,12 @@ def ordered(labels: Iterable[str]) -> list[str]:
     part after a comma, a size for example, does not count."""
     known = [*LOOKS, "", PREFILL, CHANCE, OF_PAPER]
     rank = {label: index for index, label in enumerate(known)}
-    return sorted(dict.fromkeys(labels), key=lambda label: rank.get(label.partition(",")[0], rank[""]))
+    return sorted(dict.fromkeys(labels), key=lambda label: rank.get(_listed(label.partition(",")[0]), rank[""]))
+
+
+def _listed(label: str) -> str:
+    """The label of `LOOKS` that stands for this one: several bit widths, such as INT8/4, look like all four."""
+    return QUANTIZED if re.fullmatch(r"INT\d(/\d)+", label) else label
 
 
 def wrapped(labels: Iterable[str]) -> list[str]:
@@ -196,20 +208,39 @@ def error_note(rows: pd.DataFrame) -> str:
 # Lines
 
 
-def error_line(axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str) -> None:
-    """A line with markers and error bars of one standard error, broken where `y` is NaN."""
+def error_line(
+    axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str, **other: Any
+) -> None:
+    """A line with markers and error bars of one standard error, broken where `y` is NaN; `other` changes its look."""
     color, marker, line, _ = look(like)
-    axes.errorbar(x, y, yerr=stderr, label=name, color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8)
+    looks = {"color": color, "marker": marker, "linestyle": line, "capsize": 2, "elinewidth": 0.8} | other
+    axes.errorbar(x, y, yerr=stderr, label=name, **looks)
 
 
-def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1) -> None:
-    """A line per method, `factor` times the value by the percentage of the full cache that it reads; the full cache,
-    which has no size to vary, is left out."""
+def joined(labels: Iterable[str]) -> str:
+    """The name of the line through the codecs of a figure: INT8/4 where it has these bit widths."""
+    return "INT" + "/".join(sorted({label[3:] for label in labels if WIDTH.fullmatch(label)}, reverse=True))
+
+
+def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str) -> None:
+    """A line per method, `factor` times the value by size; `codecs` names the line through all bit widths. The full
+    cache, which has no size to vary, is left out.
+
+    A line joins runs of one kind: where only some of a method's runs were asked for a size, the others, whose size
+    follows from a setting, are a second line of hollow markers.
+    """
     methods = rows[rows.label != FULL]
-    names = methods.label.where(~methods.label.str.fullmatch(r"INT[1248]"), QUANTIZED)
+    names = methods.label.where(~methods.label.str.fullmatch(WIDTH), codecs)
+    asked = methods.settings.fillna("").str.contains(ASKED)
     for name in ordered(names):
-        line = methods[names == name].sort_values("size")
-        error_line(axes, 100 * line["size"], factor * line.value, factor * line.stderr, name=name, like=name)
+        of_name = asked[names == name]
+        for kind in of_name.unique():
+            second = not kind and of_name.any()
+            line = methods[(names == name) & (asked == kind)].sort_values("size")
+            words = f"{name}, {NOT_ASKED}" if second else name
+            look_of_second: Any = {"markerfacecolor": "white", "linestyle": ":"} if second else {}
+            x, y, stderr = 100 * line["size"], factor * line.value, factor * line.stderr
+            error_line(axes, x, y, stderr, name=words, like=name, **look_of_second)
     axes.set_xlim(left=0)
 
 
