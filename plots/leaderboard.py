@@ -1,9 +1,9 @@
-"""The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL against link bytes and step time.
+"""The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL by link bytes and step time.
 
 Left, a line per method: its KL at each size, the closest to the full cache first; the fuller a marker, the larger the
-size. Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled. The
-line is the front, of points that no other beats in both; their names stand to the left and below, where by its meaning
-nothing else lies. The full cache, whose KL is 0, is a line at its step time.
+size. Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled.
+The line is the front, of points that no other beats in both; their names stand to the left and below, where by its
+meaning nothing else lies. The full cache, whose KL is 0, is a line at its step time.
 """
 
 from collections.abc import Mapping
@@ -105,7 +105,7 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     panel = panel[panel[column].notna()].assign(x=factor * panel[column])
     points = panel[panel[KL] > LEAST_KL]
     for family, own in points.groupby("family", sort=False):
-        color, marker = (FAMILIES.get(family, OTHER)[part] for part in ("color", "marker"))
+        color, marker = (FAMILIES.get(str(family), OTHER)[part] for part in ("color", "marker"))
         hollow = (own.step_source == "modelled") & (cost == "step time")  # bytes over the link are never modelled
         for part, face in ((own[hollow], "none"), (own[~hollow], color)):
             axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=family if len(part) else None)

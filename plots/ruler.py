@@ -1,7 +1,7 @@
 """Needles in a haystack, from `ruler.csv`: the share of right answers by the prompt's length and the needle's depth.
 
 A column per method, a row per task of needles and, where a method's runs differ in further settings, such as `prefill`,
-per these. A cell holds the percentage and of how many questions: the fewer, the paler, and hatched where there are none.
+per these. A cell holds the percentage and the number of questions: the fewer, the paler; without any it is hatched.
 Colours: cividis, which is read alike by the colour-blind and grows lighter in grey as well.
 """
 

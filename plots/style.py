@@ -213,7 +213,7 @@ def error_line(
 ) -> None:
     """A line with markers and error bars of one standard error, broken where `y` is NaN; `other` changes its look."""
     color, marker, line, _ = look(like)
-    looks = {"color": color, "marker": marker, "linestyle": line, "capsize": 2, "elinewidth": 0.8} | other
+    looks: Any = {"color": color, "marker": marker, "linestyle": line, "capsize": 2, "elinewidth": 0.8} | other
     axes.errorbar(x, y, yerr=stderr, label=name, **looks)
 
 
