@@ -71,7 +71,10 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "a scale of logits by row": (with_logits_that_depend_on_the_row, "under our attention its logits are off by"),
     "rows that mix elsewhere": (with_rows_that_see_later_ones, "under our attention its logits are off by"),
-    "weights that are no numbers": (with_a_hole, "the model's own logits are not finite; are its weights whole?"),
+    "weights that are no numbers": (
+        with_a_hole,
+        "the model's own logits are all zero or not finite; look at its weights",
+    ),
 }
 
 

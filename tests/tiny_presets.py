@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.model.shape import as_config, read_yaml
+from harness.model.tiny import with_no_constants
 from harness.settings.choices import CONF_DIR
 
 PRESETS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
@@ -33,13 +34,7 @@ def tiny_preset(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     described = as_config(name, shrunk(preset_shape(name)))
     model = AutoModelForCausalLM.from_config(described, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or parameter_name.endswith(
-                "bias"
-            ):  # a constant would hide that it is forgotten
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval().requires_grad_(False)
+    return with_no_constants(model, bias_std=0.1)
 
 
 def shrunk(shape: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from harness.model.decoder import (
 )
 from methods.base import Geometry
 
+LOOK_AT = "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
 PASSES = (4, 3, 1)
 """Rows of each pass."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
@@ -374,10 +375,7 @@ def require_in_range(hidden: Tensor) -> None:
             raise UserError(
                 "model.dtype=float16: the model's activations overflow in it (beyond 65504); choose bfloat16 or float32"
             )
-        raise UserError(
-            "the model's activations are not finite; look at the numbers in its configuration (rope_parameters, eps, "
-            "scales) and at its weights"
-        )
+        raise UserError(f"the model's activations are not finite; {LOOK_AT}")
 
 
 def _rope_limits(config: Any) -> dict[str, int | None]:
@@ -458,9 +456,9 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
     ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
     tolerance = TOLERANCE.get(model.dtype, COARSE)
     expected = model(ids, use_cache=False).logits.float()
-    if model.dtype != torch.float16 and not expected.isfinite().all():  # float16 is told of in the pass that overflows
+    if model.dtype != torch.float16 and not (expected.isfinite().all() and expected.any()):  # else the pass says it
         raise UserError(
-            f"model family {decoder.family!r}: the model's own logits are not finite; are its weights whole?"
+            f"model family {decoder.family!r}: the model's own logits are all zero or not finite; {LOOK_AT}"
         )
     uses_latents = any(layer.latent is not None for layer in decoder.layers)
     try:
