@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "rows that mix elsewhere": (with_rows_that_see_later_ones, "under our attention its logits are off by"),
     "weights that are no numbers": (
         with_a_hole,
-        "the model's own logits are all zero or not finite; look at its weights",
+        "own logits are all zero or not finite; look at its weights",
     ),
 }
 
@@ -126,6 +126,18 @@ def test_a_wrong_early_query_is_refused_to_rehearsals_alone(monkeypatch):
             LiveSession(attached, method, max_new_tokens=2)
     for method in (InfiniGen(when="own_query"), InfiniGen(own_query_layers=2), CASES["quest"].method, Full()):
         run_one(model, Case(method))
+
+
+def test_too_little_memory_is_no_fault_of_the_model(monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = llama()
+    with monkeypatch.context() as patch:
+        patch.setattr(Attached, "early_query", fails)
+        with pytest.raises(torch.OutOfMemoryError), attach(model):
+            pass
+    run_one(model, CASES["infinigen"])
 
 
 def test_a_query_that_takes_another_tensor_is_refused_to_rehearsals_alone():

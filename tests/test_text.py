@@ -1,11 +1,9 @@
 """Texts, their tokens, and the windows cut from them."""
 
 import pytest
-from tokens import byte_tokenizer
 
 from harness.data import text
 from harness.errors import UserError
-from harness.files import text_sha256
 from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig
 
 OFFLINE = DataConfig("offline")
@@ -29,12 +27,6 @@ def test_a_file_is_read_as_it_is(tmp_path, content):
     path.write_bytes(content.encode())
     assert text.corpus_text(CorpusConfig("offline", path=str(path)), OFFLINE) == content
     assert text.calibration_text(CalibrationConfig(path=str(path))) == content
-
-
-def test_a_path_comes_before_the_name(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("mine")
-    assert text.corpus_text(CorpusConfig("wikitext2", path=str(path)), OFFLINE) == "mine"
 
 
 @pytest.mark.parametrize(
@@ -105,10 +97,6 @@ def test_tokens_are_those_of_one_call_without_special_tokens():
         text.token_ids("text", None)
 
 
-def test_a_real_tokenizer():
-    assert len(text.token_ids("Ab.\n\nc", byte_tokenizer())) == 4
-
-
 def test_windows_follow_one_another():
     assert text.window_ids(range(10), seq_len=3, num_windows=2, offset=4) == [[4, 5, 6], [7, 8, 9]]
     with pytest.raises(UserError, match=r"num_windows=2 of seq_len=3 from token 5 need 11 tokens, but the text has 10"):
@@ -128,7 +116,3 @@ def test_windows_follow_one_another():
 )
 def test_windows_do_not_overlap_the_calibration_text(corpus, calibration, offset):
     assert text.first_window_offset(corpus, calibration) == offset
-
-
-def test_sha256_is_of_the_bytes():
-    assert text_sha256("naïve") == "f86fd89de87a848a45bfe77708d91a5d2ff48b8e4a4b98af5165af82692f8928"
