@@ -32,7 +32,7 @@ from harness.data.text import offline_text, token_ids
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model
 from harness.settings.compose import load
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 
 TARGETS = {"openbookqa": 2.5, "copa": 1.5, "texts": 1 / 1.5}  # times as fast as HFLM
 TOLERANCE = 1e-3  # nats

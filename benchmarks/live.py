@@ -35,7 +35,7 @@ from benchmarks.timing import spread
 from harness.errors import exit_code
 from harness.model.attach import attach
 from harness.records.environment import processor
-from harness.settings.speed import LatencyConfig
+from harness.settings.config import LatencyConfig
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import measure_copy_rate
 from methods.full import Full

@@ -26,7 +26,7 @@ from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.offload.links import Link, open_link
 from harness.offload.live import LiveSession
 from harness.replay import ReplaySession
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 from harness.setup import Setup
 from harness.sizes import code_width, expected_size, resident_share
 from methods.base import Lengths, Method, Row, Rows, Selection

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel

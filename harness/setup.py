@@ -11,7 +11,7 @@ from harness.files import cache_dir
 from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 from harness.sizes import code_width, sized
 from methods.base import Calibration, Method, Row
 from methods.codec import AnyCodec, ChannelCodec, Codec, SplitCodec, without_keys

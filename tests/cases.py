@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.settings.compose import options
+from harness.settings.schema import options
 from harness.setup import codec_of
 from methods.base import Method, Rest
 from methods.codec import ChannelCodec, Codec, SplitCodec

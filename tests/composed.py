@@ -6,9 +6,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from harness.settings import compose
-from harness.settings.composer import Composer
-from harness.settings.run import RunConfig
+from harness.settings import compose, schema
+from harness.settings.compose import Composer
+from harness.settings.config import RunConfig
 
 _composers: defaultdict[Path, Composer] = defaultdict(Composer)
 """By the folder of settings, which a test may put another in place of."""
@@ -16,7 +16,7 @@ _composers: defaultdict[Path, Composer] = defaultdict(Composer)
 
 def composed(overrides: Sequence[str] = ()) -> DictConfig:
     """As `compose.compose`, in a copy that may be changed."""
-    return _composers[compose.CONF_DIR](overrides)
+    return _composers[schema.CONF_DIR](overrides)
 
 
 def load(overrides: Sequence[str] = ()) -> RunConfig:

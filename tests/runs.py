@@ -14,9 +14,9 @@ from harness.launch.runner import Run, run
 from harness.model import load as models
 from harness.model import source
 from harness.resources import Resources
-from harness.settings.compose import CONF_DIR
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
-from harness.settings.run import RunConfig
+from harness.settings.schema import CONF_DIR
 from tests.composed import load
 
 
@@ -71,8 +71,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 def own_grids(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[str, str], object]:
     """Put a copy in place of `conf/`; what is returned adds a grid to it, by name and text."""
     shutil.copytree(CONF_DIR, conf)
-    for module in ("harness.settings.choices", "harness.settings.compose", "harness.launch.cli"):
-        monkeypatch.setattr(f"{module}.CONF_DIR", conf)
+    monkeypatch.setattr("harness.settings.schema.CONF_DIR", conf)
     return lambda name, text: (conf / "grid" / f"{name}.yaml").write_text(text)
 
 

@@ -24,7 +24,7 @@ from harness.paper.analysis import dense
 from harness.paper.analysis.attention import histogram, tokens_for_mass
 from harness.paper.analysis.study import kv_bytes, run_analysis, run_memory
 from harness.resources import Resources
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 from methods.attention import Softmax
 from methods.infinigen import InfiniGen
 from tests.composed import load
@@ -344,7 +344,7 @@ REFUSED = {
     "experiment=fig5 analysis.layers=[-1]": "analysis.layers=[-1]: must name at least one layer",
     "experiment=fig5 analysis.statistic=tokens": "analysis.statistic=tokens: did you mean 'key_tokens'?",
     "experiment=fig5 analysis.num_token=9": "unknown setting analysis.num_token: did you mean 'num_tokens'?",
-    "experiment=fig4 analysis.kept_frac=0": "analysis.kept_frac=0.0: must be above 0 and at most 1",
+    "experiment=fig4 analysis.kept_frac=0": "analysis.kept_frac=0: must be above 0 and at most 1",
     "experiment=fig4 method=infinigen": "method=infinigen: analysis.statistic=similarity compares h2o or streaming",
     "experiment=fig4 method=full": "method=full: analysis.statistic=similarity compares h2o or streaming",
     "experiment=fig4 codec=int4": "codec=int4: plays no part in kind=analysis",

@@ -23,8 +23,7 @@ from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.records import inputs
-from harness.settings.run import RunConfig
-from harness.settings.sources import DataConfig
+from harness.settings.config import DataConfig, RunConfig
 from methods.h2o import H2O
 from tests.composed import load
 

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
 from harness.launch.hydra_front import in_words
-from harness.settings.compose import CONF_DIR, options, parse
+from harness.settings.compose import OF_THE_FILE, parse
+from harness.settings.config import PAPER_TASKS, RunConfig
 from harness.settings.experiment import COMMON, find, foreign_settings, kinds
-from harness.settings.method import OF_THE_FILE
-from harness.settings.run import PAPER_TASKS, RunConfig
+from harness.settings.schema import CONF_DIR, options
 from tests.composed import composed, load
 
 QUANTIZED = ("int8", "int4", "int2", "int1")
@@ -322,7 +322,7 @@ REFUSED = {
     "model=opt-6.7b": None,
     "method=int4 codec=int8": "codec=int8 contradicts method=int4",
     "method=int4 codec=int4": None,
-    "size=0": "size=0.0: must be above 0 and at most 1",
+    "size=0": "size=0: must be above 0 and at most 1",
     "size=1.01": "size=1.01: must be above 0 and at most 1",
     "method=full size=0.5": "size=0.5: ",
     "seq_len=1": "seq_len=1: must be at least 2",

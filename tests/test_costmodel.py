@@ -29,7 +29,7 @@ from harness.paper.costmodel.predict import (
     predict,
     prefill_block,
 )
-from harness.settings.choices import CONF_DIR
+from harness.settings.schema import CONF_DIR
 from harness.settings.systems import LABELS
 from harness.tables.columns import LATENCY, OPTIONAL, PUBLISHED_CSV, names
 from methods.base import Method, Row

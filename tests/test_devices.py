@@ -33,7 +33,7 @@ from harness.offload.live import LiveSession
 from harness.offload.step import Timeline
 from harness.offload.weights import streamed_weights
 from harness.replay import ReplaySession
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 from methods.base import Selection
 from methods.full import Full
 from methods.infinigen import InfiniGen

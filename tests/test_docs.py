@@ -22,9 +22,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.launch.cli import main
 from harness.launch.cluster import Cluster
-from harness.settings.compose import CONF_DIR, compose
-from harness.settings.method import OF_THE_FILE
-from harness.settings.schema import build
+from harness.settings.compose import OF_THE_FILE, compose
+from harness.settings.schema import CONF_DIR, build
 from methods.base import Method, Row, State
 from methods.selection import Selecting
 from tests.composed import load

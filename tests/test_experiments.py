@@ -21,9 +21,10 @@ from harness.launch.plan import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
-from harness.settings.compose import CONF_DIR, compose
+from harness.settings.compose import compose
+from harness.settings.config import RunConfig
 from harness.settings.experiment import find
-from harness.settings.run import RunConfig
+from harness.settings.schema import CONF_DIR
 from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, OF_SOME_MODELS, PUBLISHED_CSV, names
 from methods.base import Row
 from plots.data import Tables

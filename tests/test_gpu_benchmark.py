@@ -14,7 +14,7 @@ from benchmarks import gpu, live, timing
 from harness.offload import memory as pinned
 from harness.offload.memory import Tuning
 from harness.records.record import read_record
-from harness.settings.speed import LatencyConfig
+from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED
 from harness.speed.cell import run_shared_prompt
 from methods import kernels

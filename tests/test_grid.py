@@ -14,8 +14,8 @@ from harness.launch import cli
 from harness.launch.plan import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
-from harness.settings.compose import CONF_DIR, compose
-from harness.settings.composer import Composer
+from harness.settings.compose import Composer, compose
+from harness.settings.schema import CONF_DIR
 from tests.runs import outcome, own_grids, stand_in
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
@@ -106,31 +106,9 @@ def test_many_are_composed_as_each_alone():
 
 def test_what_many_choose_is_read_once(monkeypatch):
     read = []
-    monkeypatch.setattr("harness.settings.composer.compose", lambda given: read.append(given) or compose(given))
+    monkeypatch.setattr("harness.settings.compose.compose", lambda given: read.append(given) or compose(given))
     made({"cells": [{"method": ["full", "h2o"], "seq_len": [300, 400, 500]}]}, "seed=3")
-    assert read == [("~method",)]
-
-
-WRITES = "# @package _global_\ndefaults: [perplexity, override /method: full]\nexperiment: {name}\n{more}"
-
-
-@pytest.mark.parametrize("more", ["", "method: {num_exempt_layers: 3}"], ids=["beside it", "into it"])
-def test_an_experiment_that_chooses_a_method_or_writes_into_it(more, monkeypatch, tmp_path):
-    library = own_grids(monkeypatch, tmp_path / "conf")
-    library("../experiment/mine", WRITES.format(name="mine", more=more))
-    composer = Composer()
-    for choices in (["experiment=mine"], ["experiment=mine", "method=h2o"], ["method=infinigen", "experiment=mine"]):
-        assert composer(choices) == compose(choices)
-
-
-def test_a_method_that_names_others_is_left_to_hydra(monkeypatch, tmp_path):
-    library = own_grids(monkeypatch, tmp_path / "conf")
-    library("../method/mine", "defaults: [h2o]\nheavy_frac: 0.2")
-    library("../method/odd", "# @package _global_\nseq_len: 77")
-    composer = Composer()
-    for choice in ("mine", "h2o", "odd"):
-        assert composer([f"method={choice}"]) == compose([f"method={choice}"])
-    assert composer(["method=mine"]).method.recent_frac == 0.1
+    assert read == [()]
 
 
 def test_values_of_every_type_arrive():

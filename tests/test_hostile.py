@@ -25,8 +25,8 @@ from harness.errors import UserError
 from harness.launch.cli import main
 from harness.launch.hydra_front import in_words
 from harness.launch.overrides import check
-from harness.settings.composer import read_override
-from harness.settings.sources import DataConfig
+from harness.settings.compose import read_override
+from harness.settings.config import DataConfig
 from tests.composed import load
 
 HUGE = 10**30
@@ -50,7 +50,7 @@ NUMBERS = {
 }
 """Numbers, and what they cannot be."""
 WORDS = (
-    "codec", "value_codec", "rotation", "key_groups", "sizing", "prefill", "scoring", "too_long", "placement",
+    "codec", "value_codec", "rotation", "key_groups", "prefill", "scoring", "too_long", "placement",
     "analysis.statistic", "model.weights", "model.dtype", "model.device", "platform.name", "data.name", "corpus.name",
     "kind", "method.name", "method.columns", "method.pool_policy",
 )  # fmt: skip

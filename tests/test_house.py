@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from harness.errors import UNFINISHED
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 from tests.composed import load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from harness.errors import UserError
 from harness.model import source
 from harness.model.load import load_model
 from harness.records import inputs
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 from tests.hub_standin import Files, Repository, break_off, commit, hang, stall, status
 
 ID = "org/tiny"

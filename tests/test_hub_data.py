@@ -20,8 +20,7 @@ from harness.model.tiny import tiny_model
 from harness.records import inputs
 from harness.records.record import read_records
 from harness.settings.compose import load
-from harness.settings.run import PAPER_TASKS
-from harness.settings.sources import CorpusConfig, DataConfig
+from harness.settings.config import PAPER_TASKS, CorpusConfig, DataConfig
 from tests.hub_standin import Files, Repository, break_off, commit, status
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,8 +27,8 @@ from harness.offload.links import open_link
 from harness.offload.memory import SessionBytes
 from harness.offload.step import SEGMENTS, Timeline
 from harness.records.record import settings_id
-from harness.settings.speed import LatencyConfig, check_combination
-from harness.settings.systems import COUNTED, LABELS
+from harness.settings.config import LatencyConfig
+from harness.settings.systems import COUNTED, LABELS, check_combination
 from harness.speed import latency as speed
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
 from harness.tables import columns
@@ -265,10 +265,10 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
         (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
         (["placement=device", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no"),
         (["label=ideal", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no link"),
-        (["platform.weights_on_device=0"], "platform.weights_on_device=0.0: must be above 0 and at most 1"),
+        (["platform.weights_on_device=0"], "platform.weights_on_device=0: must be above 0 and at most 1"),
         (["platform.weights_on_device=1.1"], "platform.weights_on_device=1.1: must be above 0 and at most 1"),
         (["platform.weights_on_device=most"], "platform.weights_on_device=most: must be a number"),
-        (["platform.link_gbps=0"], "platform.link_gbps=0.0: must be above 0"),
+        (["platform.link_gbps=0"], "platform.link_gbps=0: must be above 0"),
         (["platform=cuda", "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
         (["platform=cuda", "model.device=cpu"], "model.device=cpu: contradicts platform=cuda"),
         (["platform=a6000-pcie3"], "platform=a6000-pcie3: is modelled, nothing runs there; allowed here: cpu, cuda"),

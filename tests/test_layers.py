@@ -30,7 +30,7 @@ def test_the_harness_names_no_method(path):
 SLOW = ("torch", "transformers", "lm_eval", "datasets")
 LIGHT = {
     "harness.launch.cli, harness.experiments.tasks": (*SLOW, "numpy", "pandas"),
-    "harness.settings.run, harness.records.record, harness.tables.write, plots": SLOW,
+    "harness.settings.config, harness.records.record, harness.tables.write, plots": SLOW,
 }
 """Modules of the command line, of settings and of tables, and packages that take seconds to import."""
 

@@ -13,7 +13,8 @@ from harness.launch import cli
 from harness.launch.plan import read_plan
 from harness.paper.report import write_report
 from harness.records.samples import clustered_stderr
-from harness.settings.compose import choices, compose, options
+from harness.settings.compose import choices, compose
+from harness.settings.schema import options
 from harness.tables import write as tables
 from harness.tables.board import sheets
 from harness.tables.columns import BOARD, TableRow, names, shape_of, typed
@@ -23,14 +24,14 @@ from harness.tables.sheets import render_markdown, sheets_of
 from tests.composed import load
 
 TASKS = "tasks=[kv_recall,passkey]"
-COMMON = ["sizing=nearest", "num_windows=2", "num_samples=4", TASKS]
+COMMON = ["num_windows=2", "num_samples=4", TASKS]
 RAN = {"environment": {}, "seconds": 1.0, "error": None}
 KINDS = {"full": "kept", "int4": "kept", "streaming": "kept", "infinigen": "previous_layer", "oracle": "true_scores"}
 
 
 def save_method(results: Path, method: str, asked: float | None, *, kl: float, hits: str, **step: Any) -> None:
     """Records of a method at a size: a text, four questions of each task (`hits`, two to a context), a step."""
-    chosen = [*COMMON, f"method={method}", *([] if asked is None else [f"size={asked}"])]
+    chosen = [*COMMON, f"method={method}", *([] if asked is None else [f"size=nearest:{asked}"])]
     about = {"when": KINDS[method], "started": "2026-01-01T00:00:00+00:00", "text": method, "methods": {}} | RAN
     read = (1.0 if method == "full" else 0.33) if asked is None else asked
     shares = {"size": step.pop("size", read), "device_frac": 0.3, "resident_frac": 0.1}
@@ -120,8 +121,8 @@ def test_an_entry_is_lenient_only_where_it_says_so() -> None:
 
 
 def test_nearest_takes_a_method_without_a_size_as_it_is() -> None:
-    assert load(["method=full", "sizing=nearest", "size=0.1"]).size is None
-    assert load(["method=h2o", "sizing=nearest", "size=0.1"]).size == 0.1
+    assert load(["method=full", "size=nearest:0.1"]).size is None
+    assert load(["method=h2o", "size=nearest:0.1"]).size == 0.1
     with pytest.raises(UserError, match="has no size to set"):
         load(["method=full", "size=0.1"])
 
@@ -165,7 +166,7 @@ def test_a_step_at_another_size_is_modelled_from_the_timed_one(results) -> None:
 
 def test_an_older_run_of_the_same_cell_gives_way(results) -> None:
     old = {"perplexity": 1.0, "size": 0.16, "kl_nats": 9.0}
-    chosen = ["experiment=leaderboard-scores", *COMMON, "num_windows=1", "method=streaming", "size=0.16"]
+    chosen = ["experiment=leaderboard-scores", *COMMON, "num_windows=1", "method=streaming", "size=nearest:0.16"]
     about = {"when": "kept", "started": "2025-01-01", "samples": {"windows": [{"nll": 2, "nll_full": 1}]}}
     save(results, chosen, {"offline": old}, **about)
     tables.update(results, "leaderboard-scores")
@@ -245,7 +246,7 @@ def test_the_fastest_that_holds_the_bound_is_one_line(results, capsys) -> None:
 def test_what_cannot_be_answered_is_one_line(results, tmp_path, capsys) -> None:
     for asked, message in (
         (["max_kl=0.1"], "link_gbps=null: must be above 0"),
-        (["link_gbps=1", "max_kl=0"], "max_kl=0.0: must be above 0"),
+        (["link_gbps=1", "max_kl=0"], "max_kl=0: must be above 0"),
         (["link_gbps=1", "max_kl=1", "model=opt-125m"], "no timed method of opt-125m in it; make leaderboard"),
     ):
         assert ask(results, *asked) == 2

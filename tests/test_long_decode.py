@@ -24,9 +24,8 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.live import generate
 from harness.resources import Kept
+from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
 from harness.settings.experiment import Outcome, find
-from harness.settings.run import RunConfig
-from harness.settings.sources import CalibrationConfig, CorpusConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.streaming import Streaming

@@ -41,7 +41,7 @@ from harness.offload.memory import (
     layer_bytes,
     require_session,
 )
-from harness.settings.speed import LatencyConfig
+from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import cell as timing
 from harness.speed import latency as run

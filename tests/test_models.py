@@ -31,7 +31,7 @@ from harness.model.load import (
 from harness.model.shape import as_config, count_weights
 from harness.model.tiny import tiny_model
 from harness.records import inputs
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 from tests.hub_standin import Repository
 from tests.tiny_presets import PRESETS, preset_shape, shrunk, tiny_preset
 

@@ -18,9 +18,8 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.resources import Kept
+from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
 from harness.settings.experiment import find
-from harness.settings.run import RunConfig
-from harness.settings.sources import CalibrationConfig, CorpusConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

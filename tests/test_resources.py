@@ -6,7 +6,7 @@ import pytest
 
 from harness.errors import UserError
 from harness.resources import Kept, Resources
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 
 ONE, OTHER = ModelConfig("one"), ModelConfig("other")
 

@@ -23,8 +23,7 @@ from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.records.record import SCHEMA, plain, record_path, write_record
-from harness.settings.run import RULER_NUM_SAMPLES
-from harness.settings.tasks import RULER_TASKS
+from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
 from harness.tables.depths import depth_rows
 from harness.tables.write import summary, update
 from tests.composed import load

@@ -146,7 +146,7 @@ def test_a_run_that_was_asked_otherwise_is_compared_with_none(change: str, tmp_p
 
 def test_the_methods_own_settings_and_further_tasks_make_no_difference(tmp_path: Path) -> None:
     full = save_answers(tmp_path, "method=full", "tasks=[kv_recall,passkey]", hits="1110")
-    own = ["method=infinigen", "codec=int4", "size=0.2", "sizing=nearest", "data.root=null"]
+    own = ["method=infinigen", "codec=int4", "size=nearest:0.2", "data.root=null"]
     assert difference(save_answers(tmp_path, *own, hits="1001"), full) == -0.25
 
 

@@ -25,8 +25,7 @@ from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.records.samples import clustered_stderr
-from harness.settings.run import OFFLINE_TASKS, PAPER_TASKS, TASKS, RunConfig
-from harness.settings.sources import DataConfig
+from harness.settings.config import OFFLINE_TASKS, PAPER_TASKS, TASKS, DataConfig, RunConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen

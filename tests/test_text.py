@@ -4,7 +4,7 @@ import pytest
 
 from harness.data import text
 from harness.errors import UserError
-from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig
+from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
 
 OFFLINE = DataConfig("offline")
 RAW_WIKITEXT = " \n = A title = \n \n First line . \n Second\u2028line . \n \n"

@@ -29,7 +29,7 @@ from harness.model.source import num_elements
 from harness.model.tiny import tiny_model
 from harness.records import inputs
 from harness.settings.compose import compose
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 from tests.composed import load
 
 IDS = torch.arange(3, 35)[None]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from harness.model.shape import as_config, read_yaml
 from harness.model.tiny import with_no_constants
-from harness.settings.choices import CONF_DIR
+from harness.settings.schema import CONF_DIR
 
 PRESETS = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
 HEADS, HEAD_DIM = 4, 16

@@ -14,7 +14,7 @@ from harness.accuracy.scoring import Score, score
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 from harness.setup import prepare
 from harness.sizes import ReadStats
 from methods.base import Row

@@ -28,8 +28,8 @@ from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
 from harness.resources import Kept
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
-from harness.settings.run import RunConfig
 from harness.setup import Setup, prepare
 from harness.sizes import ReadStats
 from methods.base import Row

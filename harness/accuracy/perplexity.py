@@ -24,8 +24,8 @@ from harness.model.load import LoadedModel
 from harness.records.samples import clustered_stderr
 from harness.replay import ReplaySession
 from harness.resources import Kept
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
-from harness.settings.run import RunConfig
 from harness.setup import Setup, prepare
 from harness.sizes import ReadStats
 from methods.base import Row

@@ -27,8 +27,8 @@ from harness.data.ruler import MARKERS
 from harness.data.suite import COMPLAINTS, load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
+from harness.settings.config import GENERATED_TASKS, RunConfig
 from harness.settings.experiment import Outcome
-from harness.settings.run import GENERATED_TASKS, RunConfig
 
 
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:

@@ -30,8 +30,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from harness.data.rows import Labels, layout
 from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import cache_dir, replacing, text_sha256
-from harness.settings.run import OFFLINE_TASKS, TASKS, RunConfig
-from harness.settings.tasks import RULER_TASKS
+from harness.settings.config import OFFLINE_TASKS, RULER_TASKS, TASKS, RunConfig
 
 OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
 NEEDS_DATA = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError
 from harness.files import cache_dir, replacing, text_sha256
-from harness.settings.run import RunConfig
-from harness.settings.tasks import RULER_TASKS
+from harness.settings.config import RULER_TASKS, RunConfig
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

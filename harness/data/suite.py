@@ -42,8 +42,7 @@ from harness.data.rows import (
 )
 from harness.errors import UserError, missing, reason, refused
 from harness.model.load import LoadedModel
-from harness.settings.run import RunConfig
-from harness.settings.tasks import RULER_TASKS
+from harness.settings.config import RULER_TASKS, RunConfig
 
 FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.data.hub import from_hub
 from harness.errors import UserError
-from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig
+from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
 
 WIKITEXT_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 WIKITEXT_FILE = "wikitext2/test.txt"  # below data.root

@@ -7,9 +7,8 @@ from typing import Any, get_args
 from harness.errors import UserError
 from harness.records import inputs
 from harness.resources import Resources
-from harness.settings.analysis import Statistic
+from harness.settings.config import RunConfig, Statistic
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import RunConfig
 
 OF_THE_SHAPE = "memory"
 """The statistic for which nothing is loaded."""

@@ -6,8 +6,8 @@ from functools import partial
 
 from harness.errors import UserError
 from harness.resources import Resources
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import RunConfig
 
 
 class Contract(Experiment):

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import RunConfig
 from harness.tables.columns import BOARD, KL, OPTIONAL, STEP, TableRow, names, typed
 from harness.tables.frontier import fastest, step_seconds
 from harness.tables.leaderboard import BOUNDS, NAME

@@ -7,9 +7,9 @@ from typing import Any
 
 from harness.errors import UserError
 from harness.resources import Resources
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import RunConfig
-from harness.settings.speed import check_live
+from harness.settings.systems import check_live
 
 
 class Generate(Experiment):

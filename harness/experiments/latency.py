@@ -8,9 +8,9 @@ from harness.data.text import offline_text
 from harness.files import text_sha256
 from harness.records import inputs
 from harness.resources import Resources
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import RunConfig
-from harness.settings.speed import check_live
+from harness.settings.systems import check_live
 
 
 class Latency(Experiment):

@@ -7,8 +7,8 @@ from typing import Any
 from harness.errors import UserError
 from harness.records import inputs
 from harness.resources import Resources
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import RunConfig
 
 LOWEST = {"prefill_len": 1, "max_new_tokens": 2}
 """A text goes on from a prompt, whose dense pass names the first token; a method decodes from the second on."""

@@ -7,8 +7,8 @@ from typing import Any
 from harness.errors import UserError
 from harness.records import inputs
 from harness.resources import Resources
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import RunConfig
 
 
 class Perplexity(Experiment):

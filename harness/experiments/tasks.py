@@ -6,8 +6,8 @@ from typing import Any
 
 from harness.records import inputs
 from harness.resources import Resources
+from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.settings.run import OFFLINE_TASKS, TASKS, RunConfig
 
 
 class Tasks(Experiment):

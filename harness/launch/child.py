@@ -24,8 +24,8 @@ from harness.files import HeldError
 from harness.launch.interrupts import STOPS
 from harness.launch.runner import Run, fail, run
 from harness.resources import Resources
+from harness.settings.config import RunConfig
 from harness.settings.experiment import find
-from harness.settings.run import RunConfig
 
 STOP_S = 5.0
 """How long a child that has done its work may take to end."""

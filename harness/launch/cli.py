@@ -27,9 +27,10 @@ from harness.launch.export import export
 from harness.launch.hydra_front import OF_HYDRA, TRACEBACKS, as_command_line, in_words
 from harness.launch.plan import Plan, read_plan
 from harness.resources import Resources
-from harness.settings.choices import CONF_DIR, setting_of
+from harness.settings import schema
 from harness.settings.compose import asks_status, parse
 from harness.settings.experiment import find
+from harness.settings.schema import setting_of
 
 Draw = Callable[[Path], Sequence[Path]]
 """Draws the figures of a results folder; returns their paths."""
@@ -187,7 +188,7 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     """
     console.open_streams()
     jobs = Jobs(os.environ.get(TRACEBACKS, "0") not in ("0", ""), resources or Resources(), draw)
-    command = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")(jobs)
+    command = hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config")(jobs)
     try:
         overrides.check(argv)
         with as_command_line(argv):

@@ -14,9 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
 import harness
 from harness.errors import DEFECT, UNFINISHED, USERS, UserError
@@ -24,10 +25,10 @@ from harness.files import text_sha256, write_atomic
 from harness.launch import slurm
 from harness.launch.plan import share_of
 from harness.launch.runner import Run, relabel
-from harness.settings.choices import group, setting_of
+from harness.settings.config import RunConfig
 from harness.settings.experiment import find
-from harness.settings.run import RunConfig
-from harness.settings.schema import build, check_range
+from harness.settings.schema import MOST, build, group, setting_of
+from harness.settings.UNKNOWN import Count, Natural
 
 POLL_S = 10.0
 """Between two questions to Slurm, in seconds."""
@@ -44,20 +45,15 @@ class Cluster:
     """
 
     name: Literal["slurm"]
-    jobs: int = 1
+    jobs: Count = 1
     partition: str | None = None
     account: str | None = None
-    minutes: int = 720
-    restarts: int = 3
-    cpus: int = 8
-    mem_gib: int = 64
-    gpus: int | None = None
+    minutes: Annotated[int, Field(ge=5, le=MOST)] = 720
+    restarts: Natural = 3
+    cpus: Count = 8
+    mem_gib: Count = 64
+    gpus: Natural | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        least = {"jobs": 1, "minutes": 5, "restarts": 0, "cpus": 1, "mem_gib": 1, "gpus": 0}
-        for name, bound in least.items():
-            check_range(f"cluster.{name}", getattr(self, name), bound)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from harness.errors import UserError
 from harness.records import archive
-from harness.settings.choices import setting_of
-from harness.settings.schema import path_text
+from harness.settings.schema import path_text, setting_of
 
 TAKES = ("export", "results_dir")
 MIB = 2**20

@@ -23,7 +23,7 @@ from harness.launch.child import process_of, run_apart
 from harness.launch.plan import counted, groups
 from harness.launch.runner import Run, relabel, require_devices, run
 from harness.resources import Resources
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 
 
 def run_cells(

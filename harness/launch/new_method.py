@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import UserError, exit_code
-from harness.settings.choices import options
+from harness.settings.schema import options
 
 SKELETON = Path(__file__).with_name("my_method.py")
 NEXT = {

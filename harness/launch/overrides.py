@@ -13,8 +13,8 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote,
 from hydra.errors import HydraException
 
 from harness.errors import UserError, nearest
-from harness.settings.choices import is_group, options
-from harness.settings.composer import read_override
+from harness.settings.compose import read_override
+from harness.settings.schema import is_group, options
 from harness.settings.systems import LABELS
 
 SWEEPS = {"-m", "--multirun"}

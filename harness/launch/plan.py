@@ -34,11 +34,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from harness.errors import UserError, nearest
 from harness.launch.child import process_of
 from harness.model.load import shape_mapping
-from harness.settings.choices import options, setting_of
-from harness.settings.compose import chosen_model, compose, load
-from harness.settings.composer import Composer
+from harness.settings.compose import Composer, chosen_model, compose, load
+from harness.settings.config import RunConfig
 from harness.settings.experiment import find
-from harness.settings.run import RunConfig
+from harness.settings.schema import options, setting_of
 
 T = TypeVar("T")
 

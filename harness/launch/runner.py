@@ -24,8 +24,8 @@ from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.records.baseline import full_runs
 from harness.resources import Resources
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome, find
-from harness.settings.run import RunConfig
 from harness.tables import write as tables
 
 

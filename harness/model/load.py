@@ -44,8 +44,8 @@ from harness.model.source import (
     read_config,
     weight_files,
 )
-from harness.settings.choices import CONF_DIR, options
-from harness.settings.sources import CPU_DTYPE, ModelConfig
+from harness.settings.config import CPU_DTYPE, ModelConfig
+from harness.settings.schema import CONF_DIR, options
 
 if TYPE_CHECKING:
     import torch

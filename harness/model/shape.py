@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, nearest, question, refused
 from harness.files import available_bytes
-from harness.settings.choices import CONF_DIR, options
+from harness.settings.schema import CONF_DIR, options
 
 if TYPE_CHECKING:
     import torch

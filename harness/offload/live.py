@@ -29,7 +29,8 @@ from harness.offload.links import Link, Links, link_of
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
 from harness.offload.step import DecodeStep, Timeline
 from harness.offload.store import KVStore, RowFormat
-from harness.settings.speed import Placement, check_combination
+from harness.settings.config import Placement
+from harness.settings.systems import check_combination
 from harness.sizes import StepReads
 from methods.base import Calibration, Method, State
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from harness.errors import UserError
 from harness.offload import memory
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
-from harness.settings.speed import Placement
+from harness.settings.config import Placement
 from methods.codec import AnyCodec, Codec
 
 COMPILED = {"cuda"}

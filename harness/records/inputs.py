@@ -16,10 +16,16 @@ from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offli
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
 from harness.records import code
+from harness.settings.config import (
+    OFFLINE_TASKS,
+    RULER_TASKS,
+    CalibrationConfig,
+    CorpusConfig,
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+)
 from harness.settings.experiment import find
-from harness.settings.run import OFFLINE_TASKS, RunConfig
-from harness.settings.sources import CalibrationConfig, CorpusConfig, DataConfig, ModelConfig
-from harness.settings.tasks import RULER_TASKS
 
 if TYPE_CHECKING:
     from harness.data.lm_tasks import Leaf

@@ -26,8 +26,8 @@ from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.records import code
 from harness.records.form import flaw
+from harness.settings.config import RunConfig
 from harness.settings.experiment import find, foreign_settings
-from harness.settings.run import RunConfig
 
 SCHEMA, WITHOUT_DIGEST = 3, 2
 DIGEST = "digest"

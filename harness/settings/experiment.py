@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from harness.errors import UserError, nearest
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments"
 COMMON = (

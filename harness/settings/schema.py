@@ -1,59 +1,159 @@
-"""A plain mapping onto a frozen dataclass, strictly.
+"""What a setting may be: the choices of `conf/`, types and ranges.
 
-Hydra composes untyped YAML (typed schemas in its ConfigStore break composition when frozen and let `+typo=1`
-through when not), so types and names are checked here, once, against the dataclass's annotations. A refusal
-is a `UserError` naming the setting as the user writes it, its value and what is allowed.
+Hydra composes untyped YAML. `build` checks it with pydantic against the annotations of a frozen dataclass. A refusal is
+a `UserError` of one line, which names the setting as the user writes it, its value and what is allowed.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
-import types
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
+from pydantic.errors import PydanticUserError
 
 from harness.errors import UserError, nearest
 
 T = TypeVar("T")
-PathText = Annotated[str, "path"]
-"""The type of a setting that names a file or folder: text that is not empty, its `~` expanded."""
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 MOST = 2**31 - 1
-"""Of any whole number: more tokens, sequences or seeds than this mean a slip of the hand, and fit into no index."""
+"""The largest whole number of any setting. More tokens, sequences or seeds mean a slip of the hand."""
 LARGEST = 3e38
-"""Of any finite number: what float32 holds."""
-WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""What a value of each type looks like to a user."""
+"""The largest finite number of any setting: what float32 holds."""
+
+WORDS = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "tuple_type": "a list such as [a,b]",
+    "list_type": "a list such as [a,b]",
+    "mapping_type": "a group of settings such as {name}.<name>=<value>",
+    "dict_type": "a group of settings such as {name}.<name>=<value>",
+    "greater_than": "above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:.10g}",
+}
+"""What is allowed, by pydantic's type of error."""
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _items(value: Any) -> Any:
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
+
+
+def _path(value: Any, info: ValidationInfo) -> str:
+    return path_text(value, _join(str(info.context), str(info.field_name)))
+
+
+def _share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError("must be above 0 and at most 1")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+"""Text, for which a number may be given: `label=4`."""
+PathText = Annotated[str, BeforeValidator(_path)]
+"""The name of a file or folder: not empty, its `~` expanded."""
+Names = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_items)]
+"""A list of texts, written `[a,b]`, `'a,b'` or, for one item, `a`."""
+Natural = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Share = Annotated[float, AfterValidator(_share)]
+Positive = Annotated[float, Field(gt=0, le=MOST)]
+
+
+def options(group: str) -> list[str]:
+    """The choices of a group of settings: the files under `conf/<group>`."""
+    return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+
+
+def is_group(name: str) -> bool:
+    """Whether a setting chooses a file of `conf/`."""
+    return (CONF_DIR / name).is_dir()
+
+
+@cache
+def kind_of(experiment: str) -> str | None:
+    """The kind of run in the YAML of an experiment; None where it says none, or where there is no such file."""
+    path = CONF_DIR / "experiment" / f"{experiment}.yaml"
+    kind = yaml.safe_load(path.read_text(encoding="utf-8")).get("kind") if path.is_file() else None
+    return None if kind is None else str(kind)
+
+
+def setting_of(override: str) -> str:
+    """The setting that an override sets, or removes (`~`)."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The settings of a group in a composed run. Raises UserError where a plain value stands in its place."""
+    node = settings.get(name)
+    if not isinstance(node, dict):
+        raise UserError(f"{name}={node}: {nearest(node, options(name))}")
+    return dict(node)
 
 
 def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
     """Make a `cls` from `settings`.
 
+    Only lossless readings are taken: 1 for a float, a list for a tuple.
+
     Args:
-        cls: a dataclass; nested dataclasses are built from nested mappings.
-        settings: field name to plain value; a field left out keeps its default.
-        where: the setting at which `settings` stands, "" at the top.
+        cls: a dataclass.
+        settings: field name to plain value. A field left out keeps its default.
+        where: the group of settings, "" at the top.
 
     Raises:
-        UserError: unknown or missing key, wrong type, or what the dataclass's own checks say (`ValueError`).
+        UserError: unknown or missing name, wrong type, out of range, or a `ValueError` of the dataclass itself.
     """
-    hints = get_type_hints(cls, include_extras=True)
-    names = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    for key in settings:
-        if key not in names:
-            raise UserError(f"unknown setting {_join(where, key)}: {nearest(key, names)}")
-    values = {key: _convert(value, hints[key], _join(where, key)) for key, value in settings.items()}
-    missing = [name for name in _required(cls) if name not in values]
-    if missing:
-        raise UserError(f"setting {_join(where, missing[0])} is missing")
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    for name, value in settings.items():
+        if name not in fields:
+            raise UserError(f"unknown setting {_join(where, name)}: {nearest(name, fields)}")
+        if isinstance(value, float) and (math.isnan(value) or LARGEST <= abs(value) < math.inf):
+            raise UserError(f"{_join(where, name)}={value}: must be a number")
+        if isinstance(value, int) and abs(value) > MOST:
+            raise UserError(f"{_join(where, name)}={value}: must be at most {MOST}")
+    for name, field in fields.items():
+        absent = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if absent and name not in settings:
+            raise UserError(f"setting {_join(where, name)} is missing")
     try:
-        return cls(**values)
-    except ValueError as error:  # `methods` knows no UserError; its messages name the setting already
+        checked = _model(cls).model_validate(dict(settings), context=where)  # type: ignore[arg-type]
+        return cls(**{name: getattr(checked, name) for name in settings})
+    except ValidationError as error:
+        raise UserError(_in_words(error, where)) from error
+    except ValueError as error:  # `methods` knows no UserError; its messages name the setting
         raise UserError(str(error)) from error
 
 
 def path_text(value: Any, where: str) -> str:
-    """A path as a user writes it; UserError where it is empty, no text, or in the home of a user who is not there."""
-    text = _scalar(value, str, where)
+    """A path with its `~` expanded. Raises UserError where it is empty, no text, or in an unknown home folder."""
+    text = _text(value)
+    if not isinstance(text, str):
+        raise UserError(f"{where}={value}: must be text")
     if not text:
         raise UserError(f"{where}=: is empty; must be a path, such as . for the present folder")
     try:
@@ -62,78 +162,39 @@ def path_text(value: Any, where: str) -> str:
         raise UserError(f"{where}={text}: there is no such home folder") from None
 
 
-def check_range(setting: str, value: float | None, low: float, *, above: bool = False, most: float = MOST) -> None:
-    """UserError where `value` is given and is below `low` (above: or equals it), above `most`, or infinite."""
-    if value is None:
-        return
-    if value < low or (above and value == low):
-        raise UserError(f"{setting}={value}: must be {'above' if above else 'at least'} {low}")
-    if value > most:
-        raise UserError(f"{setting}={value}: must be at most {most}")
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
 
 
-def _required(cls: type) -> list[str]:
-    absent = dataclasses.MISSING
-    fields = dataclasses.fields(cls)
-    return [field.name for field in fields if field.default is absent and field.default_factory is absent]
+@cache
+def _model(cls: Any) -> type[BaseModel]:
+    """A pydantic model with the fields of a dataclass."""
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+        fields: Any = {f.name: (_lenient(hints[f.name]), None) for f in dataclasses.fields(cls) if f.init}
+        config = ConfigDict(strict=True, arbitrary_types_allowed=cls.__module__.startswith("harness."))
+        return create_model(cls.__name__, __config__=config, **fields)
+    except (PydanticUserError, NameError) as error:
+        said = str(error).splitlines()[0]
+        raise UserError(f"{cls.__name__}: a type is none that a setting can have ({said})") from error
 
 
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+def _lenient(hint: Any) -> Any:
+    """A list is read as a tuple."""
+    return Annotated[hint, Strict(False)] if getattr(hint, "__origin__", None) is tuple else hint
 
 
-def _convert(value: Any, annotation: Any, where: str) -> Any:
-    """`value` as `annotation` wants it; only lossless readings are taken (1 for a float, 7 for a string)."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if annotation is Any:
-        return value
-    if annotation == PathText:
-        return path_text(value, where)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        inner = [argument for argument in arguments if argument is not type(None)]
-        return _convert(value, inner[0], where) if len(inner) == 1 else _scalar(value, annotation, where)
-    if origin is Literal:
-        if value not in arguments:
-            raise UserError(f"{where}={value}: {nearest(value, map(str, arguments))}")
-        return value
-    if origin is tuple:
-        return tuple(_convert(item, arguments[0], where) for item in _items(value, where))
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return value if isinstance(value, annotation) else build(annotation, _mapping(value, where), where)
-    if origin is Mapping:
-        return _mapping(value, where)
-    return _scalar(value, annotation, where)
-
-
-def _scalar(value: Any, kind: Any, where: str) -> Any:
-    if kind not in WORDS:
-        known = ", ".join(each.__name__ for each in WORDS)
-        raise UserError(f"{where}: its type {kind} is none that a setting can have: {known}, Literal, tuple; or None")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is int and number and isinstance(value, int):
-        check_range(where, value, -MOST)
-        return value
-    if kind is float and number and (abs(value) < LARGEST or value in (math.inf, -math.inf)):
-        return float(value)
-    if kind is str and (isinstance(value, str) or number):
-        return str(value)
-    raise UserError(f"{where}={value}: must be {WORDS[kind]}")
-
-
-def _items(value: Any, where: str) -> list[Any]:
-    """A list may be written `[a,b]`, `'a,b'` or, for one item, `a`."""
-    if isinstance(value, str):
-        return [item.strip() for item in value.split(",")]
-    if not isinstance(value, list | tuple):
-        raise UserError(f"{where}={value}: must be a list such as [a,b]")
-    return list(value)
-
-
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UserError(f"{where}={value}: must be a group of settings such as {where}.<name>=<value>")
-    return value
+def _in_words(error: ValidationError, where: str) -> str:
+    """The first refusal of pydantic in one line."""
+    first = error.errors()[0]
+    kind, value, context = first["type"], first["input"], first.get("ctx", {})
+    if isinstance(context.get("error"), UserError):
+        return str(context["error"])
+    name = _join(where, str(first["loc"][0]))
+    if kind == "literal_error":
+        expected = re.findall("'(.*?)'", first["msg"])
+        return f"{name}={value}: {nearest(value, expected)}"
+    if isinstance(context.get("error"), ValueError):
+        return f"{name}={value}: {context['error']}"
+    allowed = f"must be {WORDS[kind].format(name=name, **context)}" if kind in WORDS else first["msg"]
+    return f"{name}={value}: {allowed}"

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from harness.errors import UserError
-from harness.settings.run import RunConfig
-from harness.settings.speed import Placement
+from harness.settings.config import Placement, PlatformConfig, RunConfig
+
+if TYPE_CHECKING:
+    from methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,29 @@ def _get(settings: Mapping[str, Any], name: str) -> Any:
         return settings["method"]["name"]
     group, _, key = name.rpartition(".")
     return (settings[group] if group else settings)[key]
+
+
+def check_combination(method: Method, placement: str, reuse: bool) -> None:
+    """Raise UserError for settings that make no sense together in live decoding."""
+    if placement not in get_args(Placement):
+        raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
+    if method.replay_only:
+        raise UserError(method.replay_only)
+    if placement == "host" and method.when == "true_scores":
+        raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
+    if reuse and not (placement == "host" and method.names_rows):
+        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
+
+
+def check_live(method: Method, placement: str, reuse: bool, platform: PlatformConfig) -> None:
+    """Raise UserError for a combination of settings that cannot be decoded live."""
+    check_combination(method, placement, reuse)
+    if placement == "managed" and platform.name != "cuda":
+        raise UserError(f"placement=managed: needs platform=cuda; allowed on {platform.name}: device, host")
+    if placement != "host" and not platform.overlap:
+        raise UserError(f"platform.overlap=false: placement={placement} uses no link; use placement=host")
+    if placement != "host" and platform.weights_on_device < 1:
+        share = f"platform.weights_on_device={platform.weights_on_device}"
+        raise UserError(f"{share}: placement={placement} uses no link; use placement=host")
+    if placement != "managed" and platform.device_gib is not None:
+        raise UserError(f"platform.device_gib={platform.device_gib:g}: is for placement=managed; leave it null")

@@ -34,7 +34,7 @@ from harness.offload.links import Links, Transfer
 from harness.offload.live import LiveSession
 from harness.offload.step import SEGMENTS, Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
-from harness.settings.speed import LatencyConfig, Placement
+from harness.settings.config import LatencyConfig, Placement
 from methods.base import Calibration, Method
 from methods.codec import AnyCodec
 

@@ -19,7 +19,7 @@ from harness.model.load import LoadedModel
 from harness.offload.live import LiveSession, generate
 from harness.offload.memory import smaller_card
 from harness.offload.weights import StreamedWeights, streamed_weights
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 from harness.setup import prepare
 from harness.speed.latency import SOURCES, compute_threads, opened_links
 from harness.speed.link_rate import link_rate

@@ -26,8 +26,8 @@ from harness.model.prompt import prompt_bytes
 from harness.offload.links import Link, open_link
 from harness.offload.memory import require_memory, smaller_card
 from harness.resources import Kept
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
-from harness.settings.run import RunConfig
 from harness.setup import Setup, codec_of, prepare
 from harness.speed.cell import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate

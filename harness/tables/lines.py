@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from harness.records.record import flat
+from harness.settings.config import CODEC_WORDS
 from harness.settings.experiment import foreign_settings
-from harness.settings.run import CODEC_WORDS
 from harness.tables.columns import TableRow
 
 Record = Mapping[str, Any]

@@ -21,8 +21,8 @@ from harness.files import write_atomic
 from harness.records.baseline import Baselines, full_runs
 from harness.records.form import ODD
 from harness.records.record import current, read_records
-from harness.settings.choices import kind_of
 from harness.settings.experiment import find
+from harness.settings.schema import kind_of
 from harness.tables import leaderboard, speed
 from harness.tables.columns import BOARD, OF_SOME_MODELS, TABLES, Column, TableRow, check, has_any, names, rank
 from harness.tables.lines import Pairs, tell_apart

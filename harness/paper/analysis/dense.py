@@ -14,7 +14,7 @@ from harness.model.attach import Attached
 from harness.model.load import LoadedModel
 from harness.model.prompt import PromptPass
 from harness.replay import MAX_CHUNK, SCORES_PER_CHUNK
-from harness.settings.run import RunConfig
+from harness.settings.config import RunConfig
 from methods.attention import Softmax
 
 

@@ -18,8 +18,8 @@ from harness.model.load import LoadedModel, model_config
 from harness.model.shape import WEIGHT_BYTES, count_weights
 from harness.paper.analysis import attention, states
 from harness.paper.analysis.dense import Point, Subject
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
-from harness.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

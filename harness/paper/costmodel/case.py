@@ -11,8 +11,7 @@ import numpy as np
 
 from harness.errors import UserError, nearest
 from harness.model.shape import ModelShape, read_yaml
-from harness.settings.choices import CONF_DIR
-from harness.settings.schema import build
+from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS, System
 
 if TYPE_CHECKING:

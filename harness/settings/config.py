@@ -1,0 +1,386 @@
+"""The settings of a run: frozen dataclasses. `harness.settings.compose` makes them from a command line.
+
+`harness.settings.schema.build` checks types and ranges. Each class refuses settings that contradict one another.
+`harness.experiments` refuses what a kind of run cannot have. Imports neither Hydra nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import Field, Strict
+
+from harness.errors import UserError
+from harness.settings.schema import MOST, Count, Names, Natural, PathText, Positive, Share, Text
+
+if TYPE_CHECKING:
+    from methods.base import Method
+else:
+    Method = Any  # importing it here would import torch
+
+CPU_DTYPE: Final = "float32"
+"""Precision of a run on a CPU unless the user gives one. The entries of `conf/model` name a GPU's."""
+GENERATED_TASKS = ("kv_recall", "passkey")
+RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+"""The tasks of RULER that lm-eval generates without any data."""
+PAPER_TASKS = ("copa", "openbookqa", "winogrande", "piqa", "rte")  # Fig 11
+OFFLINE_TASKS = (*GENERATED_TASKS, *RULER_TASKS)
+TASKS = (*OFFLINE_TASKS, *PAPER_TASKS, "hellaswag", "arc_easy", "lambada", "boolq")
+"""Tasks that are known without lm-eval's index, which has thousands more."""
+GENERATED_NUM_SAMPLES = 128
+RULER_NUM_SAMPLES = 32
+DEFAULT_SEQ_LENGTHS = [4096]
+"""lm-eval's lengths of RULER's prompts and answers, in tokens."""
+GROUP_SIZE = 64
+PAPER_NUM_LAYERS = 32
+"""Layers of OPT-6.7B (Figs 4, 5, 7) and of Llama-3-8B (Fig 20)."""
+SLOWEST_GBPS = 1e-3
+"""The slowest emulated link: at a megabyte a second a step of the smallest model takes a minute."""
+
+CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1"]
+INTEGER_CODECS = ("int8", "int4", "int2", "int1")
+CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
+"""The settings that a codec's name says."""
+Device = Literal["cpu", "cuda"]
+Placement = Literal["device", "host", "managed"]
+"""Where the cache lies: device memory, host memory, or managed memory, which CUDA's driver pages."""
+Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, from where, in which precision.
+
+    path, hub_id: both None where the model comes from a package or has random weights. gguf_file: the file of either
+    that holds the weights, as transformers calls it. shape: a transformers config as a plain mapping with `model_type`,
+    used where `weights` is random. device: `map` spreads whole layers over all CUDA devices (accelerate's device map);
+    `auto` is the platform's.
+    """
+
+    name: Text
+    path: PathText | None = None
+    hub_id: Text | None = None
+    gguf_file: Text | None = None
+    weights: Literal["pretrained", "random"] = "pretrained"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda", "map"] = "auto"
+    trust_remote_code: bool = False
+    seed: Natural = 0
+    shape: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not Path(self.path).exists():
+            raise UserError(f"model.path={self.path}: no such file or folder")
+        if self.gguf_file is not None and not self.gguf_file.endswith(".gguf"):
+            raise UserError(f"model.gguf_file={self.gguf_file}: must be the name of a .gguf file")
+        if self.gguf_file is not None and self.hub_id is None and self.path is None:
+            raise UserError(f"model.gguf_file={self.gguf_file}: needs model.hub_id=, or model.path= of its folder")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tasks and texts come from. root: the folder of `local`."""
+
+    name: Literal["offline", "local", "hub"]
+    root: PathText | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == "local" and self.root is None:
+            raise UserError("data=local needs data.root=DIR, the folder with one sub-folder a data set")
+        if self.name != "local" and self.root is not None:
+            raise UserError(f"data.root={self.root} is read by data=local only, not by data={self.name}")
+        if self.root is not None and not Path(self.root).is_dir():
+            raise UserError(f"data.root={self.root}: no such folder")
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """The text of the windows: a named one, or the file `path`.
+
+    offset_tokens: where the first window begins. None: after the calibration text where both are the offline text,
+    else 0.
+    """
+
+    name: Literal["offline", "wikitext2"]
+    path: PathText | None = None
+    offset_tokens: Natural | None = None
+
+    def __post_init__(self) -> None:
+        _check_file("corpus.path", self.path)
+
+    @property
+    def title(self) -> str:
+        """The name of the text in records and tables."""
+        return Path(self.path).name if self.path else self.name
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """The first `num_tokens` tokens of the calibration text: the file `path`, or the offline text."""
+
+    path: PathText | None = None
+    num_tokens: Count = 1024
+
+    def __post_init__(self) -> None:
+        _check_file("calibration.path", self.path)
+
+
+def _check_file(setting: str, path: str | None) -> None:
+    if path is not None and not Path(path).is_file():
+        raise UserError(f"{setting}={path}: no such file")
+
+
+@dataclass(frozen=True)
+class PlatformConfig:
+    """The machine on which a run computes. Only `cpu` and `cuda` run; any other is the cost model's.
+
+    link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate. overlap: transfers run
+    beside the computation. pinned: the host memory is page-locked (CUDA). weights_on_device: the share of the decoder
+    layers' weights that stays on the device; the rest lies in host memory and crosses the link in each pass.
+    device_gib: under CUDA, memory in GiB that a smaller card would have for weights and all else; None: all.
+    """
+
+    name: Device
+    link_gbps: Annotated[float, Field(gt=SLOWEST_GBPS, le=MOST)] | None = None
+    overlap: bool = True
+    pinned: bool = True
+    weights_on_device: Share = 1.0
+    device_gib: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.link_gbps is not None and self.name != "cpu":
+            raise UserError(
+                f"platform.link_gbps={self.link_gbps}: sets the emulated link of platform=cpu; leave it null"
+            )
+        if self.device_gib is not None and self.name != "cuda":
+            raise UserError(
+                f"platform.device_gib={self.device_gib}: makes a smaller card of platform=cuda; leave it null"
+            )
+
+
+@dataclass(frozen=True)
+class LatencyConfig:
+    """The shape of a timed cell, and how often it is timed. These settings stand at the top.
+
+    A prompt of `prompt_len` tokens and `gen_len` new ones for each of `batch_size` sequences. Of the gen_len - 1
+    decode steps, the first `warmup_steps` are not timed and then `repeats` blocks of `timed_steps` are; None times
+    as many as there are. Once decoding has taken `time_limit_s` seconds, no further step is timed, but one at least is.
+    """
+
+    batch_size: Count = 4
+    prompt_len: Count = 1024
+    gen_len: Annotated[int, Field(ge=2, le=MOST)] = 32
+    warmup_steps: Natural = 2
+    timed_steps: Count | None = 8
+    repeats: Count = 2
+    time_limit_s: Annotated[float, Field(ge=1, le=MOST)] | None = None
+
+    def __post_init__(self) -> None:
+        needed = self.warmup_steps + self.repeats * (self.timed_steps or 1)
+        if needed > self.gen_len - 1:
+            raise UserError(
+                f"gen_len={self.gen_len}: has {self.gen_len - 1} decode steps; warmup_steps + repeats * timed_steps "
+                f"are {needed}"
+            )
+
+    @property
+    def block_steps(self) -> int:
+        """Timed steps in a repeat."""
+        return self.timed_steps or (self.gen_len - 1 - self.warmup_steps) // self.repeats
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """How lm-eval's tasks are prompted. These settings stand at the top, and are called as lm-eval's command line does.
+
+    include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval, such as
+    max_seq_lengths of RULER. apply_chat_template: prompts are turns of the tokenizer's chat template;
+    fewshot_as_multiturn: each example is a turn too. system_instruction: text before them. question_marker: the text
+    with which a question starts, where prefill=question ends the prompt; None: the task's own. too_long: what happens
+    to a context beyond the model's limit; `truncate` leaves out its beginning, as lm-eval does.
+    """
+
+    include_path: PathText | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = False
+    system_instruction: Text | None = None
+    question_marker: Text | None = None
+    too_long: Literal["refuse", "truncate"] = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise UserError(f"include_path={self.include_path}: no such folder")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise UserError("fewshot_as_multiturn=true: needs apply_chat_template=true, whose turns the examples are")
+        if self.question_marker is not None and not self.question_marker.strip("\n "):
+            raise UserError(f"question_marker={self.question_marker!r}: must hold a character that is no space")
+        lengths: Any = self.lengths
+        if not isinstance(lengths, list) or not all(type(length) is int and 0 < length <= MOST for length in lengths):
+            raise UserError(f"metadata.max_seq_lengths={lengths}: must be a list of lengths in tokens, such as [2048]")
+        if not lengths or len(set(lengths)) < len(lengths):
+            raise UserError(f"metadata.max_seq_lengths={lengths}: must hold at least one length, and none twice")
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of RULER's prompts and answers, in tokens."""
+        return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
+
+
+@dataclass(frozen=True)
+class AnalysisConfig:
+    """One dense pass over the first `num_tokens` tokens of the corpus after its offset, and what is measured in it.
+
+    statistic: None where the run is no analysis. layers: None takes those at the depth of the paper's. kept_frac: share
+    of `num_tokens` that the compared method keeps (`similarity`).
+    """
+
+    statistic: Statistic | None = None
+    num_tokens: Annotated[int, Field(ge=2, le=MOST)] = 2048
+    layers: Annotated[tuple[Natural, ...], Strict(False)] | None = None
+    kept_frac: Share = 0.1
+
+    def __post_init__(self) -> None:
+        layers = self.layers
+        if layers is not None and (not layers or len(set(layers)) < len(layers)):
+            listed = ",".join(map(str, layers))
+            raise UserError(f"analysis.layers=[{listed}]: must name at least one layer, and none twice")
+
+    def layers_of(self, num_layers: int, paper_layers: tuple[int, ...], name: str) -> tuple[int, ...]:
+        """The layers to look at in model `name`.
+
+        paper_layers: of the paper's 32-layer model; without a setting, those at the same depth here.
+        Raises UserError for a layer that the model does not have.
+        """
+        if self.layers is None:
+            return tuple(sorted({layer * num_layers // PAPER_NUM_LAYERS for layer in paper_layers}))
+        if max(self.layers) >= num_layers:
+            listed = ",".join(map(str, self.layers))
+            raise UserError(f"analysis.layers=[{listed}]: {name} has layers 0 to {num_layers - 1}")
+        return self.layers
+
+
+def codec_words(
+    codec: str | None,
+    value_codec: str | None = None,
+    rotation: str | None = None,
+    key_groups: str = "token",
+    residual: int = 0,
+) -> str | None:
+    """A codec's name in tables and labels, such as `hadamard-int4` or `channel-int2/int2-r128`; None for none."""
+    if codec is None:
+        return None
+    keys, values = codec if key_groups == "token" else f"{key_groups}-{codec}", value_codec or codec
+    words = keys if keys == values else f"{keys}/{values}"
+    return (f"{rotation}-" if rotation else "") + words + (f"-r{residual}" if residual else "")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie in (0, 1].
+
+    kind: one of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose it.
+    value_codec: of the values, where it is not the keys'. group_size: elements along head_dim that share lo and step of
+    an integer codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: what a vector goes
+    through before an integer codec. residual: last tokens that stay exact, on the device. size: the share of the full
+    cache that a decode step is to read; sizing: `nearest` where `size=nearest:SHARE` was asked. link_gbps, max_kl: what
+    is asked of a frontier, in 10^9 bytes/s and nats. tracker: where the record is sent as well.
+    """
+
+    experiment: Text
+    kind: Text
+    model: ModelConfig
+    method: Method
+    method_name: Text
+    data: DataConfig
+    corpus: CorpusConfig
+    calibration: CalibrationConfig
+    platform: PlatformConfig
+    tasks: Names
+    label: Text
+    label_given: bool = False
+    codec: CodecName | None = None
+    value_codec: CodecName | None = None
+    group_size: Count = GROUP_SIZE
+    rotation: Literal["hadamard"] | None = None
+    key_groups: Literal["token", "channel"] = "token"
+    residual: Natural = 0
+    size: Share | None = None
+    sizing: Literal["exact", "nearest"] = "exact"
+    num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    num_fewshot: Natural | None = None
+    prefill: Literal["auto", "dense", "question", "artifact"] = "auto"
+    scoring: Literal["sum", "mean"] = "sum"
+    task: TaskConfig = TaskConfig()
+    seed: Natural = 0
+    seq_len: Annotated[int, Field(ge=2, le=MOST)] = 1024
+    prefill_len: Natural = 256
+    num_windows: Count = 4
+    placement: Placement = "host"
+    reuse: bool = False
+    latency: LatencyConfig = LatencyConfig()
+    analysis: AnalysisConfig = AnalysisConfig()
+    prompt: Text | None = None
+    max_new_tokens: Count = 64
+    link_gbps: Positive | None = None
+    max_kl: Positive | None = None
+    results_dir: PathText = "results"
+    tracker: Literal["none", "mlflow", "wandb"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            try:
+                self.method.with_size(self.size)
+            except ValueError as error:
+                raise UserError(f"size={self.size}: {error}") from error
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise UserError(f"tasks=[{','.join(self.tasks)}]: must name at least one task, and none twice")
+        self._check_codecs()
+
+    @property
+    def codec_name(self) -> str | None:
+        """The codec in words, such as `hadamard-int4`, or `int4/int8` of keys and values; None stores rows exactly."""
+        return codec_words(**{name: getattr(self, name) for name in CODEC_WORDS})
+
+    def _check_codecs(self) -> None:
+        if self.value_codec is not None and self.codec is None:
+            raise UserError(f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact")
+        keys, values = self.codec, self.value_codec or self.codec
+        words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
+        integers = {keys, values} & {*INTEGER_CODECS}
+        if self.group_size != GROUP_SIZE and not integers:
+            raise UserError(f"group_size={self.group_size}: {words} has no groups; choose an integer codec")
+        if self.rotation is not None and integers != {keys, values}:
+            raise UserError(f"rotation={self.rotation}: {words} is not turned; choose an integer codec")
+        if self.residual and not integers:
+            raise UserError(f"residual={self.residual}: {words} leaves no token behind; choose an integer codec")
+        if self.key_groups == "channel" and self.codec not in INTEGER_CODECS:
+            raise UserError(f"key_groups=channel: codec={self.codec} has no groups; choose an integer codec")
+        if self.key_groups == "channel" and (not self.residual or self.residual % self.group_size):
+            allowed = f"a multiple of group_size={self.group_size}, above 0, with key_groups=channel"
+            raise UserError(f"residual={self.residual}: must be {allowed}")
+        if self.residual and not self.method.reads_all:
+            raise UserError(f"residual={self.residual}: method={self.method_name} does not read all that is cached")
+
+    def prefill_of(self, task: str, *, writes: bool = False) -> str:
+        """Which rows of `task` are decode rows: dense, question or artifact.
+
+        `auto`: a generated task ends its prompt before the question, where methods differ; one whose answers the model
+        writes decodes from the prompt's end, as when serving; any other is scored as the artifact does.
+        """
+        if self.prefill != "auto":
+            return self.prefill
+        if task in GENERATED_TASKS:
+            return "question"
+        return "dense" if writes else "artifact"
+
+    def num_samples_of(self, task: str) -> int | None:
+        """Questions of `task`; None is all of them. RULER's have num_samples at each of their lengths."""
+        if self.num_samples is None and task in GENERATED_TASKS:
+            return GENERATED_NUM_SAMPLES
+        if task in RULER_TASKS:
+            return (self.num_samples or RULER_NUM_SAMPLES) * len(self.task.lengths)
+        return self.num_samples
