@@ -163,7 +163,7 @@ def test_fig19_has_a_point_for_every_cell_of_its_grid(tmp_path):
     scores = [score_of(cell, metric) for cell in cells for metric in ("perplexity", "perplexity_full")]
     write_accuracy(tmp_path, "fig19", scores)
     sizes, lengths = (drawn_x(axes) for axes in draw("fig19", tmp_path).axes)
-    assert {name: len(x) for name, x in sizes.items()} == {"InfiniGen": 3, "H2O": 3, "INT8/4/2/1": 1}
+    assert {name: len(x) for name, x in sizes.items()} == {"InfiniGen": 3, "H2O": 3, "INT4": 1}
     kept = sorted({cell.seq_len for cell in cells if cell.label_given})
     assert lengths == dict.fromkeys(("Full cache", "InfiniGen", "H2O"), kept) and kept[-1] == 8192
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperCell, quantity
@@ -27,27 +28,6 @@ Key = tuple[str, str]
 """A label, and the size or the settings that tell its runs apart."""
 
 
-class TimedRow(NamedTuple):
-    """A row of a latency table, as `harness.paper.costmodel.published.Timed`."""
-
-    row: TableRow
-
-    @property
-    def total_s(self) -> float:
-        """Prefill and decode."""
-        return self.row["total_s"]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens over `total_s`."""
-        return self.row["tokens_per_s"]
-
-    @property
-    def block(self) -> dict[str, float]:
-        """One block in one decode step; a segment that a method lacks takes no time."""
-        return {segment.name.removesuffix("_s"): self.row[segment.name] or 0 for segment in columns.SEGMENTS}
-
-
 def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
     """The paper's numbers for a figure, with ours beside them where `rows` holds that model and setup; None where
     nothing is known. Numbers of speed are made of timed runs by the same arithmetic as the cost model's calibration."""
@@ -69,7 +49,7 @@ def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
 def our_value(line: Mapping[str, str], rows: Sequence[TableRow]) -> float | None:
     """The published quantity from our rows; None where a row that it needs is absent, emulated, or there twice."""
 
-    def timed(cell: PaperCell) -> TimedRow:
+    def timed(cell: PaperCell) -> Any:
         wanted = {"model": cell.model, "label": cell.label, "batch_size": cell.batch_size}
         (row,) = (
             row
@@ -78,7 +58,8 @@ def our_value(line: Mapping[str, str], rows: Sequence[TableRow]) -> float | None
             and wanted.items() <= row.items()
             and row["prompt_len"] + row["gen_len"] == cell.total_len
         )
-        return TimedRow(row)
+        block = {segment.name.removesuffix("_s"): row[segment.name] or 0 for segment in columns.SEGMENTS}
+        return SimpleNamespace(total_s=row["total_s"], tokens_per_s=row["tokens_per_s"], block=block)
 
     try:
         if line["figure"] in TIMED_FIGURES:
@@ -142,31 +123,28 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
         return None
     size = min(sizes, key=lambda each: abs(each - MAIN_SIZE))
     sized = sorted((row for row in known if row[ASKED_SIZE.name] == size), key=lambda row: row[KL.name])
+    full = [row for row in known if row["method"] == "full"][:1]
     bound = [row for row in sized if row["method"] == BOUNDS["upper"]]
     methods = [row for row in sized if row not in bound and abs(row[SIZE.name] - size) < 0.01]
-    shown = [row for row in methods if row in methods[:BEST] or row["method"] in ALWAYS]
-    full = [row for row in known if row["method"] == "full"][:1]
-    shown_columns = [column for column in (SIZE, KL, *BOARD_TASKS, STEP) if columns.has_any(sized, column)]
-
-    def cell(row: TableRow, column: columns.Column) -> str:
-        with_error = None if column in BOARD_TASKS else row.get(f"{column.name}_stderr")
-        return column.show(row.get(column.name), with_error)
-
-    lines = [[row["label"], *(cell(row, column) for column in shown_columns)] for row in (*full, *bound, *shown)]
+    paper = [row for row in methods[BEST:] if row["method"] in ALWAYS]
+    shown = [column for column in (SIZE, KL, *BOARD_TASKS, STEP) if columns.has_any(sized, column)]
+    lines = [
+        [row["label"], *(column.show(row.get(column.name)) for column in shown)]
+        for row in (*full, *bound, *methods[:BEST], *paper)
+    ]
     title = f"{known[0]['model']}: closest to the full cache at a size of {ASKED_SIZE.show(size)} %"
-    return Sheet(title, ["label", *(column.heading for column in shown_columns)], lines)
+    return Sheet(title, ["label", *(column.heading for column in shown)], lines)
 
 
 def main_times(tables: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
     """The overview's table of times: seconds of a run and the speedup over offload, of each figure in `tables`."""
     lines = []
     for rows in tables.values():
-        totals: dict[str, Any] = {row["label"]: row for row in rows if row.get("total_s") is not None}
-        for label in SYSTEMS:
-            if label in totals and SYSTEMS[0] in totals:
-                row, base = totals[label], totals[SYSTEMS[0]]["total_s"]
-                shape = f"batch {row['batch_size']:.0f}, {row['prompt_len']:,.0f} + {row['gen_len']:.0f} tokens"
-                what = f"{row['model']}, {shape}, {row['source']}"
-                lines.append([label, what, f"{row['total_s']:.1f}", f"{base / row['total_s']:.1f}"])
+        seconds = {row["label"]: row for row in rows if row.get("total_s") is not None}
+        for row in (seconds[label] for label in SYSTEMS if {label, SYSTEMS[0]} <= set(seconds)):
+            shape = f"batch {row['batch_size']:.0f}, {row['prompt_len']:,.0f} + {row['gen_len']:.0f} tokens"
+            speedup = seconds[SYSTEMS[0]]["total_s"] / row["total_s"]
+            run = f"{row['model']}, {shape}, {row['source']}"
+            lines.append([row["label"], run, f"{row['total_s']:.1f}", f"{speedup:.1f}"])
     header = ["label", "run", "prefill and decode (s)", "speedup over offload"]
     return Sheet("Time of a run", header, lines) if lines else None

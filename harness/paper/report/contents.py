@@ -75,14 +75,17 @@ class Section(NamedTuple):
     @property
     def gaps(self) -> list[str]:
         """How many scores its tables lack, in words."""
-        counts = {
-            f"{part.where} {sheet.title}".strip(): [line[at] for line in sheet.lines for at in scores].count(MISSING)
-            for part in self.parts
-            for sheets in part.sheets.values()
+        sheets = [sheet for part in self.parts for own in part.sheets.values() for sheet in own]
+        counts = [
+            sum(
+                line[at] == MISSING
+                for line in sheet.lines
+                for at, name in enumerate(sheet.header)
+                if name in sheet.scores
+            )
             for sheet in sheets
-            for scores in [[at for at, heading in enumerate(sheet.header) if heading in sheet.scores]]
-        }
-        return [f"{self.entry.name}, {title}: {count}" for title, count in counts.items() if count]
+        ]
+        return [f"{self.entry.name}, {sheet.title}: {n}" for sheet, n in zip(sheets, counts, strict=True) if n]
 
 
 def entries_of(registry: Mapping[str, Any] = REGISTRY) -> list[Entry]:

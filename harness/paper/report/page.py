@@ -75,8 +75,8 @@ def _render(folder: Path) -> str:
     for section in sections.values():
         pages.setdefault(section.entry.page, []).append(section)
     boards = sections[LEADERBOARD].parts if LEADERBOARD in sections else []
-    spec = explorer([row for part in boards for row in part.rows], REGISTRY["families"])
-    packed = {"library": library(), "explorer": json.dumps(spec, allow_nan=False)} if spec else {}
+    explored = explorer([row for part in boards for row in part.rows], REGISTRY["families"])
+    packed = {"library": library(), "explorer": json.dumps(explored, allow_nan=False)} if explored else {}
     script = (HERE / "report.js").read_text(encoding="utf-8")
     options: Any = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     template = Environment(loader=FileSystemLoader(HERE), **options).get_template("report.html.j2")
@@ -86,7 +86,7 @@ def _render(folder: Path) -> str:
         pages=pages,
         main_sheets=[sheet for sheet in (*scores, times) if sheet],
         picture=_picture(sections.get(PICTURE)),
-        explorer=spec,
+        explorer=explored,
         explorer_page=sections[LEADERBOARD].entry.page if boards else None,
         beside=[where for where in folders if where],
         sources=SOURCES,

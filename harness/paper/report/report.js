@@ -1,3 +1,4 @@
+{  // a block, since the library has global names
 // A click on a heading sorts its table: numbers by value, words by letter, missing cells last.
 for (const table of document.querySelectorAll("table")) {
   table.querySelectorAll("th").forEach((heading, column) => {
@@ -23,10 +24,63 @@ for (const table of document.querySelectorAll("table")) {
   });
 }
 
-// The explorer: the choices above it go into its specification, which is drawn anew. The library and the specification
+// The explorer: the choices above it make its Vega-Lite specification, which is drawn anew. The library and the points
 // lie packed in the page (base64 of gzip) until the explorer is first seen. `ast` has expressions interpreted, since the
 // page's policy allows no code made of text.
-for (const explorer of document.querySelectorAll("#explorer")) {  // a block, since the library has global names
+const specification = ({ points, axes, tooltip, fronts, families }, chosen) => {
+  const quantity = (own, other) => {  // a task has a size of its own
+    const [title, type] = axes[own], field = `${other}_${own}` in points[0] ? `${other}_${own}` : own;
+    const least = own === "kl_nats" ? 1e-6 : type === "log" ? 0 : -Infinity;  // a smaller KL is that of the full cache
+    return { field, least, type: "quantitative", title, scale: { type, nice: false, padding: 12 } };
+  };
+  const x = quantity(chosen.x, chosen.y), y = quantity(chosen.y, chosen.x);
+  const values = points.filter(point => point.model === chosen.model && (!chosen.size || point.asked === chosen.size)
+    && [x, y].every(({ field, least }) => point[field] !== null && point[field] > least));
+  for (const { field, scale } of [x, y]) {
+    const numbers = values.flatMap(point => [point[field], point[`${field}_low`], point[`${field}_high`]]);
+    const finite = numbers.filter(Number.isFinite);
+    if (finite.length) scale.domain = [Math.min(...finite), Math.max(...finite)];
+  }
+  const front = values.filter(point => chosen.y === "kl_nats" && point.front.split(", ").includes(fronts[chosen.x]));
+  const error = (name, { field, ...each }) => ({
+    data: { values: values.filter(point => Number.isFinite(point[`${field}_low`])) },
+    mark: { type: "rule", opacity: .4 },
+    encoding: { [name]: { ...each, field: `${field}_low` }, [`${name}2`]: { field: `${field}_high` }, stroke: color },
+  });
+  const look = name => ({ field: "family", type: "nominal",
+    scale: { domain: Object.keys(families), range: Object.values(families).map(each => each[name]) } });
+  const color = look("color"), page = "currentColor";
+  const either = (test, value, otherwise) => ({ condition: { test, value }, value: otherwise });
+  const pale = either({ field: "modelled", equal: true }, .25, .9);
+  const ofChosen = [{ filter: { param: "method", empty: false } }];
+  return {
+    width: "container", height: 420, background: null, data: { values }, encoding: { x, y },
+    layer: [
+      { data: { values: front }, mark: { type: "line", stroke: page, strokeWidth: 1, opacity: .5 } },
+      { transform: ofChosen, mark: { type: "line", strokeDash: [4, 3], stroke: page, strokeWidth: 1.5 },
+        encoding: { detail: { field: "name" } } },
+      error("x", x), error("y", y),
+      { params: [
+          { name: "method", select: { type: "point", fields: ["name"], toggle: "event.shiftKey" } },
+          { name: "family", select: { type: "point", fields: ["family"] }, bind: "legend" }],
+        mark: { type: "point", size: 70, cursor: "pointer" },
+        encoding: {
+          stroke: color, fill: color, shape: look("shape"),
+          fillOpacity: [chosen.x, chosen.y].includes("step_s") ? pale : { value: .9 },
+          opacity: either({ and: [{ param: "method" }, { param: "family" }] }, 1, .12),
+          tooltip: Object.entries(tooltip).map(([field, title]) => ({ field, title, type: "nominal" })) } },
+      { transform: ofChosen, mark: { type: "text", align: "left", dx: 8, dy: -6, fontSize: 11, fill: page },
+        encoding: { text: { field: "label", type: "nominal" } } },
+    ],
+    config: {
+      font: "system-ui, sans-serif", view: { stroke: null },
+      axis: { labelColor: page, titleColor: page, domainColor: page, tickColor: page, gridColor: page, gridOpacity: .15,
+        titleFontWeight: "normal", titleFontSize: 12, labelFontSize: 11, format: "~g" },
+      legend: { labelColor: page, orient: "top", labelFontSize: 12, symbolOpacity: 1, title: null },
+    },
+  };
+};
+for (const explorer of document.querySelectorAll("#explorer")) {
   const options = { ast: true, renderer: "svg", actions: false, mode: "vega-lite" };
   const target = explorer.querySelector(".chart"), selects = [...explorer.querySelectorAll("select")];
   const unpacked = name => {
@@ -35,45 +89,17 @@ for (const explorer of document.querySelectorAll("#explorer")) {  // a block, si
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   };
   const load = async () => {
-    const [library, spec] = await Promise.all(["library", "explorer"].map(unpacked));
+    const [library, data] = await Promise.all(["library", "explorer"].map(unpacked));
     const script = document.createElement("script");
     script.textContent = library;
     document.body.append(script);
-    return JSON.parse(spec);
+    return JSON.parse(data);
   };
   let loaded;
   const draw = async () => {
     loaded ??= load();
-    const spec = structuredClone(await loaded), { axes, fronts } = spec.usermeta;
     const chosen = Object.fromEntries(selects.map(each => [each.name, each.value]));
-    const points = spec.data.values;
-    const axis = (own, other) => {  // a task has a size of its own
-      const field = `${other}_${own}`;
-      return field in points[0] && own === "size" ? { ...axes[own], field } : axes[own];
-    };
-    const x = axis(chosen.x, chosen.y), y = axis(chosen.y, chosen.x);
-    const drawn = { x, y };
-    const fits = each => axes.kl_nats.field === each.field ? point => point[each.field] > 1e-6
-      : each.scale.type === "log" ? point => point[each.field] > 0 : point => point[each.field] !== null;
-    spec.data.values = points.filter(point => point.model === chosen.model
-      && (!chosen.size || point.asked === chosen.size) && Object.values(drawn).every(each => fits(each)(point)));
-    const front = chosen.y === "kl_nats" && fronts[chosen.x];
-    const bars = Object.entries(drawn).filter(([, each]) => `${each.field}_low` in points[0]).slice(-1);
-    const layers = Object.fromEntries(spec.layer.map(layer => [layer.name, layer]));
-    layers.front.data = { values: spec.data.values.filter(point => front && point.front.split(", ").includes(front)) };
-    for (const [channel, each] of bars) {
-      layers.error.data = { values: spec.data.values.filter(point => point[`${each.field}_low`] !== null) };
-      layers.error.encoding[channel] = { ...each, field: `${each.field}_low` };
-      layers.error.encoding[`${channel}2`] = { field: `${each.field}_high` };
-    }
-    if (!bars.length) spec.layer = spec.layer.filter(layer => layer !== layers.error);
-    if (!Object.values(chosen).includes("step_s")) layers.point.encoding.fillOpacity = { value: 0.9 };
-    for (const [channel, each] of Object.entries(drawn)) {
-      const names = bars.some(([barred]) => barred === channel) ? ["", "_low", "_high"] : [""];
-      const values = names.flatMap(name => spec.data.values.map(point => point[each.field + name] ?? point[each.field]));
-      if (values.length) each.scale = { ...each.scale, domain: [Math.min(...values), Math.max(...values)] };
-    }
-    spec.encoding = drawn;
+    const spec = specification(await loaded, chosen);  // which brings the library as well
     await vegaEmbed(target, spec, options);
   };
   const redraw = () => draw().catch(console.error);
@@ -85,4 +111,5 @@ for (const explorer of document.querySelectorAll("#explorer")) {  // a block, si
     }
   }, { rootMargin: "300px" });
   seen.observe(explorer);
+}
 }
