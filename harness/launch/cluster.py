@@ -27,8 +27,7 @@ from harness.launch.plan import share_of
 from harness.launch.runner import Run, relabel
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
-from harness.settings.schema import MOST, build, group, setting_of
-from harness.settings.UNKNOWN import Count, Natural
+from harness.settings.schema import MOST, Count, Natural, build, group, setting_of
 
 POLL_S = 10.0
 """Between two questions to Slurm, in seconds."""
