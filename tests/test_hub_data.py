@@ -11,7 +11,7 @@ import pytest
 import yaml
 from tokens import byte_tokenizer
 
-from harness.data.hub import from_hub, revision
+from harness.data.hub import revision
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.launch.cli import main
@@ -211,21 +211,12 @@ def test_the_revision_is_that_of_the_newest_whole_rows(path, part, has_options, 
     assert bool(fetched) == (not expected)
 
 
-def test_a_text_is_fetched_once(served):
-    text = corpus_text(CORPUS, HUB)
-    assert text.startswith("A line.")
-    served.requests.clear()
-    assert corpus_text(CORPUS, HUB) == text and not served.requests
-
-
 @pytest.mark.parametrize(
     ("asked", "answer", "words"),
     [
         (ROWS, status(500), "answered 500 to "),
-        (ROWS, status(404, "Entry not found", X_Error_Code="EntryNotFound"), "answered 404 to .*: Entry not found"),
         (ROWS, break_off, "peer closed connection"),
         ("/wikitext", status(403, "Visit the page to ask for access.", X_Error_Code="GatedRepo"), "ask for access"),
-        ("/wikitext", status(429, "Slow down"), "answered 429 .* Slow down"),
         ("/wikitext", status(503, "The hub is being updated"), "answered 503 .* being updated"),
     ],
 )
@@ -234,22 +225,3 @@ def test_a_refused_data_set_says_what_the_hub_answered(asked, answer, words, ser
     assert re.search(words, refused())
     served.faults.clear()
     assert corpus_text(CORPUS, HUB), "goes on"
-
-
-def test_a_data_set_that_cannot_be_read(served):
-    served.datasets[WIKITEXT_HUB[0]].branches["main"]["test.jsonl"] = b'{"text": "A'
-    assert re.search(r"JSON|[Pp]arse", refused())
-
-
-def test_an_unknown_data_set(served):
-    del served.datasets[WIKITEXT_HUB[0]]
-    assert "doesn't exist on the Hub or cannot be accessed" in refused()
-
-
-def test_a_missing_package_is_not_the_hubs_fault(served):
-    def load() -> None:
-        raise ModuleNotFoundError("No module named 'reader'", name="reader")
-
-    with pytest.raises(ModuleNotFoundError):
-        from_hub("any/name", load)
-    assert not served.requests

@@ -9,7 +9,7 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, force, largest_difference, live, of_codec, open_live, replay
 from mixed_models import LOCAL, SHAPES, WINDOW, mixed
-from replaying import RAGGED, RAGGED_IDS, assert_close, open_session, pad, run, run_one, run_ragged, token_ids
+from replaying import assert_close, open_session, pad, run, run_one, run_ragged, token_ids
 
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -19,7 +19,6 @@ from harness.offload.links import EmulatedLink
 from methods.base import Window
 from methods.full import Full
 from methods.h2o import H2O
-from methods.prompt_evicting import SnapKV
 
 every_model = pytest.mark.parametrize("name", SHAPES)
 local_models = pytest.mark.parametrize("name", LOCAL)
@@ -27,35 +26,7 @@ HEADS, ROW = 2 * 2, 2 * 16 * 4
 """Of the models but for deepseek_v3: KV heads of a batch of two, and bytes of a token's key and value."""
 
 
-def own_logits(name: str, ids: list[int]) -> torch.Tensor:
-    """Of the model's own eager forward over one sequence."""
-    model = mixed(name)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            return model(torch.tensor([ids]), use_cache=False).logits[0]
-    finally:
-        model.set_attn_implementation(before)
-
-
-# Replay of the full cache is the model
-
-
-@every_model
-@pytest.mark.parametrize("length", [WINDOW - 2, 3 * WINDOW + 5])
-def test_replay_of_the_full_cache_is_the_models_own_pass(name, length):
-    """Shorter than the window, and so long that several windows have passed."""
-    ids = token_ids(length, 1)
-    for prompt in (1, WINDOW - 3, length - 4):
-        got = run_one(mixed(name), Case(Full()), ids, prompt).logits[0]
-        assert_close(got, own_logits(name, ids)[prompt:])
-
-
-@every_model
-def test_a_padded_batch_is_the_models_own_pass_over_each(name):
-    for ids, (prompt, _), got in zip(RAGGED_IDS, RAGGED, run_ragged(mixed(name), Case(Full())).logits, strict=True):
-        assert_close(got, own_logits(name, ids)[prompt:])
+# Replay of the full cache is the model: see test_families.py
 
 
 @every_model
@@ -84,16 +55,6 @@ def test_live_is_replay_and_host_is_device(name, case):
             host = live(attached, CASES[case], PROMPTS["padded"], placement="host", link=link)
             assert torch.equal(host.logits, got.logits)
             assert host[1:] == got[1:]
-
-
-@pytest.mark.parametrize("case", ["infinigen", "h2o", "quest", "snapkv", "oracle"])
-@every_model
-def test_the_method_does_something(name, case):
-    """Otherwise live would be replay whatever they do."""
-    with attach(mixed(name)) as attached:
-        full, got = (replay(attached, each, PROMPTS["padded"]) for each in (Case(Full()), CASES[case]))
-    assert largest_difference(full.logits, got.logits) > 1e-2
-    assert got.size < 0.95
 
 
 # Windows and chunks
@@ -293,24 +254,3 @@ def test_a_sink_takes_its_share_of_every_row():
     total = torch.logaddexp(torch.logsumexp(scores, -1), sinks)
     assert_close(left, (sinks - total).exp())
     assert float(left.min()) > 0.01
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma2"])
-def test_what_snapkv_keeps_follows_the_models_weights(name, monkeypatch):
-    """With a plain softmax it would keep other tokens, here or there."""
-    from methods.attention import Softmax
-    from methods.base import Geometry
-
-    case = Case(SnapKV(kept_tokens=8, window=4, kernel=3, num_exempt_layers=0))
-    ids, valid = pad([token_ids(40, seed) for seed in range(12)], left=True)
-
-    def kept() -> list[torch.Tensor]:
-        with attach(mixed(name)) as attached:
-            session = open_session(attached, case, [41] * 12, 41)
-            session.prefill(ids, valid)
-            (state,) = session.states.values()
-            return [state.tokens[layer].clone() for layer in range(4)]
-
-    expected = kept()
-    monkeypatch.setattr(Geometry, "softmax", lambda geometry, layer: Softmax(geometry.scale))
-    assert not all(torch.equal(*pair) for pair in zip(kept(), expected, strict=True))

@@ -19,7 +19,6 @@ from harness.accuracy.tasks import prefill_of, run_tasks
 from harness.data import generated
 from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.lm_tasks import location, own_tasks
-from harness.data.rows import read_rows
 from harness.data.suite import load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
@@ -101,15 +100,6 @@ def test_passkey_is_frozen_up_to_the_text(monkeypatch):
     assert (
         hashlib.sha256(whole.encode()).hexdigest() == "6a359548e8f3686aec83767c7c9c8484f491e70cbc8c69db41921bb36350904b"
     )
-
-
-def test_offline_sentences_are_plain():
-    sentences = generated.offline_sentences()
-    assert len(sentences) > 300
-    assert all(
-        sentence[0].isupper() and sentence.endswith(".") and 40 <= len(sentence) <= 160 for sentence in sentences
-    )
-    assert not any(character.isdigit() for sentence in sentences for character in sentence)
 
 
 # Metrics
@@ -304,7 +294,7 @@ def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
     assert task.process_results(first[0].doc, worse)["acc"] == 0
 
 
-@pytest.mark.parametrize("name", LOCAL_TASKS)
+@pytest.mark.parametrize("name", ["copa", "openbookqa", "hellaswag", "lambada"])
 @pytest.mark.parametrize("prefill", ["artifact", "question"])
 def test_local_tasks_run(name, prefill, root, loaded):
     config = settings(name, method=H2O(), root=root, num_samples=3, prefill=prefill)
@@ -379,10 +369,6 @@ def test_a_missing_file_says_where_it_may_lie(root, loaded):
     (root / "copa" / "validation.jsonl").unlink()
     with pytest.raises(UserError, match=r"tasks=copa needs validation.jsonl, .* in copa/ \(or aps/super_glue/copa/"):
         run_tasks(settings("copa", root=root), loaded)
-
-
-def test_a_whole_file_has_its_rows_counted(root):
-    assert len(read_rows(root / "copa" / "train.jsonl", ["premise"])) == 8
 
 
 @pytest.mark.parametrize(("task", "shots", "rows"), [("copa", 8, 8), ("hellaswag", 1, 0), ("lambada", 2, 0)])
