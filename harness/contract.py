@@ -7,7 +7,6 @@ Every check decodes the same rows of a batch of random tokens in two ways and co
 from __future__ import annotations
 
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.errors import UserError
+from harness.errors import UserError, line_in
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
@@ -499,7 +498,6 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
         return Finding("FAILED", str(error))
     except Exception as error:
         where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
-        file = sys.modules[type(trial.setup.method).__module__].__file__
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        line = f" ({file}:{lines[-1]})" if lines else ""
-        return Finding("FAILED", f"{where}{type(error).__name__}: {error}{line}")
+        said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        line = line_in(error, {str(sys.modules[type(trial.setup.method).__module__].__file__)})
+        return Finding("FAILED", f"{where}{said}{line and f' ({line})'}")

@@ -7,7 +7,8 @@ Every refusal of the project is a `UserError` whose message names the setting, i
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 MAX_LISTED = 16
@@ -77,9 +78,15 @@ def question(name: object, allowed: Iterable[str]) -> str:
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """What an error of foreign code says, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def line_in(error: BaseException, files: Collection[str]) -> str:
+    """`file:line` of the last line in one of `files` that an error came through; empty if it came through none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 @contextmanager

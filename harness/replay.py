@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
-from harness.model.policies import new_states, policies_of
+from harness.model.policies import new_states, policies_of, select
 from harness.model.prompt import PromptPass
 from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
 from methods.attention import hide
@@ -460,7 +460,7 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
-            selection = self.state.select(self.policy.number, rows)
+            selection = select(self.state, self.policy.number, rows)
         self._add(self.decode.read, selection.num_read)
         if selection.side is not None:
             self._add(self.decode.index_read, selection.side)

@@ -226,7 +226,10 @@ class ReadStats:
         return None if self.recall_sum is None else self.recall_sum / self.rows
 
     def check_fired(self) -> None:
-        """UserError where the method ran on no decode row, or not on all: such a score is the full cache's."""
+        """UserError where the method ran on no decode row, or not on all: such a score is the full cache's. UserError
+        where a size is no number, as a method's own `num_read` may be."""
+        if not math.isfinite(self.frac_sum + self.index_sum):
+            raise UserError("the method's select gave a num_read or side that is NaN or infinite; allowed: tokens >= 0")
         if self.rows == 0 or self.fired_rows < self.rows:
             raise UserError(
                 f"the method ran on {self.fired_rows:g} of {self.rows:g} decode rows: nothing was measured; "

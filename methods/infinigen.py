@@ -134,11 +134,11 @@ class ScoreSelecting(Selecting):
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))
         ordered = ascending(relative)
         if not self._counts_by_cap:
-            best = ordered.new_full((*ordered.shape[:-1], 1), -self.threshold(geometry))
-            above = ordered.shape[-1] - torch.searchsorted(ordered, best).squeeze(
-                -1
-            )  # [batch, sets, rows], r >= -alpha
-            count = torch.minimum((above.sum(1) // above.shape[1]).clamp(min=1), count)
+            alpha = self.threshold(geometry)
+            below = torch.searchsorted(ordered, ordered.new_full((*ordered.shape[:-1], 1), -alpha)).squeeze(-1)
+            above = ordered.shape[-1] - below  # [batch, sets, rows], tokens with r >= -alpha
+            mean = above.sum(1) // above.shape[1]
+            count = torch.minimum(mean.clamp(min=1), count)
         return Selection(*self.joined(largest(relative, count, ordered, order), count, geometry))
 
     def _cap_of_rows(self, cached: Tensor, final: Tensor) -> Cap:

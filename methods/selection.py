@@ -305,17 +305,21 @@ class RetrievingState(State):
         """The best pages and the unfinished one."""
         size, positions = self.method.page_size, rows.positions
         first = torch.arange(self.num_pages, device=positions.device)[None, None] * size
-        is_full = first.unsqueeze(2) + size <= positions[:, None, :, None]  # [batch, 1, rows, pages]
         first, last = (first, first + size - 1) if self.paged else (rows.slot_positions, rows.slot_positions)
         scores = self.scores(layer, rows)
         pages, unfinished = self.pages_read[positions], positions % size
-        candidates = (is_full if self.paged else rows.visible()).unsqueeze(2)
+        candidates = (self._full(positions) if self.paged else rows.visible()).unsqueeze(2)
         forced = self.method.forced(first, last, positions, pages * size + unfinished)
         worth = self.method.reduced(scores.masked_fill(~candidates, -math.inf), forced)
         mask, num_pages = self.method.joined(largest(worth, pages), pages, self.geometry)
         tokens = self._tokens(mask, rows) if self.paged else mask
         side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)
         return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
+
+    def _full(self, positions: Tensor) -> Tensor:
+        """Pages whose tokens are all cached, bool [batch, 1, rows, pages]."""
+        ends = (torch.arange(self.num_pages, device=positions.device) + 1) * self.method.page_size
+        return ends <= positions[:, None, :, None]
 
     def _tokens(self, pages: Tensor, rows: Rows) -> Tensor:
         """The slots of the chosen `pages` [batch, num_kv_heads, rows, pages], and those of the unfinished one."""

@@ -13,6 +13,7 @@ from mixed_models import mixed
 from torch.nn.functional import pad
 
 from harness.contract import CHECKS, Trial
+from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
@@ -129,7 +130,7 @@ def test_other_kinds_of_layer_lie_between(name, model):
 
 def test_a_layer_without_an_earlier_selection_fails_in_replay_too():
     """Nothing that a step before left behind is read by mistake."""
-    with attached_with_link() as (attached, _), pytest.raises(KeyError):
+    with attached_with_link() as (attached, _), pytest.raises(UserError, match="select raised KeyError"):
         replay(attached, Case(Shared(anchors=(3,))), PROMPTS["even"])
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, again, recorded
+from harness.errors import UserError, again, line_in, reason, recorded
 from harness.files import HeldError, until_settled
 from harness.launch import lock, tracking
 from harness.records import code, environment, inputs
@@ -252,4 +252,7 @@ def _as_user_error(error: Exception, config: RunConfig) -> Exception:
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):
         return UserError(said)  # `methods` knows no UserError
+    own = code.own_file(type(config.method).__module__)
+    if own is not None and not isinstance(error, UserError) and (line := line_in(error, {str(own)})):
+        return UserError(f"method={config.method_name}: {line}: {reason(error)}")
     return error

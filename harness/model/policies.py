@@ -6,14 +6,16 @@ window, whatever the method. Recurrent layers have no cache, and so no policy: t
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import sys
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from harness.errors import UserError
+from harness.errors import UserError, line_in, reason
 from harness.model.attach import Attached
 from methods.attention import Softmax
-from methods.base import Calibration, Lengths, Method, State, When, Window, require
+from methods.base import Calibration, Geometry, Lengths, Method, Rows, Selection, State, When, Window, require
 
 
 class Policy(NamedTuple):
@@ -80,3 +82,56 @@ def new_states(
                 "in `handed_on`; allowed: auto, cuda"
             )
     return states
+
+
+def select(state: State, layer: int, rows: Rows) -> Selection:
+    """`state.select` with the types, dtypes and shapes of its result checked. No number is read, so no GPU waits.
+
+    If a user's own method raises or returns something else, a UserError names the line of its file.
+    """
+    classes = [cls for cls in (type(state), type(state.method)) if cls.__module__.partition(".")[0] != "methods"]
+    try:
+        selection = state.select(layer, rows)
+        fault = _fault(selection, state.geometry, rows)
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        if not classes or "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
+            raise
+        files = {str(sys.modules[cls.__module__].__file__) for cls in classes}
+        where = line_in(error, files) or next(iter(files))
+        raise UserError(f"method {type(state.method).__name__}: {where}: select raised {reason(error)}") from error
+    if fault is not None:
+        code = type(state).select.__code__
+        where = f"method {type(state.method).__name__}: {code.co_filename}:{code.co_firstlineno}"
+        raise (UserError if classes else TypeError)(f"{where}: select returned {fault}")
+    return selection
+
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+COUNTS = (torch.float64, torch.float32, torch.int64, torch.int32)
+
+
+def _fault(selection: Any, geometry: Geometry, rows: Rows) -> str | None:
+    """The wrong part of a selection and what is allowed, by `methods.base.Selection`; None for a good one."""
+    if not isinstance(selection, Selection):
+        return f"{type(selection).__name__}; allowed: a Selection (methods/base.py)"
+    (batch, num_rows), slots = rows.positions.shape, rows.slot_positions.shape[-1]
+    kv_heads, group, rest = geometry.num_kv_heads, geometry.group, selection.rest
+    parts: list[tuple[str, Any, tuple[torch.dtype, ...], list[tuple[int, ...]]]] = [
+        ("num_read", selection.num_read, COUNTS, [(batch,), (num_rows,)]),
+        ("mask", selection.mask, (torch.bool,), [(batch,), (1, kv_heads), (num_rows,), (slots,)]),
+        ("side", selection.side, COUNTS, [(batch,), (num_rows,)]),
+        ("bias", selection.bias, FLOATS, [(batch,), (1, kv_heads), (1, group), (num_rows,), (slots,)]),
+    ]
+    if rest is not None:
+        parts.append(("rest.share", rest.share, FLOATS, [(batch,), (kv_heads,), (group,), (num_rows,)]))
+    for name, part, dtypes, sizes in parts:
+        if part is None and name != "num_read":
+            continue
+        is_right = isinstance(part, Tensor) and part.dtype in dtypes and part.dim() == len(sizes)
+        if not is_right or any(size not in allowed for size, allowed in zip(part.shape, sizes, strict=True)):
+            found = f"{part.dtype} {[*part.shape]}" if isinstance(part, Tensor) else type(part).__name__
+            shape = ", ".join(" or ".join(map(str, dict.fromkeys(allowed))) for allowed in sizes)
+            return f"{name} {found}; allowed: {' or '.join(map(str, dtypes))} [{shape}]"
+    return None

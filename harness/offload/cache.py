@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from harness.model.attention import dense_attention
-from harness.model.policies import Policy
+from harness.model.policies import Policy, select
 from harness.offload.fetch import Fetched, Fetcher, indices
 from harness.offload.store import KeyValue, KVStore
 from methods.base import EMPTY, NAMES_ROWS, Lengths, Method, PromptRows, Row, Rows, Selection, State, Window
@@ -187,7 +187,7 @@ class LayerCache:
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores,
         )
-        return self.state.select(self.policy.number, rows)
+        return select(self.state, self.policy.number, rows)
 
     def request_selected(self, selection: Selection) -> Tensor:
         """Ask for the slots of a single row's selection; returns them in the order in which they come."""
