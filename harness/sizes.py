@@ -1,23 +1,23 @@
-"""What a method's size is, once, for replay, live decoding and the cost model; and how a method is set to a size.
+"""How large a method is, once for replay, live decoding and the cost model; and how a method is set to a size.
 
-Shares of the full cache, means over decode rows. A floating-point element counts 16 bits, one under a codec its bits,
-an integer of a method's own its width:
-size        what a row read of the cache over all layers, the exempt ones included / the full cache at that row. Its
-               own token is not counted. Under offloading this is what crosses the link, but for local layers
-device_frac    what attention and the method read in device memory: size, and what was read of an index to choose
-               (partial keys, page bounds) or of rows that stay on the device, in the same unit
-resident_frac  what the method's state, the codec and the local layers keep on the device / the full cache at T
-window_frac    what local layers read of it, whatever the method. It is a part of size, and bounds it from below
+Shares of the full cache, means over decode rows. A floating-point element counts 16 bits, an element under a codec its
+bits, an integer of a method's own its width:
+size           share of the full cache that a row reads over all layers, the exempt ones included, its own token not.
+               Under offloading this crosses the link, but for local layers
+device_frac    read in device memory: size, and on top an index that is read to select (partial keys, page bounds) or
+               rows that stay on the device
+resident_frac  kept on the device by the method's state, the codec and the local layers, of the full cache at T
+window_frac    read by local layers, whatever the method; a part of size
 
-A local layer (sliding window, chunk) holds and reads the tokens that it sees, of t cached ones min(t, window - 1). They
-count in what is read and in the full cache, so that reading everything is 1. With G layers that see every token and the
-local layers l: size = (tokens read in the G layers + sum_l min(t, w_l - 1)) / (G t + sum_l min(t, w_l - 1)).
-Recurrent layers hold no tokens; their states are told in bytes.
+A local layer (sliding window, chunk) holds and reads min(t, window - 1) of t cached tokens. These count both in what is
+read and in the full cache, so that reading everything is 1. With G layers that see every token and local layers l:
+size = (tokens read in the G layers + sum_l min(t, w_l - 1)) / (G t + sum_l min(t, w_l - 1)). Recurrent layers hold no
+tokens; their states are reported in bytes.
 
-`size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over
-all causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
+`size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over all
+causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
 
-Methods are compared at equal size, not at equal settings: `sized` finds the settings that land on a given one.
+Methods are compared at equal size, not at equal settings: `sized` finds the setting that gives a size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,23 +135,21 @@ def _bytes(tensor: Tensor) -> int:
 
 
 SHARES = ("size", "size_artifact", "device_frac", "resident_frac")
-"""Properties of `ReadStats` that every score of accuracy has beside it."""
+"""Properties of `ReadStats` beside every score of accuracy."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
-"""Those that it has where the model has such layers."""
+"""Further ones, where the model has such layers."""
 
 
 @dataclass(frozen=True)
 class ReadStats:
     """Sums over decode rows; add two to merge them.
 
-    rows: decode rows, each counted once per sequence it belongs to. fired_rows: those on which the method's selection
-    (or quantized read) ran in every non-exempt layer. frac_sum, index_sum, resident_sum, window_sum: sums over rows of
-    the shares of the cache that were read, read in device memory on top (an index), kept there, and read in local
-    layers. pairs_read, pairs: (query, key) pairs, own token included, mean over the non-exempt layers; prompt rows too.
-    code_bits: bits of one stored element, groups' scales not counted. recall_sum: sum over rows of attention_recall.
-    recurrent_bytes: of a sequence's states in recurrent layers, whatever its length. latent_bytes: that a token takes
-    in all layers, where latents are stored in place of keys and values. Both as the model computes them, and 0 where it
-    has none.
+    rows: decode rows, counted once per sequence. fired_rows: rows on which the method's selection (or quantized read)
+    ran in every non-exempt layer. frac_sum, index_sum, resident_sum, window_sum: sums of the shares of the cache that
+    were read, read of an index, kept on the device, and read in local layers. pairs_read, pairs: (query, key) pairs,
+    own token and prompt rows included, mean over the non-exempt layers. code_bits: of one stored element, without the
+    groups' scales. recall_sum: sum of attention_recall. recurrent_bytes: of a sequence's states in recurrent layers.
+    latent_bytes: of a token in all layers that store latents. Both are 0 where the model has none.
     """
 
     rows: float = 0.0
@@ -167,21 +166,12 @@ class ReadStats:
     latent_bytes: float = 0.0
 
     def __add__(self, other: ReadStats) -> ReadStats:
-        recalls = [stats.recall_sum for stats in (self, other) if stats.recall_sum is not None]
-        return ReadStats(
-            rows=self.rows + other.rows,
-            fired_rows=self.fired_rows + other.fired_rows,
-            frac_sum=self.frac_sum + other.frac_sum,
-            index_sum=self.index_sum + other.index_sum,
-            resident_sum=self.resident_sum + other.resident_sum,
-            window_sum=self.window_sum + other.window_sum,
-            pairs_read=self.pairs_read + other.pairs_read,
-            pairs=self.pairs + other.pairs,
-            code_bits=min(self.code_bits, other.code_bits),
-            recall_sum=sum(recalls) if recalls else None,
-            recurrent_bytes=max(self.recurrent_bytes, other.recurrent_bytes),
-            latent_bytes=max(self.latent_bytes, other.latent_bytes),
-        )
+        of_one_model = {"code_bits": min, "recurrent_bytes": max, "latent_bytes": max}
+        merged: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            both = [each for each in (getattr(self, name), getattr(other, name)) if each is not None]
+            merged[name] = of_one_model.get(name, sum)(both) if both else None
+        return ReadStats(**merged)
 
     @property
     def sizes(self) -> dict[str, float]:
@@ -189,30 +179,33 @@ class ReadStats:
         sizes = {name: getattr(self, name) for name in (*SHARES, *OF_SOME_MODELS)}
         return {name: size for name, size in sizes.items() if size or name in SHARES}
 
+    def _mean(self, total: float) -> float:
+        return total / self.rows if self.rows else 0.0
+
     @property
     def size(self) -> float:
-        """What is read / the full cache, mean over decode rows; 1 without any, which is the full cache's alone."""
-        return self.frac_sum / self.rows if self.rows else 1.0
+        """Share of the full cache that is read, mean over decode rows; 1 without rows: then only the full cache ran."""
+        return self._mean(self.frac_sum) if self.rows else 1.0
 
     @property
     def index_frac(self) -> float:
-        """What is read of an index / the full cache, alike."""
-        return self.index_sum / self.rows if self.rows else 0.0
+        """Share that is read of an index."""
+        return self._mean(self.index_sum)
 
     @property
     def device_frac(self) -> float:
-        """What is read in device memory / the full cache, alike: the rows and the index."""
+        """Share that is read in device memory: rows and index."""
         return self.size + self.index_frac
 
     @property
     def resident_frac(self) -> float:
-        """What the method keeps on the device / the full cache at T, alike."""
-        return self.resident_sum / self.rows if self.rows else 0.0
+        """Share that the method keeps on the device, of the full cache at T."""
+        return self._mean(self.resident_sum)
 
     @property
     def window_frac(self) -> float:
-        """What local layers read / the full cache, alike."""
-        return self.window_sum / self.rows if self.rows else 0.0
+        """Share that local layers read."""
+        return self._mean(self.window_sum)
 
     @property
     def size_artifact(self) -> float:
@@ -226,8 +219,8 @@ class ReadStats:
         return None if self.recall_sum is None else self.recall_sum / self.rows
 
     def check_fired(self) -> None:
-        """UserError where the method ran on no decode row, or not on all: such a score is the full cache's. UserError
-        where a size is no number, as a method's own `num_read` may be."""
+        """Raise UserError unless the method ran on every decode row (else the score is the full cache's), and where a
+        method's `num_read` or `side` is no number."""
         if not math.isfinite(self.frac_sum + self.index_sum):
             raise UserError("the method's select gave a num_read or side that is NaN or infinite; allowed: tokens >= 0")
         if self.rows == 0 or self.fired_rows < self.rows:
@@ -238,12 +231,11 @@ class ReadStats:
 
 
 class StepReads:
-    """What live decoding reads on the device, summed over steps and sequences without asking the device for a number.
+    """What live decoding reads on the device, summed over steps and sequences without a sync.
 
-    codec: of the rows in the layers under the method, which take `slot_bytes` a token and KV head. element_bytes: of
-    the dtype that is computed in. num_bytes: fp64, 0-d: the rows that attention read as they are stored, what was read
-    of an index in the dtype that is computed in, the windows, and the own token of every layer; of real tokens only,
-    padding is not counted.
+    codec: of the layers under the method, whose rows take `slot_bytes`. element_bytes: of the compute dtype. num_bytes:
+    fp64, 0-d: rows as they are stored, index and windows in the compute dtype, and the own token of every layer.
+    Padding is not counted.
     """
 
     def __init__(
@@ -264,8 +256,8 @@ class StepReads:
         self.frac_sum, self.index_sum, self.num_bytes = torch.zeros(3, dtype=torch.float64, device=device)
 
     def count(self, cached: Tensor, reads: Sequence[Tensor], index_reads: Sequence[Tensor]) -> None:
-        """Add a step: int [batch] tokens cached before it; of each layer under the method [batch] tokens read, and read
-        of an index, mean over KV heads."""
+        """Add a step. cached: tokens before it, int [batch]; reads, index_reads: of each layer under the method, tokens
+        read and read of an index, mean over KV heads, [batch]."""
         geometry, num_layers = self.geometry, self.geometry.num_layers
         read, index_read = (_sum(cached, each) for each in (reads, index_reads))
         self.rows += len(cached)
