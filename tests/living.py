@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from harness import contract as decode
 from harness.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
 from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
-from harness.offload.links import EmulatedLink, Link, Ticket
+from harness.offload.links import EmulatedLink, Link, Ticket, Transfer
 from harness.offload.live import LiveSession
-from harness.offload.store import KeyValue, KVStore, RowFormat, chosen
+from harness.offload.store import Chosen, KeyValue, KVStore, RowFormat, SlotRequest, chosen
 from harness.replay import ReplaySession
 from harness.setup import Setup
 from harness.sizes import ReadStats
@@ -155,3 +155,40 @@ def attached_with_link(family: str = "gqa", bytes_per_s: float = 1e12) -> Iterat
 def of_codec(codec) -> float:
     """What flips allow: those of the coarser of keys and values."""
     return max(FLIPS.get(half.name, TOLERANCE) for half in (codec.keys, codec.values)) if codec else TOLERANCE
+
+
+class LatestLink(Link):
+    """Moves nothing before it is waited for, and spoils a buffer as soon as it is promised to a transfer.
+
+    A row that is read too early is not a number, and so is one whose buffer was given away too early.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[Callable[[], object]] = []
+
+    def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
+        rows[request.by_target() >= 0 if isinstance(request, Chosen) else slice(None)] = 0xFF
+        return super().prefetch(store, request, rows)
+
+    def copy(self, source: Tensor, target: Tensor) -> Ticket:
+        return super().copy(source, target.fill_(0xFF))
+
+    def start(self, direction: str, move: Callable[[], object], used: Sequence[Tensor]) -> Callable[[], object]:
+        self.queue.append(move)
+        return move
+
+    def finish(self, started: Callable[[], object]) -> None:
+        while started in self.queue:  # what was submitted before comes first
+            self.queue.pop(0)()
+
+    @torch.inference_mode()
+    def drain(self) -> None:
+        while self.queue:
+            self.queue.pop(0)()
+
+    def take_transfers(self) -> list[Transfer]:
+        return []
+
+    def close(self) -> None:
+        self.drain()

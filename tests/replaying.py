@@ -53,7 +53,7 @@ SELECTING = [name for name in REFERENCED if not CASES[name].method.reads_all]
 
 every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
 every_case = pytest.mark.parametrize("name", BATCHED)
-IN_A_MODEL = [(name, model) for name in BATCHED for model in (MODELS if name in WIDE else ["gqa"])]
+IN_A_MODEL = [(name, model) for name in BATCHED for model in (["gqa", "opt"] if name in WIDE else ["gqa"])]
 every_case_in_a_model = pytest.mark.parametrize(
     ("name", "model"), [pytest.param(name, MODELS[model], id=f"{name}-{model}") for name, model in IN_A_MODEL]
 )

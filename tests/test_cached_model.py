@@ -16,6 +16,7 @@ from living import (
 )
 
 from harness.errors import UserError
+from harness.model.attach import attach
 from harness.offload.cached_model import CachedModel
 from methods.full import Full
 
@@ -122,3 +123,15 @@ def test_inference_mode_around_any_part_of_a_session_changes_nothing(name, openi
         return torch.stack(logits)
 
     assert torch.equal(decoded(opening, decoding), decoded(False, False))
+
+
+def test_the_default_model_generates_what_transformers_generates(default_model, monkeypatch):
+    model, tokenizer = default_model.model, default_model.tokenizer
+    monkeypatch.setattr(tokenizer, "padding_side", "left")
+    prompts = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return"]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    expected = model.generate(**batch, max_new_tokens=32, do_sample=False)
+    with attach(model) as attached:
+        assert torch.equal(
+            CachedModel(attached, Full()).generate(**batch, max_new_tokens=32, do_sample=False), expected
+        )

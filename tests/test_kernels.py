@@ -1,28 +1,226 @@
-"""The Triton kernels without a GPU: their machine code, compiled for several of them, and their values, interpreted."""
+"""The Triton kernels against the torch code, interpreted where there is no GPU, and their machine code, compiled for
+several GPUs."""
 
-import importlib.util
+from contextlib import closing
 
 import pytest
 import torch
 from aot import ARCHITECTURES, Binary, Launches, compile_launches
-from hypothesis import given, settings
+from cases import CASES, Case
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from launches import COUNTS, launch_lists, launch_narrow_moves, launch_wide_moves
+from launches import (
+    COUNTS,
+    launch_attention,
+    launch_attention_of_others,
+    launch_lists,
+    launch_narrow_moves,
+    launch_wide_moves,
+)  # fmt: skip
+from living import TOLERANCE, attached_with_link, force, open_live
 
-from harness.offload import fetch as compact
+from harness.model.attach import Attached
+from harness.offload import fetch as lists
+from harness.offload import store as coded
 from harness.offload.memory import Tuning
+from harness.offload.step import attend_by_scores
+from harness.offload.store import KeyValue, RowFormat
+from methods.attention import Softmax
+from methods.codec import ChannelCodec, Codec, SplitCodec
+
+pytest.importorskip("triton")
+from harness.offload.kernels import codes, rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+QUICK = settings(max_examples=12, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
+DTYPES = [torch.float32, torch.float16]
+if DEVICE.type == "cuda":  # the interpreter cuts numbers off where a GPU rounds them
+    DTYPES.append(torch.bfloat16)
+
+shapes = st.fixed_dictionaries(
+    {
+        "codec": st.builds(Codec, st.sampled_from(["int8", "int4", "int2", "int1"]), st.sampled_from([64, 32, 16, 5])),
+        "head_dim": st.sampled_from([64, 128, 96, 80, 17]),
+        "dtype": st.sampled_from(DTYPES),
+        "batch": st.integers(1, 2),
+        "num_kv_heads": st.integers(1, 2),
+        "group": st.sampled_from([1, 3]),
+        "seed": st.integers(0, 2**31),
+    }
+)
 
 
-def kernels(name: str):
-    """A module of kernels; conftest has them interpreted where there is no GPU."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton")
-    return importlib.import_module(f"harness.offload.kernels.{name}")
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """The kernels serve the tensors of these tests, in few programs."""
+    monkeypatch.setattr(coded, "COMPILED", {DEVICE.type})
+    monkeypatch.setattr(codes, "PROGRAMS", 4)
 
 
-# Machine code
+def make(case, num_rows: int, dtype: torch.dtype) -> tuple[RowFormat, KeyValue]:
+    """A format, and random rows of it, the heads behind the tokens as a projection gives them."""
+    torch.manual_seed(case["seed"])
+    batch, heads, head_dim = (case[name] for name in ("batch", "num_kv_heads", "head_dim"))
+    states = 3 * torch.randn(2, batch, num_rows, heads, head_dim, device=DEVICE).to(dtype)
+    states[:, :, :1] = states[:, :, :1, :, :1]  # a row of one value: its step is 0
+    return RowFormat(case["codec"], head_dim, dtype), KeyValue(*states.transpose(2, 3))
+
+
+@QUICK
+@given(case=shapes, num_rows=st.integers(0, 3))
+def test_rows_are_packed_as_by_torch(case, num_rows):
+    row_format, states = make(case, num_rows, case["dtype"])
+    expected = row_format.pack(*(each.cpu() for each in states))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded, "COMPILED", {DEVICE.type})
+        assert torch.equal(row_format.pack(*states).cpu(), expected)
+
+
+@QUICK
+@given(
+    case=shapes,
+    num_rows=st.sampled_from([0, 1, 7, 33, 50]),
+    programs=st.sampled_from([1, 5, 20]),
+    hidden=st.sampled_from([None, "some", "heads", "all"]),
+    biased=st.booleans(),
+)
+def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, biased):
+    row_format, states = make(case, num_rows + 1, case["dtype"])
+    batch, heads, group = (case[name] for name in ("batch", "num_kv_heads", "group"))
+    query = torch.randn(batch, 1, heads * group, case["head_dim"], device=DEVICE).to(case["dtype"]).transpose(1, 2)
+    visible = None
+    if hidden is not None:
+        of_heads = heads if hidden == "heads" else 1
+        visible = torch.rand(batch, of_heads, 1, num_rows, device=DEVICE) < (0 if hidden == "all" else 0.5)
+    bias = torch.randn(batch, heads, group, 1, num_rows, device=DEVICE) if biased else None
+    packed = row_format.pack(*states)
+    cached, own = packed[:, :, :num_rows], KeyValue(*(each[:, :, num_rows:] for each in states))
+
+    def edit(scores):
+        if bias is not None:
+            scores[..., :num_rows] += bias
+
+    expected = attend_by_scores(query, [row_format.unpack(cached)], own, visible, Softmax(0.1), edit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codes, "ELEMENTS", 2048)
+        patch.setattr(codes, "PROGRAMS", programs)
+        of_group = None if visible is None else visible.unsqueeze(2)
+        got = codes.attend(query, cached, own, of_group, bias, 0.1, case["codec"])
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}[case["dtype"]]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_codes_are_decoded_to_the_last_bit(by_kernels):
+    """One row that is seen, far above the own one, is the output."""
+    for dtype in DTYPES:
+        case = {"codec": Codec("int4", 16), "head_dim": 96, "batch": 1, "num_kv_heads": 2, "seed": 3}
+        row_format, states = make(case, 4, dtype)
+        keys, values = row_format.unpack(packed := row_format.pack(*states))
+        own = KeyValue(-keys[:, :, 2:3], values[:, :, :1])
+        visible = torch.arange(4, device=DEVICE).eq(2)[None, None, None, None]
+        got = codes.attend(keys[:, :, 2:3], packed, own, visible, None, 1.0, case["codec"])
+        assert torch.equal(got[:, :, 0], values[:, :, 2:3])
+
+
+def test_formats_that_the_kernels_do_not_know_are_for_torch():
+    def known(codec, device="cuda", **shape) -> bool:
+        return RowFormat(codec, 64, torch.float16, **shape).has_kernels(torch.device(device))
+
+    assert known(Codec("int4")) and known(Codec("int4"), value_dim=64)
+    assert not known(Codec("int4"), "cpu")
+    assert not known(Codec("int4"), value_dim=32) and not known(Codec("int4"), value_dim=32, values_in_keys=True)
+    half, turned, keys = Codec("fp16"), Codec("int8", rotation="hadamard"), ChannelCodec("int4", 4)
+    others = (half, turned, keys, SplitCodec(Codec("int4"), Codec("int2")), SplitCodec(keys, Codec("int4"), 8))
+    assert not any(map(known, others))
+
+
+def decoded(attached: Attached, case: Case, **options) -> torch.Tensor:
+    """Logits of few steps after short prompts."""
+    with closing(open_live(attached, case, 2, **options)) as session:
+        return force(session, (6, 4), 2)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
+@pytest.mark.parametrize("case", [CASES["infinigen+int4"], Case(CASES["biased"].method, Codec("int8"))])
+def test_live_decoding_by_the_kernels(case, by_kernels, monkeypatch):
+    served, attend = [], codes.attend
+    monkeypatch.setattr(codes, "attend", lambda *args: served.append(1) or attend(*args))
+    with attached_with_link() as (attached, link):
+        on_host = decoded(attached, case, placement="host", link=link)
+        calls = len(served)
+        on_device = decoded(attached, case, placement="device")
+        assert len(served) == 2 * calls > 0 and torch.equal(on_host, on_device)
+        monkeypatch.setattr(coded, "COMPILED", set())
+        expected = decoded(attached, case, placement="device")
+    torch.testing.assert_close(on_host, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@st.composite
+def masks_and_residents(draw):
+    """A mask [batch, 1 or heads, slots], at most `room` of each head, and what is in its kept buffer."""
+    batch, heads, slots, room = (draw(st.integers(low, high)) for low, high in ((1, 2), (1, 3), (1, 40), (1, 20)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shared = draw(st.booleans())
+    ranks = torch.rand(batch, 1 if shared else heads, slots, generator=generator).argsort(-1).argsort(-1)
+    mask = ranks < torch.randint(0, room + 1, (*ranks.shape[:2], 1), generator=generator)
+    there = torch.rand(batch, heads, slots, generator=generator).argsort(-1)
+    there = torch.nn.functional.pad(there, (0, room), value=-1)[..., :room]
+    resident = there.masked_fill(torch.rand(there.shape, generator=generator) < 0.3, -1)
+    return mask.expand(-1, heads, -1), resident
+
+
+@settings(max_examples=20)
+@given(masks_and_residents(), st.sampled_from([4, 1024]))
+def test_lists_are_those_of_the_cpu(case, block):
+    mask, resident = case
+    room = resident.shape[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "BLOCK", block)
+        assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), lists.indices(mask, room))
+        missing, free, after = rows.missing_rows(mask.to(DEVICE), resident.to(DEVICE))
+    expected, expected_after = lists.missing_rows(mask, resident)
+    assert torch.equal(missing.cpu(), expected.slots) and torch.equal(after.cpu(), expected_after)
+    fetched = missing >= 0
+    assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])
+
+
+def test_lists_take_a_mask_of_any_strides():
+    mask = (torch.rand(3, 40, 2) < 0.3).transpose(1, 2)
+    assert torch.equal(rows.indices(mask.to(DEVICE), 40).cpu(), lists.indices(mask, 40))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the address space of a file is the host's")
+def test_rows_beyond_two_to_the_31_words_are_found(tmp_path):
+    """Of a sparse file, which takes no memory: the last slots of either of two heads of 6 GiB. A word's number that
+    wrapped at 32 bits would fall into the 8 GiB before."""
+    capacity, slot_bytes, before = 6 * 2**30 // 512, 512, 8 * 2**30
+    size = before + 2 * capacity * slot_bytes
+    file = torch.from_file(str(tmp_path / "slots"), shared=True, size=size, dtype=torch.uint8)
+    slots = file[before:].view(1, 2, capacity, slot_bytes)
+    moved = torch.randint(256, (1, 2, 2, slot_bytes), dtype=torch.uint8)
+    index = torch.tensor([[[capacity - 1, 0], [5, capacity - 1]]])
+    back = torch.zeros_like(moved)
+    rows.scatter_rows(slots, index, moved, Tuning())
+    rows.gather_rows(slots, index, back, None, Tuning())
+    assert torch.equal(back, moved)
+    assert torch.equal(slots[0, 1, capacity - 1], moved[0, 1, 1])
+
+
+# Machine code, compiled by one process
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[Launches, list[Binary]]:
+    return compile_launches(
+        {
+            launch_wide_moves: ARCHITECTURES,
+            launch_narrow_moves: (90,),
+            launch_lists: (80,),
+            launch_attention: (89,),
+            launch_attention_of_others: (80,),
+        }
+    )
 
 
 def by_launch(binaries: list[Binary]) -> list[Binary]:
@@ -50,14 +248,6 @@ def check_moves(binaries: list[Binary], width: int) -> None:
         assert set(binary.accesses) == {f"load {width}", f"store {width}"} | lists, binary
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[Launches, list[Binary]]:
-    """By one process."""
-    kernels("rows")
-    kernels("rows")
-    return compile_launches({launch_wide_moves: ARCHITECTURES, launch_narrow_moves: (90,), launch_lists: (80,)})
-
-
 def test_rows_are_moved_16_bytes_at_once_by_binaries_compiled_at_the_start(compiled):
     binaries = compiled[launch_wide_moves]
     each = len(binaries) // len(ARCHITECTURES)
@@ -81,57 +271,16 @@ def test_lists_are_made_by_one_binary_of_few_registers(compiled):
         check_registers(binary)
 
 
-# Values
+def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows(compiled):
+    binaries = compiled[launch_attention]
+    assert len(binaries) == 5
+    assert len({(binary.kernel, binary.digest) for binary in binaries}) == 3
+    for binary in binaries:
+        assert binary.registers <= 128 and binary.spill_bytes == 0, binary
+        if binary.kernel == "_attend_to_parts":  # a key's codes begin 8 bytes into a slot of 144
+            assert binary.accesses["load 8"] >= 2, binary
 
 
-@st.composite
-def masks_and_residents(draw):
-    """A mask [batch, 1 or heads, slots], at most `room` of each head, and what is in its kept buffer."""
-    batch, heads, slots, room = (draw(st.integers(low, high)) for low, high in ((1, 2), (1, 3), (1, 40), (1, 20)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    shared = draw(st.booleans())
-    ranks = torch.rand(batch, 1 if shared else heads, slots, generator=generator).argsort(-1).argsort(-1)
-    mask = ranks < torch.randint(0, room + 1, (*ranks.shape[:2], 1), generator=generator)
-    there = torch.rand(batch, heads, slots, generator=generator).argsort(-1)
-    there = torch.nn.functional.pad(there, (0, room), value=-1)[..., :room]
-    resident = there.masked_fill(torch.rand(there.shape, generator=generator) < 0.3, -1)
-    return mask.expand(-1, heads, -1), resident
-
-
-@settings(max_examples=20)
-@given(masks_and_residents(), st.sampled_from([4, 1024]))
-def test_lists_are_those_of_the_cpu(case, block):
-    module = kernels("rows")
-    mask, resident = case
-    room = resident.shape[-1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK", block)
-        assert torch.equal(module.indices(mask.to(DEVICE), room).cpu(), compact.indices(mask, room))
-        missing, free, after = module.missing_rows(mask.to(DEVICE), resident.to(DEVICE))
-    expected, expected_after = compact.missing_rows(mask, resident)
-    assert torch.equal(missing.cpu(), expected.slots) and torch.equal(after.cpu(), expected_after)
-    fetched = missing >= 0
-    assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])
-
-
-def test_lists_take_a_mask_of_any_strides():
-    module = kernels("rows")
-    mask = (torch.rand(3, 40, 2) < 0.3).transpose(1, 2)
-    assert torch.equal(module.indices(mask.to(DEVICE), 40).cpu(), compact.indices(mask, 40))
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the address space of a file is the host's")
-def test_rows_beyond_two_to_the_31_words_are_found(tmp_path):
-    """Of a sparse file, which takes no memory: the last slots of either of two heads of 6 GiB. A word's number that
-    wrapped at 32 bits would fall into the 8 GiB before."""
-    capacity, slot_bytes, before = 6 * 2**30 // 512, 512, 8 * 2**30
-    size = before + 2 * capacity * slot_bytes
-    file = torch.from_file(str(tmp_path / "slots"), shared=True, size=size, dtype=torch.uint8)
-    slots = file[before:].view(1, 2, capacity, slot_bytes)
-    rows = torch.randint(256, (1, 2, 2, slot_bytes), dtype=torch.uint8)
-    index = torch.tensor([[[capacity - 1, 0], [5, capacity - 1]]])
-    module, back = kernels("rows"), torch.zeros_like(rows)
-    module.scatter_rows(slots, index, rows, Tuning())
-    module.gather_rows(slots, index, back, None, Tuning())
-    assert torch.equal(back, rows)
-    assert torch.equal(slots[0, 1, capacity - 1], rows[0, 1, 1])
+def test_other_shapes_spill_nothing(compiled):
+    binaries = compiled[launch_attention_of_others]
+    assert binaries and all(binary.spill_bytes == 0 for binary in binaries)

@@ -106,22 +106,22 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("padding", PROMPTS)
 @pytest.mark.parametrize("name", SHARED)
-def test_a_layer_reads_what_an_earlier_one_chose(name, padding):
+def test_a_layer_reads_what_an_earlier_one_chose(name):
     """And keeps the whole contract."""
     case = Case(SHARED[name])
     with attached_with_link() as (attached, link):
-        trial = Trial(attached, link, Setup(case.method, None, None), PROMPTS[padding])
+        trial = Trial(attached, link, Setup(case.method, None, None), PROMPTS["padded"])
         for check in CHECKS.values():
             check(trial)
-        full = replay(attached, CASES["full"], PROMPTS[padding])
+        full = replay(attached, CASES["full"], PROMPTS["padded"])
     assert largest_difference(full.logits, trial.replayed.logits) > 1e-2
 
 
-@pytest.mark.parametrize("model", ["gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"])
-@pytest.mark.parametrize("name", SHARED)
-def test_other_kinds_of_layer_lie_between(name, model):
+@pytest.mark.parametrize(
+    ("model", "name"), zip(["gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"], SHARED, strict=True)
+)
+def test_other_kinds_of_layer_lie_between(model, name):
     with attach(mixed(model)) as attached, EmulatedLink(1e12) as link:
         trial = Trial(attached, link, Setup(SHARED[name], None, None), PROMPTS["padded"])
         for check in CHECKS.values():
@@ -166,10 +166,10 @@ def test_the_first_layer_is_rehearsed_where_another_kind_of_layer_is_before_it(m
     assert [policy.when for policy in under_method] == ["previous_layer"] * 4
 
 
-@pytest.mark.parametrize("model", ["gqa", "opt", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["gqa", "gemma2", "qwen3_next"])
 @pytest.mark.parametrize("name", ROWS)
 def test_layers_that_select_at_several_times_keep_the_contract(name, model):
-    made = tiny(model) if model in ("gqa", "opt") else mixed(model)
+    made = tiny(model) if model == "gqa" else mixed(model)
     with attach(made) as attached, EmulatedLink(1e12) as link:
         trial = Trial(attached, link, setup_of(attached, Case(ROWS[name][0])), PROMPTS["padded"])
         for check in CHECKS.values():
@@ -235,7 +235,7 @@ class Ranked(Shared):
         return {"mean": mean, "growth": mean - before, "number": torch.tensor(len(earlier))}
 
 
-@pytest.mark.parametrize("model", ["gqa", "gemma2", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["gqa", "gemma2"])
 def test_a_calibration_sees_what_was_measured_of_the_layers_before(model):
     """Of the layers that see every token, in their order, whatever lies between them."""
     made = tiny(model) if model == "gqa" else mixed(model)

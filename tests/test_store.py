@@ -1,35 +1,42 @@
-"""KV stores: random reads and writes against a plain dict, exact byte counts, limits."""
+"""Slots, buffers and what moves between them, against plain Python: stores, row kernels, copies, fetches."""
+
+import importlib.util
+from itertools import combinations, product
 
 import pytest
 import torch
+from cases import CASES
+from fake_cuda import fake_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import loaded
-from living import make_store as store_of
+from living import CPU, PROMPTS, STEPS, LatestLink, attached_with_link, force, live, loaded, make_store, open_live
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.errors import UserError
-from harness.offload.fetch import Fetcher
-from harness.offload.store import chosen
+from harness.offload import store as rows_module
+from harness.offload.fetch import Fetcher, indices, missing_rows
+from harness.offload.links import EmulatedLink
+from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning
+from harness.offload.store import KVStore, chosen, copy_heads
 from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_store(codec="fp32", placement="host", head_dim=8, **overrides):
-    settings = {"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY, **overrides}
-    return store_of(head_dim, codec, placement=placement, **settings)
+# The store, against a dict
+
+
+def store_of(codec="fp32", placement="host", head_dim=8, **shape):
+    return make_store(
+        head_dim, codec, placement=placement, **({"batch": BATCH, "num_kv_heads": HEADS, "capacity": CAPACITY} | shape)
+    )
 
 
 def key_value(num_rows, generator, head_dim=8):
-    shape = (2, BATCH, HEADS, num_rows, head_dim)
-    return torch.randn(shape, generator=generator).unbind()
-
-
-def distinct_slots(num_rows, generator, *, ragged):
-    index = torch.rand(BATCH, HEADS, CAPACITY, generator=generator).argsort(-1)[..., :num_rows]
-    dropped = torch.rand(index.shape, generator=generator) < 0.3
-    return index.masked_fill(dropped, -1) if ragged else index
+    return torch.randn(2, BATCH, HEADS, num_rows, head_dim, generator=generator).unbind()
 
 
 class Reference:
@@ -41,55 +48,51 @@ class Reference:
     def write(self, keys, values, index):
         keys, values = self.codec.roundtrip(keys), self.codec.roundtrip(values)
         for batch, head, row in (index >= 0).nonzero().tolist():
-            slot = int(index[batch, head, row])
-            self.content[batch, head, slot] = (keys[batch, head, row], values[batch, head, row])
+            self.content[batch, head, int(index[batch, head, row])] = keys[batch, head, row], values[batch, head, row]
             self.written += 1
 
-    def check(self, loaded, index, *, untouched):
+    def check(self, got, index, *, untouched):
         for batch, head, row in torch.ones_like(index).nonzero().tolist():
             slot = int(index[batch, head, row])
             want_key, want_value = self.content[batch, head, slot] if slot >= 0 else (untouched, untouched)
             self.loaded += slot >= 0
-            assert torch.equal(loaded.keys[batch, head, row], want_key), (batch, head, slot)
-            assert torch.equal(loaded.values[batch, head, row], want_value), (batch, head, slot)
+            assert torch.equal(got.keys[batch, head, row], want_key), (batch, head, slot)
+            assert torch.equal(got.values[batch, head, row], want_value), (batch, head, slot)
 
 
-operations = st.lists(
-    st.tuples(st.sampled_from(["append", "write", "read", "gather"]), st.integers(1, 5), st.booleans()),
-    max_size=12,
-)
+OPERATIONS = st.tuples(st.sampled_from(["append", "write", "read", "gather"]), st.integers(1, 5), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
-    operations=operations,
+    operations=st.lists(OPERATIONS, max_size=12),
     codec=st.sampled_from(CODEC_NAMES),
     placement=st.sampled_from(["device", "host"]),
     seed=st.integers(0, 2**31),
 )
 def test_random_operations_agree_with_a_dict(operations, codec, placement, seed):
     generator = torch.Generator().manual_seed(seed)
-    store, reference, filled = make_store(codec, placement), Reference(Codec(codec)), 0
+    store, reference, filled = store_of(codec, placement), Reference(Codec(codec)), 0
     buffer = store.new_buffer(CAPACITY)
     for operation, num_rows, ragged in [("append", 4, False), *operations]:
+        index = torch.rand(BATCH, HEADS, CAPACITY, generator=generator).argsort(-1)
+        dropped = (torch.rand(index.shape, generator=generator) < 0.3) & ragged
+        index = index.masked_fill(dropped | (index >= filled), -1)[..., :num_rows]
         if operation == "append" and filled + num_rows <= CAPACITY:
             keys, values = key_value(num_rows, generator)
-            store.write(store.format.pack(keys, values), at=filled)
-            columns = torch.arange(filled, filled + num_rows).expand(BATCH, HEADS, -1)
-            reference.write(keys, values, columns)
+            moved = store.write(store.format.pack(keys, values), at=filled)
+            assert moved == BATCH * HEADS * num_rows * store.slot_bytes
+            reference.write(keys, values, torch.arange(filled, filled + num_rows).expand(BATCH, HEADS, -1))
             filled += num_rows
         elif operation == "write":  # freed slots used again, each head its own
             keys, values = key_value(num_rows, generator)
-            index = distinct_slots(CAPACITY, generator, ragged=ragged)
-            index = index.masked_fill(index >= filled, -1)[..., :num_rows]
-            store.write(store.format.pack(keys, values), at=index)
+            moved = store.write(store.format.pack(keys, values), at=index)
+            assert moved == int((index >= 0).sum()) * store.slot_bytes
             reference.write(keys, values, index)
         elif operation == "read":
             every = torch.arange(min(filled, num_rows)).expand(BATCH, HEADS, -1)
             reference.check(loaded(store, every.shape[-1], buffer), every, untouched=None)
         elif operation == "gather":
-            index = distinct_slots(CAPACITY, generator, ragged=ragged)
-            index = index.masked_fill(index >= filled, -1)[..., :num_rows]
             zero = Codec(codec).decode(torch.zeros(Codec(codec).row_bytes(8), dtype=torch.uint8), 8, torch.float32)
             reference.check(loaded(store, index), index, untouched=zero)
     crossed = placement == "host"
@@ -98,35 +101,26 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
 
 
 @pytest.mark.parametrize(
-    ("codec", "head_dim", "h2d", "d2h"),
-    [  # 2 x 3 heads: 10 rows appended, 1 written; 5 read whole, 4 gathered of which 1 negative
-        ("fp32", 64, 6 * 8 * 2 * 64 * 4, 6 * 11 * 2 * 64 * 4),
-        ("fp16", 128, 6 * 8 * 2 * 128 * 2, 6 * 11 * 2 * 128 * 2),
-        ("int4", 64, 6 * 8 * 2 * (32 + 4), 6 * 11 * 2 * (32 + 4)),
-        ("int2", 128, 6 * 8 * 2 * (32 + 8), 6 * 11 * 2 * (32 + 8)),
-    ],
+    ("codec", "head_dim", "slot_bytes"),
+    [("fp32", 64, 2 * 64 * 4), ("fp16", 128, 2 * 128 * 2), ("int4", 64, 2 * (32 + 4)), ("int2", 128, 2 * (32 + 8))],
 )
-def test_bytes_by_hand(codec, head_dim, h2d, d2h):
+def test_bytes_by_hand(codec, head_dim, slot_bytes):
+    """2 x 3 heads: 10 rows appended, 1 written; 5 read whole, 4 gathered of which 1 negative."""
     generator = torch.Generator().manual_seed(0)
-    store = make_store(codec, head_dim=head_dim)
+    store = store_of(codec, head_dim=head_dim)
+    assert store.nbytes == store.slots.nbytes == 6 * CAPACITY * slot_bytes
     store.write(store.format.pack(*key_value(10, generator, head_dim)), at=0)
     store.write(store.format.pack(*key_value(1, generator, head_dim)), at=torch.full((BATCH, HEADS, 1), 3))
     loaded(store, 5)
     loaded(store, torch.tensor([0, 9, -1, 4]).expand(BATCH, HEADS, 4))
-    assert (store.h2d_bytes, store.d2h_bytes) == (h2d, d2h)
-
-
-def test_load_and_write_return_the_bytes_they_moved():
-    store = make_store()
-    keys, values = key_value(3, torch.Generator().manual_seed(0))
-    rows = store.format.pack(keys, values)
-    assert store.write(rows, at=0) == BATCH * HEADS * 3 * 64
-    assert store.load(chosen(torch.tensor([2, -1, 0]).expand(BATCH, HEADS, 3)), rows) == BATCH * HEADS * 2 * 64
+    assert (store.h2d_bytes, store.d2h_bytes) == (6 * 8 * slot_bytes, 6 * 11 * slot_bytes)
+    store.free()
+    assert store.slots.nbytes == 0
 
 
 def test_a_buffer_row_of_negative_index_keeps_what_it_holds():
     """What lets a method fetch only the rows that are not on the device already."""
-    store = make_store()
+    store = store_of()
     keys, values = key_value(4, torch.Generator().manual_seed(0))
     store.write(store.format.pack(keys, values), at=0)
     buffer = store.new_buffer(2)
@@ -136,7 +130,7 @@ def test_a_buffer_row_of_negative_index_keeps_what_it_holds():
 
 
 def test_the_first_slots_on_the_device_are_read_in_place():
-    store = make_store(placement="device")
+    store = store_of(placement="device")
     fetcher = Fetcher(None, reuse=False)
     fetcher.plan({0: store}, selected=4)
     fetcher.open()
@@ -145,27 +139,337 @@ def test_the_first_slots_on_the_device_are_read_in_place():
     assert keys.untyped_storage().data_ptr() == store.slots.untyped_storage().data_ptr()
 
 
-def test_free_gives_the_slots_back():
-    store = make_store()
-    assert store.nbytes == BATCH * HEADS * CAPACITY * 64
-    store.free()
-    assert store.slots.nbytes == 0
-
-
-def test_slots_beyond_the_capacity_are_refused():
-    store = make_store()
+def test_refusals(monkeypatch):
+    store = store_of()
     rows = store.format.pack(*key_value(2, torch.Generator().manual_seed(0)))
     with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):
         store.write(rows, at=CAPACITY - 1)
     with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):
         loaded(store, CAPACITY + 1)
-    with pytest.raises(IndexError, match="slot index 12"):
-        loaded(store, torch.full((BATCH, HEADS, 1), CAPACITY))
-
-
-def test_bad_settings_are_refused(monkeypatch):
+    beyond = torch.tensor([[[CAPACITY], [0], [0]]] * 2)  # no row of the next head
+    with pytest.raises(IndexError, match="slot index 12 is beyond the capacity of 12"):
+        loaded(store, beyond)
+    with pytest.raises(IndexError, match="slot index 12 is beyond the capacity of 12"):
+        store.write(rows[:, :, :1], at=beyond)
     with pytest.raises(UserError, match="placement='disk' is unknown; allowed: device, host, managed"):
-        make_store(placement="disk")
+        store_of(placement="disk")
     monkeypatch.setattr("harness.offload.memory.available_bytes", lambda home: 2**30)
     with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
-        make_store("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
+        store_of("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
+
+
+# Rows by index, on the CPU and as the Triton kernel, against a loop
+
+
+def backend(name):
+    if name == "cpu":
+        return rows_module, CPU
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: its kernel is not covered here")
+    from harness.offload.kernels import rows as kernels
+
+    return kernels, DEVICE
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(0, 40))
+tunings = st.builds(Tuning, num_programs=st.sampled_from([1, 2, 64]), bytes_in_flight=st.sampled_from([64, 512, 2**18]))
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+@settings(max_examples=40)
+@given(
+    shape=shapes,
+    slot_bytes=st.sampled_from([4, 8, 20, 32, 72, 136, 256]),
+    ragged=st.booleans(),
+    placed=st.booleans(),
+    spare=st.integers(0, 2),
+    tuning=tunings,
+    seed=st.integers(0, 2**31),
+)
+def test_gather_and_scatter_against_a_loop(name, shape, slot_bytes, ragged, placed, spare, tuning, seed):
+    module, device = backend(name)
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, capacity, num_rows = shape
+    num_rows = min(num_rows, capacity)  # scatter needs distinct slots
+    slots, rows = (
+        torch.randint(256, (batch, heads, each, slot_bytes), dtype=torch.uint8, generator=generator)
+        for each in (capacity, num_rows)
+    )
+    slots = slots.pin_memory() if DEVICE.type == "cuda" else slots
+    index = torch.rand(batch, heads, capacity, generator=generator).argsort(-1)[..., :num_rows]
+    if ragged:
+        counts = torch.randint(0, num_rows + 1, (batch, heads, 1), generator=generator)
+        index = index.masked_fill(torch.arange(num_rows) >= counts, -1)
+    targets = torch.rand(index.shape, generator=generator).argsort(-1) if placed else None
+    gathered, scattered = rows.clone(), slots.clone()
+    for b, h, row in (index >= 0).nonzero().tolist():
+        gathered[b, h, row if targets is None else targets[b, h, row]] = slots[b, h, index[b, h, row]]
+        scattered[b, h, index[b, h, row]] = rows[b, h, row]
+
+    buffer = torch.nn.functional.pad(rows, (0, 0, 0, spare), value=7).to(device)
+    places = None if targets is None else targets.to(device)
+    module.gather_rows(slots, index.to(device), buffer[:, :, :num_rows], places, tuning)
+    assert torch.equal(buffer[:, :, :num_rows].cpu(), gathered)
+    assert (buffer[:, :, num_rows:] == 7).all(), "what lies behind a head's rows has changed"
+    module.scatter_rows(slots, index.to(device), rows.to(device), tuning)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(slots, scattered)
+
+
+# Columns of every head as one strided copy, against a loop
+
+COLUMNS = [slice(begin, end) for begin, end in combinations(range(8), 2)]
+STREAM, TO_HOST = 1234, 2
+
+
+def random_bytes(*shape):
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def as_between_devices(source, target):
+    rows_module._memcpy_2d(*(each.flatten(2).flatten(0, 1) for each in (source, target)))
+
+
+def test_columns_cross_by_one_copy_that_is_a_loop_over_their_rows():
+    """Into the rows of a buffer with room for one more behind each head's, and back."""
+    slots = random_bytes(2, 2, 7, 8)
+    for columns in COLUMNS:
+        count = columns.stop - columns.start
+        rows = random_bytes(2, 2, count + 1, 8)
+        expected, width = rows.clone(), count * 8
+        for batch, head, row in product(range(2), range(2), range(count)):
+            expected[batch, head, row] = slots[batch, head, columns.start + row]
+        with fake_runtime() as runtime:
+            as_between_devices(slots[:, :, columns], rows[:, :, :count])
+            assert torch.equal(rows, expected), columns
+            written = torch.zeros_like(slots)
+            as_between_devices(rows[:, :, :count], written[:, :, columns])
+        assert torch.equal(written[:, :, columns], slots[:, :, columns]) and written.sum() == rows[:, :, :count].sum()
+        (_, _, pitch, _, slots_pitch, *size, _, stream), (*_, kind, _) = runtime.calls
+        assert (pitch, slots_pitch, *size, stream, kind) == (width + 8, 7 * 8, width, 4, STREAM, TO_HOST)
+
+
+def test_an_error_of_cudas_is_raised_in_its_words_and_no_columns_are_no_copy():
+    with fake_runtime() as runtime:
+        copy_heads(torch.empty(2, 2, 0, 8, dtype=torch.uint8), torch.empty(2, 2, 0, 8, dtype=torch.uint8).to("meta"))
+        assert not runtime.calls
+        runtime.fails = "cudaMemcpy2DAsync"
+        with pytest.raises(RuntimeError, match="^cudaMemcpy2DAsync: out of memory$"):
+            rows_module._memcpy_2d(lines := random_bytes(3, 4), lines.clone())
+
+
+class Copies(TorchDispatchMode):
+    """Names of the operations that copy, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation._opname in ("copy_", "_to_copy"):
+            self.names.append(operation._opname)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_pageable_stores_own_row_crosses_once_and_the_host_deals_it_out():
+    assert DEFAULT_TUNING.min_copy_bytes > 7 * 16
+    with FakeTensorMode(), Copies() as seen:
+        shape = {"batch": 2, "num_kv_heads": 2, "capacity": 7}
+        store = make_store(4, "fp16", dtype=torch.float16, device=torch.device("cuda"), **shape)
+        store.write(torch.empty(2, 2, 1, 16, dtype=torch.uint8, device="cuda"), at=3)
+    assert seen.names == ["_to_copy", "copy_"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_columns_cross_on_a_gpu_as_they_are(pinned):
+    slots = random_bytes(2, 2, 7, 8)
+    slab = PinnedSlab(slots.numel()) if pinned else None
+    home = slots.clone() if slab is None else slab.take(slots.shape).copy_(slots)
+    for columns in COLUMNS[::7]:
+        count = columns.stop - columns.start
+        rows = random_bytes(2, 2, count + 1, 8).cuda()
+        copy_heads(home[:, :, columns], rows[:, :, :count])
+        assert torch.equal(rows[:, :, :count].cpu(), slots[:, :, columns]), columns
+    rows = random_bytes(2, 2, 3, 8)
+    copy_heads(rows.cuda(), home[:, :, 2:5])
+    torch.cuda.synchronize()
+    slots[:, :, 2:5] = rows
+    assert torch.equal(home, slots)
+    del home
+    if slab is not None:
+        slab.close()
+
+
+# Lists of slots
+
+
+@st.composite
+def masks(draw, min_slots=0):
+    """bool [batch, heads, slots]: ragged, empty and full heads."""
+    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    slots = draw(st.integers(min_slots, 9))
+    ragged = st.lists(st.booleans(), min_size=slots, max_size=slots)
+    head = st.one_of(st.just([False] * slots), st.just([True] * slots), ragged)
+    return torch.tensor([draw(head) for _ in range(batch * heads)], dtype=torch.bool).view(batch, heads, slots)
+
+
+@given(masks(), st.integers(0, 4))
+def test_indices_are_the_slots_in_order_and_minus_one_behind(mask, spare):
+    cap = int(mask.sum(-1).max()) + spare
+    got = indices(mask, cap)
+    assert got.dtype == torch.int64 and got.shape == (*mask.shape[:2], cap)
+    for head, row in zip(mask.flatten(0, 1), got.flatten(0, 1), strict=True):
+        wanted = head.nonzero().view(-1).tolist()
+        assert row.tolist() == wanted + [-1] * (cap - len(wanted))
+
+
+@given(masks(min_slots=1), st.data())
+def test_missing_rows_keep_what_is_there_and_fetch_the_rest_into_free_rows(mask, data):
+    slots = mask.shape[-1]
+    most = int(mask.sum(-1).max())
+    room = data.draw(st.integers(max(1, most), max(1, most) + 3))
+    kept = []
+    for _ in range(mask.shape[0] * mask.shape[1]):
+        there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=room))
+        kept.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
+    kept = torch.tensor(kept).view(*mask.shape[:2], room)
+    before = kept.clone()
+    request, after = missing_rows(mask, kept)
+    fetch = request.by_target()
+    assert request.num_rows == (fetch >= 0).sum()
+    assert (request.slots >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
+    assert torch.equal(kept, before), "what is kept was changed in place"
+    for head, old, fetched, new in zip(*(x.flatten(0, 1) for x in (mask, before, fetch, after)), strict=True):
+        wanted, old, fetched, new = set(head.nonzero().view(-1).tolist()), old.tolist(), fetched.tolist(), new.tolist()
+        assert sorted(slot for slot in new if slot >= 0) == sorted(wanted)
+        for was, asked, now in zip(old, fetched, new, strict=True):
+            if was in wanted:
+                assert (asked, now) == (-1, was), "a row that was there moved, or is fetched again"
+            else:
+                assert now == asked
+
+
+# Fetches
+
+
+def small_store(batch: int = 1, heads: int = 1, capacity: int = 4) -> KVStore:
+    return make_store(2, batch=batch, num_kv_heads=heads, capacity=capacity)
+
+
+def rows_of(store: KVStore, values: list[float]) -> Tensor:
+    rows = torch.tensor(values).view(1, 1, -1, 1).expand(-1, -1, -1, 2)
+    return store.format.pack(rows, rows)
+
+
+def fetched(fetcher: Fetcher, store: KVStore, mask: list[bool]) -> list[float]:
+    """First elements of the present rows' values; keys and values must agree, and absent ones be numbers."""
+    fetcher.request_selected(0, torch.tensor([[mask]]), 3)
+    fetcher.wait(0)
+    rows, present, bias = fetcher.take(0)
+    keys, values = store.format.unpack(rows)
+    assert bias is None and torch.equal(keys[present], values[present]) and values.isfinite().all()
+    return sorted(values[present][:, 0].tolist())
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token(reuse):
+    store, mask = small_store(), [True, True, False, True]
+    store.write(rows_of(store, [0.0, 1.0, 2.0, 3.0]), 0)
+    with EmulatedLink(1e12) as link:
+        fetcher = Fetcher(link, reuse)
+        fetcher.plan({0: store}, 3)
+        fetcher.open()
+        assert fetched(fetcher, store, [False] * 4) == [] and store.h2d_bytes == 0
+        crossed = []
+        for written, slot, expected in (([0.0], 0, [0, 1, 3]), ([9.0], 1, [0, 3, 9]), (None, 0, [0, 3, 9]),
+                                        ([7.0], -1, [0, 3, 9])):  # fmt: skip
+            before = store.h2d_bytes
+            if written is not None:  # the last one is evicted at once
+                fetcher.write_back(0, rows_of(store, written), torch.tensor([[[slot]]]))
+            assert fetched(fetcher, store, mask) == expected
+            crossed.append((store.h2d_bytes - before) // store.slot_bytes)
+    assert crossed == ([3, 1, 0, 0] if reuse else [3, 3, 3, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "reuse"),
+    [
+        *((name, False) for name in ("full", "int4", "h2o-heavy", "h2o-fills", "infinigen", "pool-lru")),
+        *((name, True) for name in ("infinigen", "infinigen-union", "infinigen+int4", "pool-lru", "pool-tie")),
+    ],
+)
+def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, reuse):
+    """Under a link at its latest, one without overlap, and one that is slow."""
+    prompts = PROMPTS["padded"]
+    with attached_with_link() as (attached, link), EmulatedLink(2e7, overlap=reuse) as slow:
+        expected = live(attached, CASES[name], prompts, placement="host", link=link, reuse=reuse)
+        for other in (LatestLink(), slow):
+            got = live(attached, CASES[name], prompts, placement="host", link=other, reuse=reuse)
+            assert torch.equal(got.logits, expected.logits)
+
+
+def test_at_most_two_layers_share_the_buffers_that_take_turns():
+    """The one computing and the next: more would need more buffers. Exempt layers ahead have their own."""
+    most = 0
+    original = Fetcher._request
+
+    def counting(fetcher, *arguments, **options):
+        nonlocal most
+        original(fetcher, *arguments, **options)
+        most = max(most, sum(layer not in fetcher.ahead for layer in fetcher._pending))
+
+    with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fetcher, "_request", counting)
+        for name in ("full", "infinigen", "h2o-heavy"):
+            session = open_live(attached, CASES[name], placement="host", link=link)
+            force(session, PROMPTS["even"])
+            assert session.steps == STEPS
+            session.close()
+    assert most == 2
+
+
+@given(st.integers(1, 3), st.integers(1, 7), st.integers(0, 2), st.integers(1, 9))
+def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
+    stores = [small_store(batch=2, heads=3, capacity=count + spare) for _ in range(layers + 1)]
+    for number, store in enumerate(stores):
+        store.slots.view(torch.float32).copy_(torch.arange(store.slots.numel() // 4).view(*store.slots.shape[:3], -1))
+        store.slots.view(torch.float32).add_(1000 * number)
+    with EmulatedLink(1e12) as link:
+        fetcher = Fetcher(link, reuse=False)
+        fetcher.plan(dict(enumerate(stores)), 1, num_ahead=layers)
+        fetcher.open()
+        for part in range(parts):
+            fetcher.request_ahead(count, part, parts)
+        for layer in range(layers):
+            got, moved = fetcher.take(layer), stores[layer].h2d_bytes
+            assert got.present is None and moved == 2 * 3 * count * stores[layer].slot_bytes
+            expected = loaded(stores[layer], count)
+            keys, values = stores[layer].format.unpack(got.rows)
+            assert torch.equal(keys, expected.keys) and torch.equal(values, expected.values)
+        assert not fetcher.is_pending(layers)
+
+
+def test_the_parts_ahead_are_spread_over_the_layers_that_read_less():
+    """No layer of a step asks for more of them than its share, rounded up: what one layer's work can hide."""
+    shares = []
+    original = Fetcher._prefetch
+
+    def noting(fetcher, layer, request, rows):
+        if isinstance(request, slice) and request.stop - request.start < fetcher._pending[layer].request:
+            shares.append(request.stop - request.start)
+        original(fetcher, layer, request, rows)
+
+    with attached_with_link() as (attached, link), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fetcher, "_prefetch", noting)
+        session = open_live(attached, CASES["infinigen-union"], placement="host", link=link)
+        force(session, PROMPTS["even"])
+        (stage,) = session.stages.values()
+        layers, ahead = attached.geometry.num_layers, len(stage.fetcher.ahead)
+        assert shares and max(shares) <= -(-ahead * session.batch.columns // (layers - ahead))
+        session.close()
+
+
+def test_chosen_slots_are_counted():
+    assert chosen(torch.tensor([[[4, 0, -1], [2, -1, -1]]])).num_rows == 3

@@ -2,13 +2,13 @@
 
 import time
 from copy import deepcopy
+from functools import cache
 
 import pytest
 import torch
 from cases import CASES, Case
 from fake_cuda import fake_runtime
-from living import PROMPT, PROMPTS, STEPS, force, live, open_live, tiny, token_batch
-from test_fetch import LatestLink
+from living import FAMILIES, PROMPT, PROMPTS, STEPS, LatestLink, live, open_live, tiny, token_batch
 
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -20,8 +20,14 @@ from methods.full import Full
 
 FAST = 1e12  # bytes/s: costs nothing
 PADDED = PROMPTS["padded"]
+MODELS = (*FAMILIES, "qwen2", "qwen3", "mistral")
 MATRIX = 64 * 64 * 4
 """Bytes of a square matrix of the tiny models."""
+
+
+@cache
+def model_of(family):
+    return tiny(family) if family in FAMILIES else tiny_model(family, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +46,7 @@ def link():
 @pytest.fixture(autouse=True)
 def every_model_is_whole_again():
     """Whatever happens: the parameters have their values and memory of their own, and no hook is left."""
-    models = {family: tiny(family) for family in ("llama", "gqa", "opt", "phi3", "gpt_neox")}
+    models = {family: model_of(family) for family in MODELS}
     before = {family: deepcopy(model.state_dict()) for family, model in models.items()}
     yield
     for family, model in models.items():
@@ -53,24 +59,18 @@ def every_model_is_whole_again():
 # The same model
 
 
-@pytest.mark.parametrize("family", ["llama", "gqa", "opt", "phi3", "gpt_neox"])
-@pytest.mark.parametrize("name", ["full", "int4", "h2o", "quest", "infinigen"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("gqa", name) for name in ("full", "int4", "h2o", "quest")), *((family, "infinigen") for family in MODELS)],
+)
 def test_logits_are_those_of_the_whole_model(family, name, link):
-    with attach(tiny(family)) as attached:
+    with attach(model_of(family)) as attached:
         expected = live(attached, CASES[name], PADDED, placement="host", link=link).logits
-        for share in (0.9, 0.7, 0.5):
+        for share in (0.9, 0.5):
             with streamed_weights(attached, link, share) as weights:
                 got = live(attached, CASES[name], PADDED, placement="host", link=link).logits
             assert weights.num_bytes == (1 + STEPS) * weights.host_bytes > 0
             assert torch.equal(got, expected), share
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
-def test_other_families_alike(family, link, request):
-    with attach(request.getfixturevalue(f"tiny_{family}")) as attached:
-        expected = live(attached, CASES["infinigen"], PADDED).logits
-        with streamed_weights(attached, link, 0.4):
-            assert torch.equal(live(attached, CASES["infinigen"], PADDED).logits, expected)
 
 
 @pytest.mark.parametrize("num_layers", [2, 3])
@@ -104,15 +104,14 @@ def test_nothing_changes_without_overlap(attached, reuse):
 # What stays, and what crosses
 
 
-@pytest.mark.parametrize("family", ["llama", "gqa", "opt", "phi3", "gpt_neox"])
-@pytest.mark.parametrize("share", [0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.42])
-def test_the_share_is_met_within_a_matrix(family, share, link):
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox"])
+def test_the_share_is_met_within_a_matrix(family, link):
     with attach(tiny(family)) as attached:
-        layers = attached.decoder.blocks
-        whole = sum(each.nbytes for layer in layers for each in layer.parameters())
-        with streamed_weights(attached, link, share) as weights:
-            assert share - 1e-9 <= weights.on_device < share + 2 * MATRIX / whole
-            assert weights.host_bytes == round((1 - weights.on_device) * whole)
+        whole = sum(each.nbytes for layer in attached.decoder.blocks for each in layer.parameters())
+        for share in (0.95, 0.8, 0.6, 0.42):
+            with streamed_weights(attached, link, share) as weights:
+                assert share - 1e-9 <= weights.on_device < share + 2 * MATRIX / whole
+                assert weights.host_bytes == round((1 - weights.on_device) * whole)
 
 
 def test_what_whole_matrices_leave_open_is_made_up_for_later(attached, link):
@@ -160,17 +159,6 @@ def test_every_step_streams_all_of_it_and_rows_are_counted_apart(attached, link)
         session.close()
 
 
-def test_rows_over_the_link_are_those_without_streaming(attached, link):
-    counted = []
-    for share in (1.0, 0.5):
-        with streamed_weights(attached, link, share):
-            session = open_live(attached, CASES["full"], placement="host", link=link)
-            force(session, PADDED)
-            counted.append((session.h2d_bytes, session.d2h_bytes, session.device_bytes))
-            session.close()
-    assert counted[0] == counted[1]
-
-
 def test_pinned_weights_are_one_slab_as_large_as_they_are(attached, link):
     expected = live(attached, CASES["full"], PADDED).logits
     weights = StreamedWeights(attached, link, 0.5, Timeline(attached.device), pinned=True)
@@ -208,7 +196,7 @@ def test_a_step_takes_the_time_of_its_weights_and_rows(attached):
         moved = session.loaded_bytes - fetched + 3 * weights.host_bytes - first
         assert elapsed >= moved / rate > 0.1
         waited = sum(step["transfer"] for step in segments)
-        assert 0.5 * elapsed < waited <= elapsed, "the wait for weights is a wait for the link"
+        assert 0.2 * elapsed < waited <= elapsed, "the wait for weights is a wait for the link"
         session.close()
 
 
@@ -228,11 +216,6 @@ def test_a_segment_within_another_gives_the_time_back():
 # Made whole again, whatever happens: the fixture looks
 
 
-def test_an_error_inside_leaves_the_model_whole(attached, link):
-    with pytest.raises(KeyboardInterrupt), streamed_weights(attached, link, 0.5):
-        raise KeyboardInterrupt
-
-
 def test_an_error_in_a_pass_leaves_the_model_whole_and_the_next_pass_right(attached, link):
     case, layer = CASES["full"], attached.decoder.blocks[2]
     expected = live(attached, case, PADDED).logits
@@ -240,12 +223,13 @@ def test_an_error_in_a_pass_leaves_the_model_whole_and_the_next_pass_right(attac
     def fail(*_):
         raise RuntimeError("in layer 2")
 
-    with streamed_weights(attached, link, 0.5):
+    with pytest.raises(KeyboardInterrupt), streamed_weights(attached, link, 0.5):
         hook = layer.mlp.register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="in layer 2"):
             live(attached, case, PADDED)
         hook.remove()
         assert torch.equal(live(attached, case, PADDED).logits, expected)
+        raise KeyboardInterrupt
 
 
 def test_a_transfer_that_fails_leaves_the_model_whole(attached):
