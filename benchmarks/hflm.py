@@ -24,9 +24,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
 from benchmarks.timing import fastest, in_turn
-from harness.accuracy.encoding import Prefill
-from harness.accuracy.engine import ReplayEngine
-from harness.accuracy.lm import ReplayLM
+from harness.accuracy.evaluation import ReplayEngine
+from harness.accuracy.lm import Prefill, ReplayLM
 from harness.data.suite import load_suite
 from harness.data.text import offline_text, token_ids
 from harness.errors import exit_code

@@ -61,9 +61,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr(models, "load_model", load_model)
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: Path("snapshots/1"))
     monkeypatch.setattr(data_hub, "revision", lambda path, part, fetch, has_options=False: "1")
-    for name in ("tasks", "perplexity", "long_decode"):
+    for name, run_of_kind in (("evaluation", "tasks"), ("perplexity", "perplexity"), ("long_decode", "long_decode")):
         module = ModuleType(f"harness.accuracy.{name}")
-        setattr(module, f"run_{name}", runs)
+        setattr(module, f"run_{run_of_kind}", runs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return runs
 

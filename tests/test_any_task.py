@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from test_tasks import FILES, ROWS
 from tokens import byte_tokenizer
 
-from harness.accuracy.tasks import run_tasks
+from harness.accuracy.evaluation import run_tasks
 from harness.data import hub, lm_tasks, suite
 from harness.data.lm_tasks import plan
 from harness.data.suite import load_suite

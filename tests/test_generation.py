@@ -10,10 +10,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
-from harness.accuracy.encoding import Prefill
-from harness.accuracy.engine import ReplayEngine, decode_rows
+from harness.accuracy.evaluation import ReplayEngine, decode_rows
 from harness.accuracy.generation import generate
-from harness.accuracy.lm import ReplayLM
+from harness.accuracy.lm import Prefill, ReplayLM
 from harness.accuracy.requests import GenerationRequest
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -107,7 +106,7 @@ def test_sharing_and_batches_leave_no_trace(name, prefill_len, monkeypatch):
     summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
     for sums in ("rows", "fired_rows", "frac_sum", "index_sum", "pairs_read", "pairs"):
         assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
-    monkeypatch.setattr("harness.accuracy.batches.CACHE_TOKENS", 100)
+    monkeypatch.setattr("harness.accuracy.requests.CACHE_TOKENS", 100)
     monkeypatch.setattr("harness.accuracy.generation.CACHE_TOKENS", 100)
     assert run(requests, CASES[name])[0] == together
 

@@ -163,7 +163,7 @@ def test_rates_of_a_gpu_go_through_its_kernels_and_copies(monkeypatch):
         assert trace.launches[None, "_move_rows"] == len(gathers) * (gpu.REPEATS + 1)
     locked, unlocked = [], []
     monkeypatch.setattr(gpu, "PinnedSlab", pinned.PinnedSlab)
-    monkeypatch.setattr(pinned, "_lock", lambda address, num_bytes: locked.append(num_bytes))
+    monkeypatch.setattr(pinned, "call_cuda", lambda name, address, num_bytes, flags: locked.append(num_bytes))
     monkeypatch.setattr(pinned, "_unlock", unlocked.append)
     (rate,) = gpu.pin_rates(torch.device("cpu"), 2**20)
     assert locked == [2**20] * gpu.REPEATS and len(unlocked) == len(rate.samples) == gpu.REPEATS, "anew each time"

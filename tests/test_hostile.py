@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from test_cli import only_error, runs  # noqa: F401, a fixture
 from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtures
 
-from harness.accuracy.tasks import run_tasks
+from harness.accuracy.evaluation import run_tasks
 from harness.data.suite import COMPLAINTS
 from harness.errors import UserError
 from harness.launch.cli import main

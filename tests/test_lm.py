@@ -10,9 +10,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
-from harness.accuracy.encoding import Prefill
-from harness.accuracy.engine import decode_rows
-from harness.accuracy.lm import ReplayLM
+from harness.accuracy.evaluation import decode_rows
+from harness.accuracy.lm import Prefill, ReplayLM
 from harness.accuracy.requests import Request, share
 from harness.accuracy.scoring import Score, score
 from harness.errors import UserError
@@ -151,7 +150,7 @@ def test_batches_leave_no_trace(name, tiny_gqa, monkeypatch):
     requests = planned(QUESTIONS + UNSHARED, Prefill("artifact", budget=0.2))
     method = METHODS[name]
     expected, reads = run(tiny_gqa, requests, method, CODECS.get(name))
-    for constant, size in (("scoring.PROMPT_TOKENS", 1), ("batches.CACHE_TOKENS", 100), ("scoring.HEAD_ROWS", 3)):
+    for constant, size in (("scoring.PROMPT_TOKENS", 1), ("requests.CACHE_TOKENS", 100), ("scoring.HEAD_ROWS", 3)):
         monkeypatch.setattr(f"harness.accuracy.{constant}", size)
         found, again = run(tiny_gqa, requests, method, CODECS.get(name))
         difference = max(abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found, expected, strict=True))

@@ -16,9 +16,17 @@ from cases import CASES
 from living import open_live, setup_of, tiny
 from tokens import byte_tokenizer
 
-from harness.accuracy import long_decode, texts
-from harness.accuracy.long_decode import decode_freely, run_long_decode
-from harness.accuracy.texts import Pair, Text, curve, first_divergence, repetition, summarize
+from harness.accuracy import long_decode
+from harness.accuracy.long_decode import (
+    Pair,
+    Text,
+    curve,
+    decode_freely,
+    first_divergence,
+    repetition,
+    run_long_decode,
+    summarize,
+)
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
@@ -212,7 +220,7 @@ def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, mo
     ],
 )
 def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
-    assert texts.GRAM == 4
+    assert long_decode.GRAM == 4
     assert repetition(tokens) == (None if expected is None else pytest.approx(expected))
 
 

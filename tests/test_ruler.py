@@ -16,7 +16,7 @@ from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer, word_tokenizer
 
-from harness.accuracy.tasks import run_tasks
+from harness.accuracy.evaluation import run_tasks
 from harness.data import ruler
 from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.errors import UserError

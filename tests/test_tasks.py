@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lm_eval.api.metrics import mean_stderr
 from tokens import byte_tokenizer
 
-from harness.accuracy.tasks import prefill_of, run_tasks
+from harness.accuracy.evaluation import prefill_of, run_tasks
 from harness.data import generated
 from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.lm_tasks import location, own_tasks

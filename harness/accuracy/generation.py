@@ -1,8 +1,8 @@
-"""Greedy answers through replay: the model's own tokens as decode rows, each reading what the method selects.
+"""Greedy answers through replay: the model's own tokens as decode rows, each reading the rows that the method selects.
 
-The prompt attends densely, what is left of the context is decoded teacher-forced, and from there on each step decodes
-one row of every sequence. Requests with the same prompt share its prefill, equal requests run once. A sequence that has
-ended is padding, until half of a batch has: then those that go on are forked into a batch of their own.
+The prompt attends densely, the rest of the context is decoded teacher-forced, and then each step decodes one row of
+every sequence. Requests with the same prompt share its prefill; equal requests run once. A sequence that has ended is
+padding. Once half of a batch has ended, the others are forked into a batch of their own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
-from harness.accuracy.batches import CACHE_TOKENS, OpenSession, PromptBatch, batches
-from harness.accuracy.requests import Branch, GenerationRequest, SharedContext, share
+from harness.accuracy.requests import (
+    CACHE_TOKENS,
+    Branch,
+    GenerationRequest,
+    OpenSession,
+    PromptBatch,
+    SharedContext,
+    batches,
+    share,
+)
 from harness.errors import UserError
 from harness.model.attach import Attached
 from harness.replay import ReplaySession
@@ -29,16 +37,12 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     on_answered: Callable[[int], object],
 ) -> tuple[list[list[int]], ReadStats]:
-    """The tokens of each answer, the one that ended it included, in the order of `requests`; and what was read for
-    them, every request counted as a sequence of its own.
+    """The tokens of each answer, the one that ended it included, in the order of `requests`; and their reads, with
+    every request as a sequence of its own.
 
-    Args:
-        open_session: makes the session of a batch of prompts.
-        tokenizer: spells tokens, to find the texts that end an answer.
-        on_answered: told how many more requests have been answered.
-
-    Raises:
-        UserError: the method did not run on every decode row, or there was none; the full cache needs none.
+    open_session: makes the session of a batch of prompts. tokenizer: spells tokens, to find the texts that end an
+    answer. on_answered: takes the number of requests answered since its last call. Raises UserError where the method
+    did not run on every decode row, or there was none; the full cache needs none.
     """
     tokens: dict[int, list[int]] = {}
     reads, greedy = ReadStats(), _Greedy(attached)
@@ -86,22 +90,20 @@ class _Answer:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still grow by."""
+        """Tokens that it may still get."""
         return self.request.max_new_tokens - len(self.tokens)
 
     def take(self, token: int) -> None:
-        """The next token."""
+        """Append the next token."""
         self.tokens.append(token)
-        self.ended = token in self._eos or not self.left or self._is_stopped()
-
-    def _is_stopped(self) -> bool:
         last = torch.tensor([self.tokens[-self._looks_back :]])
-        return any(criterion(last, None) for criterion in self._criteria)
+        stopped = any(criterion(last, None) for criterion in self._criteria)
+        self.ended = token in self._eos or not self.left or stopped
 
 
 class _Greedy:
-    """The most likely next token, after what the model's generation config says: the tokens that end an answer, and a
-    repetition penalty, which `HFLM` leaves in force too."""
+    """The most likely next token, with the settings of the model's generation config that `HFLM` keeps too: the tokens
+    that end an answer, and a repetition penalty."""
 
     def __init__(self, attached: Attached) -> None:
         config = attached.model.generation_config
@@ -127,11 +129,11 @@ def _decode(
     greedy: _Greedy,
     on_answered: Callable[[int], object],
 ) -> ReadStats:
-    """Decode until every answer has ended; what `session` and its forks read.
+    """Decode until every answer has ended; returns the reads of `session` and its forks.
 
     hidden: of each context's last row, [batch, hidden_size].
     """
-    reads = ReadStats()
+    reads, device = ReadStats(), hidden.device
     while True:
         for answer, token in zip(answers, greedy.next_tokens(hidden, answers), strict=True):
             if not answer.ended:
@@ -144,13 +146,8 @@ def _decode(
             reads += session.reads
             answers = [answers[at] for at in going]
             most = max(answer.left for answer in answers)
-            session = session.fork(torch.tensor(going, device=hidden.device), session.history.length + most)
-        hidden = _step(answers, session, hidden.device)
-
-
-def _step(answers: Sequence[_Answer], session: ReplaySession, device: torch.device) -> Tensor:
-    """Decode the last token of each answer that goes on; final hidden states [batch, hidden_size]."""
-    ids = torch.tensor([[answer.tokens[-1]] for answer in answers], device=device)
-    going = torch.tensor([[not answer.ended] for answer in answers], device=device)
-    counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
-    return session.decode(ids, going, counts)[:, -1]
+            session = session.fork(torch.tensor(going, device=device), session.history.length + most)
+        ids = torch.tensor([[answer.tokens[-1]] for answer in answers], device=device)
+        valid = torch.tensor([[not answer.ended] for answer in answers], device=device)
+        counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
+        hidden = session.decode(ids, valid, counts)[:, -1]

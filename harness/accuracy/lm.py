@@ -1,32 +1,180 @@
 """lm-eval's view of a method: an `LM` whose log-likelihoods and texts come from replay.
 
-lm-eval makes prompts and choices, and turns answers into scores. Here its texts become token requests
-(`harness.accuracy.encoding`), and a scorer and a generator answer them.
+lm-eval makes prompts and choices, and turns answers into scores. Here its texts become token requests, which a scorer
+and a generator answer. Tokens are those of lm-eval's `HFLM` with default settings, so that the full cache gives its
+numbers and its texts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.accuracy.encoding import Encoded, Encoder, Prefill
 from harness.accuracy.requests import AnyRequest, Document, GenerationRequest, Request
 from harness.accuracy.scoring import Score
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 
+FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
-
 OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
 """Generation settings that change nothing where the most likely token is taken."""
 
 Chat = list[dict[str, str]]
+Encoded = tuple[tuple[str, str], list[int], list[int]]
+"""(context, continuation) as texts, then the tokens of each: lm-eval's form of a choice."""
+
+
+class Prefill(NamedTuple):
+    """Which rows of a request attend densely; the rest are decode rows, on which a method acts.
+
+    mode: `dense`: the context but for its last row where a continuation is scored, and all of it where text is
+        generated, as when serving.
+        `question`: the prompt ends before the token that holds the first character of `marker`, so that the cache is
+        reduced before the question is known.
+        `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
+    marker: text with which the question starts; its last occurrence in the context counts.
+    budget: share of T that the method keeps.
+    """
+
+    mode: str
+    marker: str = FEWSHOT_SEPARATOR
+    budget: float = 1.0
+
+
+class Encoder:
+    """Makes the token requests of a model.
+
+    too_long: treatment of a context beyond the model's limit; `truncate` leaves out its beginning, as `HFLM` does.
+    truncated: the questions whose context was truncated.
+    """
+
+    def __init__(self, loaded: LoadedModel, prefill: Prefill, too_long: Literal["refuse", "truncate"]) -> None:
+        if loaded.tokenizer is None:
+            raise UserError(f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one")
+        self.tokenizer = loaded.tokenizer
+        self.max_length = loaded.max_length
+        self.truncated: set[Document] = set()
+        self._prefill = prefill
+        self._too_long = too_long
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The one token of an empty context."""
+        bos = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if bos is None else bos
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix token."""
+        return self.tokenizer(text, **self._special(text, add_special_tokens), verbose=False)["input_ids"]
+
+    def choices(self, documents: Sequence[Document], encoded: Sequence[Encoded]) -> list[Request]:
+        """Continuations to score; those of one document have one T, that of the longest."""
+        contexts = [
+            self._fit(document, context, self.max_length + 1 - len(continuation))
+            for document, (_, context, continuation) in zip(documents, encoded, strict=True)
+        ]
+        longest: dict[Document, int] = defaultdict(int)
+        for document, context, (_, _, continuation) in zip(documents, contexts, encoded, strict=True):
+            longest[document] = max(longest[document], len(context) + len(continuation))
+        return [
+            self._request(document, each, context, longest[document])
+            for document, each, context in zip(documents, encoded, contexts, strict=True)
+        ]
+
+    def windows(self, document: Document, text: str) -> list[Request]:
+        """A text to score in disjoint windows of the model's limit, each a sequence of its own, as `HFLM` does."""
+        if self._prefill.mode == "question":
+            raise UserError(
+                f"task {document[0]}: scores whole texts, in which prefill=question finds no question; "
+                "use prefill=dense or artifact"
+            )
+        windows = get_rolling_token_windows(self.encode(text), self.prefix_token_id, self.max_length, 1)
+        return [
+            self._request(document, (("", ""), context, continuation), context, len(context) + len(continuation))
+            for context, continuation in map(make_disjoint_window, windows)
+        ]
+
+    def generation(self, document: Document, text: str, max_new_tokens: int, stops: Sequence[str]) -> GenerationRequest:
+        """A context to continue."""
+        whole = self.encode(text) or [self.prefix_token_id]
+        context = self._fit(document, whole, self.max_length - max_new_tokens)
+        final_length, cut = len(context) + max_new_tokens, len(whole) - len(context)
+        prefill_len = self._prefill_len(document, text, cut, len(context), final_length)
+        if prefill_len + 1 >= final_length:
+            raise UserError(
+                f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no method could act on it"
+            )
+        return GenerationRequest(tuple(context), prefill_len, max_new_tokens, tuple(stops), document)
+
+    def _request(self, document: Document, encoded: Encoded, context: list[int], final_length: int) -> Request:
+        (text, _), whole, continuation = encoded
+        cut = len(whole) - len(context)
+        text = text.rstrip()  # as lm-eval encodes a context
+        prefill_len = self._prefill_len(document, text, cut, len(context) - 1, final_length)
+        num_tokens = len(context) + len(continuation)
+        if num_tokens <= prefill_len + 1:  # the last token is predicted, not run
+            raise UserError(
+                f"{_where(document)}: {num_tokens} tokens leave no decode row, so no method could act on it"
+            )
+        return Request((*context, *continuation), len(context), prefill_len, final_length, document)
+
+    def _fit(self, document: Document, context: list[int], most: int) -> list[int]:
+        """The last `most` tokens of a context, where that is allowed."""
+        if len(context) <= most:
+            return context
+        if self._too_long == "refuse" or most < 1:
+            ways = "lower num_fewshot, choose a model with a longer context"
+            ways += "" if most < 1 else ", or too_long=truncate"
+            raise UserError(
+                f"{_where(document)}: context and answer have {len(context) - most + self.max_length} tokens, "
+                f"the model takes {self.max_length}; {ways}"
+            )
+        self.truncated.add(document)
+        return context[-most:]
+
+    def _prefill_len(self, document: Document, text: str, cut: int, most: int, final_length: int) -> int:
+        """Dense rows of a context whose first `cut` tokens have been left out: at most `most`, and at least 1."""
+        end = most
+        if self._prefill.mode == "artifact":
+            end = int(final_length * self._prefill.budget)
+        elif self._prefill.mode == "question":
+            marker_at = self._token_of(self._prefill.marker, text)
+            if marker_at is None or marker_at <= cut:
+                raise UserError(
+                    f"{_where(document)}: prefill=question needs {self._prefill.marker!r} inside the context, where "
+                    "the question starts; use prefill=dense or artifact, or num_fewshot above 0"
+                )
+            end = marker_at - cut
+        return max(1, min(end, most))
+
+    def _token_of(self, marker: str, text: str) -> int | None:
+        """Index of the token that holds the first character of the last `marker`; None where there is none."""
+        at = text.rfind(marker)
+        if at < 0:
+            return None
+        if not self.tokenizer.is_fast:
+            raise UserError("prefill=question needs a fast tokenizer, which knows where in the text its tokens lie")
+        encoded = self.tokenizer(text, **self._special(text), return_offsets_mapping=True, verbose=False)
+        return next(index for index, (_, stop) in enumerate(encoded["offset_mapping"]) if stop > at)
+
+    def _special(self, text: str, add_special_tokens: bool | None = None) -> dict[str, bool]:
+        if add_special_tokens is not None:
+            return {"add_special_tokens": add_special_tokens}
+        starts = has_bos_prefix(text, self.tokenizer.decode(self.prefix_token_id))
+        return {"add_special_tokens": False} if starts else {}
 
 
 class ReplayLM(TemplateLM):
@@ -36,7 +184,7 @@ class ReplayLM(TemplateLM):
         loaded: its tokenizer and length limit are used.
         prefill: which rows are dense.
         scorer: token requests to scores, in order; called once for all requests of a type.
-        generator: token requests to the tokens of their answers, alike.
+        generator: token requests to the tokens of their answers, in order.
         mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
         too_long: whether a context beyond the model's limit is an error or loses its beginning.
 
@@ -76,12 +224,12 @@ class ReplayLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """As `HFLM`: what an empty context consists of."""
+        """As `HFLM`: the one token of an empty context."""
         return self._encoder.prefix_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """As `HFLM`: what lm-eval names prompts of this chat template by."""
+        """As `HFLM`: lm-eval's name for prompts of this chat template."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -128,7 +276,7 @@ class ReplayLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """As `HFLM`: the log-likelihood of whole texts, in disjoint windows of the model's limit."""
-        windows = [self._encoder.windows(_document(each), list(self._windows(each.args[0]))) for each in requests]
+        windows = [self._encoder.windows(_document(each), each.args[0]) for each in requests]
         planned = [window for text in windows for window in text]
         self.requests += planned
         scores = iter(self._scorer(planned))
@@ -137,10 +285,6 @@ class ReplayLM(TemplateLM):
             answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
         return answers
-
-    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        tokens, longest = self.tok_encode(text), self._encoder.max_length
-        yield from map(make_disjoint_window, get_rolling_token_windows(tokens, self.prefix_token_id, longest, 1))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """As `HFLM`: greedy answers, cut at the first stop string."""
@@ -178,3 +322,7 @@ class ReplayLM(TemplateLM):
 
 def _document(request: Instance) -> Document:
     return request.task_name, request.doc_id
+
+
+def _where(document: Document) -> str:
+    return f"task {document[0]}, question {document[1]}"

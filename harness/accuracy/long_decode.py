@@ -1,15 +1,16 @@
 """Texts decoded freely, step by step, under a method and under the full cache: where eviction and small errors add up.
 
-From each prompt, a window of the corpus, both decode `max_new_tokens` tokens greedily; the end-of-text token is one
-like any other, so that all texts have one length. The full cache then reads the method's text in one dense pass: what
-it would have predicted at each step, had it written the same so far, against what the method predicted there.
+From each prompt, a window of the corpus, both decode `max_new_tokens` tokens greedily; the end-of-text token is an
+ordinary one, so that all texts have one length. The full cache then reads the method's text in one dense pass, which
+gives its prediction at each step after the same tokens, to be compared with the method's.
 
-The first token comes of the prompt's dense pass, the same under every method: what is scored are the tokens after it.
+The first token comes from the prompt's dense pass and is the same under every method. The tokens after it are scored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,14 +19,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.accuracy import texts
-from harness.accuracy.fidelity import score_rows
-from harness.accuracy.perplexity import full_pass
-from harness.accuracy.texts import Pair, Text
+from harness.accuracy.perplexity import as_perplexity, full_pass, score_rows
 from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
+from harness.records.samples import EXPONENTIAL, clustered_stderr
 from harness.replay import ReplaySession
 from harness.resources import Kept
 from harness.settings.config import RunConfig
@@ -37,13 +36,37 @@ from methods.full import Full
 
 BATCH = 8
 """Prompts decoded at once, at most."""
+GRAM = 4
+"""Tokens of a repeated piece."""
+NUM_CHUNKS = 16
+"""Ranges of steps that make a curve, at most."""
+
+AS_PERPLEXITY = {of: name for name, of in EXPONENTIAL.items() if name.startswith("text_")}
+"""Numbers of a prompt that are reported as exp of their mean over prompts, and the name of that."""
 
 Prompts = Sequence[Sequence[int]]
 
 
+class Text(NamedTuple):
+    """Tokens decoded from one prompt; nll: fp64 [tokens - 1], under the full cache, of those after the first."""
+
+    tokens: list[int]
+    nll: Tensor
+
+
+class Pair(NamedTuple):
+    """A method's text beside the full cache's. kl, agrees: fp64 [tokens - 1], as `RowScores` has them, of the steps
+    after the first along the method's own text."""
+
+    own: Text
+    full: Text
+    kl: Tensor
+    agrees: Tensor
+
+
 class Decoded(NamedTuple):
-    """A batch's tokens, int [batch, max_new_tokens], and what was read for them. hidden: final states
-    [batch, max_new_tokens - 1, hidden_size] that named those after the first."""
+    """A batch's tokens, int [batch, max_new_tokens], and their reads. hidden: final states
+    [batch, max_new_tokens - 1, hidden_size] that predicted the tokens after the first."""
 
     tokens: Tensor
     hidden: Tensor
@@ -53,7 +76,7 @@ class Decoded(NamedTuple):
 def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Kept[list[Text]] | None = None) -> Outcome:
     """All texts of `config` under its method.
 
-    references: the full cache's texts of this model that there are; further ones are put there.
+    references: kept texts of this model under the full cache; new ones are added.
 
     Raises UserError for a corpus shorter than the prompts, a sequence longer than the model's limit, or a method that
     never ran; ValueError for one that the lengths do not fit.
@@ -74,10 +97,10 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Kept[lis
             pairs += _compare(attached, batch, decoded, full)
     sizes = {"seq_len": length + steps} | reads.sizes
     return Outcome(
-        metrics={config.corpus.title: texts.summarize(pairs) | sizes},
+        metrics={config.corpus.title: summarize(pairs) | sizes},
         samples={"prompts": [_raw(pair, loaded.tokenizer) for pair in pairs]},
         methods={config.corpus.title: asdict(setup.method)},
-        chunks=list(texts.curve(pairs, steps)),
+        chunks=list(curve(pairs, steps)),
     )
 
 
@@ -130,7 +153,6 @@ def _compare(attached: Attached, prompts: Prompts, decoded: Decoded, full: Seque
         own = tokens.tolist()
         nll, reference = full_pass(attached, [*prompt, *own], len(prompt))
         scores = score_rows(attached, hidden, tokens[1:], reference)
-        assert scores.kl is not None and scores.agrees is not None
         pairs.append(Pair(Text(own, nll), other, scores.kl, scores.agrees))
     return pairs
 
@@ -139,4 +161,70 @@ def _raw(pair: Pair, tokenizer: Any) -> dict[str, Any]:
     """A prompt's numbers, and both texts."""
     own, full = pair.own.tokens, pair.full.tokens
     words = {"text": tokenizer.decode(own), "text_full": tokenizer.decode(full)}
-    return texts.measures(pair) | words | {"tokens": own, "tokens_full": full}
+    return measures(pair) | words | {"tokens": own, "tokens_full": full}
+
+
+def first_divergence(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Index of the first token in which two texts of one length differ; the length if they never do."""
+    same = [one == other for one, other in zip(tokens, others, strict=True)]
+    return same.index(False) if False in same else len(same)
+
+
+def repetition(tokens: Sequence[int]) -> float | None:
+    """Share of a text's 4-grams that occurred in it before; None for a text too short to have one."""
+    grams = list(zip(*(tokens[shift:] for shift in range(GRAM)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else None
+
+
+def measures(pair: Pair) -> dict[str, Any]:
+    """One prompt's numbers: means over the steps after the first; differences are to the full cache's text."""
+    own, full = repetition(pair.own.tokens), repetition(pair.full.tokens)
+    nll, nll_full = float(pair.own.nll.mean()), float(pair.full.nll.mean())
+    return {
+        "kl_nats": float(pair.kl.mean()),
+        "top1_agreement": float(pair.agrees.mean()),
+        "first_divergence": first_divergence(pair.own.tokens, pair.full.tokens),
+        "nll": nll,
+        "nll_full": nll_full,
+        "text_nll_difference": nll - nll_full,
+        "repetition": own,
+        "repetition_full": full,
+        "repetition_difference": None if own is None or full is None else own - full,
+    }
+
+
+def summarize(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Means over prompts and their standard errors (None with one prompt)."""
+    prompts = [measures(pair) for pair in pairs]
+    entries: dict[str, Any] = {"num_samples": len(pairs)}
+    for name in prompts[0]:
+        entries |= _mean(AS_PERPLEXITY.get(name, name), [each[name] for each in prompts])
+    entries["never_diverged"] = sum(pair.own.tokens == pair.full.tokens for pair in pairs)
+    return entries
+
+
+def curve(pairs: Sequence[Pair], num_tokens: int) -> Iterator[dict[str, Any]]:
+    """The chunks of a record, over the decoded tokens. The first token is not scored; a chunk of it alone is left
+    out."""
+    width = math.ceil(num_tokens / NUM_CHUNKS)
+    for first in range(0, num_tokens, width):
+        stop = min(first + width, num_tokens)
+        begin = max(first, 1)
+        if begin == stop:
+            continue
+        rows = slice(begin - 1, stop - 1)
+        metrics = _mean("kl_nats", [float(pair.kl[rows].mean()) for pair in pairs])
+        metrics |= _mean("text_perplexity", [float(pair.own.nll[rows].mean()) for pair in pairs])
+        yield {"first": first, "stop": stop, "num_tokens": (stop - begin) * len(pairs), "metrics": metrics}
+
+
+def _mean(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """The mean over prompts and its standard error, of a perplexity exp of the mean; None where nothing is known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return {name: None, f"{name}_stderr": None}
+    mean = sum(known) / len(known)
+    if name in EXPONENTIAL:
+        known = [as_perplexity(value, f"prompt {index + 1}") for index, value in enumerate(known)]
+        mean = math.exp(mean)
+    return {name: mean, f"{name}_stderr": clustered_stderr(known, range(len(known)))}

@@ -7,16 +7,15 @@ against a dense pass of the same window, which is computed once and shared by al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.accuracy.fidelity import RowScores, score_rows
 from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
@@ -31,6 +30,10 @@ from harness.sizes import ReadStats
 from methods.base import Row
 from methods.full import Full
 
+HEAD_CHUNK = 128
+"""Rows that pass the output head at once; only final hidden states of a window are kept."""
+MAX_NLL = 300.0
+"""Nats a token of which perplexity, exp of it, and its square are numbers; a model that fits a text has below 20."""
 CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
 
@@ -38,9 +41,44 @@ References = Kept[tuple[Tensor, Tensor]]
 """Dense passes of a model's windows: every method of a sweep is compared with the same one."""
 
 
+class RowScores(NamedTuple):
+    """Per scored row, fp64 [rows] on the CPU.
+
+    nll: negative log-likelihood of the next token, nats. kl: KL(full || method), nats. agrees: 1 where the most
+    likely token is the full cache's.
+    """
+
+    nll: Tensor
+    kl: Tensor
+    agrees: Tensor
+
+
+@torch.inference_mode()
+def score_rows(attached: Attached, hidden: Tensor, targets: Tensor, reference: Tensor) -> RowScores:
+    """Score rows against the tokens that follow them and against the full cache.
+
+    hidden, reference: final hidden states [rows, hidden_size] of the method and of the full cache;
+    targets: int [rows], the token that follows each row.
+    """
+    parts = []
+    for rows in _head_chunks(len(hidden)):
+        log_probs, full = (attached.logits(each[rows]).log_softmax(-1) for each in (hidden, reference))
+        kl = (full.exp() * full.sub(log_probs)).sum(-1)
+        parts.append((_nll(log_probs, targets[rows]), kl, full.argmax(-1) == log_probs.argmax(-1)))
+    return RowScores(*(torch.cat(each).double().cpu() for each in zip(*parts, strict=True)))
+
+
+def _head_chunks(num_rows: int) -> list[slice]:
+    return [slice(begin, begin + HEAD_CHUNK) for begin in range(0, num_rows, HEAD_CHUNK)]
+
+
+def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
+    return -log_probs.gather(-1, targets[:, None]).squeeze(-1)
+
+
 @dataclass(frozen=True)
 class Window:
-    """A scored window: per-row scores of the method, the full cache's nll, and what was read."""
+    """A scored window: per-row scores of the method, the full cache's nll, and the sizes read."""
 
     scores: RowScores
     full_nll: Tensor
@@ -50,10 +88,10 @@ class Window:
 def run_perplexity(config: RunConfig, loaded: LoadedModel, references: References | None = None) -> Outcome:
     """All windows of `config` under its method.
 
-    references: those of this model that there are; further ones are put there.
+    references: kept dense passes of this model; new ones are added.
 
     Raises UserError for a text shorter than the windows, a window longer than the model's limit, a method that the
-    lengths do not fit, or one that never ran.
+    lengths do not fit or that never ran, and a perplexity that overflows.
     """
     if config.seq_len > loaded.max_length:
         raise UserError(f"seq_len={config.seq_len}: {loaded.name} takes at most {loaded.max_length} tokens")
@@ -97,21 +135,34 @@ def _score(
     return Window(score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference), full_nll, session.reads)
 
 
+@torch.inference_mode()
 def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
-    """The full cache's nll [rows] and hidden states [rows, hidden_size] on a window's scored rows."""
+    """The full cache's nll, fp64 [rows] on the CPU, and hidden states [rows, hidden_size] on a window's scored rows."""
     ids = torch.tensor([window], device=attached.device)
     lengths = torch.tensor([len(window)], device=attached.device)
     session = ReplaySession(attached, Full(), final_lengths=lengths, num_columns=len(window))
     hidden = session.prefill(ids[:, :-1], torch.ones_like(ids[:, :-1], dtype=torch.bool))[0, prefill_len:]
-    return score_rows(attached, hidden, ids[0, prefill_len + 1 :]).nll, hidden
+    targets, chunks = ids[0, prefill_len + 1 :], _head_chunks(len(hidden))
+    nll = torch.cat([_nll(attached.logits(hidden[rows]).log_softmax(-1), targets[rows]) for rows in chunks])
+    return nll.double().cpu(), hidden
+
+
+def as_perplexity(nll: float, where: str) -> float:
+    """exp of a mean negative log-likelihood in nats; UserError, which names `where`, for one that is no number."""
+    if not nll <= MAX_NLL:
+        raise UserError(
+            f"{where}: perplexity overflows, the mean negative log-likelihood is {nll:.4g} nats a token (at most "
+            f"{MAX_NLL:g}): the model does not fit the text; choose another model, model.dtype or corpus"
+        )
+    return math.exp(nll)
 
 
 def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     """Means over all scored rows; standard errors over windows (None with a single window)."""
     reads = sum((window.reads for window in windows), ReadStats(code_bits=windows[0].reads.code_bits))
     metrics: dict[str, float | None] = {"num_samples": len(windows)}
-    _add(metrics, "perplexity", [window.scores.nll for window in windows], math.exp)
-    _add(metrics, "perplexity_full", [window.full_nll for window in windows], math.exp)
+    _add(metrics, "perplexity", [window.scores.nll for window in windows])
+    _add(metrics, "perplexity_full", [window.full_nll for window in windows])
     _add(metrics, "kl_nats", [window.scores.kl for window in windows])
     _add(metrics, "top1_agreement", [window.scores.agrees for window in windows])
     for name in ("attention_recall", *reads.sizes):
@@ -121,12 +172,14 @@ def summarize(windows: Sequence[Window], config: RunConfig) -> Outcome:
     return Outcome({config.corpus.title: metrics}, samples, chunks=_chunks(windows, config.prefill_len, config.seq_len))
 
 
-def _add(
-    metrics: dict[str, float | None], name: str, rows: Sequence[Tensor | None], of: Callable[[float], float] = float
-) -> None:
-    parts = [part for part in rows if part is not None]
-    metrics[name] = of(float(torch.cat(parts).mean()))
-    metrics[f"{name}_stderr"] = _stderr([of(float(part.mean())) for part in parts])
+def _add(metrics: dict[str, float | None], name: str, rows: Sequence[Tensor], where: str = "") -> None:
+    """The mean over all rows, and its error over windows; of a perplexity exp of the mean. where: of the rows."""
+    means = [float(part.mean()) for part in rows]
+    value = float(torch.cat(list(rows)).mean())
+    if name.startswith("perplexity"):
+        means = [as_perplexity(mean, f"window {index + 1}{where}") for index, mean in enumerate(means)]
+        value = math.exp(value)
+    metrics |= {name: value, f"{name}_stderr": _stderr(means)}
 
 
 def _stderr(values: Sequence[float | None]) -> float | None:
@@ -136,12 +189,11 @@ def _stderr(values: Sequence[float | None]) -> float | None:
 
 
 def _raw(window: Window) -> dict[str, Any]:
-    kl, agrees = window.scores.kl, window.scores.agrees
     return {
         "nll": float(window.scores.nll.mean()),
         "nll_full": float(window.full_nll.mean()),
-        "kl_nats": None if kl is None else float(kl.mean()),
-        "top1_agreement": None if agrees is None else float(agrees.mean()),
+        "kl_nats": float(window.scores.kl.mean()),
+        "top1_agreement": float(window.scores.agrees.mean()),
         "attention_recall": window.reads.attention_recall,
         "size": window.reads.size,
     }
@@ -150,14 +202,12 @@ def _raw(window: Window) -> dict[str, Any]:
 def _chunks(windows: Sequence[Window], prefill_len: int, seq_len: int) -> list[dict[str, Any]]:
     chunks = []
     for chunk in range(prefill_len // CHUNK, math.ceil((seq_len - 1) / CHUNK)):
-        begin = max(chunk * CHUNK - prefill_len, 0)
-        stop = (chunk + 1) * CHUNK - prefill_len
-        parts = [(window.scores.nll[begin:stop], window.full_nll[begin:stop]) for window in windows]
+        first, stop = CHUNK * chunk, CHUNK * (chunk + 1)
+        rows = slice(max(first - prefill_len, 0), stop - prefill_len)
+        own, full = [window.scores.nll[rows] for window in windows], [window.full_nll[rows] for window in windows]
         metrics: dict[str, float | None] = {}
-        _add(metrics, "perplexity", [own for own, _ in parts], math.exp)
-        num_tokens = sum(len(own) for own, _ in parts)
-        pairs = [{"nll": float(own.mean()), "nll_full": float(full.mean())} for own, full in parts]
-        first, end = CHUNK * chunk, CHUNK * (chunk + 1)
-        about = {"first": first, "stop": end, "num_tokens": num_tokens}
-        chunks.append(about | {"metrics": metrics, "windows": pairs})
+        _add(metrics, "perplexity", own, f", rows {first} to {stop - 1}")
+        pairs = [{"nll": float(one.mean()), "nll_full": float(two.mean())} for one, two in zip(own, full, strict=True)]
+        num_tokens = sum(map(len, own))
+        chunks.append({"first": first, "stop": stop, "num_tokens": num_tokens, "metrics": metrics, "windows": pairs})
     return chunks

@@ -8,20 +8,18 @@ only on the rows that predict a token of a continuation.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from harness.accuracy.batches import OpenSession, PromptBatch, batches, pad
-from harness.accuracy.requests import Branch, Leaf, Request, share
+from harness.accuracy.requests import Branch, OpenSession, PromptBatch, Request, batches, pad, share
 from harness.model.attach import Attached
 from harness.sizes import ReadStats
 
 PROMPT_TOKENS = 1024
 """Prompts times columns of one prefill: enough rows to keep the matrix products busy; more would only pad more."""
-
 HEAD_ROWS = 256
 """Rows that pass the output head at once: 50 MB of fp32 logits at a vocabulary of 50k, 130 MB at 128k."""
 
@@ -39,15 +37,10 @@ def score(
     open_session: OpenSession,
     on_scored: Callable[[int], object],
 ) -> tuple[list[Score], ReadStats]:
-    """Scores in the order of `requests`, and what was read for them, every request counted as a sequence of
-    its own.
+    """Scores in the order of `requests`, and their reads, with every request as a sequence of its own.
 
-    Args:
-        open_session: makes the session of a batch of prompts.
-        on_scored: told how many more requests have been scored.
-
-    Raises:
-        UserError: the method did not run on every decode row.
+    open_session: makes the session of a batch of prompts. on_scored: takes the number of requests scored since its last
+    call. Raises UserError where the method did not run on every decode row.
     """
     scores: dict[int, Score] = {}
     reads = ReadStats()
@@ -65,9 +58,9 @@ def score(
 
 
 class HiddenRows:
-    """Final hidden states of several forwards, end to end.
+    """Final hidden states of several forwards, one after another.
 
-    addresses: for each request, by index, where the last row of its prompt and then its decode rows lie.
+    addresses: for each request, by index, the positions of the last row of its prompt and then of its decode rows.
     """
 
     def __init__(self) -> None:
@@ -75,9 +68,8 @@ class HiddenRows:
         self.addresses: dict[int, list[int]] = defaultdict(list)
         self._size = 0
 
-    def add(self, hidden: Tensor, owners: Iterable[tuple[Sequence[int], int]]) -> None:
-        """Append hidden [batch, rows, hidden_size]; `owners`: for each sequence its requests and number of
-        real rows."""
+    def add(self, hidden: Tensor, owners: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Append hidden [batch, rows, hidden_size]. owners: for each sequence its requests and number of real rows."""
         batch, width, _ = hidden.shape
         for at, (requests, count) in enumerate(owners):
             start = self._size + at * width
@@ -88,20 +80,23 @@ class HiddenRows:
 
 
 def decode(batch: PromptBatch, branches: Sequence[tuple[int, Branch]]) -> tuple[HiddenRows, ReadStats]:
-    """Decode the shared rows of `branches`, then each request's own; what was read for both."""
+    """Decode the shared rows of `branches`, then each request's own; returns hidden states and reads of both."""
     trunk, hidden = batch.decode_shared(branches)
     rows, reads = HiddenRows(), trunk.reads
     rows.add(hidden, [(branch.requests, 1 + len(branch.shared)) for _, branch in branches])
-    leaves = [
-        Leaf(at, index, batch.requests[index].rows[len(branch.shared) :])
-        for at, (_, branch) in enumerate(branches)
-        for index in branch.requests
-    ]
-    for group in _alike([leaf for leaf in leaves if leaf.rows]):
-        own, valid = pad([leaf.rows for leaf in group], batch.device)
-        stems = torch.tensor([leaf.branch for leaf in group], device=batch.device)
-        tips = trunk.fork(stems, trunk.history.length + own.shape[1])
-        rows.add(tips.decode(own, valid), [([leaf.request], len(leaf.rows)) for leaf in group])
+    # (branch, request, own rows), in groups in which none has twice the rows of another: little padding, few forwards.
+    groups: dict[int, list[tuple[int, int, Sequence[int]]]] = defaultdict(list)
+    for at, (_, branch) in enumerate(branches):
+        for index in branch.requests:
+            own = batch.requests[index].rows[len(branch.shared) :]
+            if own:
+                groups[len(own).bit_length()].append((at, index, own))
+    for group in groups.values():
+        ids, valid = pad([own for _, _, own in group], batch.device)
+        tips = trunk.fork(
+            torch.tensor([at for at, _, _ in group], device=batch.device), trunk.history.length + ids.shape[1]
+        )
+        rows.add(tips.decode(ids, valid), [([index], len(own)) for _, index, own in group])
         reads += tips.reads
     return rows, reads
 
@@ -131,11 +126,3 @@ def read_off(rows: HiddenRows, requests: Sequence[Request], attached: Attached) 
         index: Score(float(total.sum()), bool(same.all()))
         for index, total, same in zip(targets, sums, all_greedy, strict=True)
     }
-
-
-def _alike(leaves: Iterable[Leaf]) -> Iterator[list[Leaf]]:
-    """Groups in which no leaf has twice the rows of another: less padding than one group, few forwards."""
-    groups: dict[int, list[Leaf]] = defaultdict(list)
-    for leaf in leaves:
-        groups[len(leaf.rows).bit_length()].append(leaf)
-    yield from groups.values()

@@ -32,7 +32,7 @@ class Tasks(Experiment):
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         """See `run_tasks`."""
-        from harness.accuracy.tasks import run_tasks
+        from harness.accuracy.evaluation import run_tasks
 
         return run_tasks(config, resources.model(config.model))
 

@@ -1,0 +1,353 @@
+"""Accuracy on tasks, by lm-eval: `experiment=tasks`, Figs 11, 13 and 17.
+
+lm-eval makes the prompts, asks for log-likelihoods or text and decides what is right; replay answers under the method.
+Any task, group or tag of lm-eval runs by its name, beside the project's generated ones. Each leaf task is sized, run
+and reported on its own; a group is reported on top of them.
+
+A metric is named as lm-eval prints it, `exact_match,strict-match`, or plainly, `acc`, where no filter has a name. Its
+value is lm-eval's. If it is the mean of one number per question, its standard error is clustered by context.
+
+    python run.py method=h2o experiment=tasks data=local data.root=DIR tasks=[copa] num_samples=50
+"""
+
+import io
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict
+from typing import Any, NamedTuple, TextIO
+
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from torch import Tensor
+from tqdm import tqdm
+
+from harness.accuracy.generation import generate
+from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
+from harness.accuracy.requests import AnyRequest, GenerationRequest, OpenSession, Request
+from harness.accuracy.scoring import Score, score
+from harness.data.generated import MARKER
+from harness.data.ruler import MARKERS, facts
+from harness.data.suite import COMPLAINTS, load_suite
+from harness.errors import UserError
+from harness.model.attach import Attached, attach
+from harness.model.load import LoadedModel
+from harness.records.samples import clustered_stderr
+from harness.replay import ReplaySession
+from harness.settings.config import GENERATED_TASKS, RunConfig
+from harness.settings.experiment import Outcome
+from harness.setup import prepare
+from harness.sizes import ReadStats
+from methods.base import Row
+
+ANSWER_ROWS = 16
+"""Decode rows of a generated answer, evenly spaced, on which a method is sized."""
+NO_FILTER = "none"
+OTHER_LENGTH = -1
+"""Score of a question under the metric of another length, in a task of several lengths."""
+
+Metrics = dict[str, Any]
+Logged = Sequence[Mapping[str, Any]]
+"""lm-eval's samples of one task: one a question and filter."""
+
+
+def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
+    """All tasks of `config` under its method.
+
+    Returns:
+        metrics by leaf task: lm-eval's, each with `_stderr`; `SHARES`, num_samples, num_fewshot, and with
+        too_long=truncate num_truncated, the questions whose context has lost its beginning. By group: lm-eval's
+        own aggregates, `SHARES` over its tasks, num_samples, and their names as `tasks`. samples by leaf task: one
+        entry a question.
+
+    Raises:
+        UserError: missing or malformed data, a context longer than the model's limit, settings under which a task
+            cannot be scored, a task whose code ends the process, or a method that never ran.
+    """
+    with _lm_eval(f"tasks={','.join(config.tasks)}"):
+        suite = load_suite(config, loaded)
+    _show_complaints()
+    outcome = Outcome({})
+    reads = {}
+    for name, task in suite.tasks.items():
+        engine = ReplayEngine(config, loaded, name, sys.stderr)
+        outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine)
+        _show_complaints()
+        outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
+    for group in suite.groups:
+        if group.has_aggregation:
+            outcome.metrics[group.name] = _group_metrics(group, outcome.metrics, reads)
+    return outcome
+
+
+class ReplayEngine:
+    """Answers the requests of one task. reads: of all answers so far; method: as it was sized for the last of them."""
+
+    def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
+        self.config = config
+        self.loaded = loaded
+        self.task = task
+        self.bar_file = bar_file
+        self.reads = ReadStats()
+        self.method = config.method
+
+    def score(self, requests: Sequence[Request]) -> list[Score]:
+        """Log-likelihoods, in the order of `requests`."""
+        with self._replay(requests) as (attached, open_session, on_answered):
+            scores, reads = score(requests, attached, open_session, on_answered)
+        self.reads += reads
+        return scores
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        """Greedy answers as tokens, in the order of `requests`."""
+        tokenizer = self.loaded.tokenizer
+        assert tokenizer is not None, "the requests' tokens are its own"
+        with self._replay(requests) as (attached, open_session, on_answered):
+            answers, reads = generate(requests, attached, open_session, tokenizer, on_answered)
+        self.reads += reads
+        return answers
+
+    @contextmanager
+    def _replay(
+        self, requests: Sequence[AnyRequest]
+    ) -> Iterator[tuple[Attached, OpenSession, Callable[[int], object]]]:
+        """The attached model, a maker of sessions of the method sized for `requests`, and a progress bar of answers."""
+        bar = tqdm(total=len(requests), desc=self.task, unit="answer", leave=False, disable=None, file=self.bar_file)
+        with attach(self.loaded.model) as attached, bar:
+            setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
+            self.method = setup.method
+
+            def open_session(final_lengths: Tensor, num_columns: int) -> ReplaySession:
+                return ReplaySession(
+                    attached,
+                    setup.method,
+                    codec=setup.codec,
+                    calibration=setup.calibration,
+                    final_lengths=final_lengths,
+                    num_columns=num_columns,
+                )
+
+            yield attached, open_session, bar.update
+
+
+def decode_rows(requests: Sequence[AnyRequest]) -> list[Row]:
+    """The decode rows on which a method will run, from tokens alone; every request is a sequence of its own.
+
+    A generated answer counts with its longest length, as its end is not known before, and by some of its rows.
+    """
+    rows = []
+    for request in requests:
+        stride = max(1, request.num_rows // ANSWER_ROWS) if isinstance(request, GenerationRequest) else 1
+        cached = range(request.prefill_len, request.prefill_len + request.num_rows, stride)
+        rows += [Row(each, request.prefill_len, request.final_length) for each in cached]
+    return rows
+
+
+def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
+    """Which rows of the task's requests are dense."""
+    mode = config.prefill_of(name, writes=task.OUTPUT_TYPE == "generate_until")
+    if mode == "artifact" and config.size is not None:
+        raise UserError(
+            f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows depend on the size "
+            "itself; set the method's own size, or use prefill=dense or question"
+        )
+    # Under a codec every row past the first reads coded tokens, even where none is dropped.
+    coded = config.method.reads_all and config.codec is not None
+    budget = 0.0 if coded else config.method.artifact_budget()
+    marker = MARKER if name in GENERATED_TASKS else MARKERS.get(name, FEWSHOT_SEPARATOR)
+    return Prefill(mode, config.task.question_marker or marker, budget)
+
+
+def _run_task(
+    task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
+) -> tuple[Metrics, list[dict[str, Any]]]:
+    name = engine.task
+    lm = ReplayLM(
+        loaded,
+        prefill_of(task, name, config),
+        engine.score,
+        generator=engine.generate,
+        mean=config.scoring == "mean",
+        too_long=config.task.too_long,
+    )
+    with _lm_eval(f"task {name}"):
+        results = evaluate(
+            lm,
+            {"tasks": {name: task}},
+            limit=config.num_samples_of(name),
+            bootstrap_iters=0,  # the standard errors of means are computed here, by context
+            log_samples=True,
+            system_instruction=config.task.system_instruction,
+            apply_chat_template=config.task.apply_chat_template,
+            fewshot_as_multiturn=config.task.fewshot_as_multiturn,
+        )
+    logged = results["samples"][name]
+    found = _metrics(results["results"][name], logged)
+    first = {request.document[1]: request for request in reversed(lm.requests)}
+    samples = _samples(task, logged, found, first)
+    metrics: Metrics = {}
+    for metric in found:
+        metrics |= {metric.name: metric.value, f"{metric.name}_stderr": metric.stderr}
+    metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
+    if config.task.too_long == "truncate":
+        metrics["num_truncated"] = lm.num_truncated
+    return metrics | engine.reads.sizes, samples
+
+
+@contextmanager
+def _lm_eval(what: str) -> Iterator[None]:
+    """Run lm-eval and the code of tasks: without their progress bars, and with a user's mistakes as UserError."""
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    except SystemExit as error:
+        raise UserError(f"{what}: its code ended the process by sys.exit({error.code!r}); remove that call") from error
+    except OverflowError as error:
+        raise UserError(
+            f"{what}: a metric overflows ({error}), as perplexity does where the model does not fit the text; "
+            "choose another model"
+        ) from error
+
+
+def _show_complaints() -> None:
+    for line in COMPLAINTS.take():
+        tqdm.write(line, file=sys.stderr)
+
+
+class _Metric(NamedTuple):
+    """A metric of one task. by_question: a number for each question if `value` is their mean, else empty."""
+
+    name: str
+    value: float | None
+    stderr: float | None
+    by_question: Mapping[int, float]
+
+
+def _metrics(results: Mapping[str, Any], logged: Logged) -> list[_Metric]:
+    """lm-eval's `results` of a task, with the standard errors of means."""
+    found = []
+    for key, value in results.items():
+        name, _, filtered = key.partition(",")
+        # A metric named by a length leaves out questions of other lengths.
+        answers = [
+            sample
+            for sample in logged
+            if sample["filter"] == filtered and name in sample and not (name.isdigit() and sample[name] == OTHER_LENGTH)
+        ]
+        if answers:
+            found.append(_metric(name, filtered, _number(value), answers))
+    return found
+
+
+def _metric(metric: str, filtered: str, value: float | None, answers: Logged) -> _Metric:
+    name, numbers = _name(metric, filtered), [_number(sample[metric]) for sample in answers]
+    values = [number for number in numbers if number is not None]
+    if value is None or len(values) < len(numbers) or not math.isclose(sum(values) / len(values), value, abs_tol=1e-9):
+        return _Metric(name, value, None, {})
+    stderr = clustered_stderr(values, [_context(sample) for sample in answers])
+    return _Metric(name, value, stderr, dict(zip((sample["doc_id"] for sample in answers), values, strict=True)))
+
+
+def _name(metric: str, filtered: str) -> str:
+    return metric if filtered == NO_FILTER else f"{metric},{filtered}"
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for anything else, such as the pair of F1 over all questions or an error of N/A."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _context(sample: Mapping[str, Any]) -> Any:
+    """The text that a question is about; a question that shares its text with no other is its own."""
+    doc = sample["doc"]
+    return doc.get("context_id", sample["doc_id"]) if isinstance(doc, Mapping) else sample["doc_id"]
+
+
+def _samples(
+    task: Task, logged: Logged, metrics: Sequence[_Metric], requests: Mapping[int | None, AnyRequest]
+) -> list[dict[str, Any]]:
+    """One entry a question, in lm-eval's order; requests: the first of each question, by its number.
+
+    Enough to recompute the metrics and to look at what went wrong: question, context, its number under each metric
+    that is a mean; of given choices their log_likelihoods, predicted and gold; of text that the model wrote text,
+    filtered (by filter) and target; of a whole text its log_likelihood; context_tokens, prefill_len; of RULER's
+    `facts`.
+    """
+    questions: dict[int, list[Mapping[str, Any]]] = {}
+    for sample in logged:
+        questions.setdefault(sample["doc_id"], []).append(sample)
+    samples = []
+    for number, answers in questions.items():
+        entry = {"question": number, "context": _context(answers[0])} | _answer(task, answers)
+        entry |= {metric.name: metric.by_question[number] for metric in metrics if number in metric.by_question}
+        if (request := requests.get(number)) is not None:
+            entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
+        samples.append(entry | facts(task.task_name, answers[0]["doc"]))
+    return samples
+
+
+def _answer(task: Task, answers: Logged) -> dict[str, Any]:
+    """The model's answer to one question, and the right one."""
+    sample = answers[0]
+    if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
+        choices = list(task.doc_to_choice(sample["doc"])) if task.config.doc_to_choice is not None else []
+        # Some tasks ask for the choices again, without their context, after them.
+        scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
+        predicted = max(range(len(scores)), key=scores.__getitem__)
+        return {"log_likelihoods": scores, "predicted": predicted, "gold": _gold(task, sample, choices)}
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return {"log_likelihood": float(sample["filtered_resps"][0])}
+    text = sample["resps"][0][0]
+    filtered = {each["filter"]: _plain(each["filtered_resps"][0]) for each in answers}
+    return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])}
+
+
+def _gold(task: Task, sample: Mapping[str, Any], choices: Sequence[str]) -> Any:
+    """Index of the right choice, or indices. A task of one continuation (LAMBADA) asks whether it is the likeliest:
+    its choice 0."""
+    gold = task.doc_to_text(sample["doc"]) if getattr(task, "multiple_input", 0) else sample["target"]
+    if isinstance(gold, str):
+        return (choices.index(gold) if gold in choices else None) if choices else 0
+    return gold
+
+
+def _plain(value: Any) -> Any:
+    """Text, numbers and lists of them, as JSON can hold them."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _group_metrics(group: Group, tasks: Mapping[str, Metrics], reads: Mapping[str, ReadStats]) -> Metrics:
+    """A group's own metrics by its rule in lm-eval, and the sizes over all of its tasks.
+
+    tasks: the metrics of its leaf tasks by name. `tasks` in the answer names them.
+    """
+    names = [task.task_name for task in group.get_all_tasks()]
+    found: Metrics = {}
+    for key, value in group.aggregate({name: _for_lm_eval(tasks[name]) for name in names}).items():
+        name, _, filtered = key.partition(",")
+        if filtered:
+            metric = name.removesuffix("_stderr")
+            found[_name(metric, filtered) + name[len(metric) :]] = _number(value)
+    read = sum((reads[name] for name in names), ReadStats())
+    found |= {"num_samples": sum(tasks[name]["num_samples"] for name in names), "tasks": names}
+    return found | read.sizes
+
+
+def _for_lm_eval(metrics: Metrics) -> Metrics:
+    """A task's metrics under lm-eval's names, for `Group.aggregate`; an unknown error is left out."""
+    named: Metrics = {"sample_len": metrics["num_samples"]}
+    for known, value in metrics.items():
+        if f"{known}_stderr" in metrics and value is not None:
+            name, _, filtered = known.partition(",")
+            filtered = filtered or NO_FILTER
+            named[f"{name},{filtered}"] = value
+            named[f"{name}_stderr,{filtered}"] = metrics[f"{known}_stderr"]
+    return named
