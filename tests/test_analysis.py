@@ -341,7 +341,7 @@ REFUSED = {
     "experiment=fig5 analysis.num_tokens=1": "analysis.num_tokens=1: must be at least 2",
     "experiment=fig5 analysis.layers=[]": "analysis.layers=[]: must name at least one layer",
     "experiment=fig5 analysis.layers=[1,1]": "analysis.layers=[1,1]: must name at least one layer",
-    "experiment=fig5 analysis.layers=[-1]": "analysis.layers=[-1]: must name at least one layer",
+    "experiment=fig5 analysis.layers=[-1]": "analysis.layers=-1: must be at least 0",
     "experiment=fig5 analysis.statistic=tokens": "analysis.statistic=tokens: did you mean 'key_tokens'?",
     "experiment=fig5 analysis.num_token=9": "unknown setting analysis.num_token: did you mean 'num_tokens'?",
     "experiment=fig4 analysis.kept_frac=0": "analysis.kept_frac=0: must be above 0 and at most 1",
