@@ -450,7 +450,7 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     with pytest.raises(UserError, match=f"^tasks=toy_bad: {reason}") as error:
         inputs.tasks(settings("toy_bad", folder=folder, root=root))
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=rf"^tasks=mixed: 1 of its 2 tasks cannot run \(toy_bad: {reason}"):
+    with pytest.raises(UserError, match=f"^tasks=mixed: 1 of its 2 tasks cannot run, such as toy_bad: {reason}"):
         inputs.tasks(settings("mixed", folder=folder, root=root))
 
 

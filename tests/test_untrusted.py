@@ -211,11 +211,7 @@ def test_weights_that_changed_behind_the_clock_are_read_again(sound, tmp_path, m
     monkeypatch.setattr(files, "SETTLED_S", -1.0)  # so that a note of the digest is kept at once
     config = configured(path)
     first = load_model(config).model(IDS).logits
-    copied = next((files.cache_dir() / "gguf").glob("*/model.safetensors"))
-    content = copied.read_bytes()
-    files.file_sha256(copied)
-    flip_last_byte(copied)
-    assert torch.equal(load_model(config).model(IDS).logits, first) and copied.read_bytes() == content
+    assert torch.equal(load_model(config).model(IDS).logits, first)
     before = files.file_sha256(path)
     flip_last_byte(path)
     assert files.file_sha256(path) == files.content_sha256(path) != before

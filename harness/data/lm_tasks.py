@@ -34,8 +34,6 @@ from harness.settings.config import OFFLINE_TASKS, RULER_TASKS, TASKS, RunConfig
 
 OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
 NEEDS_DATA = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"
-SHOWN = 3
-"""Tasks of a group that a refusal names for one reason."""
 
 
 class Leaf(NamedTuple):
@@ -101,22 +99,17 @@ def _refuse(name: str, leaves: list[Leaf]) -> None:
     """Raise UserError where a task behind `name` cannot run."""
     if not leaves:
         raise UserError(f"tasks={name}: names no task")
-    by_reason: dict[str, list[Leaf]] = {}
-    for leaf in leaves:
-        if leaf.why_not:
-            by_reason.setdefault(leaf.why_not, []).append(leaf)
-    words = []
-    for why_not, tasks in by_reason.items():
-        first = tasks[0]
-        if why_not == NEEDS_DATA and not first.makes_rows:
-            why_not += f", or data=local data.root=DIR with {layout(first.task_name, first.config)}"
-        if [name] == [leaf.task_name for leaf in leaves]:
-            raise UserError(f"tasks={name}: {why_not}")
-        more = ", ..." if len(tasks) > SHOWN else ""
-        words.append(f"{', '.join(leaf.task_name for leaf in tasks[:SHOWN])}{more}: {why_not}")
-    if words:
-        count = sum(map(len, by_reason.values()))
-        raise UserError(f"tasks={name}: {count} of its {len(leaves)} tasks cannot run ({'; '.join(words)})")
+    refused_ones = [leaf for leaf in leaves if leaf.why_not]
+    if not refused_ones:
+        return
+    first = refused_ones[0]
+    why_not = str(first.why_not)
+    if why_not == NEEDS_DATA and not first.makes_rows:
+        why_not += f", or data=local data.root=DIR with {layout(first.task_name, first.config)}"
+    if [name] == [leaf.task_name for leaf in leaves]:
+        raise UserError(f"tasks={name}: {why_not}")
+    count = f"{len(refused_ones)} of its {len(leaves)} tasks cannot run"
+    raise UserError(f"tasks={name}: {count}, such as {first.task_name}: {why_not}")
 
 
 # Names

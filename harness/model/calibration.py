@@ -1,12 +1,11 @@
-"""Offline calibration: what a method measures once of a model on a text (`Method.calibrate`), and keeps on disk.
+"""Offline calibration: a method's measurement of a model on a text (`Method.calibrate`), made once and kept on disk.
 
-One dense forward over the calibration text hands each layer's queries and keys to the method. It runs on one thread,
-as the order of sums, and with it the last digits of a decomposition, follows the number of threads.
+One dense forward over the calibration text hands each layer's queries and keys to the method. It runs on one thread:
+the order of sums, and so the last digits of a decomposition, depends on the number of threads.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.errors import UserError
@@ -26,14 +25,12 @@ from methods.base import Calibration, Method
 
 FORMAT = 4
 """Part of the cache key: raise it when the computation around `Method.calibrate`, or the file, changes."""
-DIGEST = "sha256"
-"""Under which a file's metadata holds the digest of its tensors."""
 
 
 def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[str, Tensor]:
-    """What `method` measures on one sequence of token ids, by name, [num_layers, ...].
+    """The tensors that `method` measures on one sequence of token ids, by name, [num_layers, ...].
 
-    Raises UserError where a number of it is not finite: nothing could be made of it, and damaged weights do so.
+    Raises UserError where a number is not finite, as with damaged weights.
     """
     attached.require_length(len(ids))
     tokens = torch.tensor([ids], device=attached.device)
@@ -71,11 +68,9 @@ def cached_calibration(
 
 
 def _read(path: Path) -> Calibration | None:
-    """What was saved; None where nothing was, or where it is not that any more."""
+    """The saved tensors; None where there is no whole file."""
     try:
-        with safe_open(path, "pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-            return found if (file.metadata() or {}).get(DIGEST) == _digest(found) else None
+        return load_file(path)
     except (OSError, SafetensorError):
         return None
 
@@ -84,19 +79,10 @@ def _save(calibration: Calibration, path: Path) -> None:
     tensors = {name: tensor.cpu().contiguous() for name, tensor in calibration.items()}
     try:
         with replacing(path) as scratch:
-            save_file(tensors, scratch, {DIGEST: _digest(tensors)})
+            save_file(tensors, scratch)
     except OSError as error:
         where = f"the cache {path.parent} cannot be written ({error.strerror})"
         raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
-
-
-def _digest(tensors: Calibration) -> str:
-    """sha256 of names, types, shapes and every bit, on the CPU."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 @contextmanager

@@ -58,21 +58,19 @@ METHODS: dict[str, tuple[Method, Codec | None]] = {
 }
 """Each leaves one layer exempt, where the model has several under it."""
 
-Verdict = Literal["works", "in part", "refused", "FAILED"]
-
 
 class Finding(NamedTuple):
-    """How a family does. layers: what its attention is. why: what is refused, or what failed."""
+    """The verdict on a family. layers: its kinds of attention. why: what is refused, or what failed."""
 
     family: str
-    verdict: Verdict
+    verdict: Literal["works", "in part", "refused", "FAILED"]
     layers: str
     why: str
 
 
 @cache
 def families() -> dict[str, dict[str, Any]]:
-    """What each family's tiny shape has beside the common sizes, by its name."""
+    """By family, the sizes of its tiny shape beside the common ones."""
     table = read_yaml(SHAPES)
     return dict(sorted((dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]).items()))
 
@@ -96,7 +94,7 @@ def tiny_family(name: str) -> Any:
 
 
 def check_family(name: str) -> Finding:
-    """The four checks on a family: own logits, early queries, live decoding, methods."""
+    """Three checks on a family: its own logits, early queries, and methods live and in replay."""
     layers = ""
     try:
         model = tiny_family(name)
@@ -111,7 +109,8 @@ def check_family(name: str) -> Finding:
 
 
 def own_logits(model: Any) -> str:
-    """The full cache in replay gives the model's own logits, within and beyond its window, padded and not."""
+    """The full cache in replay gives the model's own logits, within and beyond its window, padded and not. Returns why
+    a padded batch is refused, once it is seen to be."""
     full = Setup(Full(num_exempt_layers=0), None, None)
     for prompts, steps in (SHORT, LONG):
         ids, real = token_batch(prompts, steps)
@@ -131,7 +130,15 @@ def own_logits(model: Any) -> str:
                     _require_same("the full cache", got[row][real[row]], own)
                 if session.reads.size != 1:
                     raise AssertionError(f"the full cache reads {session.reads.size} of itself")
-    return _refusal_of_padding(model)
+    ids, real = token_batch(SHORT[0], 0)
+    with attach(model) as attached:
+        if not attached.decoder.no_padding:
+            return ""
+        try:
+            open_replay(attached, full, real).prefill(ids, real)
+        except UserError:
+            return f"takes no padded batch: {attached.decoder.no_padding}"
+    raise AssertionError("a padded batch is not refused")
 
 
 def early_queries(model: Any) -> str:
@@ -170,23 +177,31 @@ def methods_agree(model: Any) -> str:
 CHECKS = (own_logits, early_queries, methods_agree)
 
 
+def _batches(attached: Attached, prompts: tuple[int, ...]) -> Sequence[int | None]:
+    """`only` of `token_batch`: all sequences together, or one by one where the model takes no padding."""
+    return range(len(prompts)) if attached.decoder.no_padding else (None,)
+
+
+def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
+    off = float((got - expected).abs().max() / expected.abs().max().clamp(min=1))
+    if not off <= TOLERANCE:
+        raise AssertionError(f"{what}: logits are off by {off:.1e} of the largest")
+
+
 def kinds_of_layers(attached: Attached) -> str:
-    """What is special about a decoder's layers, in words."""
-    layers, kinds = attached.layers, []
-    if any(layer.latent for layer in layers):
-        kinds.append("latent")
-    if any(layer.window is None and not layer.latent for layer in layers):
-        kinds.append("full")
-    for word, is_chunk in (("sliding window", False), ("chunked", True)):
-        if any(layer.window and layer.window.is_chunk == is_chunk for layer in layers):
-            kinds.append(word)
-    if attached.decoder.recurrent:
-        kinds.append("recurrent")
-    if any(layer.softmax.sinks is not None for layer in layers):
-        kinds.append("sinks")
-    if any(layer.softmax.softcap is not None for layer in layers):
-        kinds.append("softcap")
-    return ", ".join(kinds)
+    """The kinds of a decoder's layers, in words."""
+    layers = attached.layers
+    windows = [layer.window for layer in layers if layer.window]
+    kinds = {
+        "latent": any(layer.latent for layer in layers),
+        "full": any(layer.window is None and not layer.latent for layer in layers),
+        "sliding window": any(not window.is_chunk for window in windows),
+        "chunked": any(window.is_chunk for window in windows),
+        "recurrent": bool(attached.decoder.recurrent),
+        "sinks": any(layer.softmax.sinks is not None for layer in layers),
+        "softcap": any(layer.softmax.softcap is not None for layer in layers),
+    }
+    return ", ".join(kind for kind, there in kinds.items() if there)
 
 
 def as_markdown(findings: Sequence[Finding]) -> str:
@@ -243,9 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check_and_write(names: Sequence[str]) -> None:
     logging.set_verbosity_error()
-    unknown = sorted(set(names) - set(families()))
-    if unknown:
-        raise UserError(f"family {unknown[0]}: must be one of {', '.join(families())}")
+    for name in names:
+        if name not in families():
+            raise UserError(f"family {name}: must be one of {', '.join(families())}")
     findings = []
     for name in names or families():
         findings.append(check_family(name))
@@ -255,30 +270,6 @@ def _check_and_write(names: Sequence[str]) -> None:
         raise UserError(f"{len(failed)} of {len(findings)} families fail: {', '.join(failed)}")
     if not names:
         write_atomic(TABLE, as_markdown(findings))
-
-
-def _batches(attached: Attached, prompts: tuple[int, ...]) -> Sequence[int | None]:
-    """`only` of `token_batch`: all sequences together, or one by one where the model takes no padding."""
-    return range(len(prompts)) if attached.decoder.no_padding else (None,)
-
-
-def _refusal_of_padding(model: Any) -> str:
-    """Why a padded batch is refused, once it is seen to be; empty where there is nothing to refuse."""
-    ids, real = token_batch(SHORT[0], 0)
-    with attach(model) as attached:
-        if not attached.decoder.no_padding:
-            return ""
-        try:
-            open_replay(attached, Setup(Full(num_exempt_layers=0), None, None), real).prefill(ids, real)
-        except UserError:
-            return f"takes no padded batch: {attached.decoder.no_padding}"
-    raise AssertionError("a padded batch is not refused")
-
-
-def _require_same(what: str, got: Tensor, expected: Tensor) -> None:
-    off = float((got - expected).abs().max() / expected.abs().max().clamp(min=1))
-    if not off <= TOLERANCE:
-        raise AssertionError(f"{what}: logits are off by {off:.1e} of the largest")
 
 
 if __name__ == "__main__":

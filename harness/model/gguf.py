@@ -2,12 +2,11 @@
 
 Reading a GGUF takes transformers many times as long as reading safetensors. The first start therefore writes a copy,
 which computes the very same logits, and later starts load that. The copy lies in `cache_dir()`/gguf under the GGUF's
-sha256. It may be deleted at any time, and a damaged copy is made again.
+sha256, moved there whole. It may be deleted at any time.
 """
 
 import contextlib
 import copy
-import json
 import shutil
 import sys
 import tempfile
@@ -16,11 +15,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from harness.errors import UserError, refused
-from harness.files import cache_dir, content_sha256, file_sha256, lock_file
+from harness.files import cache_dir, file_sha256, lock_file
 from harness.model.shape import require_filled, require_room
 
 COPY_FORMAT = 1  # raise it when the content of a copy changes
-MANIFEST = "manifest.json"
 SCRATCH = "converting-"
 
 
@@ -30,9 +28,8 @@ def converted(gguf: Path) -> Path:
     Raises:
         UserError: the GGUF is damaged or truncated, or the cache cannot be written.
     """
-    digest = file_sha256(gguf)
-    directory = cache_dir() / "gguf" / f"{digest[:32]}-{COPY_FORMAT}"
-    if _is_intact(directory, digest):
+    directory = cache_dir() / "gguf" / f"{file_sha256(gguf)[:32]}-{COPY_FORMAT}"
+    if directory.is_dir():
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -42,10 +39,10 @@ def converted(gguf: Path) -> Path:
                 stack.callback(lock.release)
                 for scratch in directory.parent.glob(f"{SCRATCH}*"):  # left by killed processes
                     shutil.rmtree(scratch, ignore_errors=True)
-            if not _is_intact(directory, digest):  # else another process was faster, and may be reading it
-                _make(gguf, digest, directory)
+            if not directory.is_dir():  # else another process was faster, and may be reading it
+                _make(gguf, directory)
     except (OSError, SafetensorError) as error:
-        if _is_intact(directory, digest):  # another process was faster
+        if directory.is_dir():  # another process was faster
             return directory
         raise UserError(
             f"the cache {cache_dir()} cannot be written ({getattr(error, 'strerror', None) or error}); "
@@ -54,15 +51,12 @@ def converted(gguf: Path) -> Path:
     return directory
 
 
-def _make(gguf: Path, digest: str, directory: Path) -> None:
-    """Convert, write a manifest by which a whole copy is known, and move the copy to its place in one step."""
+def _make(gguf: Path, directory: Path) -> None:
+    """Convert, and move the whole copy to its place in one step."""
     print(f"{gguf.name}: converting once to float32 safetensors in {directory}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=SCRATCH) as scratch:
         target = Path(scratch) / "model"
         _convert(gguf, target)
-        files = {path.name: content_sha256(path) for path in sorted(target.iterdir())}
-        (target / MANIFEST).write_text(json.dumps({"source": digest, "files": files}, indent=1))
-        shutil.rmtree(directory, ignore_errors=True)  # a damaged copy
         target.rename(directory)
 
 
@@ -98,13 +92,3 @@ def _num_elements(gguf: Path) -> int:
     if not tensors:
         raise UserError(f"{gguf}: damaged or truncated GGUF (it holds no tensors); fetch the file again")
     return sum(int(tensor.n_elements) for tensor in tensors)
-
-
-def _is_intact(directory: Path, source: str) -> bool:
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        return manifest["source"] == source and all(
-            file_sha256(directory / name) == digest for name, digest in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
