@@ -158,7 +158,8 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
     def draw_sizes(axes: Axes, panel: pd.DataFrame) -> None:
         style.full_lines(axes, panel[panel.metric == "perplexity_full"])
         style.size_lines(axes, panel[panel.metric == "perplexity"], codecs=style.joined(by_size.label))
-        axes.set_xlabel(style.SIZE_AXIS)
+        style.log_y(axes, panel.value)
+        axes.set(xlabel=style.SIZE_AXIS, ylabel="perplexity")
 
     def draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
         full = panel[panel.metric == "perplexity_full"].assign(name=style.FULL).drop_duplicates("seq_len")
@@ -171,22 +172,16 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
         axes.set_xticks(list(windows.index), [f"{length:,.0f}\nn = {count:.0f}" for length, count in windows.items()])
         axes.minorticks_off()
         axes.margins(x=0.1)
-        axes.set_xlabel("tokens of the text")
+        style.log_y(axes, panel.value)
+        axes.set(xlabel="tokens of the text", ylabel="perplexity")
 
     by_size, by_length = rows[rows.kept.isna()], rows[rows.kept.notna()]
     halves = (by_size, TEXTS, draw_sizes), (by_length, ("model", "task", "kept", "source"), draw_lengths)
     parts = [(data.split(half, setup), draw) for half, setup, draw in halves if len(half)]
-    cells = [(*cell, draw) for panels, draw in parts for cell in zip(panels.titles, panels.frames, strict=True)]
-    if not cells:
-        return None
-    figure, all_axes = style.new(len(cells))
-    for axes, (title, frame, draw) in zip(all_axes, cells, strict=True):
-        draw(axes, frame)
-        style.log_y(axes, frame.value)
-        axes.set(ylabel="perplexity", title=title)
+    cells = [(*cell, draw) for panels, draw in parts for cell in panels.cells]
     single = " (n = 1: a single window has none)" if by_length.num_samples.eq(1).any() else ""
     note = f"; {style.error_note(rows)}{single}"
-    return style.finish(figure, "\n".join(panels.shared for panels, _ in parts) + note)
+    return style.draw_cells(cells, "\n".join(panels.shared for panels, _ in parts) + note)
 
 
 def table2(tables: data.Tables, name: str) -> Figure | None:

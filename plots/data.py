@@ -92,6 +92,11 @@ class Panels(NamedTuple):
     titles: list[str]
     frames: list[pd.DataFrame]
 
+    @property
+    def cells(self) -> list[tuple[str, pd.DataFrame]]:
+        """Title and frame of each panel."""
+        return list(zip(self.titles, self.frames, strict=True))
+
 
 def split(frame: pd.DataFrame, setup: Sequence[str]) -> Panels:
     """Part the rows by the columns of `setup`, in the order in which the table has them.

@@ -1,7 +1,8 @@
 """Figures of latency tables: 14, 15, 16 and 18. The paper's numbers (RTX A6000) are hollow markers on panels of its
 setup, measured, or modelled for that machine."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -109,26 +110,20 @@ def fig18(tables: data.Tables, name: str) -> Figure | None:
     return _draw_timed(table, SETUP, draw, note="transfer: the wait that compute does not hide")
 
 
-def _draw_timed(
-    rows: pd.DataFrame, setup: Sequence[str], draw: Callable[[Axes, pd.DataFrame], None], *, note: str = ""
-) -> Figure | None:
+def _draw_timed(rows: pd.DataFrame, setup: Sequence[str], draw: style.DrawPanel, *, note: str = "") -> Figure | None:
     """A panel per setup. Where a label takes over `FAR` times as long as offload, a second panel shows offload and the
     labels that are never slower, whose bars the first shows too small."""
     if rows.empty:
         return None
     panels = data.split(rows, setup)
     cells = []
-    for title, frame in zip(panels.titles, panels.frames, strict=True):
+    for title, frame in panels.cells:
         longest = frame.groupby("label").total_s.max()
-        cells.append((title, frame))
+        cells.append((title, frame, draw))
         if longest.max() > FAR * longest.get(BASE, float("nan")):
             near = frame[frame.label.map(longest) <= longest[BASE]]
-            cells.append((", ".join(filter(None, [title, "offload and faster"])), near))
-    figure, all_axes = style.new(len(cells))
-    for axes, (title, frame) in zip(all_axes, cells, strict=True):
-        draw(axes, frame)
-        axes.set_title(title)
-    return style.finish(figure, "; ".join(filter(None, [panels.shared, note])))
+            cells.append((", ".join(filter(None, [title, "offload and faster"])), near, draw))
+    return style.draw_cells(cells, "; ".join(filter(None, [panels.shared, note])))
 
 
 def _stacked_times(
@@ -163,22 +158,21 @@ def _draw_speedups(
     decode alone. Without offload's row there is no speedup; None without rows but offload's."""
     if table.empty:
         return None
-    panels = data.split(table, setup)
-    several = [panel for panel in zip(panels.titles, panels.frames, strict=True) if (panel[1].label != BASE).any()]
-    cells = [(time, *panel) for panel in several for time in TIMES]
-    if not cells:
-        return None
-    drawing, all_axes = style.new(len(cells))
-    for axes, (time, title, panel) in zip(all_axes, cells, strict=True):
+
+    def draw(axes: Axes, panel: pd.DataFrame, time: str) -> None:
         seconds = data.pivot(panel, index, time).loc[panel[index].unique()]
         offload = seconds.get(BASE, pd.Series(float("nan"), seconds.index))
         speedup = seconds.rdiv(offload, axis=0).drop(columns=BASE, errors="ignore")
         found = style.grouped(axes, speedup, groups=[group.format(value) for value in speedup.index])
         axes.axhline(1, color=style.GREY, linewidth=0.8)
-        axes.set(xlabel=words, ylabel=TIMES[time], title=title)
+        axes.set(xlabel=words, ylabel=TIMES[time])
         timed = panel[(panel.model == "opt-30b") & (panel.source != "modelled")]
         as_there = figure == "fig16a" or ((timed.weights_on_device - 0.7).abs() < 0.01).all()
         if time == "total_s" and as_there:
             points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
             style.mark_published(axes, found, list(speedup.index), points)
-    return style.finish(drawing, panels.shared)
+
+    panels = data.split(table, setup)
+    several = [(title, frame) for title, frame in panels.cells if (frame.label != BASE).any()]
+    cells = [(*cell, partial(draw, time=time)) for cell in several for time in TIMES]
+    return style.draw_cells(cells, panels.shared)

@@ -55,6 +55,9 @@ RC: Any = {
 }
 
 
+DrawPanel = Callable[[Axes, pd.DataFrame], None]
+
+
 class Look(NamedTuple):
     """A label's fixed appearance."""
 
@@ -162,18 +165,23 @@ def new(num_panels: int, *, panel_inches: tuple[float, float] = PANEL_INCHES) ->
     return figure, axes
 
 
-def draw_rows(
-    rows: pd.DataFrame, setup: Sequence[str], draw: Callable[[Axes, pd.DataFrame], None], *, note: str = ""
-) -> Figure | None:
+def draw_rows(rows: pd.DataFrame, setup: Sequence[str], draw: DrawPanel, *, note: str = "") -> Figure | None:
     """A figure with a titled panel per setup; below the panels what they share, then `note`. None without rows."""
     if rows.empty:
         return None
     panels = split(rows, setup)
-    figure, all_axes = new(len(panels.frames))
-    for axes, title, frame in zip(all_axes, panels.titles, panels.frames, strict=True):
+    return draw_cells([(*cell, draw) for cell in panels.cells], "; ".join(filter(None, [panels.shared, note])))
+
+
+def draw_cells(cells: Sequence[tuple[str, pd.DataFrame, DrawPanel]], note: str) -> Figure | None:
+    """A figure with a panel per (title, rows, what draws them); None without panels."""
+    if not cells:
+        return None
+    figure, all_axes = new(len(cells))
+    for axes, (title, frame, draw) in zip(all_axes, cells, strict=True):
         draw(axes, frame)
         axes.set_title(title)
-    return finish(figure, "; ".join(filter(None, [panels.shared, note])))
+    return finish(figure, note)
 
 
 def finish(figure: Figure, note: str) -> Figure:

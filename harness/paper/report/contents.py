@@ -93,7 +93,8 @@ def entries_of(registry: Mapping[str, Any] = REGISTRY) -> list[Entry]:
     entries = []
     for page, named in registry["pages"].items():
         for name, said in named.items():
-            entries.append(Entry(name, said["title"], said["command"], tuple(said.get("tables", [name])), page))
+            command = said.get("command", f"python run.py grid={name}")
+            entries.append(Entry(name, said["title"], command, tuple(said.get("tables", [name])), page))
             if said.get("modelled"):
                 twin = name + MODELLED
                 entries.append(Entry(twin, f"{said['title']}, modelled", "make modelled", (twin,), page))
