@@ -47,18 +47,24 @@ def load_model(config: ModelConfig) -> LoadedModel:
 class Resources:
     """The last model, with what depends on it.
 
-    references: dense passes of windows, and texts decoded under the full cache, with which every method of a sweep is
-    compared. prompts: the dense pass of the last timed shape. Values are of whoever keeps them.
+    loaded: a model in memory, which then is the model of every run. references: dense passes of windows, and texts
+    decoded under the full cache, with which every method of a sweep is compared. prompts: the dense pass of the last
+    timed shape. The values belong to whoever keeps them.
     """
 
-    def __init__(self, load: Callable[[ModelConfig], LoadedModel] = load_model) -> None:
+    def __init__(
+        self, load: Callable[[ModelConfig], LoadedModel] = load_model, loaded: LoadedModel | None = None
+    ) -> None:
         self._load = load
+        self.loaded = loaded
         self._loaded: tuple[ModelConfig, LoadedModel] | None = None
         self.references: Kept = Kept()
         self.prompts: Kept = Kept(limit=1)
 
     def model(self, config: ModelConfig) -> LoadedModel:
         """The model of `config`, loaded once for all runs that follow one another with equal settings."""
+        if self.loaded is not None:
+            return self.loaded
         if self._loaded is None or self._loaded[0] != config:
             self._loaded = None  # frees the last model, and what came of it, before the next one comes
             self.references.clear()

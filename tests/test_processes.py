@@ -17,7 +17,7 @@ import pytest
 from harness.errors import DefectError, UserError
 from harness.files import HeldError
 from harness.launch import child as apart
-from harness.launch import grid, interrupts, lock, runner
+from harness.launch import grid, interrupts, runner
 from harness.launch.cli import Jobs, main
 from harness.launch.interrupts import interruptible
 from harness.launch.runner import Run, run
@@ -62,22 +62,25 @@ def test_what_another_process_is_at_is_left_to_it(runs, configs):
     todo = Run.of(configs[0])
 
     def meanwhile(config):
-        assert lock.is_held(todo.path)
+        assert runner.is_held(todo.path)
         with pytest.raises(HeldError):
             run(todo, Resources(), since=0.0)
         return outcome(config)
 
     runs.measure = meanwhile
     run(todo, Resources())
-    assert len(runs.configs) == 1 and todo.is_finished() and not lock.is_held(todo.path)
+    assert len(runs.configs) == 1 and todo.is_finished() and not runner.is_held(todo.path)
     assert {path.name for path in todo.path.parent.iterdir()} == {"record.json"}
 
 
-def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, monkeypatch):
+def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs):
     todo = Run.of(configs[0])
     begun, ends = threading.Event(), threading.Event()
     said: list[str] = []
-    monkeypatch.setattr(runner, "print", lambda line: (said.append(line), ends.set()), raising=False)
+
+    def say(line: str) -> None:
+        said.append(line)
+        ends.set()
 
     def slow(config):
         begun.set()
@@ -88,7 +91,7 @@ def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs, mon
     first = threading.Thread(target=run, args=(todo, Resources()))
     first.start()
     assert begun.wait(60)
-    assert run(todo, Resources()) == todo.path
+    assert run(todo, Resources(), say=say) == todo.path
     first.join()
     assert len(runs.configs) == 1
     assert "another process is at it; waiting" in said[0] and "finished before, skipped" in said[-1]
@@ -155,11 +158,11 @@ def test_what_another_user_is_at_is_held(runs, configs, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     record = Path("results/runs/perplexity/theirs/record.json")
-    monkeypatch.setattr(lock, "lock_file", refuse)
-    assert not lock.is_held(record)
+    monkeypatch.setattr(runner, "lock_file", refuse)
+    assert not runner.is_held(record)
     record.parent.mkdir(parents=True)
     record.with_name(".lock").touch()
-    assert lock.is_held(record)
+    assert runner.is_held(record)
 
 
 # killed, or out of disk, at every write

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import UserError
-from harness.launch import lock, status
+from harness.launch import runner, status
 from harness.launch.cli import main
 from harness.launch.runner import Run, run
 from harness.records import record as records
@@ -54,7 +54,7 @@ def row(text: str, name: str = "perplexity") -> list[str]:
 
 def test_every_state_is_counted_and_named(some):
     missing = Run.of(load(["method=oracle"]))
-    with lock.holding(some[3].path, wait=False):
+    with runner.holding(some[3].path, wait=False):
         text = status.render(status.of_runs([*some, missing]))
     assert text.splitlines()[0].split() == ["experiment", *status.STATES, "time", "left"]
     assert row(text)[:-1] == ["1", "1", "1", "1", "1"]

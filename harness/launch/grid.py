@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from harness.errors import DefectError, UnfinishedError, UserError, is_users, told
 from harness.files import HeldError
-from harness.launch import lock, tracking
+from harness.launch import tracking
 from harness.launch.child import process_of, run_apart
 from harness.launch.plan import counted, groups
-from harness.launch.runner import Run, relabel, require_devices, run
+from harness.launch.runner import Run, is_held, relabel, require_devices, run, wait_for
 from harness.resources import Resources
 from harness.settings.config import RunConfig
 
@@ -71,7 +71,7 @@ def run_cells(
 def _announce(todo: Sequence[Run], total: int) -> None:
     """Say which cells begin again and why, and how many do not."""
     for each in todo:
-        reason = f"{each.title}: another process is at it" if lock.is_held(each.path) else each.why_again()
+        reason = f"{each.title}: another process is at it" if is_held(each.path) else each.why_again()
         if reason:
             tqdm.write(reason)
     if len(todo) < total:
@@ -121,7 +121,7 @@ def _outcomes(todo: Sequence[Run], start: Start, progress: tqdm) -> Iterator[tup
                 yield each, outcome
         if held:
             progress.set_description(f"waiting for another process: {held[0].title}")
-            lock.wait_for(held[0].path)
+            wait_for(held[0].path)
         todo = held
 
 

@@ -1,32 +1,84 @@
-"""One run: model, method, experiment, record.
+"""One run: settings, lock, measurement, record, table.
 
-    path = run(Run.of(load(["method=h2o", "experiment=tasks"])), Resources())
+    record = run_settings(["method=h2o", "experiment=tasks"])
 
-A run whose record is finished is not repeated. One that fails leaves a record that says why, and is repeated
-at the next start. The resources keep the model for the next run of the process, so a sweep or a grid loads it once.
+A run whose record is finished is not repeated. One that fails leaves a record that says why, and is repeated at the
+next start. `Resources` keep the model for the next run of the process, so that a sweep or a grid loads it once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError, again, line_in, reason, recorded
-from harness.files import HeldError, until_settled
-from harness.launch import lock, tracking
+from harness.errors import UserError, again, line_in, one_line, reason, recorded
+from harness.files import HeldError, lock_file, until_settled
+from harness.launch import tracking
 from harness.records import code, environment, inputs
 from harness.records import record as records
 from harness.records.baseline import full_runs
 from harness.resources import Resources
-from harness.settings.config import RunConfig
+from harness.settings.compose import load
+from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.experiment import Outcome, find
 from harness.tables import write as tables
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+log = logging.getLogger(__name__)
+
+
+def run_settings(overrides: Sequence[str], resources: Resources | None = None) -> dict[str, Any]:
+    """Do the run behind a command line's settings, unless its record is finished. Writes record and table.
+
+    Args:
+        overrides: as on the command line, `["method=h2o", "size=0.16"]`. `results_dir=` says where to write.
+        resources: shared by calls that use one model. `Resources(loaded=...)` runs on a model in memory.
+
+    Returns:
+        The finished record; see `harness.records.record`.
+
+    Raises:
+        UserError: see `run`.
+    """
+    resources = resources or Resources()
+    path = run(Run.of(configured(overrides, resources), resources), resources, say=lambda line: None)
+    report([path])
+    return records.read_record(path)
+
+
+def measure_settings(overrides: Sequence[str], resources: Resources | None = None) -> dict[str, Any]:
+    """The metrics of the run behind a command line's settings. Writes nothing; otherwise as `run_settings`."""
+    resources = resources or Resources()
+    config = configured(overrides, resources)
+    require_devices([config])
+    with users_faults(config):
+        outcome = find(config.kind).run(config, resources)
+        require_finite(outcome)
+    return outcome.metrics
+
+
+def configured(overrides: Sequence[str], resources: Resources) -> RunConfig:
+    """The checked settings of a run. A model in memory decides model and platform."""
+    loaded = resources.loaded
+    if loaded is None:
+        return load(overrides)
+    device = loaded.model.device.type
+    config = load([f"platform={device}", *overrides])
+    dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
+    placed: Any = device
+    return replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=placed))
 
 
 @dataclass(frozen=True)
@@ -38,9 +90,11 @@ class Run:
     path: Path
 
     @classmethod
-    def of(cls, config: RunConfig) -> Run:
-        """Look at all that the run of `config` reads; UserError where something is missing."""
+    def of(cls, config: RunConfig, resources: Resources | None = None) -> Run:
+        """Digest all that the run of `config` reads. Raises UserError where something is missing."""
         digests = inputs.digests(config)
+        if resources is not None and resources.loaded is not None:
+            digests["model"] = resources.loaded.fingerprint
         run_id = records.run_id(config, digests)
         return cls(config, digests, records.record_path(config.results_dir, config.experiment, run_id))
 
@@ -52,33 +106,29 @@ class Run:
         return " ".join(filter(None, [config.experiment, find(config.kind).shape(config), config.label, size]))
 
     def is_finished(self) -> bool:
-        """Whether there is a finished record of it."""
-        record, _ = self._found()
+        """True if there is a finished record of it."""
+        record, _ = self.found()
         return record is not None and record["status"] == "finished"
 
     def failed_since(self, time_s: float) -> str | None:
         """The error of a run of it that failed after `time_s`, seconds since the epoch."""
-        record, _ = self._found()
+        record, _ = self.found()
         failed = record is not None and record["status"] == "failed" and self.path.stat().st_mtime > time_s
         return record["error"] if record is not None and failed else None
 
-    def is_damaged(self) -> bool:
-        """Whether there is a record that cannot be read."""
-        return self._found()[1] is not None
-
     def why_again(self) -> str | None:
         """Why a run that was started before is to run again, in words for the user; None where it is new."""
-        record, damage = self._found()
+        record, damage = self.found()
         if damage is not None:
             return f"{damage}; kept as {records.aside(self.path).name}, run again"
         if record is None:
             other = records.made_by_other_code(self.path)
             return f"{self.title}: made by other code (record {other}), run again" if other else None
-        reason = f" ({record['error']})" if record["error"] else ""
-        return f"{self.title}: {record['status']} before{reason}, run again"
+        error = f" ({record['error']})" if record["error"] else ""
+        return f"{self.title}: {record['status']} before{error}, run again"
 
-    def _found(self) -> tuple[dict[str, Any] | None, UserError | None]:
-        """The record, or what is wrong with it; neither where there is none."""
+    def found(self) -> tuple[dict[str, Any] | None, UserError | None]:
+        """The record, or the damage of it; neither where there is none."""
         try:
             return records.read_record(self.path), None
         except FileNotFoundError:
@@ -88,7 +138,7 @@ class Run:
 
 
 def require_devices(configs: Iterable[RunConfig]) -> None:
-    """Raise UserError where a run's platform is not here; asked before anything else, once for many runs."""
+    """Raise UserError where a run's platform is not here. Asked before anything else, once for many runs."""
     if any(config.platform.name == "cuda" for config in configs):
         import torch
 
@@ -96,49 +146,50 @@ def require_devices(configs: Iterable[RunConfig]) -> None:
             raise UserError("platform=cuda: torch finds no CUDA device here; allowed: cpu")
 
 
-def run(todo: Run, resources: Resources, *, since: float | None = None) -> Path:
-    """Do one run, unless its record is finished; one process at a time does. Returns the record's path.
+def run(todo: Run, resources: Resources, *, since: float | None = None, say: Callable[[str], object] = print) -> Path:
+    """Do one run, unless its record is finished. One process at a time does. Returns the record's path.
 
-    since: of a cell, when its grid began, in seconds since the epoch. What another process is at is not waited for
-    then, what failed in one since has failed here, and nothing is printed.
+    since: of a cell, when its grid began, in seconds since the epoch. Then a run in another process is not waited for,
+    a failure there since then is a failure here, and nothing is printed. say: prints a line.
 
     Raises:
-        UserError: wrong input, an unwritable results folder, or out of memory (which setting to lower).
-            The record then says `failed`, as for any other exception; after Ctrl-C it says `interrupted`.
-        DefectError: a defect has ended it in another process.
-        HeldError: another process is at this cell.
+        UserError: wrong input, an unwritable results folder, too little memory (which setting to lower), or a fault of
+            the user's model, data or method. The record then says `failed`, as for any other exception; after Ctrl-C it
+            says `interrupted`.
+        DefectError: a bug of ours ended it in another process.
+        HeldError: another process runs this cell.
     """
     is_cell = since is not None
-    if _is_done(todo, is_cell):
+    if _is_done(todo, is_cell, say):
         return todo.path
-    if not is_cell and lock.is_held(todo.path):
-        print(f"{todo.title}: another process is at it; waiting")
-    with lock.holding(todo.path, wait=not is_cell):
-        if _is_done(todo, is_cell):  # meanwhile
+    if not is_cell and is_held(todo.path):
+        say(f"{todo.title}: another process is at it; waiting")
+    with holding(todo.path, wait=not is_cell):
+        if _is_done(todo, is_cell, say):  # meanwhile
             return todo.path
         if since is not None and (failure := todo.failed_since(since)):
             raise again("failed in another process: ", failure)
-        if not is_cell and (reason := todo.why_again()):
-            print(reason)
-        if todo.is_damaged():
+        if not is_cell and (why := todo.why_again()):
+            say(why)
+        if todo.found()[1] is not None:
             records.set_aside(todo.path)
         _record(todo, resources)
     return todo.path
 
 
-def _is_done(todo: Run, is_cell: bool) -> bool:
-    """Whether its record is finished, which then has the user's label."""
+def _is_done(todo: Run, is_cell: bool, say: Callable[[str], object]) -> bool:
+    """True if its record is finished, which then gets the user's label."""
     if not todo.is_finished():
         return False
     relabel(todo)
     if not is_cell:
-        print(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+        say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
     return True
 
 
 def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
-    with suppress(HeldError), lock.holding(todo.path, wait=False):
+    with suppress(HeldError), holding(todo.path, wait=False):
         if not todo.is_finished():
             _end(todo, _unfinished(todo) | _failure(error))
 
@@ -152,13 +203,13 @@ def relabel(finished: Run) -> None:
 
 
 def show(config: RunConfig, resources: Resources) -> None:
-    """Do a run that keeps no record and prints what it finds. Raises as `run`."""
-    with _in_users_words(config):
+    """Do a run that keeps no record and prints its findings. Raises as `run`."""
+    with users_faults(config):
         find(config.kind).run(config, resources)
 
 
 def report(paths: Sequence[Path]) -> str:
-    """Bring the tables of the records' experiments up to date; returns these records as a table to print."""
+    """Bring the tables of the records' experiments up to date. Returns these records as a table to print."""
     folders = dict.fromkeys(path.parent.parent for path in paths)
     for folder in folders:
         update = partial(tables.update, folder.parent.parent, folder.name)
@@ -173,7 +224,7 @@ def _record(todo: Run, resources: Resources) -> None:
     records.write_record(todo.path, record)  # before any work, so that an unwritable folder costs nothing
     start = time.perf_counter()
     try:
-        with _in_users_words(todo.config):
+        with users_faults(todo.config):
             measured = _measure(todo.config, resources)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
         _end(todo, record | measured | {"status": "finished", "seconds": seconds})
@@ -221,6 +272,7 @@ def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
     """The part of the record that the run itself makes."""
     experiment = find(config.kind)
     outcome = experiment.run(config, resources)
+    require_finite(outcome)
     devices: list[str] = []
     if experiment.needs_weights(config):
         model = resources.model(config.model).model
@@ -230,29 +282,115 @@ def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
     return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": described}
 
 
+# Faults of the user's model, data or method
+
+
+def require_finite(outcome: Outcome) -> None:
+    """Raise UserError for a metric that is NaN or infinite, which no record can hold."""
+    for name, value in records.flat(outcome.metrics, "/").items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}={value}: is not finite; the model or the method computes NaN or infinite numbers")
+
+
 @contextmanager
-def _in_users_words(config: RunConfig) -> Iterator[None]:
-    """Raise what a user can put right as a `UserError`."""
+def users_faults(config: RunConfig) -> Iterator[None]:
+    """Raise as a `UserError` what a user can put right: memory, a full disk, their own model, method or task."""
     try:
         yield
+    except SystemExit as end:
+        said = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
+        raise _of_own_code(config, end, said) or UserError(
+            f"{said}; a method or task must not end the process"
+        ) from end
     except Exception as error:
-        said = _as_user_error(error, config)
-        if said is error:
+        if isinstance(error, UserError | OSError | HeldError):
             raise
-        raise said from error
+        fault = _as_user_error(error, config) or _of_own_code(config, error, reason(error))
+        if fault is None:
+            raise
+        raise fault from error
 
 
-def _as_user_error(error: Exception, config: RunConfig) -> Exception:
-    """What a user can put right as a `UserError`; anything else as it is."""
-    said = str(error)
-    torch_says = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in said  # CUDA, CPU
-    if isinstance(error, MemoryError) or torch_says:
+def _as_user_error(error: Exception, config: RunConfig) -> UserError | None:
+    said, kind = str(error), type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
         values = find(config.kind).lower(config).items()
         lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):
         return UserError(said)  # `methods` knows no UserError
+    if isinstance(error, OverflowError):
+        return UserError(f"model={config.model.name}: its numbers are beyond a float's range ({one_line(error)})")
+    if kind == "SafetensorError":
+        return UserError(f"a file of tensors cannot be read or written ({one_line(error)}); is the disk full?")
+    return None
+
+
+def _of_own_code(config: RunConfig, error: BaseException, said: str) -> UserError | None:
+    """The fault of a user's own method or task function, with its file and line; None where none ran.
+
+    Where an own method returned something that only our code stumbles over, the line is that of its class.
+    """
     own = code.own_file(type(config.method).__module__)
-    if own is not None and not isinstance(error, UserError) and (line := line_in(error, {str(own)})):
-        return UserError(f"method={config.method_name}: {line}: {reason(error)}")
-    return error
+    if own is not None and (line := line_in(error, set(map(str, own.parent.glob("*.py"))))):
+        return UserError(f"method={config.method_name}: {line}: {said}")
+    folder = config.task.include_path
+    if folder is not None and (line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))):
+        return UserError(f"include_path={folder}: {line}: {said}")
+    if own is None:
+        return None
+    line = f"{own}:{inspect.getsourcelines(type(config.method))[1]}"
+    return UserError(f"method={config.method_name}: {line}: returned what cannot be used: {said}")
+
+
+# The lock beside a record
+
+
+@contextlib.contextmanager
+def holding(record: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a record, which ends with the process. On a file system without locks there is none.
+
+    Raises:
+        HeldError: another process holds it, and wait is False.
+        UserError: the folder cannot be written.
+    """
+    path = _lock_path(record)
+    lock: BaseFileLock | None
+    try:
+        lock = lock_file(path, wait=wait)
+    except OSError as error:
+        raise UserError(f"results_dir: {record} cannot be written ({error.strerror or error})") from error
+    if lock is None:
+        _warn(record.parents[3])
+    try:
+        yield
+    finally:
+        if lock is not None:
+            path.unlink(missing_ok=True)  # while it is held, so that none is taken that has no name
+            lock.release()
+
+
+def is_held(record: Path) -> bool:
+    """True if a living process computes the record."""
+    if not _lock_path(record).exists():
+        return False
+    try:
+        with holding(record, wait=False):
+            return False
+    except (HeldError, UserError):  # a lock that cannot be opened is another user's
+        return True
+
+
+def wait_for(record: Path) -> None:
+    """Return once no other process computes the record."""
+    with holding(record, wait=True):
+        pass
+
+
+def _lock_path(record: Path) -> Path:
+    return record.with_name(".lock")
+
+
+@cache
+def _warn(results_dir: Path) -> None:
+    log.warning("%s: its file system has no locks; start one process at a time", results_dir)

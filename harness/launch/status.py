@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.errors import UserError
-from harness.launch import lock
-from harness.launch.runner import Run
+from harness.launch.runner import Run, is_held
 from harness.records import record as records
 
 STATES = ("done", "running", "failed", "interrupted", "missing")
@@ -67,7 +66,7 @@ def _cell(title: str, record: Mapping[str, Any], path: Path) -> Cell:
     status, seconds = record["status"], record["seconds"]
     if status == "finished":
         return Cell(record["experiment"], title, "done", seconds)
-    if lock.is_held(path):
+    if is_held(path):
         elapsed = datetime.now(UTC) - datetime.fromisoformat(record["started"])
         return Cell(record["experiment"], title, "running", elapsed.total_seconds())
     return Cell(record["experiment"], title, status, seconds, record["error"])
