@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = yaml.safe_load(style.REGISTRY.read_t
 OTHER = {"color": style.BLACK, "marker": "P"}
 """The look of a family that the registry does not list."""
 COSTS = {
-    "link bytes": (columns.SIZE.name, 100, style.SIZE_AXIS),
+    "size": (columns.SIZE.name, 100, style.SIZE_AXIS),
     "step time": (columns.STEP.name, 1e3, "decode step (ms)"),
 }
 """By what `front` names: the column of the costs, its factor, and the axis."""

@@ -1,4 +1,4 @@
-"""The leaderboard: what is in its grid, what its rows say of the records, what is marked, what is answered."""
+"""The leaderboard: its grid, its rows, its pages and marks, the fronts, and the fastest method within a limit of KL."""
 
 import csv
 from pathlib import Path
@@ -11,28 +11,23 @@ from test_tables import LATENCY_METRICS, save
 from harness.errors import UserError
 from harness.launch import cli
 from harness.launch.plan import read_plan
-from harness.paper.report import write_report
 from harness.records.samples import clustered_stderr
 from harness.settings.compose import choices, compose
 from harness.settings.schema import options
 from harness.tables import write as tables
-from harness.tables.board import sheets
-from harness.tables.columns import BOARD, TableRow, names, shape_of, typed
-from harness.tables.frontier import fastest, fronts, step_seconds
-from harness.tables.leaderboard import BOUNDS, GRID
-from harness.tables.sheets import render_markdown, sheets_of
+from harness.tables.columns import BOARD, TableRow, names, read_table, shape_of
+from harness.tables.leaderboard import GRID, REFERENCES, complete, fastest, fronts, step_seconds
+from harness.tables.pages import render_markdown, sheets_of
 from tests.composed import load
 
-TASKS = "tasks=[kv_recall,passkey]"
-COMMON = ["num_windows=2", "num_samples=4", TASKS]
-RAN = {"environment": {}, "seconds": 1.0, "error": None}
-KINDS = {"full": "kept", "int4": "kept", "streaming": "kept", "infinigen": "previous_layer", "oracle": "true_scores"}
+COMMON = ["num_windows=2", "num_samples=4", "tasks=[kv_recall,passkey]"]
+WHEN = {"full": "kept", "int4": "kept", "streaming": "kept", "infinigen": "previous_layer", "oracle": "true_scores"}
 
 
 def save_method(results: Path, method: str, asked: float | None, *, kl: float, hits: str, **step: Any) -> None:
     """Records of a method at a size: a text, four questions of each task (`hits`, two to a context), a step."""
     chosen = [*COMMON, f"method={method}", *([] if asked is None else [f"size=nearest:{asked}"])]
-    about = {"when": KINDS[method], "started": "2026-01-01T00:00:00+00:00", "text": method, "methods": {}} | RAN
+    about = {"when": WHEN[method], "text": method}
     read = (1.0 if method == "full" else 0.33) if asked is None else asked
     shares = {"size": step.pop("size", read), "device_frac": 0.3, "resident_frac": 0.1}
     windows = [{"nll": 2.5 + kl, "nll_full": 2.5}, {"nll": 3.5 + 2 * kl, "nll_full": 3.5}]
@@ -54,10 +49,10 @@ STEP = {"gen_len": 11, "decode_s": 0.1, "exposed_transfer_s": 0.02, "h2d_bytes":
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    """Full cache, INT4, and three methods at a size: one above the upper bound in KL, one that missed its size."""
+    """Full cache, INT4, and three methods at a size: one above the upper reference in KL, one that missed its size."""
     save_method(tmp_path, "full", None, kl=0.0, hits="1111", **STEP)
     save_method(tmp_path, "int4", None, kl=0.2, hits="1110", **STEP | {"decode_s": 0.05, "exposed_transfer_s": 0.0})
-    save_method(tmp_path, "oracle", 0.16, kl=0.1, hits="1110")
+    save_method(tmp_path, "oracle", 0.16, kl=0.15, hits="1110")
     save_method(tmp_path, "streaming", 0.16, kl=0.5, hits="1000", **STEP | {"decode_s": 0.03})
     save_method(tmp_path, "infinigen", 0.16, kl=0.05, hits="1000", **STEP | {"decode_s": 0.04})
     save_method(tmp_path, "infinigen", 0.25, kl=0.04, hits="1100", size=0.3)
@@ -67,8 +62,7 @@ def results(tmp_path) -> Path:
 
 
 def board(results: Path, name: str = "leaderboard") -> list[TableRow]:
-    with (results / "tables" / f"{name}.csv").open(newline="") as stream:
-        return list(map(typed, csv.DictReader(stream)))
+    return read_table(results / "tables" / f"{name}.csv")
 
 
 def row_of(rows: list[TableRow], label: str, size: float | None = 0.16) -> TableRow:
@@ -88,17 +82,14 @@ def plan():
     OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 
-def test_every_method_is_in_the_grid() -> None:
-    cells = OmegaConf.to_container(OmegaConf.load(GRID))["cells"]
+def test_every_method_is_in_the_grid_and_the_frontier_measures_as_it_does() -> None:
+    frontier, leaderboard = (OmegaConf.load(GRID.with_stem(name)) for name in ("frontier", "leaderboard"))
+    cells = OmegaConf.to_container(leaderboard)["cells"]
     assert [cell["method"] for cell in cells] == ["${choices:method}"] * 2
-    assert choices("method") == options("method") and set(BOUNDS.values()) <= set(options("method"))
+    assert choices("method") == options("method") and set(REFERENCES.values()) <= set(options("method"))
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
-
-
-def test_what_the_frontier_adds_is_measured_as_the_leaderboard_is() -> None:
-    grids = [OmegaConf.load(GRID.with_stem(name)) for name in ("frontier", "leaderboard")]
-    added, own = (dict(grid.settings) for grid in grids)
-    assert added == {name: value for name, value in own.items() if name not in ("tasks", "num_samples")}
+    own = {name: value for name, value in leaderboard.settings.items() if name not in ("tasks", "num_samples")}
+    assert dict(frontier.settings) == own
 
 
 def test_a_method_without_a_size_runs_once_and_a_refused_step_is_left_out(plan) -> None:
@@ -132,12 +123,14 @@ def test_nearest_takes_a_method_without_a_size_as_it_is() -> None:
 
 def test_a_row_joins_text_tasks_and_step(results) -> None:
     row = row_of(board(results), "InfiniGen")
-    assert (row["method"], row["family"], row["codec"]) == ("infinigen", "retrieves", "")
+    assert (row["method"], row["family"], row["codec"], row["shipped"]) == ("infinigen", "retrieves", "", "")
     assert (row["size"], row["device_frac"], row["resident_frac"]) == (0.16, 0.3, 0.1)
     assert (row["kl_nats"], row["kl_nats_stderr"], row["top1_agreement"]) == (0.05, 0.0125, 0.95)
     assert row["nll_difference"] == pytest.approx(0.075) and row["nll_difference_stderr"] == pytest.approx(0.025)
     assert row["step_s"] == pytest.approx(0.004) and row["step_source"] == "emulated"
     assert row["compute_s"] == pytest.approx(0.002) and row["link_bytes"] == 2**20
+    families = {row["label"]: row["family"] for row in board(results)}
+    assert (families["Oracle"], families["Streaming"], families["INT4"]) == ("oracle", "evicts", "codes")
 
 
 def test_a_task_is_compared_with_the_full_cache_question_by_question(results) -> None:
@@ -147,13 +140,10 @@ def test_a_task_is_compared_with_the_full_cache_question_by_question(results) ->
     assert row["kv_recall_detectable"] == pytest.approx(2.8 * row["kv_recall_stderr"])
     full = row_of(board(results), "Full cache", None)
     assert (full["kv_recall_difference"], full["kv_recall_stderr"], full["family"]) == (None, 0.125, "reads all")
-
-
-def test_other_questions_are_not_compared(results) -> None:
     save_method(results, "oracle", 0.1, kl=0.1, hits="111111")
     tables.update(results, "leaderboard-scores")
-    row = row_of(board(results), "Oracle", 0.1)
-    assert row["kv_recall"] == 1 and row["kv_recall_difference"] is None
+    other = row_of(board(results), "Oracle", 0.1)
+    assert other["kv_recall"] == 1 and other["kv_recall_difference"] is None, "other questions"
 
 
 def test_a_step_at_another_size_is_modelled_from_the_timed_one(results) -> None:
@@ -173,68 +163,113 @@ def test_an_older_run_of_the_same_cell_gives_way(results) -> None:
     assert row_of(board(results), "Streaming")["kl_nats"] == 0.5
 
 
+def test_a_method_of_ones_own_joins_the_shipped_leaderboard_and_its_front(results) -> None:
+    tables.ship(results)
+    for record in results.glob("runs/*/*/record.json"):
+        record.unlink()
+    before = len(board(results))
+    save_method(results, "streaming", 0.16, kl=0.01, hits="1111")
+    tables.update(results, "leaderboard-scores")
+    rows = board(results)
+    assert len(rows) == before and [row["label"] for row in rows if not row["shipped"]] == ["Streaming"]
+    assert row_of(rows, "Streaming")["kl_nats"] == 0.01 and row_of(rows, "Streaming")["front"] == "size"
+    assert row_of(rows, "InfiniGen")["front"] == "step time", "its size is beaten by one's own run"
+    page = (results / "leaderboard.md").read_text()
+    assert "| Streaming \\*" in page and "One's own run" in page and "| InfiniGen" in page
+    assert "Streaming" in {row["label"] for row in board(results, "frontier")}
+
+
+# Pages
+
+
 def test_the_csv_gives_the_page_that_the_records_gave(results) -> None:
     for name in ("leaderboard", "frontier"):
-        header = (results / "tables" / f"{name}.csv").read_text().splitlines()[0].split(",")
-        assert shape_of(header) == "board" and header == list(names(BOARD)) and not {*header} & {"timed_size"}
-        assert render_markdown(name, board(results, name)) == (results / f"{name}.md").read_text()
+        with (results / "tables" / f"{name}.csv").open() as stream:
+            header = next(csv.reader(stream))
+        assert shape_of(header) == "board" and header == list(names(BOARD))
+        page = (results / f"{name}.md").read_text()
+        assert render_markdown(name, board(results, name)) == page
+        tables_of_page = page.count("\n## ")
+        headers = [line for line in page.splitlines() if line.startswith("| label")]
+        assert len(headers) == tables_of_page and all(line.count("|") - 1 <= 8 for line in headers)
 
 
-# The page
-
-
-def test_a_table_per_size_has_its_best_in_bold_and_marks_what_is_outside(results) -> None:
-    first, second, own = sheets("m", board(results))
-    assert [sheet.title.partition(", ")[2] for sheet in (first, second, own)] == [
-        "16 % of the link's bytes", "25 % of the link's bytes", "at a size of their own",
-    ]  # fmt: skip
+def test_a_table_per_size_is_sorted_by_kl_with_its_best_in_bold(results) -> None:
+    first, second, own = sheets_of(board(results))
+    titles = ["m, size 16 %", "m, size 25 %", "m, sizes of their own"]
+    assert [sheet.title.replace("smollm2-135m", "m") for sheet in (first, second, own)] == titles
     labels = [line[0] for line in first.lines]
     assert labels == ["InfiniGen†", "Oracle", "Streaming"]
     bold = {(labels[line], first.header[column]) for line, column in first.bold}
     assert ("InfiniGen†", "KL (nats)") in bold and {label for label, _ in bold} == {"InfiniGen†"}
-    assert first.notes == [
-        "† InfiniGen: KL above Oracle by 0.0500 ± 0.0280; top-1 agreement above Oracle by 5.0 ± 1.4."
-    ]
-    assert "size=0.16" in first.details[0] and not own.bold
+    assert "**0.0500 ± 0.0125**" in (results / "leaderboard.md").read_text() and not own.bold
+    assert first.lines[0][first.header.index("kv_recall (%)")].startswith("25.0 (-75.0 ± ")
 
 
-def test_a_method_at_another_size_is_in_no_comparison(results) -> None:
-    _, sheet, _ = sheets("m", board(results))
+def test_only_what_is_certain_is_outside_the_references(results) -> None:
+    """InfiniGen's KL is 0.10 below Oracle's, 2.5 standard errors of 0.0395. Its tasks are worse, by fewer than two."""
+    row = row_of(board(results), "InfiniGen")
+    assert row["outside"].split("; ") == [
+        "KL better than Oracle by 0.1000 ± 0.0395", "top-1 agreement better than Oracle by 10.0 ± 1.4",
+    ]  # fmt: skip
+    assert {other["outside"] for other in board(results) if other["asked_size"] != 0.16} == {""}
+    near = [row | {"kl_nats": kl} if row["label"] == "InfiniGen" else row for kl in (0.072,) for row in board(results)]
+    assert "KL" not in row_of(complete(near), "InfiniGen")["outside"], "1.97 standard errors"
+
+
+def test_a_method_at_another_size_is_in_no_comparison_and_on_no_front(results) -> None:
+    _, sheet, _ = sheets_of(board(results))
     assert sheet.lines[0][0] == "InfiniGen§" and sheet.lines[0][1] == "30.0" and not sheet.bold
-    assert sheet.notes[0].startswith("§ Cannot have this size") and sheet.notes[1].startswith("‡ Modelled")
+    assert [note[0] for note in sheet.notes] == ["§", "‡"]
     assert sheet.lines[0][sheet.header.index("decode step (ms)")] == "4.0‡"
+    row = row_of(board(results), "InfiniGen", 0.25)
+    assert (row["outside"], row["front"]) == ("", "")
 
 
-def test_the_report_has_settings_a_click_away_and_bold(results) -> None:
-    text = write_report(results).read_text()
-    section = text.partition('<section id="leaderboard">')[2].partition("</section>")[0]
-    assert "<details><summary>InfiniGen†</summary>" in section and "size=0.16" in section
-    assert "<strong>0.0500 ± 0.0125</strong>" in section and "† InfiniGen: KL above Oracle" in section
-    assert "**0.0500 ± 0.0125**" in (results / "leaderboard.md").read_text()
+# The fronts
 
 
-# The frontier
+def points(*values: tuple[float, float, float | None], stderr: float = 0.0) -> list[TableRow]:
+    return [
+        {"model": "m", "size": size, "kl_nats": kl, "kl_nats_stderr": stderr, "step_s": step}
+        for size, kl, step in values
+    ]
 
 
 def test_a_front_is_what_no_other_beats() -> None:
-    points = [(0.1, 0.5, 3), (0.2, 0.1, 2), (0.3, 0.1, 1), (0.3, 0.2, None)]
-    rows = [{"model": "m", "size": size, "kl_nats": kl, "step_s": step} for size, kl, step in points]
-    both = "link bytes, step time"
-    assert fronts([*rows, {**rows[0], "model": "other"}]) == ["link bytes", "link bytes", "step time", "", both]
+    rows = points((0.1, 0.5, 3), (0.2, 0.1, 2), (0.3, 0.1, 1), (0.3, 0.2, None))
+    both = "size, step time"
+    assert fronts([*rows, {**rows[0], "model": "other"}]) == ["size", "size", "step time", "", both]
 
 
-def test_the_upper_bound_is_on_no_front(results) -> None:
+@pytest.mark.parametrize(
+    ("values", "stderr", "expected"),
+    [
+        (((0.09964, 0.57, None), (0.1, 0.07, None)), 0.0, ["", "size"]),  # .036 points of size are no lead
+        (((0.0989, 0.57, None), (0.1, 0.07, None)), 0.0, ["size", "size"]),
+        (((0.1, 0.09, None), (0.1, 0.07, None)), 0.01, ["", "size"]),  # the difference has an error of .014
+        (((0.1, 0.08, None), (0.1, 0.07, None)), 0.01, ["size", "size"]),
+        (((0.1, 0.08, None), (0.08, 0.085, None)), 0.01, ["", "size"]),
+        (((0.1, 0.5, 1.0), (0.2, 0.1, 1.009)), 0.0, ["size", "size, step time"]),
+        (((0.1, 0.5, 1.0), (0.2, 0.1, 1.02)), 0.0, ["size, step time", "size, step time"]),
+    ],
+)
+def test_a_front_does_not_reward_noise(values, stderr, expected) -> None:
+    assert fronts(points(*values, stderr=stderr)) == expected
+
+
+def test_the_upper_reference_is_on_no_front(results) -> None:
     labels = {row["label"]: row["front"] for row in board(results, "frontier")}
-    assert "Oracle" not in labels and labels["Full cache"] == "link bytes, step time"
+    assert "Oracle" not in labels and labels["Full cache"] == "size, step time"
     (sheet,) = sheets_of(board(results, "frontier"))
-    assert sheet.title.endswith("the fronts")
+    assert sheet.title.endswith("not beaten in size or in step time")
 
 
 def ask(results: Path, *asked: str) -> int:
     return cli.main(["experiment=frontier", f"results_dir={results}", *asked])
 
 
-def test_the_fastest_that_holds_the_bound_is_one_line(results, capsys) -> None:
+def test_the_fastest_within_the_limit_is_one_line(results, capsys) -> None:
     assert ask(results, "link_gbps=25", "max_kl=0.1") == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("InfiniGen (method=infinigen size=0.16): 2.0 ms a step over 25 GB/s, modelled")
@@ -255,10 +290,7 @@ def test_what_cannot_be_answered_is_one_line(results, tmp_path, capsys) -> None:
     assert "there is none yet; make leaderboard makes it" in capsys.readouterr().err
     (results / "tables" / "leaderboard.csv").write_text("a,b\n1,2\n")
     assert ask(results, "link_gbps=1", "max_kl=1") == 2
-    assert "not a leaderboard" in capsys.readouterr().err
-
-
-def test_a_bound_that_nothing_holds_names_the_closest() -> None:
+    assert "not a table of results" in capsys.readouterr().err
     row = {"label": "H2O", "size": 0.25, "kl_nats": 0.3, "compute_s": 1.0, "link_bytes": 1.0, "late_bytes": 0.0}
-    with pytest.raises(UserError, match=r"max_kl=0.1: nothing holds it; the closest, H2O reading 25.0%, has 0.3000"):
+    with pytest.raises(UserError, match=r"max_kl=0.1: no method has it; the closest, H2O at size 25.0%, has 0.3000"):
         fastest([row, row | {"label": "Streaming", "kl_nats": 0.5}], 1.0, 0.1)

@@ -32,7 +32,7 @@ def report(tmp_path_factory) -> Path:
         rows = [place("Full", **common, method="full", asked_size="", size=1, kl_nats=0, family="reads all")]
         for size, kl in ((0.1, 0.5), (0.25, 0.25)):
             sized = common | {"asked_size": size, "size": size}
-            rows.append(place(HOSTILE, **sized, kl_nats=kl, family="retrieves", front="link bytes"))
+            rows.append(place(HOSTILE, **sized, kl_nats=kl, family="retrieves", front="size"))
             rows.append(place("B", **sized, kl_nats=2 * kl, step_source="modelled"))
         write_csv(inner, "leaderboard", rows)
         write_csv(inner, "fig11", [score("A", 0.1, value, task=task) for task in "ab" for value in (0.75, 0.5)])

@@ -24,7 +24,7 @@ from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.records.record import SCHEMA, plain, record_path, write_record
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
-from harness.tables.depths import depth_rows
+from harness.tables.rows import depth_rows
 from harness.tables.write import summary, update
 from tests.composed import load
 
@@ -218,7 +218,8 @@ def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
     metrics = {"1024": 1.0, "1024_stderr": 0.0, "512": 1.0, "512_stderr": None, "num_samples": 3, "size": 1.0}
     record = {
         "schema": SCHEMA, "run_id": "a", "settings_id": "a", "experiment": "tasks", "kind": "tasks",
-        "table": "accuracy", "status": "finished", "config": plain(config), "metrics": {"niah_single_1": metrics},
+        "table": "accuracy", "status": "finished", "config": plain(config), "settings": {},
+        "metrics": {"niah_single_1": metrics},
         "samples": {"niah_single_1": samples}, "chunks": [], "methods": {}, "started": "", "seconds": 1.0,
         "error": None, "method_module": "methods.full", "method_file": None, "when": "kept", "inputs": {},
         "environment": {},
@@ -230,7 +231,7 @@ def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
     assert tasks == ["niah_single_1", "niah_single_1", *depths]
     page = table.with_suffix(".md").read_text()
     assert "niah_single_1: right answers (%) by length and depth of the needle" in page
-    assert "| 512 tokens, 40-60 % |" in page
+    assert "  512 tokens, 40-60 % |" in page
     shown = summary([record])
     assert shown.count("niah_single_1") == 2 and "[" not in shown, "the two lengths alone"
 

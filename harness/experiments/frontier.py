@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Experiment, Outcome
-from harness.tables.columns import BOARD, KL, OPTIONAL, STEP, TableRow, names, typed
-from harness.tables.frontier import fastest, step_seconds
-from harness.tables.leaderboard import BOUNDS, NAME
+from harness.tables.columns import KL, STEP, TableRow, read_table, shape_of
+from harness.tables.leaderboard import NAME, REFERENCES, fastest, step_seconds
 
 GIGA, MIB = 1e9, 2**20
 NEEDED = {KL.name, "compute_s", "link_bytes", "late_bytes"}
@@ -60,16 +58,10 @@ def _candidates(config: RunConfig) -> list[TableRow]:
     path = Path(config.results_dir) / "tables" / f"{NAME}.csv"
     if not path.is_file():
         raise UserError(f"{path}: there is none yet; make leaderboard makes it")
-    try:
-        with path.open(encoding="utf-8", newline="") as lines:
-            table = csv.DictReader(lines)
-            rows = list(map(typed, table))
-        known = {*names(BOARD)} <= {*(table.fieldnames or ()), *OPTIONAL}
-    except (ValueError, TypeError, csv.Error):
-        known = False
-    if not known:
+    rows = read_table(path)
+    if shape_of(tuple(rows[0]) if rows else ()) not in ("board", None):
         raise UserError(f"{path}: not a leaderboard; make leaderboard makes it anew")
-    own = [row for row in rows if row["model"] == config.model.name and row["method"] != BOUNDS["upper"]]
+    own = [row for row in rows if row["model"] == config.model.name and row["method"] != REFERENCES["upper"]]
     timed = [row for row in own if all(row[name] is not None for name in NEEDED)]
     if not timed:
         raise UserError(f"{path}: no timed method of {config.model.name} in it; make leaderboard adds them")

@@ -26,7 +26,7 @@ from harness.files import HeldError, lock_file, until_settled
 from harness.launch import tracking
 from harness.records import code, environment, inputs
 from harness.records import record as records
-from harness.records.baseline import full_runs
+from harness.records.samples import full_runs
 from harness.resources import Resources
 from harness.settings.compose import load
 from harness.settings.config import ModelConfig, RunConfig
@@ -257,6 +257,7 @@ def _unfinished(todo: Run) -> dict[str, Any]:
         "status": "interrupted",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": records.plain(config),
+        "settings": records.changed_settings(config),
         "method_module": module,
         "method_file": str(file) if file else None,
         "when": config.method.when,

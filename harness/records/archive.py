@@ -1,14 +1,14 @@
-"""A results folder as one file to share: a zip archive that says of every member, and of every input, its sha256.
+"""A results folder as one file to share: a zip archive with a manifest of the sha256 of its members.
 
-    runs/<experiment>/<run_id>/record.json   finished and failed runs
+    runs/<experiment>/<run_id>/record.json   finished and failed runs, with the sha256 of their inputs
     tables/*.csv, tables/*.md, figures/*.png, *.md, findings.yaml
-    environment.json                         {"export": here and now, "runs": [{"environment", "runs"}]}
-    MANIFEST.json                            {"schema", "members": {name: {"sha256", "size"}},
-                                              "inputs": {name: {sha256: [experiment/run_id]}}}
+    MANIFEST.json                            {"schema", "sha256": {name: hex digits}}
 
-`inputs` holds the digests of the code as well, under the names that records give them. What is read comes from
-strangers: `harness.records.unpack` takes it as data alone, and refuses it where a member is not as the manifest says.
-Schema 1.
+    with opened(Path("results.zip")) as folder:
+        ...    # as in a results folder
+
+An archive may come from a stranger. `opened` trusts no name, link or size in it, and refuses a member that differs from
+the manifest.
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import struct
+import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from stat import S_ISLNK
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 from harness.errors import UserError
 from harness.files import content_sha256, replacing
-from harness.records import environment
-from harness.records.record import read_record
+from harness.records.record import ODD, read_record
 
-SCHEMA = 1
-MANIFEST, ENVIRONMENT = "MANIFEST.json", "environment.json"
+SCHEMA = 2
+MANIFEST = "MANIFEST.json"
 RECORDS = "runs/*/*/record.json"
 DERIVED = ("tables/*.csv", "tables/*.md", "figures/*.png", "*.md", "findings.yaml")
 EPOCH = (1980, 1, 1, 0, 0, 0)
-"""The time of every member, the earliest that a zip archive knows."""
+"""Time of every member: the earliest that a zip archive can hold."""
+MAX_BYTES = 2 * 2**30
+"""Limit of all members unpacked, far above any results of ours."""
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, UnicodeDecodeError)
+"""What zipfile raises for a damaged archive; RuntimeError for an encrypted one."""
 log = logging.getLogger(__name__)
-
-Record = Mapping[str, Any]
-Inputs = dict[str, dict[str, list[str]]]
-"""Runs by the sha256 of an input, by its name."""
 
 
 class Packed(NamedTuple):
-    """What was written. left_out: records of interrupted runs, and damaged ones."""
+    """A written archive. left_out: interrupted runs and damaged records."""
 
     path: Path
     sha256: str
@@ -53,96 +57,135 @@ class Packed(NamedTuple):
 
 
 def pack(results_dir: Path, target: Path) -> Packed:
-    """Write a results folder into the archive `target`, in one step; one file at a time is in memory.
+    """Write a results folder into the archive `target`, atomically, holding one file in memory at a time.
 
-    The same results give the same bytes, exported by the same environment with the same zlib.
+    The same results give the same bytes with the same zlib.
 
     Raises:
         UserError: there is nothing to share, or `target` cannot be written.
     """
-    paths = sorted(results_dir.glob(RECORDS))
+    records = sorted(results_dir.glob(RECORDS))
     derived = sorted(path for pattern in DERIVED for path in results_dir.glob(pattern) if path.is_file())
-    records: list[Record] = []
+    chosen = [path for path in tqdm(records, unit="record", delay=1, leave=False) if _has_ended(path)]
+    if not chosen and not derived:
+        raise UserError(f"results_dir={results_dir}: nothing to share, neither finished run nor table")
+    digests: dict[str, str] = {}
     try:
         with replacing(target) as scratch, zipfile.ZipFile(scratch, "w") as archive:
-            writer = _Writer(results_dir, archive)
-            for path in tqdm(paths, unit="record", delay=1, leave=False, dynamic_ncols=True):
-                record = _shared(path)
-                if record is not None:
-                    writer.copy(path)
-                    records.append(origin(record))
-            for path in derived:
-                writer.copy(path)
-            if not writer.members:
-                raise UserError(f"results_dir={results_dir}: nothing to share, neither finished run nor table")
-            writer.add(ENVIRONMENT, as_json({"export": environment.describe(), "runs": _environments(records)}))
-            writer.add(MANIFEST, as_json({"schema": SCHEMA, "members": writer.members, "inputs": inputs_of(records)}))
+            for path in (*chosen, *derived):
+                name, data = path.relative_to(results_dir).as_posix(), path.read_bytes()
+                _add(archive, name, data)
+                digests[name] = sha256(data)
+            manifest = {"schema": SCHEMA, "sha256": digests}
+            _add(archive, MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
     except OSError as error:
         raise UserError(f"export={target}: {error.filename or target}: {error.strerror or error}") from error
-    return Packed(target, content_sha256(target), len(records), len(derived), len(paths) - len(records))
+    return Packed(target, content_sha256(target), len(chosen), len(derived), len(records) - len(chosen))
 
 
-def inputs_of(records: Iterable[Record]) -> Inputs:
-    """Which runs read what: every input that the records name, their code included."""
-    found: Inputs = {}
-    for record in sorted(records, key=_run):
-        for name, sha256 in record["inputs"].items():
-            found.setdefault(name, {}).setdefault(sha256, []).append(_run(record))
-    return found
+def sha256(data: bytes) -> str:
+    """A member's digest in the manifest, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
 
 
-def origin(record: Record) -> Record:
-    """Of a record which run it is and what it came from, without what it measured."""
-    return {name: record[name] for name in ("experiment", "run_id", "inputs", "environment")}
-
-
-@dataclass(frozen=True)
-class _Writer:
-    """Adds members to an archive, with no trace of when and by whom, and keeps their digests."""
-
-    results_dir: Path
-    archive: zipfile.ZipFile
-    members: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def add(self, name: str, data: bytes) -> None:
-        info = zipfile.ZipInfo(name, EPOCH)
-        info.compress_type = zipfile.ZIP_DEFLATED
-        info.create_system, info.external_attr = 3, 0o644 << 16  # a plain file of Unix, wherever it is written
-        self.archive.writestr(info, data)
-        self.members[name] = digest(data)
-
-    def copy(self, path: Path) -> None:
-        self.add(path.relative_to(self.results_dir).as_posix(), path.read_bytes())
-
-
-def _shared(path: Path) -> Record | None:
-    """The record at `path`; None where it is damaged, which is said, or its run has not ended."""
+def _has_ended(path: Path) -> bool:
     try:
-        record = read_record(path)
+        return bool(read_record(path)["status"] != "interrupted")
     except UserError as error:
         log.warning("%s; left out of the archive", error)
-        return None
-    return None if record["status"] == "interrupted" else record
+        return False
 
 
-def _environments(records: Iterable[Record]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for record in sorted(records, key=_run):
-        where = record["environment"]
-        own = found.setdefault(json.dumps(where, sort_keys=True), {"environment": where, "runs": []})
-        own["runs"].append(_run(record))
-    return list(found.values())
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    info = zipfile.ZipInfo(name, EPOCH)
+    info.compress_type = zipfile.ZIP_DEFLATED
+    info.create_system, info.external_attr = 3, 0o644 << 16  # a plain Unix file on every system
+    archive.writestr(info, data)
 
 
-def _run(record: Record) -> str:
-    return f"{record['experiment']}/{record['run_id']}"
+@contextmanager
+def opened(source: Path) -> Iterator[Path]:
+    """A results folder to read: `source` itself, or the archive `source` unpacked for the time of the block.
+
+    Raises:
+        UserError: there is nothing, or not an archive as `pack` writes it; also any raised in the block, with the
+            archive's name instead of the temporary folder's.
+    """
+    if source.is_dir():
+        yield source
+        return
+    if not source.is_file():
+        raise UserError(f"{source}: no such results folder or archive")
+    with tempfile.TemporaryDirectory(prefix="results-") as name:
+        folder = Path(name)
+        try:
+            _unpack(source, folder)
+            yield folder
+        except UserError as error:
+            raise UserError(str(error).replace(str(folder), str(source))) from error
+        except ODD as error:
+            raise UserError(f"{source}: holds values that no run writes ({error!r})") from error
 
 
-def digest(data: bytes) -> dict[str, Any]:
-    """What the manifest says of a member."""
-    return {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+def _unpack(source: Path, folder: Path) -> None:
+    try:
+        with zipfile.ZipFile(source) as archive:
+            _check_members(source, archive)
+            for name, expected in _manifest(source, archive).items():
+                data = _read(source, archive, name)
+                if sha256(data) != expected:
+                    raise UserError(f"{source}: {name} is not what the manifest says")
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                if path.match(RECORDS):
+                    read_record(path)
+    except OSError as error:
+        raise UserError(f"{source}: cannot be unpacked ({error.strerror or error})") from error
+    except DAMAGE as error:
+        raise UserError(f"{source}: not an archive of results, or damaged ({error})") from error
 
 
-def as_json(value: Any) -> bytes:
-    """A member of JSON: the same value gives the same bytes."""
-    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+def _check_members(source: Path, archive: zipfile.ZipFile) -> None:
+    """Raise UserError for a member that must not be unpacked, or occurs twice, and for too many bytes in all."""
+    names: set[str] = set()
+    for info in archive.infolist():
+        name = info.filename
+        stays_below = name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
+        if not stays_below or name != info.orig_filename:
+            raise UserError(f"{source}: unsafe name of a member, {info.orig_filename!r}")
+        if info.compress_type not in COMPRESSIONS:
+            raise UserError(f"{source}: {name} is compressed in another way than by deflate")
+        if S_ISLNK(info.external_attr >> 16):
+            raise UserError(f"{source}: {name} is a link; an archive of results has plain files only")
+        if name in names:
+            raise UserError(f"{source}: {name} is in it twice")
+        names.add(name)
+    unpacked = sum(info.file_size for info in archive.infolist())
+    if unpacked > MAX_BYTES:
+        raise UserError(f"{source}: {unpacked:,} bytes unpacked, more than the {MAX_BYTES:,} that are read")
+
+
+def _manifest(source: Path, archive: zipfile.ZipFile) -> dict[str, str]:
+    """sha256 by name, of exactly the members of the archive."""
+    names = set(archive.namelist())
+    if MANIFEST not in names:
+        raise UserError(f"{source}: not an archive of results, it has no {MANIFEST}")
+    try:
+        manifest = json.loads(_read(source, archive, MANIFEST))
+        schema, digests = manifest["schema"], dict(manifest["sha256"])
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise UserError(f"{source}: {MANIFEST} is damaged") from error
+    if schema != SCHEMA:
+        raise UserError(f"{source}: of schema {schema!r}; this version reads {SCHEMA}")
+    for name in sorted({*digests, MANIFEST} ^ names):
+        raise UserError(f"{source}: {name} is {'missing' if name in digests else 'not in the manifest'}")
+    return digests
+
+
+def _read(source: Path, archive: zipfile.ZipFile, name: str) -> bytes:
+    """A member, of which zipfile unpacks no more bytes than its header says."""
+    try:
+        return archive.read(name)
+    except DAMAGE as error:
+        raise UserError(f"{source}: {name} is damaged ({error})") from error

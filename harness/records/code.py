@@ -1,7 +1,6 @@
-"""The digest of the code that decides a run's numbers: its method's sources and the harness that runs it.
+"""The digest of the code that decides a run's numbers: the sources of its method, and those of the harness.
 
-Read from the sources without importing them. Comments, docstrings and layout do not count, nor does the Python that
-reads them.
+The sources are read, not imported. Comments, docstrings, layout and the version of Python do not count.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from harness.files import text_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "offload", "replay", "data", "setup.py", "sizes.py",
+    "offload", "data", "replay.py", "setup.py", "sizes.py",
     "model/attach.py", "model/attention.py", "model/calibration.py", "model/decoder.py", "model/policies.py",
     "model/prompt.py",
 )  # fmt: skip
-"""What all kinds of run share, in `harness`."""
+"""Files and folders of `harness` that all kinds of run share."""
 METHODS = "methods"
 SUFFIXES = (".py", ".yaml")
 
@@ -30,18 +29,15 @@ SUFFIXES = (".py", ".yaml")
 def digests(method_module: str, own: Sequence[str]) -> dict[str, str]:
     """sha256 by name: of a method's module with all of `methods` that it imports, and of the core with `own`.
 
-    own: folders and modules of `harness` that one kind of run has for itself.
+    own: folders and modules of `harness` that only one kind of run uses.
     """
-    return {
-        "code:method": _digest(method_files(method_module)),
-        "code:harness": _digest(harness_files(own)),
-    }
+    return {"code:method": _digest(method_files(method_module)), "code:harness": _digest(harness_files(own))}
 
 
 def method_files(module: str) -> list[Path]:
-    """The source of a method's module, and of those of `methods` that it imports, directly or not.
+    """The source of a method's module and of the modules of `methods` that it imports, directly or not.
 
-    Of a user's own method, of the modules that lie beside it as well; none where it is not loaded.
+    For a user's own method also the imported modules beside it; [] if it is not loaded.
     """
     home = _home(module)
     found: dict[str, Path] = {}
@@ -57,13 +53,13 @@ def method_files(module: str) -> list[Path]:
 
 
 def own_file(module: str) -> Path | None:
-    """The file of a user's own method; None of a shipped one, or where it is not loaded."""
+    """The file of a user's own method; None for a shipped one, or if it is not loaded."""
     file = None if module.partition(".")[0] == METHODS else getattr(sys.modules.get(module), "__file__", None)
     return Path(file) if file else None
 
 
 def _home(module: str) -> Path | None:
-    """The folder in which what a method's own module imports is looked for: the one of its outermost package."""
+    """The folder of the outermost package of a user's own method."""
     file = own_file(module)
     return file.parents[module.count(".") + (file.stem == "__init__")] if file else None
 
@@ -78,7 +74,7 @@ def harness_files(own: Sequence[str]) -> list[Path]:
 
 
 class _Code(NamedTuple):
-    """The digest of what a file says. imports: names of modules, and of what is taken from them, maybe modules too."""
+    """The digest of a file's content. imports: names of modules, and of what is taken from them, maybe modules too."""
 
     digest: str
     imports: tuple[str, ...]
@@ -95,7 +91,6 @@ def _read(file: Path) -> _Code:
 
 @cache
 def _read_version(file: Path, mtime_ns: int, size: int) -> _Code:
-    """`file` as it was at that time, of that size: read once a process."""
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".py":
         return _Code(text_sha256(text), ())
@@ -104,7 +99,7 @@ def _read_version(file: Path, mtime_ns: int, size: int) -> _Code:
 
 
 def _plain(node: Any) -> Any:
-    """A tree without docstrings and empty fields, of which newer Pythons have more."""
+    """A tree without docstrings and without empty fields, whose number depends on the version of Python."""
     if isinstance(node, list):
         return [_plain(item) for item in node if not _is_docstring(item)]
     if not isinstance(node, ast.AST):
@@ -128,7 +123,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _source(module: str, home: Path | None) -> Path | None:
-    """The file of one of our methods, or of a module at `home`; None for any other."""
+    """The file of a module of `methods` or at `home`; None for any other."""
     folder = ROOT if module.partition(".")[0] == METHODS else home
     if folder is None:
         return None

@@ -1,4 +1,4 @@
-"""Where a run ran: what a reader of its record needs to repeat it or to doubt it. Imports no torch itself."""
+"""The machine, packages and commit of a run, for its record. Imports no torch itself."""
 
 import os
 import platform

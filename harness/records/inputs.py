@@ -1,6 +1,6 @@
-"""The sha256 of everything a run reads, its code included, taken before a model loads: a change makes another run.
+"""The sha256 of every input of a run, code included, taken before a model loads: a change makes another run.
 
-What the Hugging Face hub serves is known by its revision; what is not on this machine yet is fetched first.
+Files of the Hugging Face hub are identified by their revision. Missing ones are downloaded first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def digests(config: RunConfig) -> dict[str, str]:
 
 
 def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
-    """The files, the revision, or the package of a model; {} where its settings say all. weights: they are read."""
+    """The files, the revision, or the package of a model; {} if its settings decide everything. weights: are read."""
     weights = weights and config.weights == "pretrained"
     if config.path is not None:
         return {"model": files_sha256(source.model_files(config, weights=weights))}
@@ -56,12 +56,12 @@ def model(config: ModelConfig, *, weights: bool = True) -> dict[str, str]:
 
 
 def calibration(config: CalibrationConfig) -> dict[str, str]:
-    """The text that calibrates."""
+    """The calibration text."""
     return {"calibration": text_sha256(calibration_text(config))}
 
 
 def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
-    """The text that is scored."""
+    """The scored text."""
     read = partial(corpus_text, config, data)
     if config.path is None and config.name != "offline" and data.name == "hub":
         return {"corpus": data_hub.revision(*WIKITEXT_HUB, read)}
@@ -69,10 +69,10 @@ def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
 
 
 def tasks(config: RunConfig) -> dict[str, str]:
-    """Each leaf task: lm-eval's version, its YAML as resolved and its rows, local or of a revision of the hub; or the
-    text that it is made from.
+    """For each leaf task: lm-eval's version, the resolved YAML and the data, local or as a revision of the hub; for a
+    generated task its source text.
 
-    Rows that a task's own Python fetches are known by that alone. Of a user's own folder all files count.
+    Data that a task's own Python fetches is not read: its code counts. All files of a user's own folder count.
     """
     made = {name: _source(name) for name in config.tasks if name in OFFLINE_TASKS}
     if len(made) == len(config.tasks) and config.task.include_path is None:
@@ -86,7 +86,6 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
 
 def _source(task: str) -> str:
-    """What a task that needs no data is made from."""
     return ruler.digest() if task in RULER_TASKS else text_sha256(offline_text())
 
 
@@ -110,7 +109,6 @@ def _revision(leaf: Leaf) -> str:
 
 
 def _folder(include_path: str | None) -> dict[str, str]:
-    """A user's own YAML, and what lies beside it."""
     if include_path is None:
         return {}
     root = Path(include_path)

@@ -1,16 +1,8 @@
-"""Records: what one run did, kept for good in `results/runs/<experiment>/<run_id>/record.json`.
+"""Records: what one run did, in `results/runs/<experiment>/<run_id>/record.json`.
 
-A record is written whole or not at all. Its folder's name is a hash of all that decides the numbers, so a finished run
-is found again and not repeated. Schema 3:
-
-    {"schema", "run_id", "settings_id", "experiment", "kind", "table": "accuracy" | "latency" | "analysis",
-     "status": "finished" | "failed" | "interrupted", "started", "config", "method_module", "method_file", "when",
-     "inputs": {name: sha256}, "environment", "metrics", "samples", "methods", "chunks", "seconds", "error", "digest"}
-
-`method_file` is where a user's own method lay, None of a shipped one. `digest` is of all the rest, so that a number
-that was changed later is found; records of schema 2, which are read as well, have none.
-
-`run_id` is `<settings_id>-<code>`: what was asked of which data, and the digest of the code that answered.
+A record is written whole or not at all. `_Record` below is its schema. `digest` is the sha256 of all other fields, so a
+number that was changed later is found. `run_id` is `<settings_id>-<code>`: a hash of the settings and input data, and
+one of the code. A finished run is found by it and not repeated.
 """
 
 import itertools
@@ -18,41 +10,136 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
 from harness.records import code
-from harness.records.form import flaw
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find, foreign_settings
+from harness.settings.schema import CONF_DIR
 
-SCHEMA, WITHOUT_DIGEST = 3, 2
+SCHEMA = 4
 DIGEST = "digest"
-IDENTITY = 2
-"""Raised where the same settings and data are to make another run."""
 LOCATIONS = {
     "model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",), "task": ("include_path",),
 }  # fmt: skip
-"""Where things lie; the sha256 of what lies there enters a run's identity instead."""
+"""Settings that say where a file lies. The sha256 of its content enters a run's identity instead."""
 CODE = "code:"
-"""How the names of inputs begin that are code."""
-
+"""Prefix of the inputs that are code."""
+IN_COLUMNS = {
+    "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "sizing", "results_dir", "tracker",
+    "corpus.name", "corpus.path", "platform.name", "data.name", "data.root", "task.include_path",
+    "latency.batch_size", "latency.prompt_len", "latency.gen_len",
+}  # fmt: skip
+"""Settings that `changed_settings` leaves out: a table has a column for them, or they decide no number."""
+GROUPS = ("method", "task", "latency")
+"""Groups whose settings are named without the group on the command line or in a table."""
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What code raises when a record holds values that no run writes."""
 log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 
 
+class _Part(BaseModel):
+    """Part of a record. Further fields are allowed, other types are not."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class _Model(_Part):
+    name: str
+
+
+class _Config(_Part):
+    kind: str
+    label: str
+    method_name: str
+    method: dict[str, Any]
+    model: _Model
+    codec: str | None
+    size: float | None
+
+
+class _Record(_Part):
+    """settings: those that differ from their defaults. when: when the method selects. samples: raw values behind the
+    metrics. methods: the method's settings as it ran, by task. chunks: metrics by range of tokens."""
+
+    run_id: str
+    settings_id: str
+    experiment: str
+    kind: str
+    table: Literal["accuracy", "latency", "analysis"]
+    status: Literal["finished", "failed", "interrupted"]
+    started: str
+    config: _Config
+    settings: dict[str, Any]
+    method_module: str
+    method_file: str | None
+    when: str
+    inputs: dict[str, str]
+    environment: dict[str, Any]
+    metrics: dict[str, Any]
+    samples: dict[str, Any]
+    methods: dict[str, dict[str, Any]]
+    chunks: list[dict[str, Any]]
+    seconds: float | None
+    error: str | None
+
+
+class _Accuracy(_Part):
+    metrics: dict[str, dict[str, Any]]
+    samples: dict[str, list[dict[str, Any]]]
+
+
+class _Cell(_Part):
+    platform: str
+    source: str
+    batch_size: int
+    prompt_len: int
+    gen_len: int
+    prefill_s: float
+    decode_s: float
+    total_s: float
+
+
+class _Latency(_Part):
+    metrics: _Cell
+
+
+class _Point(_Part):
+    series: str
+    metric: str
+    value: float | None
+
+
+class _Points(_Part):
+    source: str
+    points: list[_Point]
+
+
+class _Analysis(_Part):
+    metrics: _Points
+
+
+FINISHED: Mapping[str, type[_Part]] = {"accuracy": _Accuracy, "latency": _Latency, "analysis": _Analysis}
+"""Schema of a finished record's measurements, by its shape of table."""
+
+
 def plain(config: RunConfig) -> dict[str, Any]:
-    """The resolved configuration as JSON can hold it; an infinite number is written "inf"."""
+    """The resolved configuration as JSON holds it; an infinite number is written "inf"."""
     return jsonable({name: value for name, value in asdict(config).items() if name != "label_given"})
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a `plain` configuration that decides numbers: without what its kind of run does not heed, and where
-    inputs lie."""
+    """The settings of a `plain` configuration that decide numbers: those its kind of run depends on, without paths."""
     foreign = foreign_settings(config["kind"])
     settings = {name: value for name, value in config.items() if name not in foreign}
     for group, names in LOCATIONS.items():
@@ -62,7 +149,7 @@ def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(settings: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
-    """What nested mappings hold, by one name: `method.alpha`."""
+    """Nested mappings as one, with names such as `method.alpha`."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -70,20 +157,60 @@ def flat(settings: Mapping[str, Any], separator: str = ".", prefix: str = "") ->
     return found
 
 
-def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
-    """Sixteen hex digits, the same for the same settings and contents of the input files, whatever the code.
+def changed_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that differ from their defaults: for a method, from its file in `conf/method`, or its class.
 
-    config: its label, where the results go and where inputs lie play no part, nor what its kind of run does not heed.
+    They tell apart the table rows of one method and label. Settings with a column of their own are left out.
+    """
+    foreign = foreign_settings(config.kind)
+    defaults = _defaults(config)
+    found = {}
+    for name, value in flat(plain(config)).items():
+        group, _, rest = name.partition(".")
+        if {name, group}.isdisjoint(foreign | IN_COLUMNS) and value != defaults.get(name):
+            found[rest if group in GROUPS else name] = value
+    return found
+
+
+def _defaults(config: RunConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in fields(RunConfig):
+        value = getattr(config, each.name)
+        found[each.name] = _fields(type(value)) if is_dataclass(value) else _default(each)
+    own = _method_file(config.method_name)
+    found |= {name: value for name, value in own.items() if name in found}
+    found["method"] |= {name: value for name, value in own.items() if name in found["method"]}
+    return flat(jsonable(found))
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    return {each.name: _default(each) for each in fields(cls)}
+
+
+def _default(field: Any) -> Any:
+    return None if field.default is MISSING else field.default
+
+
+@cache
+def _method_file(name: str) -> dict[str, Any]:
+    """The entry of `conf/method`; {} for a user's own method."""
+    path = CONF_DIR / "method" / f"{name}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
+    """Sixteen hex digits of the settings that decide numbers and of the input data, whatever the code.
+
     inputs: sha256 of every input by name.
     """
-    settings = deciding(plain(config))
     read = {name: digest for name, digest in inputs.items() if not name.startswith(CODE)}
-    return text_sha256(json.dumps({"schema": IDENTITY, "config": settings, "inputs": read}, sort_keys=True))[:16]
+    return text_sha256(json.dumps({"config": deciding(plain(config)), "inputs": read}, sort_keys=True))[:16]
 
 
 def run_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
-    """What names a run: its `settings_id`, and eight hex digits of the code among its inputs."""
-    return f"{settings_id(config, inputs)}-{_code_id(inputs)}"
+    """The `settings_id`, and eight hex digits of the code among the inputs."""
+    made_by = {name: digest for name, digest in inputs.items() if name.startswith(CODE)}
+    return f"{settings_id(config, inputs)}-{text_sha256(json.dumps(made_by, sort_keys=True))[:8]}"
 
 
 def settings_of(run: str) -> str:
@@ -91,13 +218,8 @@ def settings_of(run: str) -> str:
     return run.partition("-")[0]
 
 
-def _code_id(inputs: Mapping[str, str]) -> str:
-    made_by = {name: digest for name, digest in inputs.items() if name.startswith(CODE)}
-    return text_sha256(json.dumps(made_by, sort_keys=True))[:8]
-
-
 def record_path(results_dir: str | Path, experiment: str, run: str) -> Path:
-    """Where the record of run `run` lies."""
+    """Path of the record of run `run`."""
     return Path(results_dir) / "runs" / experiment / run / "record.json"
 
 
@@ -121,20 +243,22 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _damage(record: Any, run: str) -> str | None:
-    """What is wrong with what should be the record of `run`, in words; ValueError where a number is not finite."""
-    schema = record.get("schema") if isinstance(record, dict) else None
-    if schema not in (SCHEMA, WITHOUT_DIGEST):
+    """In words, the first thing wrong with a record; ValueError where a number is not finite."""
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         return f"not of schema {SCHEMA}"
-    digest = _digest(record)
-    if record.get(DIGEST, digest if schema == WITHOUT_DIGEST else None) != digest:
+    if record.get(DIGEST) != _digest(record):
         return "changed since it was written"
-    if (found := flaw(record)) is not None:
-        return found
+    try:
+        _Record.model_validate(record)
+        if record["status"] == "finished":
+            FINISHED[record["table"]].model_validate(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return None if record["run_id"] == run else f"of another run, {record['run_id']}"
 
 
 def _digest(record: Record) -> str:
-    """sha256 of all of a record but its digest, as JSON of sorted names without a number that is not finite."""
     content = {name: value for name, value in record.items() if name != DIGEST}
     return text_sha256(json.dumps(content, sort_keys=True, allow_nan=False))
 
@@ -150,21 +274,24 @@ def read_all(results_dir: str | Path) -> Iterator[dict[str, Any]]:
         yield from read_records(results_dir, folder.name)
 
 
-def made_by_other_code(path: Path) -> str | None:
-    """The run_id of a finished record of the same settings and data as the run whose record `path` is to be.
+def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in sorted(paths):
+        try:
+            yield read_record(path)
+        except (UserError, OSError) as error:
+            log.warning("%s; left out of tables and figures", error)
 
-    A reader of `current` records is shown only one of the two.
-    """
+
+def made_by_other_code(path: Path) -> str | None:
+    """The run_id of the newest finished record of the same settings and data as the run at `path`, made by other
+    code."""
     others = sorted(set(path.parents[1].glob(f"{settings_of(path.parent.name)}-*/record.json")) - {path})
     finished = [record for record in _readable(others) if record["status"] == "finished"]
-    return max(finished, key=_started)["run_id"] if finished else None
+    return max(finished, key=lambda record: record["started"])["run_id"] if finished else None
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """Finished records, one for each run of settings and data: the one made by the code that is here, else the newest.
-
-    In the order in which they came.
-    """
+    """Finished records, in order, one for each run of settings and data: made by the present code, else the newest."""
     best: dict[tuple[str, str], Record] = {}
     for record in (record for record in records if record["status"] == "finished"):
         key = (record["experiment"], record["settings_id"])
@@ -174,40 +301,35 @@ def current(records: Iterable[Record]) -> list[Record]:
 
 
 def _rank(record: Record) -> tuple[bool, str]:
-    return _is_of_this_code(record), _started(record)
-
-
-def _started(record: Record) -> str:
-    return str(record.get("started") or "")
+    return _is_of_this_code(record), record["started"]
 
 
 def _is_of_this_code(record: Record) -> bool:
-    """Whether the sources here are those that made a record; False where its method or kind is no more."""
     try:
         here = code.digests(record["method_module"], find(record["kind"]).code)
-        return here.items() <= record["inputs"].items()
-    except (UserError, OSError, KeyError):
-        return False
+    except (UserError, OSError):
+        return False  # its method or kind no longer exists
+    return here.items() <= record["inputs"].items()
 
 
 def aside(path: Path) -> Path:
-    """Where a damaged record is kept: the first `record.damaged-N.json` beside it that is free."""
-    places = (path.with_name(f"record.damaged-{number}.json") for number in itertools.count(1))
-    return next(place for place in places if not place.exists())
+    """Path for keeping a damaged record: the first free `record.damaged-N.json` beside it."""
+    candidates = (path.with_name(f"record.damaged-{number}.json") for number in itertools.count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def set_aside(path: Path) -> Path:
-    """Move a damaged record to `aside(path)`, overwriting nothing, whoever else does so; returns the new path."""
+    """Move a damaged record to `aside(path)`; returns the new path. Overwrites nothing, even if two processes do it."""
     while True:
-        place = aside(path)
+        kept = aside(path)
         try:
-            place.open("x").close()
+            kept.open("x").close()
         except FileExistsError:
             continue  # another process has just taken it
         try:
-            return path.replace(place)
+            return path.replace(kept)
         except FileNotFoundError:  # another process has just moved the record
-            place.unlink()
+            kept.unlink()
             raise
 
 
@@ -215,23 +337,27 @@ def write_record(path: Path, record: Record) -> None:
     """Write a record atomically, with its digest.
 
     Raises:
-        UserError: the folder cannot be written.
-        ValueError: a number is not finite, so it is no measurement.
+        UserError: the folder cannot be written, or a number is not finite; the message names the metric.
     """
-    content = json.loads(json.dumps(record, allow_nan=False))  # as it will be read
+    for name, value in _not_finite(record, ""):
+        raise UserError(
+            f"{name.removeprefix('metrics.')}={value}: must be a finite number; "
+            "check the model's weights, dtype and configuration (such as rope_theta or rms_norm_eps)"
+        )
+    content = json.loads(json.dumps(record))  # as it will be read
     write_atomic(path, json.dumps(content | {DIGEST: _digest(content)}, indent=1) + "\n")
 
 
-def _readable(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for path in sorted(paths):
-        try:
-            yield read_record(path)
-        except (UserError, OSError) as error:
-            log.warning("%s; left out of tables and figures", error)
+def _not_finite(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _not_finite(item, f"{name}.{key}".removeprefix("."))
 
 
 def jsonable(value: Any) -> Any:
-    """Mappings and lists as JSON can hold them; an infinite setting is written "inf"."""
+    """Mappings and lists as JSON holds them; an infinite setting is written "inf"."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,34 +1,43 @@
-"""What samples say of a method and the full cache, or of two runs, on the same windows or questions: the difference,
-its error, and the smallest difference that would have been seen.
+"""Differences between a method and the full cache, or between two runs, on the same windows or questions.
 
-A method and the full cache find the same windows and questions hard, so that their difference is known far better than
-either value. `docs/design.md`, Statistics, says what each number is.
+Hard questions are hard for both, so the paired difference is known far better than either value. Each difference has
+its standard error and the smallest difference that would have been detected; see `docs/design.md`, Statistics.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.records.record import CODE, LOCATIONS, current, read_all
+from harness.settings.experiment import COMMON, find
+
+Record = Mapping[str, Any]
 Sample = Mapping[str, Any]
 Pairs = Sequence[tuple[float, float]]
 
 TWO_SIDED_5, POWER_80 = 1.96, 0.84
 """Quantiles of the normal distribution at 0.975 and 0.8."""
 RULE_OF_THREE = 3
-"""What happened to none of n happens to at most 3 / n of all, with 95 % confidence (exp(-3) = 0.05)."""
-
-
+"""An event that happened in none of n trials has a rate of at most 3 / n, with 95 % confidence (exp(-3) = 0.05)."""
 EXPONENTIAL = {
     "perplexity": "nll", "perplexity_full": "nll_full", "text_perplexity": "nll", "text_perplexity_full": "nll_full",
 }  # fmt: skip
-"""Metrics that are exp of a mean, and what of a window or prompt that is the mean of."""
+"""Metrics that are exp of a mean over windows or prompts, and the sample field that is averaged."""
+FULL = "full"
+"""Name of the method that is the full cache, if no codec is set."""
+OF_METHODS = {"calibration", "method"}
+"""Inputs that a method may read and the full cache does not."""
+MAY_DIFFER = {*COMMON, *OF_METHODS, "tasks"} - {"kind", "model"}
+"""Settings in which a run and its full cache may differ: the method's own, and further tasks of the same run."""
 
 
 class Flips(NamedTuple):
-    """Questions that the method alone has right (gained), or the full cache alone (lost).
+    """Questions that only the method (gained) or only the full cache (lost) answers correctly.
 
-    p: McNemar's, exact: how likely flips as unequal are where either way is as likely.
+    p: McNemar's exact p-value of flips this unequal, if either direction is equally likely.
     """
 
     gained: int
@@ -37,10 +46,10 @@ class Flips(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A method's value less the full cache's, or one run's less another's, in the value's unit.
+    """A method's value minus the full cache's, or one run's minus another's, in the unit of the value.
 
-    stderr: of that; None with a single window or context. detectable: the smallest difference that would have been
-    seen, where that is known. num_pairs: questions or windows. flips: of what is right or wrong, and nothing between.
+    stderr: None with a single window or context. detectable: smallest difference that would have been detected, if
+    known. num_pairs: questions or windows. flips: only if every answer is right or wrong.
     """
 
     value: float
@@ -58,12 +67,10 @@ class Measured(NamedTuple):
 
 
 def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float | None:
-    """Standard error of the mean of `values` whose errors are independent between clusters only; None with
-    one cluster.
+    """Standard error of the mean of `values` whose errors are independent only between clusters; None for one cluster.
 
-    With every value a cluster of its own it is lm-eval's: sample standard deviation / sqrt(n). Questions on
-    one context are a cluster: they succeed and fail together (Liang and Zeger 1986, with the G / (G - 1)
-    correction).
+    If every value is a cluster of its own, it is lm-eval's: sample standard deviation / sqrt(n). Questions on one
+    context are a cluster (Liang and Zeger 1986, with the G / (G - 1) correction).
     """
     mean = sum(values) / len(values)
     residuals: dict[Any, float] = defaultdict(float)
@@ -76,27 +83,27 @@ def clustered_stderr(values: Sequence[float], clusters: Sequence[Any]) -> float 
 
 
 def mcnemar_p(gained: int, lost: int) -> float:
-    """Exact two-sided McNemar p: the binomial test of the questions that flipped against one half. 1 without any."""
+    """Exact two-sided McNemar p-value: the binomial test of the flipped questions against 1/2. 1 without any."""
     flipped = gained + lost
     tail = sum(math.comb(flipped, count) for count in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / 2**flipped)
 
 
-def surprise(windows: Sequence[Sample]) -> Difference:
-    """Mean negative log-likelihood, nats a token, on equally long windows of a text."""
+def nll_difference(windows: Sequence[Sample]) -> Difference:
+    """Difference of the mean negative log-likelihood, nats per token, over equally long windows of a text."""
     return _of_means(_nlls(windows), range(len(windows)))
 
 
 def perplexity(windows: Sequence[Sample]) -> Difference:
-    """Perplexity, exp of the mean negative log-likelihood of equally long windows of a text."""
+    """Difference of the perplexity, exp of the mean negative log-likelihood, over equally long windows of a text."""
     return _of_exponentials(_nlls(windows), range(len(windows)))
 
 
 def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
-    """How far a metric is apart where two records have the same questions, by number, or as many windows or prompts.
+    """Difference of a metric if both records have the same questions, by number, or as many windows or prompts.
 
-    Questions without that metric in either are of another length. None where the two are not on the same questions, or
-    where a value is not the mean, or its exponential, of numbers that all samples hold.
+    A question without that metric in either record is of another length. None if the questions differ, or if a value
+    is not the mean of the samples' numbers, or exp of that mean.
     """
     if [each.get("question") for each in own.samples] != [each.get("question") for each in other.samples]:
         return None
@@ -108,14 +115,11 @@ def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
     means = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
     if metric in EXPONENTIAL:
         means = [math.exp(mean) for mean in means]
-    if not all(map(_is_close, means, (own.value, other.value))):
-        return None
+    for mean, value in zip(means, (own.value, other.value), strict=True):
+        if not math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9):
+            return None
     contexts = [one.get("context", index) for index, (one, _) in enumerate(asked)]
     return (_of_exponentials if metric in EXPONENTIAL else _of_means)(pairs, contexts)
-
-
-def _is_close(mean: float, value: float) -> bool:
-    return math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _nlls(windows: Sequence[Sample]) -> Pairs:
@@ -123,25 +127,23 @@ def _nlls(windows: Sequence[Sample]) -> Pairs:
 
 
 def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
-    less = [one - other for one, other in pairs]
-    stderr = clustered_stderr(less, contexts)
+    differences = [one - other for one, other in pairs]
+    stderr = clustered_stderr(differences, contexts)
     detectable = _detectable(stderr)
     if stderr == 0 and all(0 <= value <= 1 for pair in pairs for value in pair):
-        detectable = RULE_OF_THREE / len(pairs)  # of the share of questions that would differ, by 1 at most
-    return Difference(sum(less) / len(less), stderr, detectable, len(pairs), _flips(pairs))
+        detectable = RULE_OF_THREE / len(pairs)
+    return Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs), _flips(pairs))
 
 
 def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
-    """Of exp of the two means. Its error is the delta method's: a window moves the difference by what it moves the two
-    means, times the slopes of exp there."""
+    """Difference of exp of the two means. Its standard error is the delta method's: a window changes the difference by
+    its change of the two means, times the slope of exp there."""
     slope, slope_other = (math.exp(sum(values) / len(pairs)) for values in zip(*pairs, strict=True))
-    moves = [slope * one - slope_other * other for one, other in pairs]
-    stderr = clustered_stderr(moves, contexts)
+    stderr = clustered_stderr([slope * one - slope_other * other for one, other in pairs], contexts)
     return Difference(slope - slope_other, stderr, _detectable(stderr), len(pairs))
 
 
 def _flips(pairs: Pairs) -> Flips | None:
-    """None where an answer can be right in part."""
     if not all(value in (0, 1) for pair in pairs for value in pair):
         return None
     gained, lost = (sum(one == won and other != won for one, other in pairs) for won in (1, 0))
@@ -149,5 +151,89 @@ def _flips(pairs: Pairs) -> Flips | None:
 
 
 def _detectable(stderr: float | None) -> float | None:
-    """What a test at 5 % sees four times in five; None without an error to go by."""
+    """Smallest difference that a test at 5 % detects four times in five."""
     return (TWO_SIDED_5 + POWER_80) * stderr if stderr else None
+
+
+def is_full(record: Record) -> bool:
+    """Whether a run is of the full cache."""
+    config = record["config"]
+    return config["method_name"] == FULL and config["codec"] is None and config.get("value_codec") is None
+
+
+def full_runs(*results_dirs: str | Path) -> list[Record]:
+    """The full cache's finished runs in results folders, of all experiments."""
+    return [record for folder in results_dirs for record in current(filter(is_full, read_all(folder)))]
+
+
+class Baselines:
+    """The full cache's runs. A run is compared with the newest one on the same questions, whatever code made it; one
+    of its own experiment comes first.
+
+    records: finished records. elsewhere: returns further ones; called once, and only if `records` has no match.
+    """
+
+    def __init__(self, records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> None:
+        self._here = _newest_first(records)
+        self._elsewhere = elsewhere
+
+    @cached_property
+    def _further(self) -> list[Record]:
+        return _newest_first(self._elsewhere())
+
+    def difference(self, record: Record, task: str, metric: str) -> Difference | None:
+        """Difference of `metric` on a task or text to the full cache.
+
+        None for the full cache itself, if it did not run on the same questions, or if the metric is not a mean of
+        numbers that the samples hold. A run on a text holds the full cache's scores of its windows.
+        """
+        if metric == "perplexity":
+            return of_windows(record, record["samples"].get("windows", ()))
+        own = _measured(record, task, metric)
+        if is_full(record) or not any(metric in sample for sample in own.samples):
+            return None
+        for full in self._candidates(record):
+            if _same_questions(record, full) and (found := paired(own, _measured(full, task, metric), metric)):
+                return found
+        return None
+
+    def _candidates(self, record: Record) -> Iterator[Record]:
+        def is_foreign(full: Record) -> bool:
+            return bool(full["experiment"] != record["experiment"])
+
+        yield from sorted(self._here, key=is_foreign)
+        yield from sorted(self._further, key=is_foreign)
+
+
+def of_windows(record: Record, windows: Sequence[Sample]) -> Difference | None:
+    """Difference of the perplexity over windows that the run scored under the full cache too; None for the full cache
+    itself."""
+    scored = all({"nll", "nll_full"} <= window.keys() for window in windows)
+    return perplexity(windows) if windows and scored and not is_full(record) else None
+
+
+def _newest_first(records: Iterable[Record]) -> list[Record]:
+    return sorted(filter(is_full, records), key=lambda record: record["started"], reverse=True)
+
+
+def _measured(record: Record, task: str, metric: str) -> Measured:
+    return Measured(record["metrics"].get(task, {}).get(metric, math.nan), record["samples"].get(task, ()))
+
+
+def _same_questions(record: Record, full: Record) -> bool:
+    """Whether two runs were asked the same questions of the same model. Each may have read further tasks."""
+    names = {"kind", "model", *find(record["kind"]).heeds} - MAY_DIFFER
+    own, other = (_settings(each["config"], names) for each in (record, full))
+    read, also = (_data(each["inputs"]) for each in (record, full))
+    return own == other and all(read[name] == also[name] for name in read.keys() & also.keys())
+
+
+def _settings(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    settings: dict[str, Any] = {name: config.get(name) for name in names}
+    for group in LOCATIONS.keys() & settings:
+        settings[group] = {name: value for name, value in settings[group].items() if name not in LOCATIONS[group]}
+    return settings
+
+
+def _data(inputs: Mapping[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in inputs.items() if not name.startswith(CODE) and name not in OF_METHODS}

@@ -1,88 +1,259 @@
-"""Two results, folders or archives: which numbers moved, and by how many standard errors.
+"""Compare two results, folders or archives: which numbers moved, and by how many standard errors.
 
-A number of one is that of the other where experiment, machine, model, method, label, settings, and task, shape or point
-agree; of several such runs the newest counts. How far two are apart is `harness.tables.pairing`'s to say; speed is
-compared by ratio.
+A number of A is matched with the number of B of the same `KEYS`; of several such runs the newest counts. If both were
+measured on the same windows or questions, the standard error is that of the paired difference, else that of two
+independent numbers. Speed is compared by ratio.
 
     python -m harness.tables.compare before.zip after.zip --csv moved.csv
 """
 
 import argparse
-import csv
+import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from harness.errors import UserError, exit_code
+import pandas as pd
+from tabulate import tabulate
+
+from harness.errors import UserError, exit_code, printable
 from harness.files import replacing
-from harness.records.record import read_records
-from harness.records.unpack import opened
-from harness.tables.accuracy import is_part
-from harness.tables.columns import DEVICE_FRAC, LATENCY, RESIDENT_FRAC, SIZE, TableRow
-from harness.tables.lines import tell_apart
-from harness.tables.moved import distance, text_of
-from harness.tables.pairing import NAMES, Change, Key, Number, change
-from harness.tables.write import with_rows
+from harness.records.archive import opened
+from harness.records.record import read_all
+from harness.records.samples import Measured, paired
+from harness.tables.columns import (
+    DEVICE_FRAC,
+    LATENCY,
+    MISSING,
+    RESIDENT_FRAC,
+    SIZE,
+    Column,
+    TableRow,
+    column,
+    quantity,
+)
+from harness.tables.rows import is_part, with_rows
+from harness.tables.text import HEADING_LETTERS
 
+Record = Mapping[str, Any]
+
+NAMES = (
+    "experiment", "platform", "source", "model", "method", "label", "settings", "task",
+    "batch_size", "prompt_len", "gen_len", "series", "layer", "x_name", "x",
+)  # fmt: skip
+"""Columns that say what a number was measured of."""
+KEYS = [*NAMES, "metric"]
+WORDS = ("label", "task", "series", "batch_size", "prompt_len", "gen_len", "layer", "x", "experiment", "settings")
+"""The columns of `NAMES` that people read; also the model if there are several."""
+VALUES = ("before", "after", "difference", "stderr", "standard_errors", "pairs", "ratio")
 SIZES = (SIZE, DEVICE_FRAC, RESIDENT_FRAC)
-Numbers = dict[Key, Number]
+INPUTS = {"model": "weights", "method": "code", "calibration": "calibration"}
+"""Words for the inputs that are neither code nor data."""
+MACHINE = ("python", "platform", "cpu", "device", "device_name", "packages")
+MAX_SHOWN, MAX_NAMED, MAX_WIDTH = 40, 3, 120
+FAR = 2
+"""Standard errors that one number of twenty exceeds by chance."""
 
 
-class Comparison(NamedTuple):
-    """changes: of numbers in both. only: the keys of numbers in one of them alone, by its name."""
+def compare(before: Path, after: Path) -> pd.DataFrame:
+    """Match the numbers of two results folders or archives.
 
-    changes: Sequence[Change]
-    only: Mapping[str, Sequence[Key]]
+    Returns:
+        A row per number of either: `KEYS`, `VALUES`, `causes` (what else differs between the runs, in words), of_speed,
+        and _merge: "both", "left_only" (A) or "right_only" (B). The most significant change comes first.
 
-
-def compare(before: Path, after: Path) -> Comparison:
-    """Match the numbers of two results folders or archives. Raises UserError where one cannot be read or has none."""
-    with opened(before) as one, opened(after) as two:
-        sides = _numbers(one, two)
-    for source, numbers in zip((before, after), sides, strict=True):
+    Raises:
+        UserError: one cannot be read, or has no finished run.
+    """
+    frames = []
+    for source in (before, after):
+        with opened(source) as folder:
+            numbers = list(_numbers(folder))
         if not numbers:
             raise UserError(f"{source}: no finished run in it, and tables alone do not say what was run")
-    old, new = sides
-    only = {"A": [key for key in old if key not in new], "B": [key for key in new if key not in old]}
-    return Comparison([change(old[key], new[key]) for key in old if key in new], only)
+        frames.append(pd.DataFrame(numbers, dtype=object).drop_duplicates(KEYS, keep="last"))
+    frame = frames[0].merge(frames[1], on=KEYS, how="outer", suffixes=("_before", "_after"), indicator=True, sort=False)
+    changes = pd.DataFrame([_change(each) for each in frame.to_dict("records")], index=frame.index)
+    frame = frame[[*KEYS, "_merge"]].join(changes)
+    return frame.sort_values("distance", ascending=False, kind="stable", ignore_index=True)
 
 
-def _numbers(*folders: Path) -> list[Numbers]:
-    """The numbers of each folder; the settings that tell rows apart are told over all of them."""
-    found: list[Numbers] = [{} for _ in folders]
-    for experiment in sorted({path.name for folder in folders for path in (folder / "runs").glob("*")}):
-        sides = [with_rows(read_records(folder, experiment)) for folder in folders]
-        tell_apart([pair for side in sides for pair in side], weights=False)  # what may have changed, as code may
-        for numbers, side in zip(found, sides, strict=True):
-            for record, rows in sorted(side, key=lambda pair: str(pair[0].get("started"))):
-                for row in rows:
-                    numbers |= {number.key: number for number in _of_row(row, record)}
+def _numbers(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every number of a folder's finished runs, the oldest first."""
+    for record, rows in sorted(with_rows(read_all(folder), weights=False), key=lambda pair: pair[0]["started"]):
+        for row in rows:
+            for metric, value, stderr in _of_row(row):
+                key = {name: row.get(name) for name in NAMES} | {"metric": metric}
+                yield key | {"value": value, "stderr": stderr, "row": row, "record": record}
+
+
+def _of_row(row: TableRow) -> Iterator[tuple[str, float, float | None]]:
+    """Metric, value and standard error: each column of a timed cell, else the value and, of a whole task, the sizes."""
+    if isinstance(row.get("value"), int | float):
+        yield row["metric"], row["value"], row.get("stderr")
+    columns = LATENCY if "metric" not in row else SIZES if "task" in row and not is_part(row) else ()
+    for each in columns:
+        if each.digits is not None and each.name not in NAMES and isinstance(row.get(each.name), int | float):
+            yield each.name, row[each.name], None
+
+
+def _change(pair: Mapping[Any, Any]) -> dict[str, Any]:
+    """`VALUES` and the rest for one number; distance: to sort by, -1 if nothing moved."""
+    before, after = pair["value_before"], pair["value_after"]
+    found: dict[str, Any] = {"before": before, "after": after, "distance": -1.0, "causes": [], "of_speed": False}
+    if pair["_merge"] != "both":
+        return found
+    stderr, num_pairs = _stderr(pair)
+    difference = after - before
+    sigmas = abs(difference) / stderr if stderr else None
+    ratio = after / before if before > 0 and after > 0 else None
+    found |= {
+        "difference": difference, "stderr": stderr, "standard_errors": sigmas, "pairs": num_pairs or None,
+        "ratio": ratio, "of_speed": "metric" not in pair["row_before"],
+        "causes": _causes(pair["record_before"], pair["record_after"]),
+    }  # fmt: skip
+    if not math.isclose(before, after, rel_tol=1e-9, abs_tol=1e-12):
+        by_ratio = math.inf if ratio is None else abs(math.log(ratio))
+        found["distance"] = by_ratio if sigmas is None else sigmas
     return found
 
 
-def _of_row(row: TableRow, record: Mapping[str, Any]) -> Iterator[Number]:
-    """The numbers of a row: of a timed run each of its columns, of any other its value and what was read for it."""
-    if isinstance(row.get("value"), int | float):
-        yield Number(row["value"], row.get("stderr"), row["metric"], row, record)
-    is_whole = "task" in row and not is_part(row)
-    columns = LATENCY if "metric" not in row else SIZES if is_whole else ()
-    for each in columns:
-        if each.digits is not None and each.name not in NAMES and isinstance(row.get(each.name), int | float):
-            yield Number(row[each.name], None, each.name, row, record)
+def _stderr(pair: Mapping[Any, Any]) -> tuple[float | None, int]:
+    """The standard error of the difference, and how many windows or questions were paired."""
+    before, after = pair["record_before"], pair["record_after"]
+    if "data" not in _changed_inputs(before["inputs"], after["inputs"]):
+        sides = ("after", "before")
+        own, other = (Measured(pair[f"value_{side}"], _samples(pair, side)) for side in sides)
+        if found := paired(own, other, pair["metric"]):
+            return found.stderr, found.num_pairs
+    errors = [pair[f"stderr_{side}"] for side in ("before", "after")]
+    return (None, 0) if any(map(pd.isna, errors)) else (math.hypot(*errors), 0)
 
 
-def write_csv(path: Path, comparison: Comparison) -> None:
-    """Every number in both, equal ones included, a row each. Raises UserError where the file cannot be written."""
-    values = ("before", "after", "difference", "stderr", "standard_errors", "pairs", "ratio")
+def _samples(pair: Mapping[Any, Any], side: str) -> Sequence[Mapping[str, Any]]:
+    """The questions, windows or prompts behind a number; [] for a chunk of a text, or if the run keeps none."""
+    row, samples = pair[f"row_{side}"], pair[f"record_{side}"]["samples"]
+    if "task" not in row or is_part(row):
+        return []
+    return next((samples[name] for name in (row["task"], "windows", "prompts") if name in samples), [])
+
+
+def _changed_inputs(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
+    """In words, the inputs of both with different digests: code, weights, calibration, data."""
+    names = [name for name in one if two.get(name, one[name]) != one[name]]
+    return list(dict.fromkeys("code" if name.startswith("code:") else INPUTS.get(name, "data") for name in names))
+
+
+def _causes(before: Record, after: Record) -> list[str]:
+    causes = _changed_inputs(before["inputs"], after["inputs"])
+    if before["config"]["model"].get("dtype") != after["config"]["model"].get("dtype"):
+        causes.append("precision")
+    if any(before["environment"].get(name) != after["environment"].get(name) for name in MACHINE):
+        causes.append("environment")
+    return causes
+
+
+def text_of(frame: pd.DataFrame) -> str:
+    """For a terminal: the most significant changes, and the numbers of one of the two alone."""
+    both = frame[frame["_merge"] == "both"]
+    moved = both[both.distance >= 0]
+    names = _words(both)
+    lines = [f"{len(both)} numbers in both: {len(both) - len(moved)} equal, {len(moved)} moved"]
+    for name, side in (("A", "left_only"), ("B", "right_only")):
+        lines += _listed(name, frame[frame["_merge"] == side], names)
+    if len(moved):
+        far = int((moved.standard_errors > FAR).sum())
+        lines.append(f"moved by more than {FAR} standard errors: {far} (of many numbers 1 in 20 does by chance)")
+    causes = Counter(cause for each in moved.causes for cause in each)
+    if causes:
+        lines.append(f"of what moved differ: {', '.join(f'{cause} ({count})' for cause, count in causes.items())}")
+    everywhere = {cause for cause, count in causes.items() if count == len(moved)}
+    known = moved.standard_errors.notna()
+    for title, own in (
+        ("moved, by standard errors", moved[known]),
+        ("moved, without a standard error", moved[~known & ~moved.of_speed]),
+        ("of speed, by ratio", moved[~known & moved.of_speed]),
+    ):
+        lines += ["", *_table(title, own.to_dict("records"), names, everywhere)] if len(own) else []
+    return "\n".join(lines)
+
+
+def _words(frame: pd.DataFrame) -> Sequence[str]:
+    return (*WORDS, "model") if frame.model.nunique() > 1 else WORDS
+
+
+def _owner(number: Mapping[Any, Any], names: Sequence[str]) -> str:
+    """The run and place of a number, as one line that a terminal shows as text, whoever wrote it."""
+    words = [
+        column(name).phrase.format(number[name]) for name in names if not pd.isna(number[name]) and number[name] != ""
+    ]
+    return printable(", ".join(words))
+
+
+def _listed(name: str, frame: pd.DataFrame, names: Sequence[str]) -> list[str]:
+    """How many numbers are in one of the two alone, and the first owners of them."""
+    if frame.empty:
+        return []
+    whole = [each for each in frame.to_dict("records") if "[" not in str(each["task"])]
+    owners = list(dict.fromkeys(_owner(each, names) for each in whole))
+    more = ["  ..."] if len(owners) > MAX_NAMED else []
+    return [f"only in {name}: {len(frame)} numbers, of", *(_cut(f"  {owner}") for owner in owners[:MAX_NAMED]), *more]
+
+
+def _table(
+    title: str, changes: Sequence[Mapping[Any, Any]], names: Sequence[str], everywhere: set[str]
+) -> Iterator[str]:
+    """The first of the changes, a line each. everywhere: causes of all changes, which are not repeated."""
+    of_speed = changes[0]["of_speed"]
+    header = ["B / A", "A", "B"] if of_speed else ["standard errors", "A", "B", "B minus A", "pairs"]
+    lines = []
+    for each in changes[:MAX_SHOWN]:
+        shown = _column(each)
+        causes = [cause for cause in each["causes"] if cause not in everywhere]
+        heading = f"{shown.heading} [{', '.join(causes)}]" if causes else shown.heading
+        values = [f"{shown.factor * each[side]:.5g}" for side in ("before", "after")]
+        if of_speed:
+            cells = [_or_missing(each["ratio"], ".3g"), *values]
+        else:
+            spread = "" if pd.isna(each["stderr"]) else f" ± {shown.factor * each['stderr']:.2g}"
+            values.append(f"{shown.factor * each['difference']:+.3g}{spread}")
+            cells = [
+                _or_missing(each["standard_errors"], ".1f"),
+                *values,
+                _or_missing(each["pairs"], ".0f"),
+            ]
+        lines.append([*cells, f"{heading}: {_owner(each, names)}"])
+    sides = [*["right"] * len(header), "left"]
+    table = tabulate(
+        lines, [*header, "of"], "simple", colalign=sides, disable_numparse=True, maxheadercolwidths=HEADING_LETTERS
+    )
+    yield from map(_cut, [title, *table.splitlines()])
+    if len(changes) > MAX_SHOWN:
+        yield f"and {len(changes) - MAX_SHOWN} that moved less; --csv FILE has all"
+
+
+def _or_missing(number: float | None, form: str) -> str:
+    return MISSING if number is None or pd.isna(number) else format(number, form)
+
+
+def _column(number: Mapping[Any, Any]) -> Column:
+    return quantity(number["metric"]) if column(number["metric"]).digits is None else column(number["metric"])
+
+
+def _cut(line: str) -> str:
+    line = line.rstrip()
+    return line if len(line) <= MAX_WIDTH else f"{line[: MAX_WIDTH - 3]}{'---' if set(line) <= {'-', ' '} else '...'}"
+
+
+def write_csv(path: Path, frame: pd.DataFrame) -> None:
+    """Every number in both, equal ones included, a row each. Raises UserError if the file cannot be written."""
+    both = frame[frame["_merge"] == "both"]
+    both = both[[*KEYS, *VALUES]].assign(differs=both.causes.map(" ".join))
     try:
-        with replacing(path) as scratch, scratch.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.writer(stream, lineterminator="\n")
-            writer.writerow([*NAMES, "metric", *values, "differs"])
-            for each in sorted(comparison.changes, key=distance, reverse=True):
-                numbers = (each.before.value, each.after.value, each.difference, each.stderr, each.sigmas)
-                tail = (each.num_pairs or None, each.ratio, " ".join(each.causes))
-                writer.writerow([*each.before.key, *numbers, *tail])
+        with replacing(path) as scratch:
+            both.to_csv(scratch, index=False, lineterminator="\n")
     except OSError as error:
         raise UserError(f"--csv {path}: cannot be written ({error.strerror or error})") from error
 
@@ -96,13 +267,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def command() -> None:
-        for name in ("before", "after"):
-            if not getattr(args, name):
-                raise UserError(f"{'A' if name == 'before' else 'B'}=: name a results folder or an archive")
-        comparison = compare(Path(args.before), Path(args.after))
+        for name, place in (("A", args.before), ("B", args.after)):
+            if not place:
+                raise UserError(f"{name}=: name a results folder or an archive")
+        frame = compare(Path(args.before), Path(args.after))
         if args.csv:
-            write_csv(Path(args.csv), comparison)
-        print(text_of(*comparison))
+            write_csv(Path(args.csv), frame)
+        print(text_of(frame))
 
     return exit_code(command)
 

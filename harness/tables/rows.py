@@ -1,34 +1,62 @@
-"""The rows of one record: of latency one, of an analysis its points, else one for each task and metric."""
+"""Table rows of records: one per timed cell, one per point of an analysis, else one per task and metric."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records.baseline import Baselines, of_windows
-from harness.records.samples import Difference
+from harness.records.record import ODD, current
+from harness.records.samples import Baselines, Difference, clustered_stderr, of_windows
 from harness.settings.experiment import foreign_settings
-from harness.tables.columns import OF_SOME_MODELS, TableRow, todays_names
-from harness.tables.depths import depth_rows
+from harness.tables.columns import OF_SOME_MODELS, TABLES, TableRow, check
 
 Record = Mapping[str, Any]
+Pairs = list[tuple[Record, list[TableRow]]]
+"""Records, each with its rows."""
 
-OLDER_CHUNK = 256
 ROUND = str.maketrans("[]", "()")
 CONDITIONS = (
     "num_samples", "num_fewshot", "seq_len", "size", "size_artifact", "device_frac", "resident_frac",
     *(column.name for column in OF_SOME_MODELS),
 )  # fmt: skip
-"""What a record keeps beside the metrics of a task and the table has columns for."""
+"""Entries beside the metrics of a task that have columns."""
+NUM_DEPTHS = 5
+DEPTH_PERCENT = 100 // NUM_DEPTHS
+log = logging.getLogger(__name__)
+
+
+def with_rows(
+    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple, *, weights: bool = True
+) -> Pairs:
+    """The current finished records with their rows, compared with the full cache.
+
+    The full cache's run is looked for among the records, then among those that `elsewhere` returns. weights: different
+    weights of one model count as a setting.
+    """
+    chosen = current(records)
+    full = Baselines(chosen, elsewhere)
+    pairs = []
+    for record in chosen:
+        try:
+            rows = rows_of(record, full)
+            check(TABLES[record["table"]], rows)
+        except ODD as error:
+            path = f"{record['experiment']}/{record['run_id']}/record.json"
+            log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
+            continue
+        if rows:
+            pairs.append((record, rows))
+    if weights:
+        _tell_weights(pairs)
+    return pairs
 
 
 def rows_of(record: Record, full: Baselines) -> list[TableRow]:
-    """The rows of one finished record: one for latency, an analysis' points, else one per task and metric, compared
-    with `full`, and one per chunk or depth. What tells them from the rows of other records, `settings`, is
-    `lines.tell_apart`'s to say.
+    """The rows of one finished record. A metric that was not measured (None) has no row.
 
-    A chunk's row has its range of tokens in the task, such as `offline[256:512]`; that of a depth is `depth_rows`'.
-    A metric that was not measured (None) has no row.
+    The row of a chunk has its range of tokens in the task, such as `offline[256:512]`; the row of a needle's depth, a
+    fifth of the prompt, has length and depth, such as `niah_single_1[2048, 20-40 %]`.
     """
     config = record["config"]
     common = {
@@ -36,62 +64,78 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         "model": config["model"]["name"],
         "method": config["method_name"],
         "label": config["label"],
+        "settings": ", ".join(f"{name}={value}" for name, value in record["settings"].items()),
         "run_id": record["run_id"],
     }
-    makers = ROWS | {"accuracy": partial(_accuracy_rows, full=full)}
-    return list(makers[record["table"]](record, common))
+    if record["table"] == "latency":
+        return [common | dict(record["metrics"])]
+    if record["table"] == "analysis":
+        source = {"source": record["metrics"]["source"]}
+        return [common | source | dict(point) for point in record["metrics"]["points"]]
+    return [common | row for row in _accuracy_rows(record, full)]
 
 
-def _latency_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
-    yield common | todays_names(record["metrics"])
+def is_part(row: TableRow) -> bool:
+    """Whether a row is of a chunk of its text, or of some depths of its task."""
+    return str(row["task"]).endswith("]")
 
 
-def _analysis_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
-    for point in record["metrics"]["points"]:
-        yield common | {"source": record["metrics"]["source"]} | dict(point)
+def is_depth(row: TableRow) -> bool:
+    """Whether a row is of some depths of its task."""
+    return str(row["task"]).endswith(" %]")
 
 
-def _accuracy_rows(record: Record, common: TableRow, full: Baselines) -> Iterator[TableRow]:
+def _tell_weights(pairs: Pairs) -> None:
+    """Add the weights to the settings if runs of one model name have different ones, as a model may be replaced."""
+    digests = defaultdict(set)
+    for record, _ in pairs:
+        digests[record["config"]["model"]["name"]].add(record["inputs"].get("model"))
+    for record, rows in pairs:
+        own = record["inputs"].get("model")
+        if own is not None and len(digests[record["config"]["model"]["name"]] - {None}) > 1:
+            for row in rows:
+                row["settings"] = ", ".join(filter(None, [row["settings"], f"weights={own[:8]}"]))
+
+
+def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
         for values in _values(entries):
-            yield common | context | values | _compared(full.difference(record, name, values["metric"]))
-        for row in depth_rows(context["task"], record.get("samples", {}).get(name, ())):
-            yield common | context | row
-    yield from _chunk_rows(record, common)
+            yield context | values | _compared(full.difference(record, name, values["metric"]))
+        for row in depth_rows(context["task"], record["samples"].get(name, ())):
+            yield context | row
+    if record["chunks"]:
+        ((name, entries),) = record["metrics"].items()
+        context = _context(record, name, entries)
+        for chunk in record["chunks"]:
+            task = {"task": f"{context['task']}[{chunk['first']}:{chunk['stop']}]"}
+            for values in _values(chunk["metrics"]):
+                windows = chunk.get("windows", ()) if values["metric"] == "perplexity" else ()
+                yield context | task | values | _compared(of_windows(record, windows))
 
 
 def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
     for metric, value in entries.items():
-        if _is_metric(metric) and isinstance(value, int | float):
+        is_metric = metric not in (*CONDITIONS, "num_truncated") and not metric.endswith("_stderr")
+        if is_metric and isinstance(value, int | float):
             yield {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
 
 
-def _chunk_rows(record: Record, common: TableRow) -> Iterator[TableRow]:
-    if not record.get("chunks"):
-        return
-    ((name, entries),) = record["metrics"].items()
-    context = _context(record, name, entries)
-    for chunk in map(_as_today, record["chunks"]):
-        task = {"task": f"{context['task']}[{chunk['first']}:{chunk['stop']}]"}
-        for values in _values(chunk["metrics"]):
-            paired = chunk.get("windows", ()) if values["metric"] == "perplexity" else ()
-            yield common | context | task | values | _compared(of_windows(record, paired))
-
-
-def _as_today(chunk: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A chunk of a text; older records number those of 256 tokens and have their perplexity alone."""
-    if "first" in chunk:
-        return chunk
-    first = OLDER_CHUNK * chunk["chunk"]
-    metrics = {name: chunk[name] for name in ("perplexity", "perplexity_stderr")}
-    return {"first": first, "stop": first + OLDER_CHUNK, "metrics": metrics}
-
-
-ROWS: dict[str, Callable[[Record, TableRow], Iterator[TableRow]]] = {
-    "latency": _latency_rows, "analysis": _analysis_rows,
-}  # fmt: skip
-"""The rows of a record, by its shape of table, where nothing is compared."""
+def depth_rows(task: str, samples: Sequence[Mapping[str, Any]]) -> Iterator[TableRow]:
+    """A row for each length in tokens and depth of the needle; none for a task without needles."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.get("depth") is not None:
+            part = min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
+            found[sample["length"], part].append(sample[str(sample["length"])])
+    for (length, part), values in sorted(found.items()):
+        yield {
+            "task": f"{task}[{length}, {DEPTH_PERCENT * part}-{DEPTH_PERCENT * (part + 1)} %]",
+            "metric": str(length),
+            "value": sum(values) / len(values),
+            "stderr": clustered_stderr(values, range(len(values))),
+            "num_samples": len(values),
+        }
 
 
 def _compared(difference: Difference | None) -> TableRow:
@@ -104,15 +148,9 @@ def _compared(difference: Difference | None) -> TableRow:
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
-    """Task, or file name of a text, and the conditions under which its values hold. Brackets of the name are round in
-    the table, where square ones say which part of a text or task a row is of."""
+    """Task, or file name of a text, and the conditions of its values. Square brackets in the name become round."""
     config = record["config"]
     seq_len = None if "seq_len" in foreign_settings(config["kind"]) else config["seq_len"]
     shared = {"seq_len": seq_len, "source": "measured"}
     conditions = {key: entries.get(key, shared.get(key)) for key in CONDITIONS}
     return shared | {"task": Path(name).name.translate(ROUND)} | conditions
-
-
-def _is_metric(name: str) -> bool:
-    """Shares of the cache are none, those of an older version included, nor is the number of truncated questions."""
-    return name not in (*CONDITIONS, "num_truncated") and not name.endswith(("_frac", "_stderr"))

@@ -1,29 +1,31 @@
-"""Tables as text: Markdown, and columns aligned by blanks for a terminal."""
+"""Tables as text: Markdown, and aligned columns for a terminal."""
 
 import re
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
+
+from tabulate import tabulate
 
 from harness.errors import printable, shortened
 from harness.tables.columns import LABEL, SETTINGS
 
 WORDS = (LABEL.heading, SETTINGS.heading)
-"""Headings above words, which stand on the left; all other cells are numbers."""
-HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, "  "
+"""Headings of columns of words, aligned left. All other columns are numbers."""
+HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, 2
+HEADING_PADDING = 2  # what tabulate adds to a heading
 WORD_LETTERS = 44
-"""Of a cell of words in a terminal."""
+"""Longest cell of words in a terminal."""
 MARKUP = re.compile(r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)")
-"""What Markdown would not show as it stands."""
+"""Characters that Markdown would interpret."""
 
 
 class Sheet(NamedTuple):
-    """One table: what holds for all of it, the column headings, and the cells as text.
+    """One table: a title, the headings, and the cells as text.
 
-    scores: headings of what every run measures, so that a cell without it is a gap and not a quantity that it lacks.
-    bold: cells, as (line, column). notes: what stands below. details: of each line, what a reader may ask for.
+    scores: headings of metrics that every run measures, so an empty cell is a gap. bold: cells, as (line, column).
+    notes: lines below the table. details: further text of each line, for a report.
     """
 
     title: str
@@ -36,32 +38,52 @@ class Sheet(NamedTuple):
 
 
 def markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
-    """A whole `.md` file: heading, note, tables."""
+    """A whole `.md` file: title, note, tables."""
     parts = [f"# {title}", note]
     for sheet in sheets:
         cells = [
             [f"**{cell}**" if (row, column) in sheet.bold else cell for column, cell in enumerate(map(_escaped, line))]
             for row, line in enumerate(sheet.lines)
         ]
-        table = [list(map(_escaped, sheet.header)), ["---"] * len(sheet.header), *cells]
-        lines = "\n".join(f"| {' | '.join(line)} |" for line in table)
-        parts += [f"## {_escaped(sheet.title)}", lines, *map(_escaped, sheet.notes)]
+        table = tabulate(
+            cells, list(map(_escaped, sheet.header)), "pipe", colalign=_sides(sheet), disable_numparse=True
+        )
+        parts += [f"## {_escaped(sheet.title)}", table, *map(_escaped, sheet.notes)]
     return "\n\n".join(parts) + "\n"
 
 
-def _escaped(text: str) -> str:
-    """Words as Markdown that shows them as they are, in one line."""
-    return MARKUP.sub(r"\\\g<0>", printable(text))
+def terminal(sheet: Sheet) -> str:
+    """A table for a terminal, in parts that fit its width, or `MAX_WIDTH` letters if the output is no terminal.
+
+    Each part repeats the columns of words. Headings wrap to `HEADING_LETTERS`.
+    """
+    lines = [[shortened(printable(cell), WORD_LETTERS) for cell in line] for line in sheet.lines]
+    sheet = sheet._replace(header=list(map(printable, sheet.header)), lines=lines)
+    return "\n\n".join(
+        f"{printable(part.title)}\n"
+        + tabulate(
+            part.lines,
+            part.header,
+            "simple",
+            colalign=_sides(part),
+            disable_numparse=True,
+            maxheadercolwidths=HEADING_LETTERS,
+        )  # fmt: skip
+        for part in _parts(sheet, shutil.get_terminal_size((MAX_WIDTH, 0)).columns)
+    )
 
 
-def folded(sheet: Sheet) -> Iterator[Sheet]:
-    """The table in parts that a terminal shows without breaking lines, each with the words that name its lines; of
-    `MAX_WIDTH` letters where the output is no terminal."""
-    max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
-    sheet = sheet._replace(lines=[[shortened(printable(cell), WORD_LETTERS) for cell in line] for line in sheet.lines])
-    widths = [len(cells[0]) + len(GAP) for cells in zip(*_cells(sheet), strict=True)]
+def _parts(sheet: Sheet, max_width: int) -> Iterator[Sheet]:
+    widths = [
+        GAP
+        + max(
+            HEADING_PADDING + max(map(len, textwrap.wrap(heading, HEADING_LETTERS))),
+            *(len(line[at]) for line in sheet.lines),
+        )
+        for at, heading in enumerate(sheet.header)
+    ]
     words = [at for at, heading in enumerate(sheet.header) if heading in WORDS]
-    parts: list[list[int]] = [words]
+    parts = [words]
     for at in range(len(widths)):
         if at not in words:
             if len(parts[-1]) > len(words) and sum(widths[each] for each in (*parts[-1], at)) > max_width:
@@ -72,22 +94,10 @@ def folded(sheet: Sheet) -> Iterator[Sheet]:
         yield Sheet(title, [sheet.header[at] for at in part], [[line[at] for at in part] for line in sheet.lines])
 
 
-def aligned(sheet: Sheet) -> str:
-    """A table for a terminal. Headings wrap to as many lines as the longest needs; words stand left, numbers right."""
-    lines = [GAP.join(cells) for cells in _cells(sheet)]
-    return "\n".join([printable(sheet.title), "-" * len(lines[0]), *lines])
+def _sides(sheet: Sheet) -> list[str]:
+    return ["left" if heading in WORDS else "right" for heading in sheet.header] if sheet.lines else []
 
 
-def _cells(sheet: Sheet) -> list[list[str]]:
-    """The lines of headings, then those of the table, each cell as wide as its column."""
-    wrapped = [textwrap.wrap(printable(heading), HEADING_LETTERS) for heading in sheet.header]
-    lines = [[printable(cell) for cell in line] for line in sheet.lines]
-    rows = [list(cells) for cells in zip_longest(*wrapped, fillvalue="")] + lines
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        [
-            cell.ljust(width) if heading in WORDS else cell.rjust(width)
-            for heading, cell, width in zip(sheet.header, cells, widths, strict=True)
-        ]
-        for cells in rows
-    ]
+def _escaped(text: str) -> str:
+    """Words as Markdown that shows them literally, in one line."""
+    return MARKUP.sub(r"\\\g<0>", printable(text))

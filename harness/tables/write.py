@@ -1,92 +1,107 @@
-"""Records of an experiment as one tidy table: `results/tables/<experiment>.csv`, and a `.md` for people.
+"""The records of an experiment as one tidy table, `results/tables/<experiment>.csv`, and a `.md` page of it for people.
 
-The CSV is what figures and users read: fixed columns, one row per (run, task, metric) for accuracy and one
-per run for latency, seconds and bytes, fractions in [0, 1], an empty cell where nothing was measured. The
-order depends on the rows alone, so the same records give the same bytes. Imports no torch.
+The CSV has fixed columns and one row per (run, task, metric) of accuracy, per timed cell, or per point of an analysis.
+Seconds, bytes, fractions in [0, 1]; an empty cell where nothing was measured. The same records give the same bytes.
+
+The project ships tables without their records; those rows have `shipped=yes`. A shipped row stays until a run of one's
+own has the same identity (`IDENTITY`) and replaces it. All other rows are made from the records that are there.
 
     python -c "from harness.tables.write import update; update('results', 'fig11')"
+    python -m harness.tables.write results      # for maintainers: mark all rows as shipped, before they are committed
 """
 
+import argparse
 import csv
 import io
-import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.files import write_atomic
-from harness.records.baseline import Baselines, full_runs
-from harness.records.form import ODD
-from harness.records.record import current, read_records
+from harness.errors import UserError, exit_code
+from harness.files import lock_file, write_atomic
+from harness.records.record import read_records
+from harness.records.samples import full_runs
 from harness.settings.experiment import find
 from harness.settings.schema import kind_of
-from harness.tables import leaderboard, speed
-from harness.tables.columns import BOARD, OF_SOME_MODELS, TABLES, Column, TableRow, check, has_any, names, rank
-from harness.tables.lines import Pairs, tell_apart
-from harness.tables.rows import rows_of
-from harness.tables.sheets import render_markdown, render_terminal
-
-log = logging.getLogger(__name__)
+from harness.tables import leaderboard
+from harness.tables.columns import (
+    BOARD,
+    OF_SOME_MODELS,
+    SHIPPED,
+    TABLES,
+    Column,
+    TableRow,
+    has_any,
+    names,
+    rank,
+    read_table,
+    shape_of,
+)
+from harness.tables.pages import render_markdown, render_terminal
+from harness.tables.rows import with_rows
 
 Record = Mapping[str, Any]
+TableRows = Sequence[TableRow]
+
+IDENTITY = {
+    "accuracy": ("model", "method", "label", "settings", "task"),
+    "latency": (
+        "model", "platform", "source", "method", "label", "settings", "batch_size", "prompt_len", "gen_len",
+    ),
+    "analysis": ("model", "source", "metric", "series", "x_name"),
+    "board": ("model", "method", "codec", "label", "asked_size"),
+}  # fmt: skip
+"""Columns that identify what was measured, by shape of table. A chunk or a depth has the identity of its task."""
+TIMED_CELLS = "latency"
+"""The experiment whose records are the cells of all figures of speed."""
+SHAPE = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
-    """Write `tables/<experiment>.csv` and `.md` anew from the experiment's finished records; from those of `latency`
-    also the tables of the figures that show some of its rows; from those of a half of the leaderboard, the leaderboard.
+    """Write `tables/<experiment>.csv` and `.md` anew from the finished records and the shipped rows.
 
-    A damaged record is skipped with a warning that names it, a failed or interrupted one silently: it has no
-    numbers.
+    `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give the leaderboard. A
+    damaged record is left out with a warning that names it. One process at a time writes the tables of a folder.
 
     Returns:
         The path of the CSV.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or the CSV there is no table of results.
     """
-    pairs = _with_rows(read_records(results_dir, experiment), partial(full_runs, results_dir))
-    path = Path(results_dir) / "tables" / f"{experiment}.csv"
-    shape = _shape_of_table(experiment, pairs)
-    rows = _rows_of_shape(pairs, shape)
-    write_table(path, shape, rows)
-    if experiment == speed.TIMED_CELLS:
-        write_figures(path.parent, rows if shape == "latency" else [])
-    if experiment in (leaderboard.SCORES, leaderboard.TIMES):
-        _write_boards(Path(results_dir))
+    folder = Path(results_dir) / "tables"
+    path = folder / f"{experiment}.csv"
+    with _lock(folder):
+        pairs = with_rows(read_records(results_dir, experiment), partial(full_runs, results_dir))
+        kind = kind_of(experiment)
+        shape = find(kind).table if kind else pairs[0][0]["table"] if pairs else "accuracy"
+        rows = write_table(path, shape, [row for record, own in pairs if record["table"] == shape for row in own])
+        if experiment == TIMED_CELLS:
+            write_figures(folder, rows)
+        if experiment in (leaderboard.SCORES, leaderboard.TIMES):
+            _write_boards(Path(results_dir), leaderboard.board_rows(results_dir))
     return path
 
 
-def _shape_of_table(experiment: str, pairs: Pairs) -> str:
-    """That of the experiment's own kind, where there are such records; what has another is named in a warning."""
-    counts = Counter(record["table"] for record, _ in pairs)
-    kind = kind_of(experiment)
-    preferred = (find(kind).table if kind is not None else "accuracy", *TABLES)
-    shape = next((shape for shape in preferred if shape in counts), preferred[0])
-    for other, count in counts.items():
-        if other != shape:
-            log.warning(
-                "runs/%s: %d records of another shape of table, %s; left out of its table", experiment, count, other
-            )
-    return shape
-
-
 def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> str:
-    """The records as a small table for a terminal: a line per method and setting, a column per metric.
+    """The records as a small table for a terminal: a line per method and settings, a column per metric.
 
-    elsewhere: further records, in which the full cache's are looked for too.
+    elsewhere: returns further records, in which the full cache's are looked for too.
 
     Returns:
-        Aligned text, without a final newline; "" where no record is finished.
+        Aligned text, without a final newline; "" if no record is finished.
     """
-    pairs = _with_rows(records, elsewhere)
-    return render_terminal([row for shape in TABLES for row in _rows_of_shape(pairs, shape)])
+    pairs = with_rows(records, elsewhere)
+    rows = {shape: [row for record, own in pairs if record["table"] == shape for row in own] for shape in TABLES}
+    return render_terminal([row for shape, own in rows.items() for row in _ordered(shape, own)])
 
 
 def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
-    """The rows under `columns` as CSV: an empty cell where a row has none, other keys left out."""
+    """The rows under `columns` as CSV; other keys are left out."""
     text = io.StringIO()
     writer = csv.DictWriter(text, names(columns), restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -94,73 +109,160 @@ def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
     return text.getvalue()
 
 
-def write_table(path: Path, shape: str, rows: Sequence[TableRow]) -> None:
-    """Write rows of a shape (`TABLES`) to the CSV at `path`, and for people beside it. Raises UserError as `update`."""
-    columns = [column for column in TABLES[shape] if column not in OF_SOME_MODELS or has_any(rows, column)]
-    write_atomic(path, render_csv(columns, rows))
-    write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
+def write_table(path: Path, shape: str, own: TableRows) -> TableRows:
+    """Write one's own rows and the shipped rows of the CSV at `path`, and the page; returns all of them.
+
+    Raises:
+        UserError: as `update`.
+    """
+    rows = _ordered(shape, _merged(path, shape, own))
+    _write(path, shape, rows)
+    return rows
 
 
-def write_figures(folder: Path, rows: Sequence[TableRow]) -> None:
-    """The table of each figure of speed; one that has no rows any more is removed."""
-    for figure, choose in speed.CHOSEN.items():
+def write_figures(folder: Path, rows: TableRows) -> None:
+    """The table of each figure of speed, chosen from the timed cells; a table without rows is removed."""
+    for figure, choose in CHOSEN.items():
         path = folder / f"{figure}.csv"
         chosen = [{**row, "experiment": figure} for row in choose(rows)]
         if chosen:
-            write_table(path, "latency", chosen)
+            _write(path, "latency", chosen)
         else:
             path.unlink(missing_ok=True)
             path.with_suffix(".md").unlink(missing_ok=True)
 
 
-def _write_boards(results_dir: Path) -> None:
-    """The leaderboard, whose page lies at the top of the results, and the fronts."""
-    for name, rows in leaderboard.tables(results_dir).items():
-        write_atomic(results_dir / "tables" / f"{name}.csv", render_csv(BOARD, rows))
-        write_atomic(results_dir / f"{name}.md", render_markdown(name, rows))
+def ship(results_dir: Path) -> None:
+    """Mark all rows of the tables as shipped, but for those that the cost model predicts. Raises UserError."""
+    board = results_dir / "tables" / f"{leaderboard.NAME}.csv"
+    for path in sorted(set((results_dir / "tables").glob("*.csv")) - {board, board.with_stem(leaderboard.FRONTIER)}):
+        rows = read_table(path)
+        shape = shape_of(tuple(rows[0])) if rows and rows[0]["source"] != "modelled" else None
+        if shape is not None:
+            _write(path, shape, [row | {SHIPPED.name: "yes"} for row in rows])
+    if board.exists():
+        _write_boards(results_dir, [row | {SHIPPED.name: "yes"} for row in read_table(board)])
 
 
-def _with_rows(
-    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]]
-) -> list[tuple[Record, list[TableRow]]]:
-    """Finished records that have rows, with their rows, which say what tells them apart."""
-    pairs = with_rows(records, elsewhere)
-    tell_apart(pairs)
-    return pairs
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of tables; the next process then reads what this one has written."""
+    path = folder / ".lock"
+    try:
+        lock = lock_file(path, wait=True)
+    except OSError as error:
+        raise UserError(f"results_dir: {folder} cannot be written ({error.strerror or error})") from error
+    try:
+        yield
+    finally:
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            lock.release()
 
 
-def with_rows(
-    records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple
-) -> list[tuple[Record, list[TableRow]]]:
-    """Finished records that have rows, with their rows, compared with the full cache's among them, or else among those
-    elsewhere; this is where records are chosen."""
-    pairs = []
-    chosen = current(records)
-    full = Baselines(chosen, elsewhere)
-    for record in chosen:
-        try:
-            rows = rows_of(record, full)
-            check(TABLES[record["table"]], rows)
-        except ODD as error:
-            path = f"{record.get('experiment')}/{record.get('run_id')}/record.json"
-            log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
-            continue
-        if rows:
-            pairs.append((record, rows))
-    return pairs
+def _merged(path: Path, shape: str, own: TableRows) -> TableRows:
+    """One's own rows, and the shipped rows at `path` that they do not replace."""
+    replaced = {_identity(shape, row) for row in own}
+    there = read_table(path) if path.exists() else []
+    kept = [row for row in there if row.get(SHIPPED.name) and _identity(shape, row) not in replaced]
+    return [*kept, *own]
 
 
-def _rows_of_shape(pairs: Pairs, shape: str) -> list[TableRow]:
+def _identity(shape: str, row: TableRow) -> tuple[Any, ...]:
+    whole = row | {"task": row["task"].partition("[")[0]} if "task" in row else row
+    return tuple(whole.get(name) or "" for name in IDENTITY[shape])
+
+
+def _write(path: Path, shape: str, rows: TableRows) -> None:
+    columns = [column for column in TABLES[shape] if column not in OF_SOME_MODELS or has_any(rows, column)]
+    write_atomic(path, render_csv(columns, rows))
+    write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
+
+
+def _write_boards(results_dir: Path, own: TableRows) -> None:
+    """The leaderboard and the frontier; their pages lie at the top of the results."""
+    path = results_dir / "tables" / f"{leaderboard.NAME}.csv"
+    rows = leaderboard.complete(_merged(path, "board", own))
+    for name, chosen in ((leaderboard.NAME, rows), (leaderboard.FRONTIER, leaderboard.frontier(rows))):
+        write_atomic(path.with_stem(name), render_csv(BOARD, chosen))
+        write_atomic(results_dir / f"{name}.md", render_markdown(name, chosen))
+
+
+def _ordered(shape: str, rows: TableRows) -> TableRows:
     """In the order of the CSV; points of an analysis as they were made."""
-    rows = [row for record, own in pairs if record["table"] == shape for row in own]
     return rows if shape == "analysis" else sorted(rows, key=_sort_key)
 
 
 def _sort_key(row: TableRow) -> tuple[Any, ...]:
-    """By what a reader looks for; chunks by their position, a missing number first, the run's id last."""
+    """Chunks by their position, a missing number first, the run's id last."""
     task, _, chunk = str(row.get("task", "")).partition("[")
     position = [int(number) for number in re.findall(r"\d+", chunk)]
-    words = (row["model"], row["label"], task)
-    sizes = ("batch_size", "prompt_len", "gen_len", "seq_len", "size")
-    shape = tuple(row.get(name) or 0 for name in sizes)
-    return (*words, *shape, position, rank(str(row.get("metric", ""))), row["run_id"])
+    numbers = (row.get(name) or 0 for name in ("batch_size", "prompt_len", "gen_len", "seq_len", "size"))
+    return (row["model"], row["label"], task, *numbers, position, rank(str(row.get("metric", ""))), row["run_id"])
+
+
+# The rows of each figure of speed. One cell serves several figures. Each model and machine has a sweep of its own.
+
+
+def by_batch(rows: TableRows) -> TableRows:
+    """Figure 15: the lengths that were timed with the most batch sizes."""
+    return _widest_sweep(rows, "batch_size")
+
+
+def by_length(rows: TableRows) -> TableRows:
+    """Figure 16a: the batch sizes that were timed with the most lengths."""
+    return _widest_sweep(rows, "prompt_len")
+
+
+def by_model(rows: TableRows) -> TableRows:
+    """Figure 16b: the shapes that were timed with the most models, if with several."""
+    swept = _widest_sweep(rows, "model")
+    pairs = {(_setup(row, "model"), row["model"]) for row in swept}
+    several = Counter(setup for setup, _ in pairs)
+    return [row for row in swept if several[_setup(row, "model")] > 1]
+
+
+CHOSEN: Mapping[str, Callable[[TableRows], TableRows]] = {
+    "fig14": lambda rows: _largest(by_batch(rows), "batch_size"),
+    "fig15": by_batch,
+    "fig16a": by_length,
+    "fig16b": by_model,
+    "fig18": lambda rows: _largest(by_length(rows), "prompt_len"),
+}
+"""By figure, the rows of `latency` that it draws. As in the paper, 14 has the largest batch of 15, 18 the longest
+prompt of 16a."""
+
+
+def _widest_sweep(rows: TableRows, axis: str) -> TableRows:
+    """The rows of the setups, all of a shape but `axis`, with the most values of it on their machine."""
+    values: dict[Any, set[Any]] = defaultdict(set)
+    for row in rows:
+        values[_setup(row, axis)].add(row[axis])
+    most: dict[Any, int] = defaultdict(int)
+    for row in rows:
+        machine = _machine(row, axis)
+        most[machine] = max(most[machine], len(values[_setup(row, axis)]))
+    return [row for row in rows if len(values[_setup(row, axis)]) == most[_machine(row, axis)]]
+
+
+def _largest(rows: TableRows, axis: str) -> TableRows:
+    """The rows with the largest value of `axis` in each setup."""
+    largest: dict[Any, Any] = {}
+    for row in rows:
+        setup = _setup(row, axis)
+        largest[setup] = max(largest.get(setup, row[axis]), row[axis])
+    return [row for row in rows if row[axis] == largest[_setup(row, axis)]]
+
+
+def _setup(row: TableRow, axis: str) -> tuple[Any, ...]:
+    return tuple(row[name] for name in SHAPE if name != axis)
+
+
+def _machine(row: TableRow, axis: str) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "platform", "source") if name != axis)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m harness.tables.write", description="Mark all rows as shipped.")
+    parser.add_argument("results_dir", type=Path)
+    raise SystemExit(exit_code(partial(ship, parser.parse_args().results_dir)))

@@ -20,7 +20,7 @@ from harness.model.shape import load_shape
 from harness.paper.costmodel.case import FITTED, Case, Efficiency, load_platform
 from harness.paper.costmodel.predict import Prediction, predict
 from harness.tables.columns import LATENCY, published_rows
-from harness.tables.sheets import render_modelled
+from harness.tables.pages import render_modelled
 from harness.tables.write import render_csv
 
 PAPER_PLATFORM = "a6000-pcie3"

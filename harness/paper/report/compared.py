@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperCell, quantity
 from harness.tables import columns
-from harness.tables.accuracy import is_brief
 from harness.tables.columns import ASKED_SIZE, BOARD_TASKS, KL, MISSING, SIZE, STEP, TOP1, TableRow
-from harness.tables.leaderboard import BOUNDS
+from harness.tables.leaderboard import REFERENCES
+from harness.tables.pages import is_brief
 from harness.tables.text import Sheet
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     size = min(sizes, key=lambda each: abs(each - MAIN_SIZE))
     sized = sorted((row for row in known if row[ASKED_SIZE.name] == size), key=lambda row: row[KL.name])
     full = [row for row in known if row["method"] == "full"][:1]
-    bound = [row for row in sized if row["method"] == BOUNDS["upper"]]
+    bound = [row for row in sized if row["method"] == REFERENCES["upper"]]
     methods = [row for row in sized if row not in bound and abs(row[SIZE.name] - size) < 0.01]
     paper = [row for row in methods[BEST:] if row["method"] in ALWAYS]
     shown = [column for column in (SIZE, KL, *BOARD_TASKS, STEP) if columns.has_any(sized, column)]

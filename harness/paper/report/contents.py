@@ -1,7 +1,5 @@
 """What a report shows: a section per figure or table, made of the tables, figures and findings of results folders."""
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +9,10 @@ from xml.etree import ElementTree
 
 import yaml
 
-from harness.errors import UserError, nearest
+from harness.errors import UserError, nearest, reason
 from harness.paper.report.compared import published_sheet, side_by_side
-from harness.tables.columns import GIB, MISSING, TableRow, shape_of, typed
-from harness.tables.sheets import sheets_of
+from harness.tables.columns import GIB, MISSING, TableRow, read_table
+from harness.tables.pages import sheets_of
 from harness.tables.text import Sheet
 
 REGISTRY = yaml.safe_load((Path(__file__).resolve().parents[3] / "plots" / "registry.yaml").read_text(encoding="utf-8"))
@@ -138,24 +136,12 @@ def sections_of(folders: Mapping[str, Path], entries: Sequence[Entry]) -> Iterat
             yield Section(entry, parts, _beside(parts))
 
 
-def read_table(path: Path) -> list[TableRow]:
-    """The rows of a table's CSV. Raises UserError for a file that is no table of results."""
-    try:
-        lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
-        rows = list(lines)
-        if shape_of(lines.fieldnames or ()) is None or any(None in (*row, *row.values()) for row in rows):
-            raise ValueError(lines.fieldnames)
-        return [typed(row) for row in rows]
-    except (ValueError, csv.Error) as error:
-        raise _not_a_table(path) from error
-
-
 def sheets(path: Path, rows: Sequence[TableRow]) -> list[Sheet]:
     """The rows of a table as people read them. Raises UserError where a needed number is missing."""
     try:
         return list(sheets_of(rows))
     except (ValueError, TypeError) as error:
-        raise _not_a_table(path) from error
+        raise UserError(f"{path}: not a table of results ({reason(error)}); make it anew") from error
 
 
 def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
@@ -252,7 +238,3 @@ def _beside(parts: Sequence[Part]) -> Sheet | None:
             name = row["model"] if part.where in row["model"] else f"{row['model']} in {part.where}"
             groups.setdefault(name, []).append(row)
     return side_by_side(groups)
-
-
-def _not_a_table(path: Path) -> UserError:
-    return UserError(f"{path}: not a table of results; make it anew")

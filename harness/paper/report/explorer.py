@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.tables import columns
 from harness.tables.columns import BOARD_TASKS, KL, SIZE, STEP, Column, TableRow
-from harness.tables.frontier import COSTS
+from harness.tables.leaderboard import COSTS
 
 Json = dict[str, Any]
 

@@ -32,8 +32,8 @@ from harness.paper.report.contents import (
     unfinished,
 )
 from harness.paper.report.explorer import explorer, library
+from harness.records.archive import opened
 from harness.records.record import read_all
-from harness.records.unpack import opened
 from harness.tables.columns import MISSING
 from harness.tables.leaderboard import NAME as LEADERBOARD
 from harness.tables.text import WORDS
