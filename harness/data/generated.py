@@ -1,9 +1,8 @@
 """Two retrieval tasks made from a seed, so that accuracy can be measured with nothing downloaded.
 
-The cache is reduced before the question is known (`prefill=question`), which is what separates methods that
-can still reach every token from those that have thrown tokens away. Each context carries 8 questions; the 4
-choices of a question are values that all occur in the context, so that only recall can tell them apart, and
-chance is 0.25.
+The cache is reduced before the question is known (`prefill=question`), which separates methods that can still reach
+every token from those that have evicted tokens. Each context carries 8 questions. The 4 choices of a question are
+values that all occur in the context, so that only recall can tell them apart, and chance is 0.25.
 
     kv_recall  24 lines "The code of the {item} is {4 digits}."
     passkey    8 sentences "The secret code of the {item} is {5 digits}." at random places among 8 sentences of the
@@ -16,7 +15,6 @@ of 128 questions of kv_recall and 0.87 (0.03) of passkey, with seed 0 and the te
 
 import random
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -37,8 +35,7 @@ ITEMS = """
 
 
 class Question(NamedTuple):
-    """One multiple-choice question. `context_id` is shared by the questions whose `prompt` starts with the
-    same context."""
+    """One multiple-choice question. Questions with one `context_id` have prompts that start with the same context."""
 
     context_id: int
     prompt: str
@@ -47,45 +44,34 @@ class Question(NamedTuple):
 
 
 class Context(NamedTuple):
-    """A text and the values it tells: `values` maps an item to its digits; `subject` is how the text calls
-    such a value."""
+    """A text and the values in it. values: digits by item. subject: the text's name for such a value."""
 
     text: str
     values: dict[str, str]
     subject: str
 
 
-def kv_recall_context(rng: random.Random, num_items: int = 24) -> Context:
-    """A list of `num_items` items and their 4-digit codes."""
-    values = _values(rng, num_items, num_digits=4)
+def kv_recall_context(rng: random.Random) -> Context:
+    """A list of 24 items and their 4-digit codes."""
+    values = _values(rng, num_items=24, num_digits=4)
     lines = [f"The code of the {item} is {code}." for item, code in values.items()]
     return Context("\n".join(["Here is a list of items and their codes.", *lines]), values, "code")
 
 
-def passkey_context(rng: random.Random, num_sentences: int = 8, num_items: int = 8) -> Context:
-    """`num_items` sentences with a 5-digit code each, at random places among `num_sentences` of the offline
-    text."""
-    values = _values(rng, num_items, num_digits=5)
+def passkey_context(rng: random.Random) -> Context:
+    """8 sentences with a 5-digit code each, at random places among 8 sentences of the offline text."""
+    values = _values(rng, num_items=8, num_digits=5)
     keys = [f"The secret code of the {item} is {code}." for item, code in values.items()]
-    sentences = rng.sample(offline_sentences(), num_sentences) + keys
+    sentences = rng.sample(offline_sentences(), 8) + keys
     rng.shuffle(sentences)
     return Context(" ".join(sentences), values, "secret code")
 
 
-CONTEXTS: dict[str, Callable[[random.Random], Context]] = {
-    "kv_recall": kv_recall_context,
-    "passkey": passkey_context,
-}
+CONTEXTS = {"kv_recall": kv_recall_context, "passkey": passkey_context}
 
 
 def questions(task: str, num_questions: int, seed: int) -> list[Question]:
-    """The first `num_questions` questions of a generated task; the same for every `num_questions`, machine
-    and run.
-
-    Args:
-        task: a name in `CONTEXTS`.
-        seed: another seed gives other contexts.
-    """
+    """The first questions of a task in `CONTEXTS`: the same on every machine, and for every `num_questions`."""
     made: list[Question] = []
     while len(made) < num_questions:
         context_id = len(made) // QUESTIONS_PER_CONTEXT
@@ -98,8 +84,7 @@ def questions(task: str, num_questions: int, seed: int) -> list[Question]:
 
 @cache
 def offline_sentences() -> list[str]:
-    """Plain sentences of the offline text: 40 to 160 letters and simple punctuation from a capital to a full
-    stop."""
+    """Plain sentences of the offline text: 40 to 160 letters and simple punctuation from a capital to a full stop."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in offline_text().split("\n\n")]
     sentences = [sentence for paragraph in paragraphs for sentence in re.split(r"(?<=\.) (?=[A-Z])", paragraph)]
     return [sentence for sentence in sentences if re.fullmatch(r"[A-Z][A-Za-z ,;'()-]{38,158}\.", sentence)]
@@ -115,11 +100,6 @@ def _question(rng: random.Random, context_id: int, context: Context, item: str) 
     others = [code for other, code in context.values.items() if other != item]
     choices = [context.values[item], *rng.sample(others, NUM_CHOICES - 1)]
     rng.shuffle(choices)
-    asked = f"the {context.subject} of the {item}"
-    answer = f"The {context.subject} of the {item} is"
-    return Question(
-        context_id=context_id,
-        prompt=f"{context.text}{MARKER} What is {asked}?\nAnswer: {answer}",
-        choices=[f" {code}" for code in choices],
-        gold=choices.index(context.values[item]),
-    )
+    subject = f"{context.subject} of the {item}"
+    prompt = f"{context.text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
+    return Question(context_id, prompt, [f" {code}" for code in choices], choices.index(context.values[item]))

@@ -1,6 +1,6 @@
 """RULER's six tasks that need no data (Hsieh et al., COLM 2024), as lm-eval has them.
 
-docs/ruler.md says what they ask, how they are scored, and where lm-eval differs from RULER. lm-eval's own functions
+docs/tasks.md says what they ask, how they are scored, and where lm-eval differs from RULER. lm-eval's own functions
 make the rows: 500 a length, from Python's and numpy's global generators. Here a length has only the rows that are asked
 for, the first of lm-eval's 500, and begins with fresh generators: its rows depend on the task, the length, the seed and
 the tokenizer alone, which measures the prompts. They are kept in the cache folder.
@@ -37,7 +37,7 @@ NEEDLES = {
 }
 """Haystack, keys and values of the tasks that hide one needle."""
 VT_EXAMPLE_TOKENS = 500
-"""What the worked example of ruler_vt may take, its answer included."""
+"""Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
 """ruler_fwe has a coded word for every 50 tokens: noise, and the three that are asked for."""
 MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULER_TASKS}
@@ -73,8 +73,8 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> ConfigurableTask:
 
 
 def facts(task: str, row: Row) -> dict[str, float | int | None]:
-    """What a figure needs to know of a row of one of the six: `length` in tokens; `depth`, where in the prompt the
-    needle's value begins, 0 to 1, None in a task that hides none. Of any other task nothing."""
+    """Columns for figures of a row of one of the six tasks: `length` in tokens; `depth`, the place in the prompt where
+    the needle's value begins, 0 to 1, None in a task that hides none. {} of any other task."""
     if task not in RULER_TASKS:
         return {}
     depth = row["input"].index(row["outputs"][0]) / len(row["input"]) if task in NEEDLES else None
@@ -113,7 +113,7 @@ def _score(row: Row, answers: Sequence[str]) -> dict[str, float]:
 
 
 def _settings(task: str) -> dict[str, Any]:
-    """lm-eval's YAML, its functions as words: they would be imported with all that they need."""
+    """lm-eval's YAML, its functions as words: importing them would need more packages."""
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 

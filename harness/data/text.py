@@ -1,13 +1,12 @@
 """Texts and their token ids: evaluation corpora, calibration text, windows.
 
-A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without special
-tokens. Windows and calibration are slices of that one sequence, so a file always gives the same tokens,
-whatever is measured on it.
+A text is read whole as UTF-8, neither stripped nor rejoined, and tokenized in one call without special tokens. Windows
+and calibration are slices of that one sequence, so a file always gives the same tokens in every experiment.
 
-    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12 ship
-               different versions of it, which is why a record carries the sha256 of the text
-    wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the convention behind
-               published perplexities; the same tokens from the original file and from the hub
+    offline    the Python reference inside every interpreter (`pydoc_data.topics`). 3.11 and 3.12 ship different
+               versions of it, which is why a record carries the sha256 of the text
+    wikitext2  the test split of wikitext-2-raw-v1, its rows joined with a blank line: the convention behind published
+               perplexities; the same tokens from the original file and from the hub
     FILE       `corpus.path=FILE`, as it is
 """
 
@@ -32,7 +31,7 @@ def offline_text() -> str:
 
 
 def read_text(path: str | Path, setting: str) -> str:
-    """The whole file as UTF-8, line ends untouched. `setting` is what an error names, such as `corpus.path`.
+    """The whole file as UTF-8, line ends untouched. setting: the name in an error, such as `corpus.path`.
 
     Raises:
         UserError: the file is missing, unreadable, empty or not UTF-8.
@@ -69,8 +68,8 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
 
 
 def wikitext_rows(raw: str) -> list[str]:
-    """The hub's rows of the original file, as its loading script makes them: a row is a line with its line
-    end, and a line of white space is an empty row."""
+    """The rows that the hub's loading script makes of the original file: a row is a line with its line end, and a line
+    of white space is an empty row."""
     return [line if line.strip() else "" for line in io.StringIO(raw)]
 
 
@@ -86,11 +85,7 @@ def calibration_text(calibration: CalibrationConfig) -> str:
 
 
 def token_ids(text: str, tokenizer: Any) -> list[int]:
-    """Ids of the whole text, tokenized in one call without special tokens.
-
-    Raises:
-        UserError: the model has no tokenizer (None).
-    """
+    """Ids of the whole text, tokenized in one call without special tokens; UserError without a tokenizer (None)."""
     if tokenizer is None:
         raise UserError(
             "this model has no tokenizer, so it cannot read text: choose one that has, such as smollm2-135m"
@@ -104,11 +99,7 @@ def corpus_ids(corpus: CorpusConfig, data: DataConfig, tokenizer: Any) -> list[i
 
 
 def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]:
-    """The first `calibration.num_tokens` ids of the calibration text.
-
-    Raises:
-        UserError: the text cannot be read, or is shorter than that.
-    """
+    """The first `calibration.num_tokens` ids of the calibration text; UserError where it is shorter."""
     ids = token_ids(calibration_text(calibration), tokenizer)
     if len(ids) < calibration.num_tokens:
         raise UserError(f"calibration.num_tokens={calibration.num_tokens}: the calibration text has {len(ids)} tokens")
@@ -117,8 +108,7 @@ def calibration_ids(calibration: CalibrationConfig, tokenizer: Any) -> list[int]
 
 def first_window_offset(corpus: CorpusConfig, calibration: CalibrationConfig) -> int:
     """Token at which the first evaluation window starts: `corpus.offset_tokens`; without it, right after the
-    calibration tokens where both are the offline text, so that no method is scored on what it was calibrated
-    on."""
+    calibration tokens where both are the offline text, so that no method is scored on the text that calibrated it."""
     if corpus.offset_tokens is not None:
         return corpus.offset_tokens
     same_text = corpus.path is None and corpus.name == "offline" and calibration.path is None
@@ -130,10 +120,7 @@ def window_ids(
 ) -> list[list[int]]:
     """`num_windows` windows of `seq_len` ids that follow one another from token `offset`.
 
-    setting: what sets their length, which an error names.
-
-    Raises:
-        UserError: the text is too short; the message says how many tokens there are.
+    setting: the setting of their length, for the error. Raises UserError where the text is too short.
     """
     needed = offset + seq_len * num_windows
     if len(ids) < needed:

@@ -53,14 +53,14 @@ COARSE = 0.08
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside the block `device` is CUDA's current one: there Triton launches and events are recorded, wherever the
+    """Make `device` CUDA's current one inside the block: Triton launches and events are recorded there, wherever the
     tensors lie."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class Handler:
-    """What computes attention during a forward pass. Layers are counted over all attention layers of the model."""
+    """Computes attention during a forward pass. Layer numbers count all attention layers of the model."""
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a layer's fresh rows.
@@ -72,26 +72,26 @@ class Handler:
         raise NotImplementedError
 
     def rehearses(self, layer: int) -> bool:
-        """Whether the query of `layer` is wanted early."""
+        """Whether `rehearse` is to be called with an early query of `layer`."""
         return False
 
     def rehearse(self, layer: int, query: Tensor) -> None:
-        """The query `layer` would have, made from the attention input of the previous layer; called there."""
+        """Take an early query of `layer`, made in the previous layer from that layer's attention input."""
 
     def layer_begins(self, layer: int) -> None:
-        """The layer's attention module has its input."""
+        """Called when the layer's attention module has its input."""
 
     def layer_ends(self, layer: int) -> None:
-        """The layer's attention module is done."""
+        """Called when the layer's attention module is done."""
 
 
 class Attached:
     """A model with our attention under it. Valid inside `attach`.
 
     layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them. numbers: by layer, its
-    number among those that see every token, which is how methods count; None for a local layer. longest: tokens of the
-    longest sequence that the layers see whole, where all of them are local; None: they see any. device: of all that
-    goes in and out: ids, positions, hidden states, logits. devices: of the layers, each once, in their order.
+    number among the layers that see every token, which is how methods count; None for a local layer. longest: tokens of
+    the longest sequence that all layers see whole, where all of them are local; None: any. device: of ids, positions,
+    hidden states and logits. devices: of the layers, each once, in their order.
     """
 
     def __init__(self, model: Any, decoder: Decoder) -> None:
@@ -128,7 +128,7 @@ class Attached:
         self._rehearsing = False
 
     def _geometry(self) -> Geometry:
-        """Of the layers that see every token; all of them must have one shape."""
+        """The sizes of the layers that see every token; UserError where they differ."""
         layers = [layer for layer, number in zip(self.layers, self.numbers, strict=True) if number is not None]
         first = layers[0]
         sizes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements) for each in layers}
@@ -161,7 +161,7 @@ class Attached:
         return list(dict.fromkeys(layer.device for layer in under_method))
 
     def new_cache(self) -> ModelCache:
-        """What the model is to be given as its cache of one batch: it keeps the states of recurrent layers."""
+        """The cache object for one batch, with the states of recurrent layers."""
         return ModelCache(self.decoder.stack.config)
 
     @torch.inference_mode()
@@ -209,9 +209,9 @@ class Attached:
         return logits.view(*hidden.shape[:-1], -1).float()
 
     def require_length(self, num_tokens: int) -> None:
-        """Raise UserError for a sequence on which the model's rows would see other tokens, or be placed otherwise, than
-        in one pass over the whole: beyond the window of a model that has local layers only, and beyond the length from
-        which rotary frequencies follow the sequence's length (dynamic, longrope)."""
+        """Raise UserError for a sequence that is too long to be decoded as one pass computes it: beyond the window of a
+        model with local layers only, or beyond the length from which rotary frequencies depend on the sequence's length
+        (dynamic, longrope)."""
         limits = {"sliding window": self.longest} | _rope_limits(self.decoder.stack.config)
         for name, limit in limits.items():
             if limit and num_tokens > limit:
@@ -221,7 +221,7 @@ class Attached:
                 )
 
     def require_even(self, real: Tensor) -> None:
-        """Raise UserError for a batch with padding, real bool [batch, prompt], where the model's rows depend on it."""
+        """Raise UserError for a batch with padding, real bool [batch, prompt], where padding changes the results."""
         if self.decoder.no_padding and not bool(real.all()):
             raise UserError(
                 f"model family {self.geometry.family!r} takes no batch of prompts of unequal lengths: "
@@ -229,7 +229,7 @@ class Attached:
             )
 
     def require_rehearsal(self) -> None:
-        """Raise UserError where no layer's query can be made ahead of the layer."""
+        """Raise UserError where the model's queries cannot be made ahead of their layer."""
         if self.decoder.no_rehearsal:
             raise UserError(
                 f"model family {self.geometry.family!r} takes no method that rehearses a layer's query "
@@ -237,7 +237,7 @@ class Attached:
             )
 
     def early_query(self, layer: int, hidden: Tensor) -> Tensor:
-        """The query that `layer` would make of `hidden` [batch, rows, hidden_size], as its handler would get it."""
+        """The query of `layer` for the input `hidden` [batch, rows, hidden_size], as a handler gets it."""
         wanted = self.layers[layer]
         call = wanted.call.with_hidden(
             hidden,
@@ -257,7 +257,7 @@ class Attached:
         return self._as_handled(layer, query)
 
     def _as_handled(self, layer: int, query: Tensor) -> Tensor:
-        """A module's query as handlers get it: for the softmax scale that all layers share, and for latent keys."""
+        """A module's query as handlers get it: scaled for the softmax that all layers share, and for latent keys."""
         known = self.layers[layer]
         if known.softmax.scale != self.softmaxes[layer].scale:
             query = query * (known.softmax.scale / self.softmaxes[layer].scale)
@@ -284,7 +284,7 @@ class Attached:
         return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A module that mixes tokens has its input: the place of later layers' rehearsals."""
+        """Called when a mixer has its input: here later layers are rehearsed."""
         if self._handler is None or self._rehearsing:
             return
         if id(module) in self._index:
@@ -303,7 +303,7 @@ class Attached:
                 self._handler.layer_ends(index)
 
     def _positions_made(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Position embeddings of this pass, which a rehearsal hands to another layer."""
+        """Keep the position embeddings of this pass, for rehearsals of other layers."""
         self._made[PositionSource(module, options_of(args, kwargs))] = made
 
     def _rotate(self, states: Tensor, positions: Tensor, inverse: bool = False, layer: int = 0) -> Tensor:
@@ -316,8 +316,8 @@ class Attached:
         return rotary.apply(states, positions, inverse)
 
     def _recurrent(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """A recurrent module. In a padded batch each sequence's own rows run alone, with its own state; rows run one by
-        one where the module's code cannot go on from a state with several."""
+        """Run a recurrent module. In a padded batch each sequence's own rows run alone, with its own state. Rows run
+        one by one where the module takes only one row after a state."""
         cache, columns = self._cache, self._rows
         if self._handler is None or cache is None or columns is None:
             return forward(*args, **kwargs)
@@ -379,7 +379,7 @@ def require_in_range(hidden: Tensor) -> None:
 
 
 def _rope_limits(config: Any) -> dict[str, int | None]:
-    """Tokens up to which rotary frequencies do not follow the length of the sequence, by what they are called."""
+    """The lengths up to which rotary frequencies do not depend on the sequence's length, by name."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
     limits: dict[str, int | None] = {}
@@ -396,7 +396,7 @@ _blanks: dict[Any, Tensor] = {}
 
 
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """A projection that is not computed: zeros that nobody writes to, made once for each shape of a decode step."""
+    """The output of a projection that is left out: zeros, allocated once for each shape of a decode step."""
     shape = (*states.shape[:-1], size)
     if states.shape[-2] > 1:
         return states.new_zeros(shape)
@@ -451,7 +451,7 @@ def attach(model: Any) -> Iterator[Attached]:
 def check_decoder(model: Any, decoder: Decoder) -> None:
     """Raise UserError where our attention under the model gives other logits than the model's own.
 
-    Where only a rehearsal or only a padded batch does, the decoder takes down why, and these alone are refused.
+    Where only a rehearsal or a padded batch does, the decoder notes why, and only these are refused.
     """
     ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
     tolerance = TOLERANCE.get(model.dtype, COARSE)
@@ -479,7 +479,7 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
 
 
 def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:
-    """How far off the logits of several passes are, relative to the largest."""
+    """The largest error of the logits of several passes, relative to the largest logit."""
     with attached_unchecked(model, decoder) as attached:
         handler, cache, logits = _History(attached), attached.new_cache(), []
         for part in ids.split(PASSES, 1):
@@ -489,7 +489,7 @@ def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> 
 
 
 def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
-    """Why early queries are not to be had; None where each is the true one."""
+    """Why early queries are refused; None where each is the true one."""
     for layer in decoder.layers:
         if any(module in decoder.recurrent for module in layer.module.modules()):
             return "its queries depend on a state of the sequence"
@@ -505,16 +505,16 @@ def _why_no_rehearsal(model: Any, decoder: Decoder, ids: Tensor, tolerance: floa
         reraise_out_of_memory(error)
         return "the layer before has no input that it could be made of"
     if not off <= tolerance and any(layer.unused for layer in decoder.layers):
-        for layer in decoder.layers:  # a submodule may decide something though no derivative passes through it
+        for layer in decoder.layers:  # a submodule may matter though no derivative passes through it
             layer.query_modules, layer.unused = (*layer.query_modules, *layer.unused), {}
         off = early_difference(model, decoder, ids)
     return None if off <= tolerance else f"a query made ahead of its layer is off by {off:.1e} of the largest"
 
 
 def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
-    """How far off early queries are, each made of its layer's own input, relative to the largest.
+    """The largest error of early queries, each made of its layer's own input, relative to the largest query.
 
-    Each layer is rehearsed in the one before as well, to see that it can be.
+    Each layer is also rehearsed in the one before, to see that this works.
     """
     early: dict[int, Tensor] = {}
     with attached_unchecked(model, decoder) as attached, ExitStack() as hooks:
@@ -531,7 +531,7 @@ def early_difference(model: Any, decoder: Decoder, ids: Tensor) -> float:
 
 
 def _why_no_padding(model: Any, decoder: Decoder, ids: Tensor, tolerance: float) -> str | None:
-    """Why a batch with padding is not to be had; None where its sequences are as each alone."""
+    """Why a batch with padding is refused; None where its sequences give the same as each alone."""
     shorter = ids.shape[1] - 3
     batch = torch.cat([ids, ids.roll(3, 1)])
     real = torch.ones_like(batch, dtype=torch.bool)

@@ -1,8 +1,8 @@
-"""What a decoder is made of, read off the loaded model: no model family is known by its name.
+"""The layers of a decoder, read from the loaded model itself: no code here knows a model family by its name.
 
-The model runs two tokens once. What its attention modules hand to transformers' attention function says how many heads
-there are, how scores become weights and which tokens a layer sees; what they hand to the cache says what is stored of a
-token. Nothing here is trusted: `harness.model.attach` compares the result with the model's own logits.
+The model runs two tokens once. The arguments of its calls to transformers' attention function tell the number of heads,
+the softmax, and the tokens that each layer sees. The arguments of its calls to the cache tell how a token is stored.
+`harness.model.attach` compares the result with the model's own logits before anything runs.
 
     decoder = read_decoder(model)
     decoder.layers[3].window, decoder.layers[3].softmax, decoder.recurrent
@@ -37,7 +37,7 @@ HARMLESS_OPTIONS = frozenset(
         *("sliding_window", "softcap", "token_type_ids", "use_cache", "use_kernels"),
     )
 )
-"""Arguments of an attention function that are handled here, or change no number of it."""
+"""Arguments of an attention function that are handled here, or do not change its result."""
 FAR = 2**20
 """A position beyond every window: whether a row there sees the first token tells a window from full attention."""
 
@@ -45,11 +45,14 @@ _names = (f"kv_harness_{number}" for number in count())
 
 
 class ModelCache(DynamicCache):
-    """The cache of one batch.
+    """The cache object of one batch: it keeps the states of recurrent layers, and stores no keys and values.
 
-    num_columns: rows that the model has run so far, by which a model that is not told positions counts.
-    latest: what an attention layer wanted to store last, (key, value). on_state: called where a module writes a
-    recurrent state. instead: what `update` returns; None: what it was given.
+    Replay and live decoding store keys and values, which they get from the attention function. Linear attention,
+    state-space and convolution layers keep transformers' own states here, one set for each sequence.
+
+    num_columns: rows that the model has run so far, from which some models count positions. latest: the last (key,
+    value) that an attention layer stored. on_state: called when a module writes a recurrent state. instead: the keys
+    and values that `update` returns; None: those that it was given.
     """
 
     def __init__(self, config: Any) -> None:
@@ -86,7 +89,7 @@ class ModelCache(DynamicCache):
         return sum(state.nbytes for states in self._states() for state in states.values() if isinstance(state, Tensor))
 
     def fork(self, index: Tensor, layer: int | None = None) -> ModelCache:
-        """The states of the sequences `index` int [new_batch]; of one layer only, where it is named."""
+        """A cache with the states of the sequences `index` int [new_batch]; layer: copy only this one."""
         child = copy(self)
         child.layers = [each if layer not in (None, at) else deepcopy(each) for at, each in enumerate(self.layers)]
         for states in child._states(layer):
@@ -96,7 +99,7 @@ class ModelCache(DynamicCache):
         return child
 
     def join(self, parts: list[ModelCache], layer: int) -> None:
-        """Take over a layer's states from `parts`, which are forks of the batch's sequences, one after another."""
+        """Take a layer's states from `parts`: one fork for each sequence of the batch, in order."""
         self.layers[layer] = parts[0].layers[layer]
         for states, *others in zip(*(part._states(layer) for part in (self, *parts[1:])), strict=True):
             for name, state in states.items():
@@ -122,27 +125,27 @@ class Call(NamedTuple):
         return self.args[0] if self.args else self.kwargs["hidden_states"]
 
     def with_hidden(self, hidden: Tensor, **changed: Any) -> Call:
-        """The same call for another input. changed: replaces those keyword arguments that the call has."""
+        """The same call with another input. changed: new values of keyword arguments; others than the call's go."""
         kwargs = dict(self.kwargs) | {name: value for name, value in changed.items() if name in self.kwargs}
         if not self.args:
             return Call((), kwargs | {"hidden_states": hidden})
-        # A module that takes the inputs of query, key and value apart was given the same tensor three times.
+        # A module that takes the inputs of query, key and value separately gets the same tensor three times.
         return Call(tuple(hidden if each is self.hidden else each for each in self.args), kwargs)
 
 
 class PositionSource(NamedTuple):
-    """The submodule that makes a layer's position embeddings, and the arguments it takes beside tensors."""
+    """The submodule that makes a layer's position embeddings, and its arguments that are no tensors."""
 
     module: nn.Module
     options: tuple[Any, ...]
 
 
 class Latent(NamedTuple):
-    """How multi-head latent attention runs on what its cache stores of a token: one key of `rank` latent elements and
-    its rotary ones, for all heads.
+    """The matrices of multi-head latent attention over cached latents: a token has one key for all heads, of `rank`
+    latent elements and its rotary ones (DeepSeek-V2, section 2.1.2, "absorbed" matrices).
 
     to_query: [heads, head_dim, rank + rotary], turns a head's query into one for this key. to_value: [heads, rank,
-    value_dim], turns a head's mean latent into its output (DeepSeek-V2, section 2.1.2, "absorbed" matrices).
+    value_dim], turns a head's mean latent into its output.
     """
 
     to_query: Tensor
@@ -156,15 +159,14 @@ class Latent(NamedTuple):
 
 @dataclass
 class Layer:
-    """An attention layer. The sizes are those of its cache, so under latent attention there is one KV head.
+    """An attention layer. Its sizes are those of its cache: under latent attention there is one KV head.
 
-    block: the decoder layer that it is a part of. window: which tokens a row sees; None for all. before: the module
-    whose input stands in for this layer's in a rehearsal, which is what mixes tokens in the previous block; None in the
-    first. positions: where its position embeddings come from, None where it is given none. call: how it was called.
-    device: where it computes. prescales: the module multiplies its queries by its own `scaling` and hands over a scale
-    of 1; methods get them as they are, so that it is to be told to multiply by 1.
-    unused: submodules that the query does not depend on, and the size of their output. query_modules: those it does
-    depend on.
+    block: the decoder layer around it. window: the tokens that a row sees; None: all earlier ones. before: the mixer of
+    the previous block, whose input stands in for this layer's in a rehearsal; None in the first. positions: the source
+    of its position embeddings; None where it gets none. call: its call in the trace. device: where it computes.
+    prescales: the module multiplies its queries by its own `scaling` and passes a scale of 1; while attached it
+    multiplies by 1, as methods get queries before the scale. unused: submodules that the query does not depend on, and
+    the size of their output. query_modules: the submodules that it depends on.
     """
 
     module: nn.Module
@@ -186,12 +188,12 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """Elements that a token takes in a KV head's cache."""
+        """Elements of a token in a KV head's cache."""
         return self.head_dim + (0 if self.latent else self.value_dim)
 
 
 class Reached(Exception):  # noqa: N818 - no error: it ends a module's run
-    """An attention module has come to the attention function, and is to be run no further."""
+    """Ends the run of an attention module at its call of the attention function."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         self.query, self.key, self.value = query, key, value
@@ -215,10 +217,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 def attention_function(
     model: Any, attend: Callable[..., Any], mask: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """`attend` is the model's attention function inside the `with` block, `mask` makes its masks.
+    """Inside the `with` block `attend` is the model's attention function, and `mask` makes its masks.
 
-    Without a `mask` transformers makes none: its code would look at the positions of every step and so wait for the
-    device. Validity and causality are then up to `attend`.
+    Without a `mask` transformers makes none: its code would read the positions of every step and so wait for the
+    device. `attend` then masks by itself.
     """
     name, before = next(_names), model.config._attn_implementation
     AttentionInterface.register(name, attend)
@@ -258,22 +260,22 @@ _decoders: WeakKeyDictionary[Any, Decoder] = WeakKeyDictionary()
 
 
 def read_decoder(model: Any) -> Decoder:
-    """The decoder of a loaded model, which is read once. Raises UserError for a model that computes attention in a way
-    that is not transformers' attention interface."""
+    """The decoder of a loaded model, read once. Raises UserError for a model that does not compute attention through
+    transformers' attention interface."""
     if model not in _decoders:
         _decoders[model] = Decoder(model)
     return _decoders[model]
 
 
 class Decoder:
-    """A loaded model's layers, as the model showed them. It does not keep the model alive.
+    """A loaded model's layers. It does not keep the model alive.
 
-    family: what transformers calls it. stack: the module that turns token ids into final hidden states. layers: its
+    family: transformers' name of it. stack: the module that turns token ids into final hidden states. layers: its
     attention layers, in order. blocks: its decoder layers. recurrent: modules that keep a state of the sequence instead
-    of keys and values. output_type: of what the stack returns.
+    of keys and values. output_type: the type that the stack returns.
 
-    is_checked: whether its numbers were compared with the model's own. takes_rows: whether recurrent modules go on from
-    a state with several rows at once. no_rehearsal, no_padding: why the model takes no rehearsal, or no batch with
+    is_checked: whether its logits were compared with the model's own. takes_rows: whether recurrent modules take
+    several rows at once after a state. no_rehearsal, no_padding: why the model takes no rehearsal, or no batch with
     padding; None where it does.
     """
 
@@ -301,7 +303,7 @@ class Decoder:
                 layer.num_kv_heads, layer.head_dim, layer.value_dim = 1, latent.to_query.shape[2], latent.rank
 
     def expand_latents(self) -> None:
-        """Store expanded keys and values of every head, where the model's latents cannot be used as they are."""
+        """Store keys and values of every head, where latents do not give the model's own numbers."""
         for layer in self.layers:
             if layer.latent is not None:
                 to_query, to_value = layer.latent
@@ -317,11 +319,11 @@ class Decoder:
         raise AssertionError("an attention module calls the attention function")
 
     def query_parameters(self, layer: Layer) -> list[nn.Parameter]:
-        """The weights that make a layer's query, which a rehearsal reads while the previous layer computes."""
+        """The weights that make a layer's query; a rehearsal reads them while the previous layer computes."""
         return [each for name in layer.query_modules for each in layer.module.get_submodule(name).parameters()]
 
     def _find_blocks(self) -> list[nn.Module]:
-        """The modules of the list that holds all attention modules. Each attention layer learns its own."""
+        """The list of modules that holds all attention modules. Sets the `block` of each attention layer."""
         for modules in self.stack.modules():
             if not isinstance(modules, nn.ModuleList):
                 continue
@@ -333,7 +335,7 @@ class Decoder:
         raise refusal(self.family, "its layers are in no list")
 
     def _find_previous_mixers(self) -> None:
-        """What mixes the tokens in a block is an attention module, or another one that knows its place."""
+        """Set `before`. The mixer of a block is its attention module, else a child with a layer index."""
         attentions = {id(layer.module): layer for layer in self.layers}
         previous: nn.Module | None = None
         for block in self.blocks:
@@ -345,7 +347,7 @@ class Decoder:
                 previous = next((each for each in block.children() if hasattr(each, "layer_idx")), previous)
 
     def _find_unused(self) -> None:
-        """Find the submodules that no query depends on, in autograd's graph; a rehearsal leaves them out."""
+        """Find the submodules that no query depends on by autograd's graph; a rehearsal leaves them out."""
         known: dict[Any, Layer] = {}
         for layer in self.layers:
             names = tuple(name for name, _ in layer.module.named_modules())
@@ -377,8 +379,8 @@ class Decoder:
         layer.query_modules = tuple(name for name in outputs if name not in unused)
 
     def _read_latent(self, layer: Layer, cached: tuple[Tensor, Tensor] | None) -> Latent | None:
-        """The matrices by which a stored latent stands for every head's key and value: what the module's own code makes
-        of unit latents. None where the module stores the keys and values that it attends to."""
+        """The matrices that turn a stored latent into every head's key and value: the output of the module's own code
+        for unit latents. None where the module stores the keys and values that it attends to."""
         if cached is None or cached[0].shape[1] == layer.num_kv_heads:
             return None
         if any(each.shape[1] != 1 for each in cached):
@@ -401,10 +403,10 @@ class Decoder:
 
 
 class _Trace:
-    """Two tokens run through a decoder, watched.
+    """A run of two tokens through a decoder, with hooks on every module.
 
-    recurrent: modules that wrote a recurrent state. stored: by attention module, what it wanted to store.
-    output_type: of what the stack returns.
+    recurrent: modules that wrote a recurrent state. stored: by attention module, its key and value for the cache.
+    output_type: the type that the stack returns.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -416,7 +418,7 @@ class _Trace:
         self._cache = ModelCache(decoder.stack.config)
         self._running: list[nn.Module] = []
         self._calls: dict[int, Call] = {}
-        """By module. Over several devices a block's has the tensors of which its attention gets accelerate's copies."""
+        """By module. On several devices a block's call has the tensors of which its attention gets copies."""
         self._made: dict[int, tuple[PositionSource, Any]] = {}
         self._masks: list[tuple[Tensor, Window | None]] = []
 
@@ -459,24 +461,24 @@ class _Trace:
             self.recurrent.append(self._running[-1])
 
     def _mask(self, *_: Any, mask_function: Any, local_size: int | None = None, **__: Any) -> Tensor:
-        """A stand-in for a mask, by which a layer's window is known."""
+        """Make a mask of ones, by whose identity the attention call tells its layer's window."""
         stand_in = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=self.device)
         self._masks.append((stand_in, self._window(mask_function, local_size)))
         return stand_in
 
     def _window(self, mask_function: Any, size: int | None) -> Window | None:
-        """What a mask function lets a row see, asked of the function itself."""
+        """The window of a mask function, found by calling it; None where it hides no earlier token."""
         if mask_function is causal_mask_function:
             return None
         zero = torch.zeros((), dtype=torch.long, device=self.device)
 
         def visible(row: int) -> Tensor:
-            """Which tokens a row sees, up to the one after its own."""
+            """Whether a row sees each token, up to the one after its own."""
             tokens = torch.arange(row + 2, device=zero.device)
             return mask_function(zero, zero, zero + row, tokens).expand(len(tokens))
 
         def agrees(window: Window) -> bool:
-            """Whether the mask is this window's around its edges, and far from the first token."""
+            """Whether the mask is this window around its edges, and far from the first token."""
             rows = {max(0, times * window.size + step) for times in (0, 1, 2, 5) for step in (-2, -1, 0, 1)}
             for row in (*rows, FAR):
                 tokens = torch.arange(row + 2, device=zero.device)
@@ -496,7 +498,7 @@ class _Trace:
         )
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-        """Take down a layer from its call of the attention function."""
+        """Note a layer at its call of the attention function."""
         given = args[0] if args else options.get("attention_mask")
         under_way = [self._calls[id(each)] for each in reversed(self._running)]
         asked = [given, getattr(given, "_base", None)]
@@ -543,7 +545,7 @@ class _Trace:
 
 
 def stop(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    """The attention function of modules that are run no further."""
+    """The attention function that ends a module's run."""
     raise Reached(query, key, value)
 
 
@@ -555,12 +557,12 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a call that are words or whole numbers."""
+    """The arguments of a call that are strings or whole numbers."""
     return tuple(each for each in (*args, *kwargs.values()) if isinstance(each, str | int))
 
 
 def _ancestors(node: Any) -> set[Any]:
-    """All that a tensor was made of: the nodes of autograd's graph from its own one on."""
+    """The nodes of autograd's graph that a tensor was computed from, its own included."""
     found, todo = set(), [node]
     while todo:
         node = todo.pop()
@@ -571,7 +573,7 @@ def _ancestors(node: Any) -> set[Any]:
 
 
 def _stack_of(model: Any) -> Any:
-    """The part of a model that turns ids into final hidden states; of a vision-language model that of its text."""
+    """The module that turns ids into final hidden states; of a vision-language model its text decoder's."""
     stack = model.get_decoder()
     if stack is model or not isinstance(stack, PreTrainedModel):
         stack = next((each for each in model.children() if isinstance(each, PreTrainedModel)), None)
