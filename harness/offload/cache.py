@@ -1,12 +1,12 @@
 """One layer's cache in live decoding: its store, its method's state, and which token lies in which slot.
 
 `LayerCache` serves a layer that sees every token. `ResidualCache` leaves the last tokens exact on the device, as KIVI's
-codec wants it; `ValuesCache` fetches values only, where the method keeps the keys; `LocalCache` is a local layer's
-window, which never leaves the device.
+codec wants it. `ValuesCache` fetches values only, where the method keeps the keys. `LocalCache` is a local layer's
+window, which stays on the device.
 
-Slots are filled in the order of the columns. Where a method evicts, its state keeps the book: after the prompt what is
-kept moves to the first slots, and a freed slot takes a later row. How many slots may be in use is arithmetic of the
-method's (`Method.tokens_kept`), so no step asks the device.
+Slots are filled in the order of the columns. Where a method evicts, its state knows the token of each slot: after the
+prompt the kept tokens move to the first slots, and a freed slot takes a later row. The number of slots in use is the
+method's arithmetic (`Method.tokens_kept`), so no step asks the device.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from methods.evicting import EvictingState
 
 
 class Batch:
-    """What the layers of one device share: the tokens of the columns, and how far the session has come.
+    """Tokens and progress of a batch, shared by the layers of one device.
 
-    real: bool [batch, prompt], left padded. tokens: int32 [batch, columns], the position of each column's token,
-    `EMPTY` where there is none. positions: int [batch], cached tokens before this step. row_positions, one_row, slots:
-    what the layers' `Rows` share, since each tensor that is made is a launch.
+    real: bool [batch, prompt], padding on the left. tokens: int32 [batch, columns], the position of each column's
+    token, `EMPTY` for none. positions: int [batch], cached tokens before this step. row_positions, one_row, slots: made
+    once for the `Rows` of all layers, since each new tensor is a launch.
     """
 
     def __init__(self, real: Tensor, max_new_tokens: int) -> None:
@@ -59,11 +59,11 @@ class Batch:
         return self.real.shape[1] + self.steps
 
     def rows(self, steps: int) -> list[Row]:
-        """The rows that the sequences have after `steps` steps, each once, for the arithmetic of sizes."""
+        """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
         return [Row(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in self.distinct_prompts]
 
     def advance(self) -> None:
-        """The step under way is done: its tokens are cached."""
+        """End the step: its tokens are cached now."""
         self.tokens[:, self.columns] = self.row_positions[:, 0]
         self.positions = self.positions + 1
         self.row_positions = self.row_positions + 1
@@ -71,7 +71,7 @@ class Batch:
 
 
 def slots_needed(policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch) -> int:
-    """Slots of a layer, at the most that any sequence uses."""
+    """Largest number of slots that any sequence uses in a layer."""
     rows = batch.rows(batch.max_new_tokens)
     if policy.kind == "method" and isinstance(state, EvictingState):
         return max(method.tokens_kept(row, policy.number) for row in rows)
@@ -80,11 +80,12 @@ def slots_needed(policy: Policy, method: Method, state: State | None, codec: Any
 
 @dataclass
 class LayerCache:
-    """index: the layer among all attention layers. state: None in a layer that reads everything. last_query: [batch,
-    heads, 1, head_dim], where the next step selects by it.
+    """The cache of one layer that sees every token.
 
-    following: the next layer that fetches rows. earlier: the state of the one before, maybe on another device. part:
-    which of how many parts is asked for in this layer, of the rows that come during the whole step before.
+    index: the layer among all attention layers. state: None in a layer that reads everything. last_query: [batch,
+    heads, 1, head_dim], if the next step selects by it. following: the next layer that fetches rows. earlier: state of
+    the layer before, maybe on another device. part: (number, parts) of the exempt layers' rows that this layer requests
+    for the next step.
     """
 
     index: int
@@ -101,30 +102,30 @@ class LayerCache:
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens leave for good."""
+        """True if tokens are evicted."""
         return isinstance(self.state, EvictingState)
 
     @property
     def names_rows(self) -> bool:
-        """Whether `select` runs before the fetch and names the rows that are fetched."""
+        """True if `select` runs before the fetch and decides what is fetched."""
         return self.state is not None and self.policy.when in NAMES_ROWS
 
     @property
     def rehearses(self) -> bool:
-        """Whether rows are named by a query made in the previous layer."""
+        """True if the layer selects by a query made in the previous layer."""
         return self.names_rows and self.policy.when == "previous_layer"
 
     @cached_property
-    def joins_own(self) -> bool:
-        """Whether attention may find the own row behind those that are fetched, and run as one fused call: rows are
-        stored as they are computed with, and no method looks at their scores."""
+    def is_fused(self) -> bool:
+        """True if attention is one fused call over the fetched rows with the own row behind them: rows are stored in
+        the compute dtype, and no method looks at their scores."""
         codec = self.store.codec
         stored = {FLOAT_DTYPES.get(half.name) for half in (codec.keys, codec.values)}
         return stored == {self.store.format.dtype} and self._hides_scores
 
     @cached_property
     def attends_to_codes(self) -> bool:
-        """Whether kernels attend to the rows as they are stored."""
+        """True if kernels attend to the coded rows as they are stored."""
         return self._hides_scores and self.store.format.has_kernels(self.store.device)
 
     @property
@@ -133,24 +134,24 @@ class LayerCache:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of rows that stay on the device whatever the placement."""
+        """Bytes of rows that stay on the device under every placement."""
         return 0
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
-        """Slots that may hold a token before the step that is so many ahead; its own token comes behind them."""
+        """Slots that may hold a token before a later step; the step's own token comes behind them."""
         if not self.evicts:
             return self.batch.columns + steps_ahead
         rows = self.batch.rows(self.batch.steps + steps_ahead)
         return max(self.method.tokens_kept(row, self.policy.number) for row in rows)
 
     def slots(self) -> Tensor:
-        """The token in each slot in use, and the own one last: int32 [batch, 1 or num_kv_heads, slots in use + 1]."""
+        """The token of each slot in use, the own one last: int32 [batch, 1 or num_kv_heads, slots in use + 1]."""
         state, number = self.state, self.policy.number
         tokens = state.tokens[number] if isinstance(state, EvictingState) else self.batch.tokens[:, None]
         return tokens[..., : self.slots_in_use() + 1]
 
     def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write the prompt to the store: all of it, or what the method keeps."""
+        """Write the prompt, or the part that the method keeps, to the store."""
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
@@ -162,7 +163,7 @@ class LayerCache:
         self.fetcher.write_back(self.index, self.store.format.pack(key, value), 0)
 
     def remember(self, query: Tensor) -> None:
-        """Keep the query [batch, heads, 1, head_dim] by which the next step selects."""
+        """Keep the query [batch, heads, 1, head_dim] if the next step selects by it."""
         if self.policy.when == "previous_step" and self.state is not None:
             self.last_query = query.clone()
 
@@ -174,7 +175,7 @@ class LayerCache:
             self.state.append(self.policy.number, key, value, positions, slice(own, own + 1))
 
     def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
-        """What the step's single row reads, over `slots()`."""
+        """The selection of the step's row, over `slots()`."""
         assert self.state is not None, "only a layer with a state selects"
         if self.earlier not in (None, self.state):
             self.state.take_over(self.earlier)
@@ -190,7 +191,7 @@ class LayerCache:
         return select(self.state, self.policy.number, rows)
 
     def request_selected(self, selection: Selection) -> Tensor:
-        """Ask for the slots of a single row's selection; returns them in the order in which they come."""
+        """Request a selection's slots; returns them in the order of the fetched rows."""
         assert selection.mask is not None, "a method that names rows gives a mask"
         rows = self.batch.rows(self.batch.steps)
         cap = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
@@ -198,7 +199,7 @@ class LayerCache:
         return self.fetcher.request_selected(self.index, selection.mask[:, :, 0], cap, bias)
 
     def request_kept(self, steps_ahead: int = 0) -> None:
-        """Ask for all that is kept; where sequences or KV heads keep different numbers, for the slots with a token."""
+        """Request every slot that holds a token. Where sequences or heads keep different numbers, slot by slot."""
         count, number = self.slots_in_use(steps_ahead), self.policy.number
         if isinstance(self.state, EvictingState):
             rows = self.batch.rows(self.batch.steps + steps_ahead)
@@ -210,16 +211,15 @@ class LayerCache:
         self.fetcher.request_all(self.index, count)
 
     def take(self, own: Tensor | None = None) -> Fetched:
-        """What was asked for, waiting for it if need be; `own`: the packed own row, to come behind it."""
+        """The requested rows, after waiting for them; own: the packed own row, to come behind them."""
         return self.fetcher.take(self.index, own)
 
     def parts(self, fetched: Fetched) -> list[KeyValue]:
-        """The cached rows: what was fetched, and behind it what the device holds beside."""
+        """The cached rows: the fetched ones, then those that the device holds."""
         return [self.store.format.unpack(fetched.rows)]
 
     def visible(self, fetched: Fetched) -> Tensor | None:
-        """Which cached rows, in the order of `parts`, have a token that the step may see: bool [batch, 1 or kv, 1, n];
-        None where all have."""
+        """Cached rows, in the order of `parts`, that the step may see: bool [batch, 1 or kv, 1, n]; None for all."""
         if fetched.present is not None:
             return fetched.present[:, :, None]
         if not self.batch.is_padded and not self.evicts:
@@ -227,7 +227,7 @@ class LayerCache:
         return self.slots()[:, :, None, :-1] < self.batch.positions[:, None, None, None]
 
     def write_own(self, packed: Tensor) -> None:
-        """Write the packed own row to its slot; in a layer that evicts, to the one its victim left."""
+        """Write the packed own row to its slot; in a layer that evicts, to its victim's slot."""
         at: int | Tensor = self.slots_in_use()
         if isinstance(self.state, EvictingState):
             at = self.state.place_own(self.policy.number, self.slots_in_use())
@@ -240,10 +240,10 @@ class LayerCache:
 
 @dataclass
 class ValuesCache(LayerCache):
-    """Where the method holds the keys: the store has values only, and some tokens stay on the device.
+    """The cache of a method that keeps the keys: the store has values only, and some tokens stay on the device.
 
-    What stays of the prompt is the state's to say; all that is generated follows. These rows are exact, and a step
-    reads them beside those it fetches, whose keys the state gives back while their values cross the link.
+    The state says which prompt tokens stay; all generated tokens stay too. Their rows are exact, and a step reads them
+    beside the fetched rows, whose keys the state rebuilds while their values cross the link.
     """
 
     def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -285,12 +285,12 @@ class ValuesCache(LayerCache):
 
 @dataclass
 class ResidualCache(LayerCache):
-    """Under a codec that leaves the last tokens exact, as KIVI's does: those stay on the device.
+    """The cache under a codec that leaves the last tokens exact on the device, as KIVI's does.
 
-    A slot is a token's position, so that groups of tokens are counted from each sequence's own first token. The last
-    tokens lie in a ring: as they are read (`keys`, `values`), and as the packed rows that they become (`rows`). A key
-    or value is packed when the codec says so and read coded from then on; a row goes to the store when both of its
-    halves are packed, together with all rows that its key was coded with, so that what is fetched decodes by itself.
+    A slot is a token's position, so groups of tokens are counted from each sequence's first token. The last tokens lie
+    in a ring, as they are read (`keys`, `values`) and as packed rows (`rows`). A key or value is packed when the codec
+    says so and read coded from then on. A row goes to the store when key and value are packed, with all rows of its
+    key's group, so that fetched rows decode by themselves.
     """
 
     def __post_init__(self) -> None:
@@ -298,7 +298,7 @@ class ResidualCache(LayerCache):
         assert isinstance(codec, SplitCodec) and self.state is None
         self.codec = codec
         self.ring_rows = codec.residual + codec.keys.span
-        """Token t lies in row t % ring_rows. One row more takes what belongs nowhere."""
+        """Token t lies in row t % ring_rows. One row more takes writes that are not due."""
         shape, row_format = (*store.slots.shape[:2], self.ring_rows + 1), store.format
         options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
         self.keys = torch.zeros(*shape, row_format.head_dim, **options)
@@ -312,7 +312,7 @@ class ResidualCache(LayerCache):
         return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
 
     @property
-    def joins_own(self) -> bool:
+    def is_fused(self) -> bool:
         return False  # the ring lies between
 
     @property
@@ -346,7 +346,7 @@ class ResidualCache(LayerCache):
         begin = min(map(self.codec.stored, prompts))
         if begin == coded:
             return
-        # The ring's tokens that are packed already: their rows, and the ring as it is read.
+        # Tokens of the ring that are packed already.
         packed, index = packed[:, :, begin:], tokens - begin
         self.rows[:, :, : self.ring_rows] = _rows_at(packed, index)
         is_coded = (tokens < self.codec.coded_keys(cached), tokens < self.codec.coded_values(cached))
@@ -372,11 +372,8 @@ class ResidualCache(LayerCache):
             self._store(own + 1)
 
     def _code(self, codec: Codec, ring: Tensor, packed: Tensor, tokens: Tensor, due: Tensor | None = None) -> None:
-        """Pack one half of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1]; None is all.
-
-        ring: the half as it is read; packed: its bytes of `rows`, maybe with padding behind. A token before the first
-        one has a row that is still empty.
-        """
+        """Pack the keys or values of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1], None
+        for all. ring: keys or values as they are read; packed: their bytes of `rows`, maybe with padding behind."""
         at = tokens % self.ring_rows
         fresh = codec.encode(_rows_at(ring, at))
         target = at if due is None else torch.where(due, at, self.ring_rows)
@@ -385,7 +382,7 @@ class ResidualCache(LayerCache):
         ring.scatter_(2, _index_along(target, decoded), decoded)
 
     def _store(self, cached: Tensor) -> None:
-        """Write to the store what is fetched from now on; cached: int [batch, 1], the step's own token included."""
+        """Write a finished group to the store; cached: int [batch, 1], the step's own token included."""
         stored = self.codec.stored(cached)
         tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
         leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
@@ -412,13 +409,13 @@ def _index_along(index: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows at `index` [batch, n], or at the nearest there is."""
+    """Rows at `index` [batch, n], clamped to the valid range."""
     return rows.gather(2, _index_along(index.clamp(0, rows.shape[2] - 1), rows))
 
 
 class LocalCache:
-    """A local layer's window (sliding or chunked), a ring on the device under every method and placement: it crosses no
-    link. The column c of the batch lies in row c % ring_rows; the own token is read from where it was made."""
+    """A local layer's window (sliding or chunked): a ring on the device, under every method and placement. Column c of
+    the batch lies in row c % ring_rows."""
 
     def __init__(self, policy: Policy, batch: Batch) -> None:
         assert policy.window is not None
@@ -427,7 +424,7 @@ class LocalCache:
 
     @staticmethod
     def rows_needed(window: Window, columns: int) -> int:
-        """Rows of the ring of a batch with so many columns."""
+        """Rows of the ring for a batch of that many columns."""
         return max(1, min(window.size - 1, columns))
 
     @property

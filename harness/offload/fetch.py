@@ -1,12 +1,12 @@
-"""Which rows a layer's attention gets, and when they are asked for: the traffic of live decoding.
+"""Requests for rows: which rows a layer's attention gets, into which buffer, and when they cross the link.
 
-Under host placement a request starts a transfer into one of two buffers, for the layer computing and the next. Under
-any other, whole layers are read in place. In the buffers a head's rows leave room behind them for the step's own one:
-attention finds all in one piece. With `reuse` each layer keeps its buffer, and only rows not in it cross the link.
+Under host placement a request starts a transfer into one of two buffers, for the layer that computes and the next one.
+Under other placements whole layers are read in place. Behind a head's rows a buffer has room for the step's own row, so
+that attention finds all rows in one piece. With `reuse` each layer keeps its buffer, and only rows that are not in it
+cross the link.
 
-Where later layers read less than the first ones, which are exempt, a request one layer ahead cannot hide the first
-ones' rows, and the link idles later on. Theirs then come ahead, in parts, into buffers of their own: while layer l of
-the others computes, one part of what the next step's exempt layers will read.
+Exempt layers read more than the others. Requested one layer ahead, their rows could not be hidden, and the link would
+idle later. They are requested in parts during the whole step before, one part in each other layer, into own buffers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ COUNTS_AT_ONCE = 1024
 class Fetched(NamedTuple):
     """Rows of a layer on the device.
 
-    rows: packed, uint8 [batch, num_kv_heads, n, slot_bytes], and the own one behind them where it was given; valid
-    until the layer's attention is done. present: bool [batch, num_kv_heads, n], False for invalid rows (stale data or
-    zeros); None where all are valid. bias: what the selection adds to these rows' scores, [batch, num_kv_heads, group
-    or 1, 1, n]; None for nothing.
+    rows: packed, uint8 [batch, num_kv_heads, n, slot_bytes], with the own row behind them if it was given; valid until
+    the layer's attention is done. present: bool [batch, num_kv_heads, n], False for invalid rows (stale data or zeros);
+    None: all are valid. bias: added to these rows' scores, [batch, num_kv_heads, group or 1, 1, n]; None for nothing.
     """
 
     rows: Tensor
@@ -39,8 +38,7 @@ class Fetched(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """What a layer was asked for. rows: where it comes to lie, one more a head than there are rows. buffer: where
-    that is, if it was made before."""
+    """A layer's request. rows: its target, one more a head than there are rows. buffer: the shared or kept one."""
 
     request: int | Chosen
     rows: Tensor
@@ -51,7 +49,7 @@ class _Pending(NamedTuple):
 
 
 class Traffic:
-    """Payload bytes that cross a link, summed without asking the device for a number."""
+    """Payload bytes that cross a link, summed without a sync."""
 
     def __init__(self) -> None:
         self._num_bytes: int | Tensor = 0
@@ -69,7 +67,7 @@ class Traffic:
 
     @property
     def num_bytes(self) -> int | Tensor:
-        """So far; 0-d on the device where a number came from there."""
+        """So far; 0-d on the device if a count was there."""
         self._sum()
         return self._num_bytes
 
@@ -82,9 +80,8 @@ class Traffic:
 class Fetcher:
     """Requests and write-backs of the layers on one device. link: None but under host placement.
 
-    loaded, written: payload that crosses the link for the rows taken and written back so far, counted where a step uses
-    it, so that it is exact for any run of steps, whatever is still under way. ahead: the leading layers whose rows come
-    during the whole step before.
+    loaded, written: payload of the rows taken and written back so far, counted when a step uses it, so that it is exact
+    for any run of steps. ahead: the leading layers, whose rows come during the whole step before.
     """
 
     def __init__(self, link: Link | None, reuse: bool) -> None:
@@ -131,18 +128,18 @@ class Fetcher:
             self._ahead_buffers = {layer: stores[layer].new_buffer(stores[layer].capacity) for layer in self.ahead}
 
     def is_pending(self, layer: int) -> bool:
-        """Whether the layer's rows have been asked for."""
+        """True if the layer's rows have been requested."""
         return layer in self._pending
 
     def request_all(self, layer: int, count: int) -> None:
-        """Ask for the first `count` slots of every head."""
+        """Request the first `count` slots of every head."""
         if layer in self._ahead_buffers:
             self._request_part(layer, count, slice(0, count))
         else:
             self._request(layer, count, self._free_buffer())
 
     def request_ahead(self, count: int, part: int, parts: int) -> None:
-        """Ask for one of `parts` equal parts of the first `count` slots of the layers whose rows come ahead."""
+        """Request one of `parts` equal parts of the first `count` slots of the layers `ahead`."""
         begin, end = (len(self.ahead) * count * edge // parts for edge in (part, part + 1))
         for place, layer in enumerate(self.ahead):
             columns = slice(*(min(max(edge - place * count, 0), count) for edge in (begin, end)))
@@ -150,13 +147,13 @@ class Fetcher:
                 self._request_part(layer, count, columns)
 
     def request_held(self, layer: int, held: Tensor) -> None:
-        """Ask for the slots where `held`, bool [batch, num_kv_heads, slots], each into the row of its slot."""
+        """Request the slots where `held`, bool [batch, num_kv_heads, slots], each into the row of its slot."""
         slots = torch.arange(held.shape[-1], device=held.device)
         request = Chosen(torch.where(held, slots, -1), num_true(held))
         self._request(layer, request, self._free_buffer(), present=held)
 
     def request_selected(self, layer: int, mask: Tensor, cap: int, bias: Tensor | None = None) -> Tensor:
-        """Ask for the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head.
+        """Request the slots of `mask`, bool [batch, 1 or num_kv_heads, slots], at most `cap` in a head.
 
         bias: added to the scores of these slots, fp32 [batch, 1 or num_kv_heads, group or 1, slots]. Returns the slot
         of each row that `take` will give, int [batch, num_kv_heads, n], -1 for none.
@@ -176,15 +173,15 @@ class Fetcher:
         return slots
 
     def wait(self, layer: int) -> None:
-        """Let the computation wait until the layer's rows are there."""
+        """Let the computation wait for the layer's rows."""
         for ticket in self._pending[layer].tickets:
             ticket.wait()
 
     def take(self, layer: int, own: Tensor | None = None) -> Fetched:
-        """The layer's rows, waiting for them if need be.
+        """The layer's rows, after waiting for them.
 
-        own: the step's own row, packed, [batch, num_kv_heads, 1, slot_bytes], to come behind them; where rows are read
-        in place, it has been written to the slot there.
+        own: the step's own row, packed [batch, num_kv_heads, 1, slot_bytes], to come behind them. Where rows are read
+        in place, it has been written to its slot already.
         """
         self.wait(layer)
         store, (request, rows, present, bias, _, self._latest) = self._stores[layer], self._pending.pop(layer)
@@ -198,7 +195,7 @@ class Fetcher:
         return Fetched(rows, present, bias)
 
     def write_back(self, layer: int, rows: Tensor, at: int | Tensor) -> None:
-        """Write packed rows to a layer's store; a kept copy of a slot that is used again is no longer valid."""
+        """Write packed rows to a layer's store, and forget the kept copies of the slots written to."""
         store = self._stores[layer]
         if layer in self._kept_slots and not isinstance(at, int):
             self._kept_slots[layer].masked_fill_(self._kept_slots[layer] == at, -1)
@@ -216,12 +213,12 @@ class Fetcher:
         return sum(buffer.nbytes for buffer in buffers)
 
     def drain(self) -> None:
-        """Wait until nothing is under way. Raises the error of a transfer that failed."""
+        """Wait for all transfers. Raises the error of one that failed."""
         if self.link is not None:
             self.link.drain()
 
     def close(self) -> None:
-        """Drain, and give the buffers back: nothing can be taken any more. Raises as `drain`."""
+        """Drain, and give the buffers back. Raises as `drain`."""
         try:
             self.drain()
         finally:
@@ -230,16 +227,16 @@ class Fetcher:
                 held.clear()
 
     def _free_buffer(self) -> Tensor | None:
-        """The shared buffer that no request has; where none has either, the one that the layer computing does not read.
+        """The shared buffer without a request; if both are free, the one that the computing layer does not read.
 
-        Requests need not come in the order of the layers: a rehearsal of the next layer comes before a layer's own.
+        Requests need not come in the order of the layers: a rehearsal for the next layer comes before a layer's own.
         """
         held = [pending.buffer for pending in self._pending.values()]
         free = [buffer for buffer in self._shared if not any(buffer is each for each in held)]
         return next((buffer for buffer in free if buffer is not self._latest), free[0] if free else None)
 
     def _request_part(self, layer: int, count: int, columns: slice) -> None:
-        """Ask for some columns of the first `count` slots of a layer whose rows come ahead."""
+        """Request some columns of the first `count` slots of a layer in `ahead`."""
         if not self.is_pending(layer):
             rows = self._stores[layer].rows_in(self._ahead_buffers[layer], count)
             self._pending[layer] = _Pending(count, rows, None, None, [])
@@ -286,8 +283,8 @@ def _at(bias: Tensor | None, slots: Tensor) -> Tensor | None:
     return bias.expand(-1, slots.shape[1], -1, -1).gather(-1, index).unsqueeze(3)
 
 
-# From masks of slots to lists of them, without asking the device how many there are. Shapes: masks bool [batch, heads,
-# slots]; lists int64 [batch, heads, n], filled up with -1. Under CUDA one kernel does each, a program a head.
+# Lists of slots from masks, without a sync. Shapes: masks bool [batch, heads, slots]; lists int64 [batch, heads, n],
+# filled up with -1. Under CUDA each is one kernel, a program a head.
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:
@@ -306,7 +303,7 @@ def indices(mask: Tensor, cap: int) -> Tensor:
 
 
 def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Chosen, Tensor]:
-    """What is to be fetched so that a kept buffer holds exactly the selected slots; those that are there stay.
+    """The rows to fetch so that a kept buffer holds exactly the selected slots; slots that are there stay.
 
     mask: bool [batch, heads, slots]; kept: int64 [batch, heads, n], the slot in each row of the buffer, -1 for none.
     Returns the slots to fetch with the rows they go to, those of a head first, and the new `kept`.

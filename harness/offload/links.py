@@ -1,13 +1,13 @@
-"""The link between host and device memory: asynchronous transfers, one after another, recorded for who measures.
+"""The link between host and device memory: asynchronous transfers, one after another.
 
     with open_link(device) as link:
         ticket = link.prefetch(store, request, rows)   # returns at once; layer l computes meanwhile
         ticket.wait()                                  # layer l + 1 may read the rows now
         link.write_back(store, store.format.pack(k, v), at=column)
 
-`CudaLink` is the real one: copies and gathers between pinned memory and the device on their own stream; streams wait
-for each other by events, the host for neither. `EmulatedLink` stands in for it on a CPU: a worker thread copies within
-RAM at the pace of a much slower link. What crosses are packed rows, and weights.
+`CudaLink` copies and gathers between pinned memory and the device on its own stream; streams wait for each other by
+events, the host for neither. `EmulatedLink` stands in for it on a CPU: a worker thread copies within RAM at the pace of
+a much slower link. Packed rows and weights cross.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Move = Callable[[], int | Tensor]
 
 
 class Transfer(NamedTuple):
-    """When the link was occupied, in seconds from an arbitrary origin common to the link, and by how much."""
+    """When the link was occupied, in seconds from an arbitrary origin common to the link, and by how many bytes."""
 
     direction: Direction
     start_s: float
@@ -59,7 +59,7 @@ class Ticket:
             self._started = self._start()
 
     def wait(self) -> None:
-        """What runs next on the current stream may use what was moved. Raises the error of a failed transfer."""
+        """Let what runs next on the current stream use the moved data. Raises the error of a failed transfer."""
         if not self._is_done:
             self.submit()
             self._link.finish(self._started)
@@ -69,26 +69,26 @@ class Ticket:
 class Link(AbstractContextManager["Link"], ABC):
     """Moves rows between stores under host placement and the device, and weights to it, in the order of the calls.
 
-    overlap: transfers run beside the computation; False: a transfer runs when it is waited for, and a write-back at
-    once: with pageable stores the baseline as InfiniGen's artifact ran it. tuning: what the stores on its host side are
-    to be made with.
+    overlap: transfers run beside the computation. False: a transfer runs when it is waited for, a write-back at once;
+    with pageable stores this is the baseline as InfiniGen's artifact ran it. tuning: for the stores on its host side.
     """
 
     def __init__(self, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
         self.overlap, self.tuning = overlap, tuning
+        self._recorded: list[Any] | None = None
 
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
         """Start loading the requested slots into `rows`, a part of a buffer on the device.
 
-        The buffer may still be read by work already queued on the current stream. A row of negative index keeps what it
-        holds. Raises the error of an earlier transfer that failed.
+        Work already queued on the current stream may still read the buffer. A row of negative index keeps its content.
+        Raises the error of an earlier transfer that failed.
         """
         return self._submit("h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)])
 
     def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
         """Start writing packed `rows`, not to be changed any more, into slots `at` of the store.
 
-        Reads submitted later see them, so the ticket needs no waiting. Raises as `prefetch`.
+        Later reads see them, so the ticket needs no waiting. Raises as `prefetch`.
         """
         ticket = self._submit("d2h", partial(store.write, rows, at), [rows, *_tensors_of(at)])
         if not self.overlap:
@@ -96,8 +96,7 @@ class Link(AbstractContextManager["Link"], ABC):
         return ticket
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
-        """Start copying `source`, contiguous and in host memory, to `target` on the device, alike. The target may still
-        be read by work already queued on the current stream. Raises as `prefetch`."""
+        """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises as `prefetch`."""
         return self._submit("h2d", lambda: target.copy_(source, non_blocking=True).nbytes, [target])
 
     def _submit(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Ticket:
@@ -105,6 +104,13 @@ class Link(AbstractContextManager["Link"], ABC):
         if self.overlap:
             ticket.submit()
         return ticket
+
+    def take_transfers(self) -> list[Transfer]:
+        """The transfers finished since the last call, after draining the link. The first call returns none and starts
+        the recording: where nobody measures, nothing is kept."""
+        self.drain()
+        recorded, self._recorded = self._recorded or [], []
+        return [self._timed(each) for each in recorded]
 
     @abstractmethod
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Any:
@@ -119,24 +125,28 @@ class Link(AbstractContextManager["Link"], ABC):
         """Block the host until the link is idle. Raises the error of a transfer that failed."""
 
     @abstractmethod
-    def take_transfers(self) -> list[Transfer]:
-        """The transfers finished since the last call, after draining the link; forgets them.
-
-        The first call returns none and starts the recording: where nobody measures, nothing is kept.
-        """
-
-    @abstractmethod
     def close(self) -> None:
-        """End the link after what was submitted; it takes no more transfers. Idempotent, raises nothing."""
+        """End the link after its last transfer; it takes no more. Idempotent, raises nothing."""
+
+    def _timed(self, recorded: Any) -> Transfer:
+        return recorded
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _tensors_of(request: SlotRequest | Tensor) -> list[Tensor]:
-    """The tensors by which a transfer knows its slots."""
     parts = request if isinstance(request, Chosen) else (request,)
     return [part for part in parts if isinstance(part, Tensor)]
+
+
+Links = Link | Mapping[torch.device, Link]
+"""One link for all devices, or one for each."""
+
+
+def link_of(links: Links, device: torch.device) -> Link:
+    """The link of a device."""
+    return links[device] if isinstance(links, Mapping) else links
 
 
 def open_link(
@@ -155,27 +165,12 @@ def open_link(
     return EmulatedLink(bytes_per_s, overlap=overlap)
 
 
-Links = Link | Mapping[torch.device, Link]
-"""One link for all devices, or one for each."""
-
-
-def link_of(links: Links, device: torch.device) -> Link:
-    """The link of a device."""
-    return links[device] if isinstance(links, Mapping) else links
-
-
-# The CPU's link: a transfer starts once it is submitted and the link is free, and ends when bytes / bandwidth have
-# passed, the copy's own time included; so the link is occupied serially at the emulated rate. Who waits for a transfer
-# sleeps until that end. The worker goes on to the next copy, whose start is computed, so late wake-ups do not add up.
-
-
 class _Job:
     """One transfer of the emulated link; times are perf_counter seconds, set by the worker before `done`."""
 
     def __init__(self, direction: Direction, move: Move) -> None:
         self.direction, self.move = direction, move
-        self.submitted_s = time.perf_counter()
-        self.end_s = self.submitted_s
+        self.submitted_s = self.end_s = time.perf_counter()
         self.error: BaseException | None = None
         self.done = threading.Event()
 
@@ -183,8 +178,10 @@ class _Job:
 class EmulatedLink(Link):
     """A worker thread that copies within RAM and holds the link for bytes / bytes_per_s.
 
-    The worker copies on one thread, as a copy engine that takes no compute cores would. If it dies, every transfer
-    under way and every later call raises its error.
+    A transfer starts once it is submitted and the link is free, and ends bytes / bytes_per_s later, the copy's own time
+    included. Who waits for it sleeps until then; the worker goes on to the next copy, whose start is computed, so late
+    wake-ups do not add up. It copies on one thread, as a copy engine that takes no compute cores would. If it dies,
+    every transfer under way and every later call raises its error.
     """
 
     def __init__(self, bytes_per_s: float, *, overlap: bool = True) -> None:
@@ -193,14 +190,12 @@ class EmulatedLink(Link):
         super().__init__(overlap=overlap)
         self.bytes_per_s = bytes_per_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._transfers: list[Transfer] | None = None
         self._last: _Job | None = None
         self._error: BaseException | None = None
         self._worker = threading.Thread(target=self._work, name="kv-link", daemon=True)
         self._worker.start()
 
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> _Job:
-        """Queue a copy; raises the worker's error if it died."""
         if self._error is not None:
             raise self._error
         if not self._worker.is_alive():
@@ -210,7 +205,6 @@ class EmulatedLink(Link):
         return self._last
 
     def finish(self, started: _Job) -> None:
-        """Block until the job has ended on the emulated link; raises its error."""
         while not started.done.wait(timeout=1.0):
             if not self._worker.is_alive() and not started.done.is_set():
                 raise self._error or RuntimeError("the link was closed under a transfer")
@@ -221,11 +215,6 @@ class EmulatedLink(Link):
     def drain(self) -> None:
         if (job := self._last) is not None:
             self.finish(job)
-
-    def take_transfers(self) -> list[Transfer]:
-        self.drain()
-        taken, self._transfers = self._transfers, []
-        return taken or []
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -244,8 +233,8 @@ class EmulatedLink(Link):
                 return
             start_s = max(job.submitted_s, free_s)
             job.end_s = free_s = max(start_s + num_bytes / self.bytes_per_s, time.perf_counter())
-            if self._transfers is not None:
-                self._transfers.append(Transfer(job.direction, start_s, free_s, num_bytes))
+            if self._recorded is not None:
+                self._recorded.append(Transfer(job.direction, start_s, free_s, num_bytes))
             job.done.set()
 
 
@@ -256,15 +245,6 @@ def _sleep_until(end_s: float) -> None:
         time.sleep(remaining - SLEEP_SLACK_S)
     while time.perf_counter() < end_s:
         time.sleep(0)
-
-
-class _Record(NamedTuple):
-    """A transfer under CUDA whose times and size are still on the device."""
-
-    direction: Direction
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    num_bytes: int | Tensor
 
 
 class CudaLink(Link):
@@ -278,50 +258,40 @@ class CudaLink(Link):
         super().__init__(overlap=overlap, tuning=tuning)
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1)  # its few programs go before the computation's next blocks
-        self._records: list[_Record] | None = None
         self._origin = _event(self.stream, timed=True)
 
     def start(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> torch.cuda.Event:
-        """Queue `move`; returns the event of its end."""
         compute = torch.cuda.current_stream(self.device)
         stream = self.stream if self.overlap else compute
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            start = None if self._records is None else _event(stream, timed=True)
+            start = None if self._recorded is None else _event(stream, timed=True)
             num_bytes = move()
             end = _event(stream, timed=start is not None)
         for tensor in used:
             tensor.record_stream(stream)
-        if self._records is not None and start is not None:
-            self._records.append(_Record(direction, start, end, num_bytes))
+        if self._recorded is not None and start is not None:
+            self._recorded.append((direction, start, end, num_bytes))  # times and size are still on the device
         return end
 
     def finish(self, started: torch.cuda.Event) -> None:
-        """The current stream waits for the event; the host does not."""
         torch.cuda.current_stream(self.device).wait_event(started)
 
     def drain(self) -> None:
         self.stream.synchronize()
 
-    def take_transfers(self) -> list[Transfer]:
-        self.drain()
-        taken, self._records = self._records or [], []
-        for record in taken:
-            record.end.synchronize()  # without overlap it ran on another stream
-        return [
-            Transfer(each.direction, self._seconds(each.start), self._seconds(each.end), int(each.num_bytes))
-            for each in taken
-        ]
-
     def close(self) -> None:
         self.drain()  # kernels may still be reading pinned memory that is about to be freed
 
-    def _seconds(self, event: torch.cuda.Event) -> float:
-        return self._origin.elapsed_time(event) / 1e3
+    def _timed(self, recorded: Any) -> Transfer:
+        direction, start, end, num_bytes = recorded
+        end.synchronize()  # without overlap it ran on another stream
+        start_s, end_s = (self._origin.elapsed_time(each) / 1e3 for each in (start, end))
+        return Transfer(direction, start_s, end_s, int(num_bytes))
 
 
 def _event(stream: torch.cuda.Stream, *, timed: bool) -> torch.cuda.Event:
-    """An event recorded on `stream` now; one that keeps the time costs more."""
+    """An event recorded on `stream` now; keeping the time costs more."""
     event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event

@@ -1,12 +1,11 @@
-"""The decode step, on one page: one token of every sequence through all layers, each of which selects, fetches, attends
-and writes its own row back.
+"""The decode step, on one page: one token of every sequence passes all layers. Each layer does four things:
 
-    select      what the method reads of the layer: by its own query here, or earlier (`methods.base.When`)
-    fetch       the named rows cross the link while an earlier layer computes; the layer waits for what is missing
-    attend      over the fetched rows and the step's own, which never waits: it is on the device
-    write back  the own row goes to its slot in the store, while later layers compute
+    select      the method names the rows to read, by the layer's own query here or earlier (`methods.base.When`)
+    fetch       these rows cross the link while an earlier layer computes; the layer waits for missing ones
+    attend      to the fetched rows and the step's own row, which is on the device
+    write back  the own row to its slot in the store, while later layers compute
 
-A layer selects through `State.select`, the function that replay calls as well, with one row.
+A layer selects through `State.select` with one row; replay calls the same function.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from methods.codec import Codec
 
 
 class DecodeStep(Handler):
-    """One step. is_last: no further one follows, so nothing is asked for it.
+    """One step. is_last: no further step follows, so nothing is requested for it.
 
-    reads, index_reads: [batch] of each layer under the method: tokens read, and read on the device, of an index or of
-    rows that stay there.
+    reads, index_reads: of each layer under the method [batch]: tokens read, and tokens read of an index or of rows that
+    stay on the device.
     """
 
     def __init__(self, caches: Sequence[LayerCache | LocalCache], timeline: Timeline, *, is_last: bool) -> None:
@@ -47,7 +46,7 @@ class DecodeStep(Handler):
         self.rest: dict[int, Rest] = {}
 
     def begin(self) -> None:
-        """Before the first layer: ask for what no earlier step asked for, which is so in the first one."""
+        """Request the first layers' rows, unless the step before has: in the first step it has not."""
         for cache in self.caches:
             if not isinstance(cache, LayerCache) or cache.fetcher.is_pending(cache.index):
                 continue
@@ -55,7 +54,7 @@ class DecodeStep(Handler):
                 self._request_early(cache, None)
 
     def layer_begins(self, layer: int) -> None:
-        """The rehearsal comes first, the later layer's query projection included."""
+        """Begin a segment; a rehearsal comes first in a layer."""
         cache = self.caches[layer]
         following = cache.following if isinstance(cache, LayerCache) else None
         rehearses = following is not None and following.rehearses
@@ -83,7 +82,7 @@ class DecodeStep(Handler):
         self.timeline.switch("attention")
 
         # Attend, and write the own row back.
-        if cache.joins_own:
+        if cache.is_fused:
             output = self._attend_fused(cache, query, own)
         elif cache.attends_to_codes:
             output = self._attend_to_codes(cache, query, own)
@@ -109,7 +108,7 @@ class DecodeStep(Handler):
         self.timeline.switch("attention")
 
     def _select(self, cache: LayerCache, query: Tensor) -> None:
-        """Let the method name rows by a query, and ask for them."""
+        """Let the method select by a query, and request the selection."""
         selection = cache.select(query, _no_scores)
         self._note(cache, selection)
         cache.request_selected(selection)
@@ -128,7 +127,7 @@ class DecodeStep(Handler):
     # Fetch
 
     def _request_next(self, cache: LayerCache, query: Tensor) -> None:
-        """Ask for the next layer's rows where they are known, and for the next step's first ones."""
+        """Request the next layer's rows if they are known, and the first layers' rows of the next step."""
         following = cache.following
         if following is not None and following.index not in following.fetcher.ahead and not _selects_for_next(cache):
             self._request_early(following, query)
@@ -143,7 +142,7 @@ class DecodeStep(Handler):
                 first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
-        """Ask for a layer's rows where they are known before its own query is."""
+        """Request a layer's rows if they are known before its own query."""
         device = cache.batch.real.device
         with launching_on(device):
             if not cache.names_rows:
@@ -158,7 +157,7 @@ class DecodeStep(Handler):
     # Attend, and write back
 
     def _attend_fused(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
-        """One fused call over rows that lie in one piece, the own one last."""
+        """One fused call over rows in one piece, the own row last."""
         packed = cache.store.format.pack(*own)
         cache.write_own(packed)
         fetched = cache.take(packed)
@@ -179,8 +178,8 @@ class DecodeStep(Handler):
         return output
 
     def _attend_by_scores(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
-        """With scores: for methods that look at them, rows that lie in several places, formats that the kernels do not
-        know, and softmaxes that the fused call does not."""
+        """By scores: for methods that look at them, rows in several places, formats that the kernels do not know, and
+        softmaxes that the fused call does not know."""
         fetched = cache.take()
 
         def edit(scores: Tensor) -> None:
@@ -235,7 +234,7 @@ def attend_by_scores(
 
 
 def _selects_for_next(cache: LayerCache) -> bool:
-    """Whether the next layer's rows follow from this layer's selection, which is made among the fetched rows."""
+    """True if the next layer's rows follow from this layer's selection among its fetched rows."""
     following = cache.following
     waits = following is not None and following.names_rows and following.policy.when == "earlier_layer"
     return waits and cache.state is not None and not cache.names_rows

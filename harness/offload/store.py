@@ -45,11 +45,10 @@ class KeyValue(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A request for slots of each head's own, and how many they are, counted once for all who account for them.
+    """A request for each head's own slots.
 
-    slots: int64 [batch, num_kv_heads, n], negative ones moving nothing. num_rows: those that are not negative, under
-    CUDA 0-d on the device. targets: which of n buffer rows each slot goes to, int64 alike; distinct in a head, and of
-    no meaning beside a negative slot. None: in order.
+    slots: int64 [batch, num_kv_heads, n]; negative ones move nothing. num_rows: number of the others, under CUDA 0-d on
+    the device. targets: the buffer row of each slot, int64 alike, distinct in a head; None: in order.
     """
 
     slots: Tensor
@@ -82,10 +81,10 @@ def num_true(mask: Tensor) -> int | Tensor:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a token's key and value of one KV head lie in a slot.
+    """Layout of a slot: a token's key and value of one KV head.
 
     dtype: of the computation. value_dim: elements of a value; None: as many as of a key. values_in_keys: a value is the
-    first `value_dim` elements of its key, and is not stored.
+    first `value_dim` elements of its key and is not stored.
     """
 
     codec: AnyCodec
@@ -96,12 +95,12 @@ class RowFormat:
 
     @property
     def key_bytes(self) -> int:
-        """Of the key, which comes first."""
+        """Bytes of the key, which comes first."""
         return self.codec.keys.row_bytes(self.head_dim)
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot, a multiple of 4."""
+        """Bytes of a slot, a multiple of 4."""
         return -(-(self.key_bytes + self._value_bytes) // 4) * 4
 
     @property
@@ -113,8 +112,8 @@ class RowFormat:
         return 0 if self.values_in_keys else self.codec.values.row_bytes(self._value_size)
 
     def has_kernels(self, device: torch.device) -> TypeGuard[Codec]:
-        """Whether kernels take rows of this format as they lie: keys and values coded alike, in groups along head_dim,
-        without a rotation."""
+        """True if kernels take rows of this format: keys and values coded alike, in groups along head_dim, without a
+        rotation."""
         codec = self.codec
         is_plain = type(codec) is Codec and not codec.is_float and codec.rotation is None
         has_one_size = not self.values_in_keys and self._value_size == self.head_dim
@@ -215,7 +214,7 @@ class KVStore:
 
     @property
     def reachable(self) -> bool:
-        """Whether a kernel on the device can address the slots."""
+        """True if a kernel on the device can address the slots."""
         return self.placement != "host" or self.pinned
 
     def num_rows(self, request: int | Chosen) -> int | Tensor:
@@ -277,8 +276,8 @@ class KVStore:
         return moved * self.slot_bytes
 
     def _write_columns(self, rows: Tensor, at: int) -> None:
-        """Rows of every head from column `at` on. Few rows a head, as a step's own, are short lines: a kernel writes
-        them where it can, else the host, from one copy of them all."""
+        """Write rows of every head from column `at` on. Short lines, such as a step's own row, are written by a kernel
+        if it can reach the slots, else by the host from one copy of all."""
         column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
         if rows.device == column.device or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)

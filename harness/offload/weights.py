@@ -1,10 +1,8 @@
 """Weights partly in host memory: a share of every decoder layer's crosses the link in each pass, a layer ahead.
 
-Streamed are whole matrices. Biases and norms stay on the device, and so does the matrix that makes queries, which a
-rehearsal reads while the layer before computes; embedding and output head are no decoder layer's. A layer's matrices
-lie side by side in host memory and cross in one piece, into one of its device's two buffers, which take turns: the
-layer that computes has one, the device's next layer's come into the other, as its first layer's do while its last one
-computes.
+Whole matrices are streamed. Biases, norms and the matrix that makes queries stay on the device, since a rehearsal reads
+the latter while the layer before computes. A layer's matrices lie side by side in host memory and cross in one piece
+into one of two buffers of their device, which take turns: one for the layer that computes, one for the next.
 
     with streamed_weights(attached, link, 0.7) as weights:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
@@ -54,8 +52,8 @@ def streamed_weights(
 
 
 class _Layer(NamedTuple):
-    """What of a decoder layer is streamed. host: its bytes, flat uint8; buffers: those that they come into; views: each
-    parameter's in either."""
+    """The streamed part of a decoder layer. host: its bytes, flat uint8; buffers: both targets; views: each parameter's
+    in either buffer."""
 
     parameters: Sequence[nn.Parameter]
     host: Tensor
@@ -64,15 +62,14 @@ class _Layer(NamedTuple):
 
 
 _Ahead = tuple[int, int, Ticket]
-"""Weights under way: of which layer, into which of the buffers, and their transfer."""
+"""Weights under way: layer, number of the buffer, transfer."""
 
 
 class StreamedWeights:
     """The streamed weights of a model.
 
-    on_device: the share of the decoder layers' bytes that stays there: what was asked for, or more by less than one
-    matrix. num_bytes: that crossed for the layers computed so far, exact whatever is under way. host_bytes: of all
-    streamed weights. device_bytes: of the buffers.
+    on_device: share of the decoder layers' bytes that stays, above the asked share by less than one matrix. num_bytes:
+    crossed for the layers computed so far. host_bytes: of all streamed weights. device_bytes: of the buffers.
     """
 
     def __init__(self, attached: Attached, link: Links, on_device: float, timeline: Timeline, pinned: bool) -> None:
@@ -95,7 +92,7 @@ class StreamedWeights:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def open(self) -> None:
-        """Move the weights to host memory, and ask for the first layer's."""
+        """Move the weights to host memory, and request the first layer's."""
         if self.attached.device.type == "cuda" and self.host_bytes > (available := available_memory()):
             raise UserError(
                 f"platform.weights_on_device={self.on_device:.2f}: the rest needs {self.host_bytes / 2**30:.1f} GiB of "
@@ -127,8 +124,8 @@ class StreamedWeights:
                 self._slab.close()
 
     def _choose(self, on_device: float) -> list[list[nn.Parameter]]:
-        """The matrices of each layer that are streamed, larger ones first. What whole matrices leave open is made up
-        for in the layers that follow."""
+        """The streamed matrices of each layer, larger ones first. Later layers make up for what whole matrices leave
+        open."""
         decoder = self.attached.decoder
         early = {id(weight) for layer in decoder.layers for weight in decoder.query_parameters(layer)}
         layers = [
@@ -155,7 +152,7 @@ class StreamedWeights:
         return chosen
 
     def _moved(self, parameters: Sequence[nn.Parameter], buffers: list[Tensor]) -> _Layer:
-        """Copy parameters to host memory; from here on they are views of a buffer."""
+        """Copy parameters to host memory; from now on they are views of a buffer."""
         size = [_num_bytes(parameters)]
         host = self._slab.take(size) if self._slab else torch.empty(size, dtype=torch.uint8)
         first, second = (_split(buffer, parameters) for buffer in buffers)
@@ -165,8 +162,8 @@ class StreamedWeights:
         return _Layer(parameters, host, buffers, (first, second))
 
     def _layer_begins(self, index: int, *_: object) -> None:
-        """Ask for the next layer's weights, then wait for this one's. The other buffer was the layer before's, whose
-        work is queued by now: the link starts after it."""
+        """Request the next layer's weights, then wait for this layer's. The other buffer was the previous layer's; the
+        link starts after its work, which is queued by now."""
         device = self._devices[index]
         ahead, turn, ticket = self._ahead[device]
         if ahead != index:  # the pass before ended early
