@@ -24,8 +24,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "svg": {"Date": None},
 }
 """Formats with the metadata that would differ between reruns."""
-LONG_NUMBER = re.compile(rb"scale\([^)]*\)|(\d\.\d\d)\d+")
-"""A coordinate of an SVG, of which hundredths of a point are enough; a scale keeps its digits."""
+PATH, LONG_FRACTION = re.compile(rb' d="[^"]*"'), re.compile(rb"(\.\d)\d+")
+"""The coordinates of an SVG's path, of which tenths of a point are enough."""
 Draw = Callable[[Tables, str], Figure | None]
 
 
@@ -73,7 +73,7 @@ def rendered(figure: Figure) -> dict[str, bytes]:
         figure.savefig(data, format=kind, dpi=DPI, metadata=metadata)
         files[kind] = data.getvalue()
     if "svg" in files:
-        files["svg"] = LONG_NUMBER.sub(lambda found: found[1] or found[0], files["svg"])
+        files["svg"] = PATH.sub(lambda path: LONG_FRACTION.sub(rb"\1", path[0]), files["svg"])
     return files
 
 

@@ -133,7 +133,7 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
         for row in (*full, *bound, *methods[:BEST], *paper)
     ]
     title = f"{known[0]['model']}: closest to the full cache at a size of {ASKED_SIZE.show(size)} %"
-    return Sheet(title, ["label", *(column.heading for column in shown)], lines)
+    return Sheet(title, ["method", *(column.heading for column in shown)], lines)
 
 
 def main_times(tables: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
@@ -146,5 +146,5 @@ def main_times(tables: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
             speedup = seconds[SYSTEMS[0]]["total_s"] / row["total_s"]
             run = f"{row['model']}, {shape}, {row['source']}"
             lines.append([row["label"], run, f"{row['total_s']:.1f}", f"{speedup:.1f}"])
-    header = ["label", "run", "prefill and decode (s)", "speedup over offload"]
+    header = ["system", "run", "prefill and decode (s)", "speedup over offload"]
     return Sheet("Time of a run", header, lines) if lines else None
