@@ -1,6 +1,7 @@
 """Tasks, groups and tags of lm-eval by their names: found, given their rows, run as lm-eval runs them, or refused."""
 
 import json
+import re
 import socket
 from dataclasses import replace
 from functools import cache
@@ -380,6 +381,21 @@ def test_answers_by_filter_under_a_marker(folder, root, loaded):
     for sample in outcome.samples["toy_sums"]:
         assert sample["filtered"]["whole"] == sample["text"]
         assert sample["context_tokens"] - sample["prefill_len"] == len("A:")
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "said"),
+    [
+        ("doc_to_text", "def ends(doc): sys.exit(3)", "exit(3)"),
+        ("process_results", "def ends(doc, results): sys.exit('done')", "exit('done')"),
+    ],
+)
+def test_a_task_whose_code_ends_the_process_is_one_line(name, function, said, folder, root, loaded):
+    (folder / f"{said[:3]}_{name}.py").write_text(f"import sys\n{function}\n")
+    task = yaml.safe_dump({key: value for key, value in CHOICE.items() if key != name} | {"task": "toy_ends"})
+    (folder / "ends.yaml").write_text(f"{task}{name}: !function {said[:3]}_{name}.ends\n")
+    with pytest.raises(UserError, match=f"^tasks?[= ]toy_ends: .*{re.escape(said)}"):
+        run_tasks(settings("toy_ends", folder=folder, root=root), loaded)
 
 
 def test_a_task_that_asks_for_texts_and_for_scores(folder, root, loaded):

@@ -40,7 +40,6 @@ from methods.streaming import Streaming
 from tests.composed import load
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 128
-EXPERIMENT = find("long_decode")
 
 
 @pytest.fixture
@@ -91,9 +90,6 @@ def stderr_of(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-# What is decoded
-
-
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest", "kivi", "shadowkv"])
 def test_the_text_is_that_of_live_decoding(name):
     with attach(tiny("gqa")) as attached:
@@ -116,9 +112,6 @@ def test_prompts_come_in_batches(loaded, text, monkeypatch):
     assert metrics_of(apart) == pytest.approx(metrics_of(together), abs=1e-5)
     tokens = [[prompt["tokens"] for prompt in outcome.samples["prompts"]] for outcome in (together, apart)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 3
-
-
-# What is measured
 
 
 def test_the_full_cache_is_at_no_distance_from_itself(loaded, text):
@@ -176,14 +169,6 @@ def test_sizes_are_those_of_the_decode_rows(loaded, text):
     assert target["size"] == pytest.approx(0.7, abs=0.01)
 
 
-def test_one_prompt_has_no_standard_error(loaded, text):
-    metrics = metrics_of(run_long_decode(settings(text, H2O(), num_windows=1, max_new_tokens=3), loaded))
-    absent = {name for name, value in metrics.items() if value is None}
-    errors = {name for name in metrics if name.endswith("_stderr")}
-    repeated = {"repetition", "repetition_full", "repetition_difference"}  # three tokens have no 4-gram
-    assert absent == errors | repeated and "kl_nats_stderr" in errors
-
-
 def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, monkeypatch):
     made = []
     session = long_decode.ReplaySession
@@ -202,9 +187,6 @@ def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, mo
     assert first["text_perplexity_full"] == second["text_perplexity_full"]
     run_long_decode(settings(text, H2O(), max_new_tokens=STEPS + 1), loaded, references)
     assert made.count(Full) == 2, "longer texts"
-
-
-# Texts
 
 
 @pytest.mark.parametrize(
@@ -236,11 +218,6 @@ def pair_of(tokens: list[int], others: list[int]) -> Pair:
     return Pair(Text(tokens, rows / 10), Text(others, rows / 20), rows, rows % 2)
 
 
-def test_texts_that_never_part_are_counted():
-    entries = summarize([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
-    assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
     [
@@ -261,33 +238,36 @@ def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_to
         assert chunk["metrics"]["text_perplexity"] == pytest.approx(math.exp(statistics.mean(scored) / 10))
 
 
-# Refusals
+def test_single_prompts_and_short_texts(loaded, text):
+    metrics = metrics_of(run_long_decode(settings(text, H2O(), num_windows=1, max_new_tokens=3), loaded))
+    absent = {name for name, value in metrics.items() if value is None}
+    errors = {name for name in metrics if name.endswith("_stderr")}
+    repeated = {"repetition", "repetition_full", "repetition_difference"}  # three tokens have no 4-gram
+    assert absent == errors | repeated and "kl_nats_stderr" in errors
+    entries = summarize([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
+    assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
+    pair = pair_of([1, 2], [1, 2])
+    with pytest.raises(UserError, match="^prompt 2: perplexity overflows"):
+        summarize([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
 
 
-@pytest.mark.parametrize(("setting", "value"), [("prefill_len", 0), ("max_new_tokens", 1)])
-def test_a_text_without_a_prompt_or_a_decoded_token_is_refused(setting, value):
-    with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
-        load(["experiment=long_decode", f"{setting}={value}"])
-    load(["experiment=long_decode", f"{setting}={value + 1}"])
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        (Full(), {"max_new_tokens": 109}, "^prefill_len=20 and max_new_tokens=109: .* at most 128, the limit"),
+        (Full(), {"num_windows": 16}, r"^num_windows=16 of prefill_len=20 .* need 320 tokens, .* 300"),
+        (Streaming(kept_frac=0.05), {}, r"method\.kept_frac=0\.05"),
+    ],
+)
+def test_refused(loaded, text, method, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_long_decode(settings(text, method, **changes), loaded)
 
 
-def test_a_text_longer_than_the_model_is_refused(loaded, text):
-    beyond = settings(text, max_new_tokens=MAX_LENGTH - PROMPT + 1, num_windows=1)
-    with pytest.raises(UserError, match=r"^prefill_len=20 and max_new_tokens=109: .* at most 128, the limit of tiny$"):
-        run_long_decode(beyond, loaded)
-    run_long_decode(replace(beyond, max_new_tokens=MAX_LENGTH - PROMPT), loaded)
-
-
-def test_a_corpus_shorter_than_the_prompts_is_refused(loaded, text):
-    with pytest.raises(UserError, match=r"^num_windows=16 of prefill_len=20 .* need 320 tokens, .* 300"):
-        run_long_decode(settings(text, num_windows=16), loaded)
-
-
-def test_a_method_that_the_length_does_not_fit_is_refused(loaded, text):
-    with pytest.raises(ValueError, match=r"method\.kept_frac=0\.05"):
-        run_long_decode(settings(text, Streaming(kept_frac=0.05)), loaded)
-
-
-def test_the_length_is_what_to_lower():
-    config = load(["experiment=long_decode"])
-    assert EXPERIMENT.lower(config) == {"max_new_tokens": 256, "prefill_len": 256}
+def test_bounds(loaded, text):
+    run_long_decode(settings(text, max_new_tokens=MAX_LENGTH - PROMPT, num_windows=1), loaded)
+    for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
+        with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
+            load(["experiment=long_decode", f"{setting}={value}"])
+        load(["experiment=long_decode", f"{setting}={value + 1}"])
+    assert find("long_decode").lower(load(["experiment=long_decode"])) == {"max_new_tokens": 256, "prefill_len": 256}

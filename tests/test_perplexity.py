@@ -12,10 +12,12 @@ import pytest
 import reference as plain
 import torch
 
-from harness.accuracy.perplexity import CHUNK, run_perplexity, score_rows
+from harness.accuracy.evaluation import _lm_eval
+from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity, score_rows
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
 from harness.resources import Kept
 from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
 from harness.settings.experiment import find
@@ -116,7 +118,8 @@ def metrics_of(outcome) -> dict:
 @pytest.mark.parametrize("prefill_len", [0, 1, 20, 57])
 @pytest.mark.parametrize("method", [Streaming(kept_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
 def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
-    config = settings(text, method, prefill_len=prefill_len)
+    corpus = CorpusConfig("offline", path=text, offset_tokens=700)
+    config = settings(text, method, prefill_len=prefill_len, corpus=corpus)
     metrics = metrics_of(run_perplexity(config, loaded))
     nll, nll_full, kl, agrees = [], [], [], []
     for window in windows(text, config):
@@ -142,16 +145,6 @@ def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
     assert metrics["num_samples"] == 3
     assert set(metrics) == METRICS | {f"{name}_stderr" for name in METRICS} | {"num_samples"}
     assert metrics["kl_nats"] > 0 and metrics["top1_agreement"] < 1, "the method changed nothing"
-
-
-def test_sizes_are_those_of_the_decode_rows(loaded, text):
-    """Fifty-nine rows are run, T is sixty: floor(0.2 * 60) = 12 tokens a row in two of four layers."""
-    metrics = metrics_of(run_perplexity(settings(text, Streaming(kept_frac=0.2, num_sinks=2)), loaded))
-    shares = [(2 + 2 * 12 / cached) / 4 for cached in range(20, 59)]
-    assert metrics["size"] == pytest.approx(statistics.mean(shares))
-    assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
-    density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
-    assert metrics["size_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
 
 
 @pytest.mark.parametrize("prefill_len", [0, 20])
@@ -203,15 +196,6 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
             )
 
 
-def test_windows_follow_one_another_from_the_offset(loaded, text):
-    config = settings(text, corpus=CorpusConfig("offline", path=text, offset_tokens=700))
-    nll = [nll_of(log_probs_of_model(loaded.model, window), window, 20) for window in windows(text, config)]
-    outcome = run_perplexity(config, loaded)
-    assert [window["nll"] for window in outcome.samples["windows"]] == pytest.approx(
-        [statistics.mean(rows) for rows in nll], rel=1e-5
-    )
-
-
 def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeypatch):
     from harness.accuracy import perplexity
 
@@ -243,30 +227,6 @@ def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp
     assert again == outcome and file.stat().st_mtime_ns == stamp
 
 
-def test_a_target_heeds_the_codecs_bits(loaded, text):
-    method = H2O(num_exempt_layers=1)
-    metrics = metrics_of(run_perplexity(settings(text, method, codec="int4", size=0.30), loaded))
-    assert metrics["size"] == pytest.approx(0.30, abs=0.01)
-
-
-def test_values_may_have_a_codec_of_their_own(loaded, text):
-    both, values = (
-        metrics_of(run_perplexity(settings(text, Full(), **codecs), loaded))
-        for codecs in ({"codec": "int2"}, {"codec": "fp32", "value_codec": "int2"})
-    )
-    width = (16 + 2 + 32 / 16) / 2 / 16
-    assert values["size"] == pytest.approx((2 + 2 * width) / 4)
-    assert 0 < values["kl_nats"] < both["kl_nats"]
-
-
-def test_a_codec_under_a_method_counts_its_bits(loaded, text):
-    method = Streaming(kept_frac=0.2)
-    metrics = metrics_of(run_perplexity(settings(text, method, codec="int4"), loaded))
-    width = (4 + 32 / 16) / 16
-    shares = [(2 + 2 * width * 12 / cached) / 4 for cached in range(20, 59)]
-    assert metrics["size"] == pytest.approx(statistics.mean(shares))
-
-
 def test_scores_do_not_depend_on_the_head_chunk(loaded, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     hidden, reference = torch.randn(2, 21, 64, generator=generator)
@@ -279,34 +239,67 @@ def test_scores_do_not_depend_on_the_head_chunk(loaded, monkeypatch):
         assert ours.dtype == torch.float64 and torch.allclose(ours, wanted, atol=1e-6)
 
 
-# Refusals
+SINKS = Streaming(kept_frac=0.2, num_sinks=2)
+READ = [12 / cached for cached in range(20, 59)]
+"""Share of a window of 60 that SINKS reads: 59 rows are run, T is 60, floor(0.2 * 60) = 12 tokens in 2 of 4 layers."""
+BITS = {"int2": 2 + 32 / 16, "int4": 4 + 32 / 16}
 
 
-def test_a_window_longer_than_the_model_is_refused(loaded, text):
-    with pytest.raises(UserError, match=r"seq_len=513: tiny takes at most 512"):
-        run_perplexity(settings(text, seq_len=513, num_windows=1), loaded)
+@pytest.mark.parametrize(
+    ("method", "codecs", "expected"),
+    [
+        (SINKS, {}, statistics.mean((2 + 2 * read) / 4 for read in READ)),
+        (SINKS, {"codec": "int4"}, statistics.mean((2 + 2 * read * BITS["int4"] / 16) / 4 for read in READ)),
+        (Full(), {"codec": "fp32", "value_codec": "int2"}, (2 + 2 * (16 + BITS["int2"]) / 2 / 16) / 4),
+        (H2O(num_exempt_layers=1), {"codec": "int4", "size": 0.30}, 0.30),
+    ],
+)
+def test_sizes_are_those_of_the_decode_rows_and_their_bits(loaded, text, method, codecs, expected):
+    metrics = metrics_of(run_perplexity(settings(text, method, **codecs), loaded))
+    assert metrics["size"] == pytest.approx(expected, abs=0.01 if "size" in codecs else 1e-6)
+    assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
+    if not codecs:
+        density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
+        assert metrics["size_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        (Full(), {"seq_len": 513, "num_windows": 1}, r"seq_len=513: tiny takes at most 512"),
+        (Full(), {"seq_len": 501}, r"seq_len=501.*1503 tokens.*1500"),
+        (Streaming(kept_frac=0.05), {}, r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4"),
+        (H2O(num_exempt_layers=4), {}, r"num_exempt_layers=4"),
+        (H2O(), {"size": 0.1}, r"size=0\.1.*2 of 4 layers"),
+    ],
+)
+def test_refused(loaded, text, method, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_perplexity(settings(text, method, **changes), loaded)
+
+
+def test_the_longest_windows_fit(loaded, text):
     run_perplexity(settings(text, seq_len=512, num_windows=1), loaded)
-
-
-def test_a_text_shorter_than_the_windows_is_refused_with_its_length(loaded, text):
-    with pytest.raises(UserError, match=r"seq_len=501.*1503 tokens.*1500"):
-        run_perplexity(settings(text, seq_len=501), loaded)
     run_perplexity(settings(text, seq_len=500), loaded)
+    for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
+        with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
+            find("perplexity").check(settings(text, H2O(), seq_len=seq_len, prefill_len=prefill_len))
 
 
-@pytest.mark.parametrize("seq_len, prefill_len", [(60, 59), (2, 0), (2, 1)])
-def test_windows_that_leave_no_decode_row_are_refused(loaded, text, seq_len, prefill_len):
-    with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
-        find("perplexity").check(settings(text, H2O(), seq_len=seq_len, prefill_len=prefill_len))
-
-
-def test_a_method_that_the_window_does_not_fit_is_refused(loaded, text):
-    with pytest.raises(ValueError, match=r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4"):
-        run_perplexity(settings(text, Streaming(kept_frac=0.05)), loaded)
-    with pytest.raises(ValueError, match=r"num_exempt_layers=4"):
-        run_perplexity(settings(text, H2O(num_exempt_layers=4)), loaded)
-
-
-def test_a_target_size_out_of_reach_is_refused(loaded, text):
-    with pytest.raises(UserError, match=r"size=0\.1.*2 of 4 layers"):
-        run_perplexity(settings(text, H2O(), size=0.1), loaded)
+def test_a_perplexity_that_overflows_names_its_window(text):
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.lm_head.weight.data.mul_(1e4)
+    loaded = LoadedModel(model, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    with pytest.raises(
+        UserError, match=r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
+    ):
+        run_perplexity(settings(text), loaded)
+    assert as_perplexity(300.0, "") == math.exp(300)
+    for nll in (300.5, math.nan, math.inf):
+        with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
+            as_perplexity(nll, "window 2, rows 0 to 255")
+    with (
+        pytest.raises(UserError, match="^task wikitext: a metric overflows .math range error."),
+        _lm_eval("task wikitext"),
+    ):
+        math.exp(1e3)  # as lm-eval does with the mean of a text
