@@ -10,10 +10,11 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, calibration_of, largest_difference, replay, tiny, token_batch
 
+from harness import contract
 from harness.model.attach import attach
 from harness.offload.links import open_link
 from harness.offload.live import LiveSession
-from harness.replay import ReplaySession
+from harness.setup import Setup
 from harness.speed.cell import _forget_peak
 
 PROMPT_LENGTHS = PROMPTS["padded"]
@@ -60,23 +61,13 @@ def decode(attached, case: Case, *, may_wait: bool = False, **options) -> tuple[
 @pytest.mark.parametrize("name", CASES)
 def test_live_is_replay_on_a_gpu(attached, link, name):
     case = CASES[name]
-    ids, real = (tensor.to(attached.device) for tensor in token_batch(PROMPT_LENGTHS))
-    replayed = ReplaySession(
-        attached,
-        case.method,
-        final_lengths=real.sum(-1),
-        num_columns=ids.shape[1],
-        codec=case.codec,
-        calibration=calibration_on(attached),
-    )
-    first = replayed.prefill(ids[:, :PROMPT], real[:, :PROMPT])[:, -1:]
-    rows = replayed.decode(ids[:, PROMPT:], real[:, PROMPT:])
-    expected = attached.logits(torch.cat([first, rows], 1))
+    replayed = contract.replay(attached, Setup(case.method, case.codec, calibration_on(attached)), PROMPT_LENGTHS)
+    expected = replayed.logits
     flips = case.codec is not None and case.codec.bits < 16 and case.codec.name != "smooth"
     tolerance = 3e-2 if flips else 1e-3
     device, session = decode(attached, case)
     assert largest_difference(device, expected) <= tolerance
-    assert session.reads.size == pytest.approx(replayed.reads.size)
+    assert session.reads.size == pytest.approx(replayed.size)
     if case.method.when == "true_scores":
         return
     host, session = decode(attached, case, placement="host", link=link)
@@ -99,23 +90,16 @@ def test_a_gpu_decodes_what_the_cpu_decodes(attached, link, name):
 
 
 @gpu
-def test_a_pageable_cache_without_overlap_gives_the_same(attached):
-    expected, _ = decode(attached, CASES["infinigen"])
-    with open_link(attached.device, overlap=False) as link:
-        got, session = decode(attached, CASES["infinigen"], may_wait=True, placement="host", link=link, pinned=False)
-        session.close()
-    assert torch.equal(got, expected)
-
-
-@gpu
 @pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen"])
-def test_a_managed_cache_gives_what_one_on_the_device_gives(attached, name):
+def test_a_managed_and_a_pageable_cache_give_what_one_on_the_device_gives(attached, name):
     """Padded prompts make rows of unequal number, so all ways to read a store are taken."""
-    device, session = decode(attached, CASES[name])
-    session.close()
+    expected, _ = decode(attached, CASES[name])
     managed, session = decode(attached, CASES[name], placement="managed")
     session.close()
-    assert torch.equal(managed, device)
+    with open_link(attached.device, overlap=False) as link:
+        pageable, session = decode(attached, CASES[name], may_wait=True, placement="host", link=link, pinned=False)
+        session.close()
+    assert torch.equal(managed, expected) and torch.equal(pageable, expected)
 
 
 @gpu

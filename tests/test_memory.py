@@ -13,7 +13,7 @@ from itertools import count, product
 
 import pytest
 import torch
-from cases import CASES
+from cases import CASES, WIDE
 from conftest import HALF_ROTARY
 from fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
 from held import Held
@@ -66,8 +66,8 @@ def runtime():
 
 HOST = [
     (name, reuse)
-    for (name, case), reuse in product(CASES.items(), (False, True))
-    if case.method.when != "true_scores" and (case.method.names_rows or not reuse)
+    for name, reuse in product((*WIDE, "int4", "kivi", "shadowkv"), (False, True))
+    if CASES[name].method.when != "true_scores" and (CASES[name].method.names_rows or not reuse)
 ]
 
 
@@ -125,7 +125,7 @@ def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatc
         assert "\n" not in str(refusal.value) and len(kept) == first + 1 < len(session.caches)
 
 
-WIDE = {"hidden_size": 256, "num_attention_heads": 16}
+LARGE = {"hidden_size": 256, "num_attention_heads": 16}
 MODELS = {
     "opt": ("opt", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
     "llama": ("llama", {"intermediate_size": 704, "num_key_value_heads": 16}),
@@ -143,7 +143,7 @@ def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(famil
     asked = []
     monkeypatch.setattr(run, "require_memory", lambda num_bytes, *_: asked.append(num_bytes))
     ids, real = token_batch((256, 256), 0)
-    with attach(tiny_model(model_type, **WIDE, **shape)) as attached, torch.inference_mode():
+    with attach(tiny_model(model_type, **LARGE, **shape)) as attached, torch.inference_mode():
         for codec in ("full", "int4"):
             with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
                 token = session.prefill(ids, real).argmax(-1)
