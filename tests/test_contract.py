@@ -1,9 +1,13 @@
-"""The contract: live decoding gives the logits of replay, for every method, family, padding and placement, and what
-crosses the link is what the method selects and the exempt layers, not a row more."""
+"""The contract: live decoding gives the logits of replay, for every method, family, padding and placement, and only the
+selected rows and the exempt layers cross the link."""
 
+from __future__ import annotations
+
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -24,33 +28,32 @@ from living import (
     replay,
 )
 from living import live as live_session
-from transformers import PreTrainedModel
 
 from harness.contract import CHECKS, MODELS, Trial, judge, result_of
+from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
+from harness.model.policies import select
 from harness.model.tiny import tiny_model
 from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
 from harness.setup import Setup
 from harness.sizes import expected_size
-from methods.base import Geometry, Row
+from methods.base import Geometry, Rest, Row, Rows, Selection
 
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
 
 
-def in_families(names) -> pytest.MarkDecorator:
-    pairs = [(name, family) for name in names for family in (FAMILIES if name in WIDE else ["gqa"])]
-    return pytest.mark.parametrize(("name", "family"), pairs)
+def in_families(names, paddings=tuple(PROMPTS)) -> pytest.MarkDecorator:
+    """Padded in every family for a case of each method; all paddings in one family."""
+    runs = [(name, "gqa", padding) for name in names for padding in paddings]
+    runs += [(name, family, "padded") for name in names if name in WIDE for family in FAMILIES if family != "gqa"]
+    return pytest.mark.parametrize(("name", "family", "padding"), runs)
 
 
-every_case = in_families(CASES)
-every_padding = pytest.mark.parametrize("padding", PROMPTS)
 OFFLOADED = [name for name, case in CASES.items() if case.method.when != "true_scores"]
-offloaded = in_families(OFFLOADED)
 CHOOSING = [name for name, case in CASES.items() if case.method.names_rows]
-choosing = in_families(CHOOSING)
 
 
 def tolerance(name: str) -> float:
@@ -109,8 +112,7 @@ def selected_rows() -> Iterator[list[int]]:
         yield numbers
 
 
-@every_padding
-@every_case
+@in_families(CASES)
 def test_live_is_replay(name, family, padding):
     expected, got = replayed(family, name, padding), live(family, name, padding)
     assert got.logits.shape[1] == 1 + STEPS
@@ -118,33 +120,42 @@ def test_live_is_replay(name, family, padding):
     assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
 
 
-@every_padding
-@offloaded
+@in_families(OFFLOADED, ["padded"])
 def test_host_is_device_bit_for_bit(name, family, padding):
     device, host = (live(family, name, padding, placement) for placement in ("device", "host"))
     assert torch.equal(host.logits, device.logits)
     assert host[1:] == device[1:]
 
 
-@choosing
-def test_reuse_changes_the_order_of_rows_only(name, family):
-    plain, reused = (live(family, name, "padded", "host", reuse) for reuse in (False, True))
+@pytest.mark.parametrize("name", CHOOSING)
+def test_reuse_changes_the_order_of_rows_only(name):
+    plain, reused = (live("gqa", name, "padded", "host", reuse) for reuse in (False, True))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
     assert reused.size == plain.size
 
 
-WITHOUT_STEPS = [name for name in CASES if tolerance(name) == TOLERANCE]
-
-
-@in_families(WITHOUT_STEPS)  # of the others, `smooth` speaks
-def test_an_off_by_one_prefill_len_shows(name, family):
-    right = live(family, name, "padded").logits[:, 2:]
-    wrong = replayed(family, name, "padded", PROMPT + 1).logits[:, 1:]
+@pytest.mark.parametrize("name", [name for name in CASES if tolerance(name) == TOLERANCE])  # `smooth` speaks for others
+def test_an_off_by_one_prefill_len_shows(name):
+    right = live("gqa", name, "padded").logits[:, 2:]
+    wrong = replayed("gqa", name, "padded", PROMPT + 1).logits[:, 1:]
     difference = largest_difference(wrong, right)
     if name in PROMPT_LEAVES_NO_TRACE:
         assert difference <= TOLERANCE
     else:
         assert difference > 5 * tolerance(name)
+
+
+@pytest.mark.parametrize("padding", PROMPTS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.codec is None])
+def test_the_size_is_its_closed_form(name, padding):
+    method = CASES[name].method
+    rows = Counter(Row(prompt + step, prompt, prompt + STEPS) for prompt in PROMPTS[padding] for step in range(STEPS))
+    layers = range(method.num_exempt_layers, 4)
+    read = {(row, layer): method.tokens_read(row, layer) for row in rows for layer in layers}
+    assert all((tokens or 0) <= method.max_tokens_read(*at) <= at[0].cached for at, tokens in read.items())
+    if None not in read.values():
+        size = expected_size(method, rows, 4, 0.5 if method.holds_keys else 1.0)
+        assert replayed("gqa", name, padding).size == pytest.approx(size, abs=1e-9)
 
 
 # Every method in conf/method, with its defaults: a new file there is a new test here
@@ -162,11 +173,12 @@ def of_shipped(name: str, padding: str, how: str, prefill_len: int | None = None
         return live_session(attached, case, LONG[padding], placement=how, link=link)
 
 
-@every_padding
+@pytest.mark.parametrize("padding", LONG)
 @every_method
 def test_a_shipped_methods_live_is_its_replay(name, padding):
     case = shipped(name)
     allowed = of_codec(case.codec)
+    assert case.method.title
     expected, got = of_shipped(name, padding, "replay"), of_shipped(name, padding, "device")
     assert largest_difference(got.logits, expected.logits) <= allowed
     assert got[1:] == pytest.approx(expected[1:], abs=1e-9)
@@ -174,34 +186,12 @@ def test_a_shipped_methods_live_is_its_replay(name, padding):
         assert torch.equal(of_shipped(name, padding, "host").logits, got.logits)
 
 
-@every_method
-def test_a_shipped_methods_size_is_its_closed_form(name):
-    case = shipped(name)
-    row = Row(cached=200, prompt=200, final=210)
-    read, bound = (getattr(case.method, ask)(row, 3) for ask in ("tokens_read", "max_tokens_read"))
-    assert read is None or read <= bound <= 200
-    if read is not None and case.codec is None:
-        rows = {Row(200 + step, 200, 200 + STEPS): 1 for step in range(STEPS)}
-        expected = expected_size(case.method, rows, 4, 0.5 if case.method.holds_keys else 1.0)
-        assert of_shipped(name, "even", "replay").size == pytest.approx(expected, abs=1e-9)
-
-
-@every_method
-def test_a_shipped_method_names_itself(name):
-    assert shipped(name).method.title
-
-
-@cache
-def contract_model(name: str) -> PreTrainedModel:
-    model_type, shape = MODELS[name]
-    return tiny_model(model_type, **shape)
-
-
 @pytest.mark.parametrize("name", [name for name in SHIPPED if shipped(name).codec is None])
 def test_a_shipped_method_passes_every_check_between_windows(name):
     """As `experiment=contract` asks it, on its model with windows and a softcap."""
     method = shipped(name).method
-    with attach(contract_model("Gemma 2")) as attached, EmulatedLink(1e12) as link:
+    model_type, shape = MODELS["Gemma 2"]
+    with attach(tiny_model(model_type, **shape)) as attached, EmulatedLink(1e12) as link:
         measured = calibrate(attached, method, list(range(3, 253))) if method.needs_calibration else None
         trial = Trial(attached, link, Setup(method, None, measured), LONG["padded"])
         found = [judge(check, trial) for check in CHECKS.values()]
@@ -212,7 +202,7 @@ def test_a_shipped_method_passes_every_check_between_windows(name):
 # Bytes
 
 
-@every_padding
+@pytest.mark.parametrize("padding", PROMPTS)
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_over_the_link_go_the_selected_rows_and_the_exempt_layers(name, padding):
     case, prompts = CASES[name], PROMPTS[padding]
@@ -251,3 +241,55 @@ def test_bytes_by_hand(name):
         force(session, PROMPTS["even"])
         exempt_rows = 2 * HEADS * sum(range(24, 34))
         assert session.h2d_bytes == SLOT * (exempt_rows + 2 * HEADS * sum(BY_HAND[name]))
+
+
+# A selection that is none
+
+GOOD = Selection(torch.ones(2, 1, 3, 8, dtype=torch.bool), torch.ones(2, 3).double())
+WRONG = {
+    "nothing": (None, "NoneType; allowed: a Selection"),
+    "an int": (GOOD._replace(num_read=3), r"num_read int; allowed: .*\[2, 3\]"),
+    "a shape": (GOOD._replace(num_read=torch.ones(2, 1)), r"num_read torch.float32 \[2, 1\]; allowed: .*\[2, 3\]"),
+    "ints": (GOOD._replace(mask=torch.ones(2, 1, 3, 8).int()), r"mask torch.int32 \[2, 1, 3, 8\]; allowed: torch.bool"),
+    "heads": (GOOD._replace(mask=GOOD.mask.expand(-1, 4, -1, -1)), r"mask .*; allowed: .*\[2, 1 or 2, 3, 8\]"),
+    "side": (GOOD._replace(side=torch.ones(2, 3, 1)), r"side .*; allowed"),
+    "bias": (GOOD._replace(bias=torch.ones(2, 3, 8)), r"bias .*; allowed"),
+    "rest": (GOOD._replace(rest=Rest(torch.ones(2, 3), torch.ones(1))), r"rest.share .*; allowed"),
+}  # fmt: skip
+
+
+class Odd:
+    """A state of a user's own method."""
+
+    geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
+    method = SimpleNamespace()
+
+    def __init__(self, result):
+        self.result = result
+
+    def select(self, layer, rows):
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+def selected_by(result) -> Selection:
+    positions = torch.ones(2, 3, dtype=torch.int32)
+    return select(Odd(result), 0, Rows(None, positions, positions > 0, torch.zeros(2, 1, 8).int(), None, None))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_selection_is_one_line_with_its_place(name):
+    result, message = WRONG[name]
+    with pytest.raises(UserError, match=rf"{__file__}:\d+: select returned {message}") as refusal:
+        selected_by(result)
+    assert "\n" not in str(refusal.value) and selected_by(GOOD) is GOOD
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), SystemExit(3), ValueError("two\nlines")])
+def test_an_error_of_an_own_method_is_one_line_with_its_place(error):
+    with pytest.raises(UserError, match=rf"{__file__}:\d+: select raised {type(error).__name__}") as refusal:
+        selected_by(error)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(torch.OutOfMemoryError):
+        selected_by(torch.OutOfMemoryError())

@@ -1,4 +1,4 @@
-"""Methods without a model: refusals, budget arithmetic, selection primitives, columns."""
+"""Methods without a model: refusals, sizes by hand and in closed form, the choice itself, columns and projections."""
 
 from __future__ import annotations
 
@@ -10,94 +10,354 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from harness.records import inputs
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, choose_columns
-from methods.prompt_evicting import SnapKV
+from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, balanced, choose_columns, moments
+from methods.pqcache import PQCache
+from methods.projected import DoubleSparsity, Loki, SparQ
+from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV, adaptive, pyramid
 from methods.quest import Quest
+from methods.rkv import RKV
 from methods.selection import GROUPS, largest
-from methods.streaming import Streaming
+from methods.shadowkv import ShadowKV
+from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
+from tests.composed import load
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
 GEOMETRY = Geometry(
     num_layers=1, num_heads=KV_HEADS * GROUP, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=0.5, family="llama"
 )
+SHAPE = Geometry(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, family="llama")
 fractions = st.floats(0.0, 1.0)
 positive_fractions = st.floats(0.01, 1.0)
 seeds = st.integers(0, 2**31)
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    "method, settings, message",
-    [
-        (Full, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
-        (H2O, {"heavy_frac": -0.1}, r"method\.heavy_frac=-0\.1: .*\[0, 1\]"),
-        (H2O, {"heavy_frac": math.nan}, r"method\.heavy_frac=nan: .*\[0, 1\]"),
-        (H2O, {"recent_frac": 1.5}, r"method\.recent_frac=1\.5: .*\[0, 1\]"),
-        (H2O, {"heavy_frac": 0.7, "recent_frac": 0.6}, r"heavy_frac \+ method\.recent_frac=1\.2.*\(0, 1\]"),
-        (H2O, {"heavy_frac": 0.0, "recent_frac": 0.0}, r"heavy_frac \+ method\.recent_frac=0\.0: .*\(0, 1\]"),
-        (H2O, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
-        (Streaming, {"kept_frac": 0.0}, r"method\.kept_frac=0\.0: .*\(0, 1\]"),
-        (Streaming, {"kept_frac": 1.01}, r"method\.kept_frac=1\.01: .*\(0, 1\]"),
-        (Streaming, {"num_sinks": -1}, r"method\.num_sinks=-1: .*>= 0"),
-        (Streaming, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
-        (Oracle, {"alpha": -1.0}, r"method\.alpha=-1\.0: .*>= 0, inf or null"),
-        (Oracle, {"max_fetch_frac": 0.0}, r"method\.max_fetch_frac=0\.0: .*\(0, 1\]"),
-        (Oracle, {"cap_of": "all"}, r"method\.cap_of=all: .*cached, final"),
-        (Oracle, {"fixed_fetch": 0}, r"method\.fixed_fetch=0: .*>= 1 or null"),
-        (Oracle, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
-        (InfiniGen, {"alpha": math.nan}, r"method\.alpha=nan: .*>= 0, inf or null"),
-        (InfiniGen, {"max_fetch_frac": 1.2}, r"method\.max_fetch_frac=1\.2: .*\(0, 1\]"),
-        (InfiniGen, {"max_fetch_frac": math.inf}, r"method\.max_fetch_frac=inf: .*\(0, 1\]"),
-        (InfiniGen, {"partial_weight_ratio": 0.0}, r"method\.partial_weight_ratio=0\.0: .*\(0, 1\]"),
-        (InfiniGen, {"partial_weight_ratio": 1.1}, r"method\.partial_weight_ratio=1\.1: .*\(0, 1\]"),
-        (InfiniGen, {"round_columns": "near"}, r"method\.round_columns=near: .*up, down"),
-        (InfiniGen, {"columns": "key"}, r"method\.columns=key: .*sum, query, union"),
-        (InfiniGen, {"fixed_fetch": -3}, r"method\.fixed_fetch=-3: .*>= 1 or null"),
-        (InfiniGen, {"num_exempt_layers": -1}, r"method\.num_exempt_layers=-1: .*>= 0"),
-    ],
-)
-def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, settings, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        method(**settings)
-    assert "\n" not in str(caught.value)
-
-
-def test_what_only_shows_at_a_batch_is_refused_there():
-    with pytest.raises(ValueError, match=r"method\.kept_frac=0\.1: .* keeps 4 of 40.*exceed.*num_sinks=4"):
-        Streaming(kept_frac=0.1, num_sinks=4).new_state(GEOMETRY, lengths_of([50, 20], [100, 40]))
-    with pytest.raises(ValueError, match=r"method\.skew=true: needs a calibration"):
-        InfiniGen().new_state(GEOMETRY, lengths_of([20], [40]))
 
 
 def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
     return Lengths(torch.tensor(prompts), torch.tensor(finals))
 
 
-def test_a_method_without_a_size_says_so():
+# Refusals
+
+REFUSED = [
+    (Full, {"num_exempt_layers": -1}, ">= 0"),
+    (H2O, {"heavy_frac": -0.1}, "in [0, 1]"),
+    (H2O, {"heavy_frac": math.nan}, "in [0, 1]"),
+    (H2O, {"recent_frac": 1.5}, "in [0, 1]"),
+    (Streaming, {"kept_frac": 0.0}, "in (0, 1]"),
+    (Streaming, {"kept_frac": 1.01}, "in (0, 1]"),
+    (Streaming, {"num_sinks": -1}, ">= 0"),
+    (Oracle, {"alpha": -1.0}, ">= 0, inf or null"),
+    (Oracle, {"max_fetch_frac": 0.0}, "in (0, 1]"),
+    (Oracle, {"cap_of": "all"}, "one of cached, final"),
+    (Oracle, {"fixed_fetch": 0}, ">= 1 or null"),
+    (Oracle, {"group": "median"}, "one of best, "),
+    (Oracle, {"group": "sum_probs"}, "best, the distance that alpha bounds"),
+    (Oracle, {"covers": "model"}, "one of kv_head, layer"),
+    (InfiniGen, {"alpha": math.nan}, ">= 0, inf or null"),
+    (InfiniGen, {"max_fetch_frac": math.inf}, "in (0, 1]"),
+    (InfiniGen, {"partial_weight_ratio": 0.0}, "in (0, 1]"),
+    (InfiniGen, {"partial_weight_ratio": 1.1}, "in (0, 1]"),
+    (InfiniGen, {"round_columns": "near"}, "one of up, down"),
+    (InfiniGen, {"columns": "key"}, "one of sum, query, union"),
+    (InfiniGen, {"fixed_fetch": -3}, ">= 1 or null"),
+    (InfiniGen, {"index": "pca"}, "one of columns, balanced"),
+    (InfiniGen, {"statistics": "all"}, "one of prompt, calibration, both"),
+    (InfiniGen, {"index_bits": 16}, "one of 8, 4, 2, 1, or null"),
+    (InfiniGen, {"pool_tokens": 0}, ">= 1 or null"),
+    (InfiniGen, {"pool_frac": 1.5}, "in (0, 1]"),
+    (InfiniGen, {"protect_recent": -0.5}, "in [0, 1]"),
+    (InfiniGen, {"pool_policy": "random"}, "one of fifo, lru, counter"),
+    (InfiniGen, {"eviction": "none"}, "one of corrected, artifact"),
+    (Quest, {"when": "layer"}, "one of previous_step, previous_layer, own_query"),
+    (Quest, {"num_sinks": -1}, ">= 0"),
+    (Quest, {"recent_frac": 1.5}, "in [0, 1]"),
+    (Quest, {"read_frac": math.nan}, "in (0, 1]"),
+    (Quest, {"read_tokens": 0}, ">= 1 or null"),
+    (Quest, {"page_size": 0}, ">= 1"),
+    (Quest, {"own_query_layers": -1}, ">= 0"),
+    (PQCache, {"page_size": 2}, "1: tokens are scored, not pages"),
+    (PQCache, {"sub_vectors": 0}, ">= 1"),
+    (PQCache, {"bits": 0}, "from 1 to 8"),
+    (PQCache, {"bits": 9}, "from 1 to 8"),
+    (PQCache, {"iterations": -1}, ">= 0"),
+    (ShadowKV, {"covers": "layer"}, "one of kv_head"),
+    (ShadowKV, {"rank_frac": 0.0}, "in (0, 1]"),
+    (ShadowKV, {"local_chunks": -1}, ">= 0"),
+    (ShadowKV, {"outlier_frac": 1.1}, "in [0, 1]"),
+    (Loki, {"rank": 0.0}, "in (0, 1]"),
+    (Loki, {"index_bits": 3}, "one of 8, 4, 2, 1, or null"),
+    (DoubleSparsity, {"channels": "kq"}, "one of qk, q, k"),
+    (SparQ, {"when": "previous_layer"}, "own_query, where the own token's weight is known; or set mean_value=false"),
+    (SnapKV, {"kept_frac": 0.0}, "in (0, 1]"),
+    (SnapKV, {"kept_tokens": 32}, "above window=32, or null"),
+    (SnapKV, {"window": 0}, ">= 1"),
+    (SnapKV, {"kernel": 4}, "odd integer >= 1"),
+    (SnapKV, {"kernel": -1}, "odd integer >= 1"),
+    (SnapKV, {"pooling": "mean"}, "one of max, avg"),
+    (SnapKV, {"layers": "cone"}, "one of uniform, pyramid"),
+    (SnapKV, {"heads": "all"}, "one of uniform, adaptive"),
+    (Knorm, {"kept_tokens": 0}, "above window=0, or null"),
+    (KeyDiff, {"num_sinks": -1}, ">= 0"),
+    (KeyDiff, {"window": -1}, ">= 0"),
+    (ExpectedAttention, {"kept_tokens": 4}, "above num_sinks + window=4, or null"),
+    (ExpectedAttention, {"epsilon": -0.1}, ">= 0"),
+    (TOVA, {"kept_frac": 1.1}, "in (0, 1]"),
+    (TOVA, {"kept_tokens": 0}, ">= 1 or null"),
+    (RKV, {"kept_tokens": 8}, "above window=8, or null"),
+    (RKV, {"window": 0}, ">= 1"),
+    (RKV, {"divide_length": 0}, ">= 1"),
+    (RKV, {"mix_lambda": 1.5}, "in [0, 1]"),
+    (RKV, {"kernel": 2}, "odd integer >= 1"),
+    (DuoAttention, {"sparsity": -0.1}, "in [0, 1]"),
+    (DuoAttention, {"num_sinks": -1}, ">= 0"),
+    (DuoAttention, {"num_recent": 0}, ">= 1"),
+    (DuoAttention, {"pattern": "nowhere.tsv"}, "a file that exists, or null"),
+]
+
+
+@pytest.mark.parametrize(("method", "setting", "allowed"), REFUSED)
+def test_a_bad_setting_is_named_with_its_value_and_what_is_allowed(method, setting, allowed):
+    (name, value), *_ = setting.items()
+    with pytest.raises(ValueError) as refusal:
+        method(**setting)
+    assert str(refusal.value).startswith(f"method.{name}={value}: must be ")
+    assert allowed in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+PAIRS = [
+    (H2O, {"heavy_frac": 0.7, "recent_frac": 0.6}, "method.heavy_frac + method.recent_frac=1.29"),
+    (H2O, {"heavy_frac": 0.0, "recent_frac": 0.0}, "method.heavy_frac + method.recent_frac=0.0: must be in (0, 1]"),
+    (InfiniGen, {"pool_frac": 0.5, "pool_tokens": 5}, "method.pool_frac=0.5: must be null with pool_tokens"),
+    (
+        InfiniGen,
+        {"pool_frac": 0.5, "covers": "layer"},
+        "method.covers, method.group=layer, best: must be kv_head, best",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "settings", "message"), PAIRS)
+def test_settings_that_do_not_go_together_are_refused(method, settings, message):
+    with pytest.raises(ValueError) as refusal:
+        method(**settings)
+    assert str(refusal.value).startswith(message)
+
+
+AT_A_BATCH = [
+    (Streaming(kept_frac=0.1, num_sinks=4), [50, 20], [100, 40], "method.kept_frac=0.1: must be more: it keeps 4"),
+    (InfiniGen(), [20], [40], "method.skew=true: needs a calibration; calibrate first, or set skew=false"),
+    (InfiniGen(index="balanced"), [20], [40], "method.index=balanced: needs a calibration; calibrate first"),
+    (InfiniGen(skew=False, pool_frac=0.01), [20], [40], "method.pool_frac=0.01: must leave at least 1 of 40 tokens"),
+    (Loki(), [20], [40], "method Loki: needs a calibration; calibrate first"),
+    (DoubleSparsity(), [20], [40], "method Double Sparsity: needs a calibration; calibrate first"),
+    (DuoAttention(), [20], [40], "method DuoAttention: needs a calibration; calibrate first"),
+    (SnapKV(kept_frac=0.2, window=4), [40, 20], [50, 30], "method.kept_frac=0.2: must be at least 0.25 for a"),
+    (ExpectedAttention(), [40, 20], [50, 30], "method.kept_frac=0.2: must be at least 0.25 for a prompt of 20 tokens"),
+    (RKV(), [40, 20], [50, 30], "method.kept_frac=0.2: must be more: it keeps 6 of 30 tokens, which must exceed"),
+    (PQCache(sub_vectors=3), [90], [120], "method.sub_vectors=3: must be a divisor of 16, the elements of a head"),
+    (PQCache(read_frac=0.3), [90], [120], "method.num_sinks=32: must be below 27, what is read of"),
+    (ShadowKV(num_sinks=30), [90], [120], "method.num_sinks=30: must be below 16, what is read of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "prompts", "finals", "message"), AT_A_BATCH)
+def test_what_only_shows_at_a_batch_is_refused_there(method, prompts, finals, message):
+    with pytest.raises(ValueError) as refusal:
+        method.new_state(SHAPE, lengths_of(prompts, finals))
+    assert str(refusal.value).startswith(message) and "\n" not in str(refusal.value)
+
+
+def test_the_least_size_is_one_that_works():
+    for method, allowed in ((SnapKV(), r"window=32: must be below 30"), (RKV(), "window=8: must be below 7")):
+        with pytest.raises(ValueError, match=allowed):
+            method.min_size(Row(5, 30, 35) if isinstance(method, SnapKV) else Row(6, 5, 7))
+    with pytest.raises(ValueError, match=r"num_sinks \+ method\.window=4: must be below 3, the shortest prompt"):
+        ExpectedAttention().min_size(Row(7, 3, 8))
+    with pytest.raises(ValueError, match=r"num_sinks=4: must be below 3, the shortest sequence"):
+        Streaming().min_size(Row(2, 1, 3))
+    row = Row(40, 30, 50)
+    assert RKV().with_size(RKV().min_size(row)).budget(50) == 9
+    assert ExpectedAttention().with_size(ExpectedAttention().min_size(row)).budget(30) == 5
+    assert Streaming().with_size(Streaming().min_size(row)).tokens_kept(row, 2) == 5
+    sinks = Quest(read_frac=0.2, page_size=1, num_sinks=20)
+    least = sinks.min_size(Row(100, 100, 120))
+    assert least == pytest.approx(0.22, abs=1e-6)
+    sinks.with_size(least).new_state(GEOMETRY, lengths_of([100], [120]))
     with pytest.raises(ValueError, match="method Full has no size"):
         Full().with_size(0.5)
 
 
-def test_labels_are_titles_and_what_makes_another_method_of_it():
-    methods = [Full(), H2O(), Streaming(), Oracle(), InfiniGen(), InfiniGen(skew=False), Quest(), SnapKV()]
-    names = ["Full cache", "H2O", "Streaming", "Oracle", "InfiniGen", "InfiniGen without skewing", "Quest", "SnapKV"]
-    assert [method.label for method in methods] == names
-    assert [method.title for method in methods] == [name.removesuffix(" without skewing") for name in names]
+@pytest.mark.parametrize("method", [TOVA(), RKV(), DuoAttention()], ids=lambda method: method.title)
+def test_what_learns_nothing_of_a_prompt_takes_none(method):
+    assert not method.needs_prompt
+    state = method.new_state(SHAPE, lengths_of([0, 0], [60, 60]), {"gates": torch.rand(4, 2)})
+    query, key = torch.randn(2, 4, 0, 16), torch.randn(2, 2, 0, 16)
+    state.prompt(2, query, key, key, PromptRows(torch.ones(2, 0, dtype=torch.bool), 60))
+    assert (state.tokens[2] == EMPTY).all()
+
+
+def test_duos_gates_come_from_a_file_or_a_calibration(tmp_path):
+    pattern = tmp_path / "gates.tsv"
+    pattern.write_text("0\t1\n1\t0\n0.3\t0.9\n0.4\t0.1\n")
+    method, lengths = DuoAttention(pattern=str(pattern)), lengths_of([40, 20], [50, 30])
+    assert not method.needs_calibration and DuoAttention().needs_calibration
+    assert method.file == str(pattern) and DuoAttention().file is None and H2O().file is None
+    heads = method.new_state(SHAPE, lengths).heads.tolist()
+    assert heads == [[False, False], [False, False], [True, False], [False, True]]
+    three = DuoAttention(pattern=str(pattern), sparsity=0.65).new_state(SHAPE, lengths).heads.tolist()
+    assert three == [[False, False], [False, False], [True, False], [True, True]]
+    config = load(["method=duo", f"method.pattern={pattern}"])
+    first = inputs.digests(config)["method"]
+    for text, allowed in (("0\t1\n", "4 lines of 2 finite numbers"), ("a\tb\n", "numbers separated by tabs")):
+        pattern.write_text(text)
+        with pytest.raises(ValueError, match=rf"method\.pattern=.*: must be {allowed}"):
+            method.new_state(SHAPE, lengths)
+    assert inputs.digests(config)["method"] != first, "the file's contents are an input of the run"
+    assert "method" not in inputs.digests(load(["method=duo"]))
+    with pytest.raises(ValueError, match=r"method\.pattern=None: must be a file: llama has no rotary positions"):
+        DuoAttention().new_state(SHAPE, lengths, {"gates": torch.ones(4, 2)})
+
+
+# Names, and sizes by hand
+
+LABELS = [
+    (Full(), "Full cache"), (H2O(), "H2O"), (Streaming(), "Streaming"), (Oracle(), "Oracle"), (Quest(), "Quest"),
+    (InfiniGen(), "InfiniGen"), (InfiniGen(skew=False), "InfiniGen without skewing"),
+    (InfiniGen(index_bits=4), "InfiniGen, coded index"),
+    (InfiniGen(index="balanced", skew=False), "InfiniGen, balanced index"),
+    (InfiniGen(index="balanced", index_bits=4), "InfiniGen, balanced coded index"),
+    (InfiniGen(skew=False, index_bits=2), "InfiniGen without skewing, coded index"),
+    (SnapKV(), "SnapKV"), (SnapKV(layers="pyramid"), "PyramidKV"), (SnapKV(heads="adaptive"), "Ada-KV"),
+    (SnapKV(layers="pyramid", heads="adaptive"), "Ada-PyramidKV"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "label"), LABELS)
+def test_labels_are_titles_and_what_makes_another_method_of_it(method, label):
+    assert method.label == label and (method.title == label or label != method.title)
+
+
+def test_freekv_is_quest_by_the_query_of_the_step_before():
+    method = load(["method=freekv"]).method
+    assert isinstance(method, Quest) and method.when == "previous_step"
+    assert load(["experiment=perplexity", "method=freekv"]).label == "FreeKV"
+    assert method.tokens_read(Row(1024, 512, 2048), 2) == 5 * 32  # six pages, the unfinished one among them
+
+
+@pytest.mark.parametrize(
+    ("method", "needs"),
+    [(SparQ(), False), (Quest(), False), (InfiniGen(), True), (InfiniGen(skew=False), False), (Loki(), True),
+     (InfiniGen(index="balanced", statistics="prompt"), False), (InfiniGen(index="balanced", skew=False), True)],
+)  # fmt: skip
+def test_a_method_says_whether_it_needs_a_calibration(method, needs):
+    assert method.needs_calibration == needs
 
 
 def test_budgets_of_the_artifacts_prefill():
     assert H2O(heavy_frac=0.25, recent_frac=0.125).artifact_budget() == 0.375
-    assert Streaming(kept_frac=0.3).artifact_budget() == 0.3
-    assert InfiniGen(max_fetch_frac=0.4).artifact_budget() == 0.4
-    assert Oracle(max_fetch_frac=0.4).artifact_budget() == 0.4
-    assert Quest(read_frac=0.4).artifact_budget() == 0.4
+    assert TOVA(kept_frac=0.3).artifact_budget() == 0.3 and TOVA(kept_tokens=3).artifact_budget() == 1
+    for method in (
+        Streaming(kept_frac=0.4),
+        InfiniGen(max_fetch_frac=0.4),
+        Oracle(max_fetch_frac=0.4),
+        Quest(read_frac=0.4),
+    ):
+        assert method.artifact_budget() == 0.4
     assert Full().artifact_budget() == SnapKV(kept_frac=0.4).artifact_budget() == 1
+
+
+ROW = Row(100, 80, 120)
+SIZES = [
+    # In pages of 16, six of them full: floor(0.6 * 100 / 16) = 3 pages, the last among them; three are the least
+    (Quest(read_frac=0.6), ROW, 2 * 16 + 4),
+    (Quest(read_frac=0.01), ROW, 2 * 16 + 4),
+    (Quest(read_frac=0.8), ROW, 4 * 16 + 4),
+    (Quest(read_frac=1.0), ROW, 100),
+    (Quest(read_frac=0.01), Row(33, 30, 120), 33),
+    (Quest(read_tokens=32, page_size=4), Row(200, 100, 300), 28),  # the last page is one of 8
+    (Quest(group="union"), ROW, None),
+    (SnapKV(kept_frac=0.5), ROW, 40 + 20),
+    (SnapKV(kept_tokens=50), ROW, 50 + 20),
+    (SnapKV(kept_tokens=90), ROW, 100),
+    (InfiniGen(), ROW, None),
+    (Oracle(alpha=4.0), ROW, None),
+    (Full(), ROW, 100),
+    (InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), Row(90, 50, 100), 12),  # floor(.3 * 40)
+    (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), Row(20, 5, 40), 1),
+    (ShadowKV(), Row(30, 24, 34), 0),  # no chunk to fetch
+    *[(DuoAttention().with_size(frac), Row(1000, 900, 1024), read)
+      for frac, read in ((2**-24, 320), (0.25, 490), (0.5, 660), (1.0, 1000))],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "row", "read"), SIZES)
+def test_tokens_read_by_hand(method, row, read):
+    found, bound = method.tokens_read(row, 2), method.max_tokens_read(row, 2)
+    assert found == (None if read is None else pytest.approx(read, abs=1e-3))
+    assert (found or 0) <= bound <= row.cached
+    assert SnapKV(kept_tokens=50).with_size(0.5).tokens_kept(ROW, 2) == 40 + 20
+    assert Quest(read_tokens=32, page_size=4).with_size(0.5) == Quest(read_frac=0.5, page_size=4)
+
+
+def test_an_index_by_hand():
+    """PQCache: of 100 tokens two codes of 6 bits, and 64 centroids of 16 elements of 16 bits; a token has 32 elements.
+    SparQ: 4 of 16 channels, and half a token for the mean value."""
+    state = PQCache(num_sinks=0).new_state(SHAPE, lengths_of([90], [120]))
+    assert state.index_read(2, torch.tensor([[100]])).item() == (100 * 12 + 64 * 16 * 16) / (32 * 16)
+    for mean_value, more in ((True, 0.5), (False, 0.0)):
+        state = SparQ(mean_value=mean_value).new_state(SHAPE, lengths_of([5], [9]))
+        assert state.index_read(0, torch.tensor([[8]])).item() == 8 * 4 / 32 + more
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 40))
+def test_a_pyramid_falls_and_its_mean_is_the_budget(mean, more, num_layers):
+    competing = mean + more
+    method = SnapKV(kept_tokens=mean + 2, window=1, layers="pyramid")
+    shares = method.shares(competing + 1, num_layers)
+    assert sum(shares) == num_layers * method.shares(competing + 1, 1)[0]
+    assert max(shares) <= competing and min(shares) >= 0
+    assert all(after <= before + 1 for before, after in zip(shares, shares[1:], strict=False))
+    row = Row(competing + 1, competing + 1, competing + 9)
+    assert max(shares) + 1 <= method.tokens_kept(row, 3)
+
+
+def test_pyramids_by_hand():
+    assert pyramid(100, 195, 5) == [195, 147, 100, 53, 5]
+    assert pyramid(10, 20, 3) == [20, 10, 0]
+    assert pyramid(10, 15, 1) == [10]
+    method = SnapKV(kept_tokens=108, window=8, layers="pyramid")
+    assert method.shares(1000, 3) == [195, 100, 5] and method.shares(128, 3) == [120, 100, 80]  # no more than there are
+
+
+@given(st.integers(1, 6), st.integers(1, 30), st.integers(0, 30), st.integers(0, 10))
+def test_heads_share_a_layers_budget_to_the_token(num_heads, competing, share, seed):
+    share = min(share, competing)
+    worth = torch.rand(2, num_heads, competing, generator=torch.Generator().manual_seed(seed)) ** 4
+    worth[1, 0] += 1  # a head that would take all
+    counts = adaptive(worth, torch.tensor([[share], [share]]))
+    assert counts.sum(-1).tolist() == [num_heads * share] * 2
+    assert int(counts.min()) >= share // 5 and int(counts.max()) <= -(-(4 * competing + share) // 5)
+    method = Knorm(kept_tokens=max(1, share), heads="adaptive")
+    assert int(counts.max()) <= method.tokens_kept(Row(competing, competing, competing + 1), 2)
+
+
+@given(st.integers(0, 400), st.integers(0, 300), st.integers(1, 130), st.integers(2, 300))
+def test_rkvs_sizes_are_those_of_its_schedule(prompt, generated, divide_length, budget):
+    method = RKV(kept_tokens=budget + 8, divide_length=divide_length)
+    held = min(prompt, budget + 8)
+    for step in range(generated):
+        held += 1
+        if (step + 1) % divide_length == 0:
+            held = min(held, budget + 8)
+    row = Row(prompt + generated, prompt, prompt + 300)
+    assert method.tokens_read(row, 2) == held <= method.tokens_kept(row, 2) <= row.cached
+
+
+# The choice
 
 
 def chosen(method, scores, positions, final, geometry=None):
@@ -214,50 +474,6 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
     assert selection.num_read.item() == selection.mask[0, :, 0].sum(-1).double().mean().item()
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "message"),
-    [
-        (Oracle, {"group": "median"}, "method.group=median: must be one of best, "),
-        (Oracle, {"covers": "model"}, "method.covers=model: must be one of kv_head, layer"),
-        (Quest, {"when": "layer"}, "method.when=layer: must be one of previous_step, previous_layer, own_query"),
-        (Oracle, {"group": "sum_probs"}, "method.group=sum_probs: must be best, the distance that alpha bounds"),
-        (Quest, {"num_sinks": -1}, "method.num_sinks=-1: must be an integer >= 0"),
-        (Quest, {"recent_frac": 1.5}, r"method.recent_frac=1.5: must be in \[0, 1\]"),
-        (Quest, {"read_tokens": 0}, "method.read_tokens=0: must be >= 1 or null"),
-        (Quest, {"own_query_layers": -1}, "method.own_query_layers=-1: must be an integer >= 0"),
-        (InfiniGen, {"pool_frac": 0.5, "covers": "layer"}, "method.covers, method.group=layer, best: must be kv_head"),
-    ],
-)
-def test_settings_of_a_selection_without_meaning_are_refused(method, settings, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        method(**settings)
-
-
-def test_a_limited_pool_reads_a_share_of_what_it_holds():
-    method = InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4)
-    row = Row(90, 50, 100)
-    assert method.tokens_read(row, 3) == method.max_tokens_read(row, 3) == 12  # floor(.3 * 40)
-
-
-def test_sinks_leave_something_to_select():
-    lengths = Lengths(torch.tensor([100]), torch.tensor([120]))
-    method = Quest(read_frac=0.2, page_size=1, num_sinks=20)
-    with pytest.raises(
-        ValueError, match="^method.num_sinks=20: must be below 19, what is read of a prompt of 100 token"
-    ):
-        method.new_state(GEOMETRY, lengths)
-    least = method.min_size(Row(100, 100, 120))
-    assert least == pytest.approx(0.22, abs=1e-6)
-    method.with_size(least).new_state(GEOMETRY, lengths)
-
-
-def test_a_share_or_a_number_of_tokens_is_read():
-    assert Quest(read_tokens=32, page_size=4).tokens_read(Row(200, 100, 300), 2) == 28  # the last page is one of 8
-    assert Quest(read_tokens=32, page_size=4).with_size(0.5) == Quest(read_frac=0.5, page_size=4)
-    assert Quest(group="union").tokens_read(Row(200, 100, 300), 2) is None
-    assert Quest(group="union").max_tokens_read(Row(200, 100, 300), 2) == 200
-
-
 # Selections of a state, over random tensors
 
 
@@ -319,13 +535,6 @@ def test_the_closed_form_is_what_is_read(method, shape, seed):
     assert mask.sum(-1).tolist() == [expected] * KV_HEADS
     assert [method.max_tokens_read(row, 0) for row in rows] == expected
     assert all(read <= method.tokens_kept(row, 0) <= row.cached for read, row in zip(expected, rows, strict=True))
-
-
-def test_the_closed_form_of_alpha_is_none():
-    row = Row(100, 50, 200)
-    assert InfiniGen().tokens_read(row, 3) is None
-    assert Oracle(alpha=4.0).tokens_read(row, 3) is None
-    assert Full().tokens_read(row, 3) == 100
 
 
 def test_the_cap_is_a_share_of_what_is_cached_or_of_the_final_length():
@@ -460,3 +669,55 @@ def test_slots_without_a_token_are_never_visible():
         true_scores=lambda: torch.empty(0),
     )
     assert rows.visible().tolist() == [[[[False] * 4, [True, False, True, False]]]]
+
+
+# Balanced projections
+
+
+@pytest.fixture
+def sample() -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [1, 6, 50, 8] of three KV heads and keys that lie unlike them, off the origin."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 50, 8, generator=generator) for heads in (6, 3))
+    mixing = torch.randn(2, 8, 8, generator=generator)
+    return query @ mixing[0] * torch.linspace(0.2, 2, 8), key @ mixing[1] * torch.linspace(3, 0.1, 8) + 1.5
+
+
+def mean_square(pair: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Of what the projected scores lack, over all queries and keys of a head, keys centred: [3]."""
+    rows, centred = query.double().view(3, -1, 8), (key - key.mean(2, keepdim=True))[0].double()
+    lacking = rows @ centred.mT - (rows @ pair[0]) @ (centred @ pair[1]).mT
+    return lacking.square().mean((1, 2))
+
+
+def test_no_other_pair_of_projections_errs_less_on_the_sample(sample):
+    query, key = sample
+    found = moments(query, key, torch.ones(1, 50, dtype=torch.bool))
+    generator = torch.Generator().manual_seed(1)
+    for columns in (1, 3, 7):
+        (pair,) = balanced([found], columns)
+        least = mean_square(pair, query, key)
+        for _ in range(50):
+            any_pair = torch.linalg.qr(torch.randn(3, 8, columns, generator=generator).double()).Q
+            near = pair + 0.03 * pair.std() * torch.randn(pair.shape, generator=generator)
+            for other in (torch.stack([any_pair, any_pair]), near):
+                assert (mean_square(other, query, key) > least).all()
+        of_queries = torch.linalg.svd(query.view(3, -1, 8), full_matrices=False).Vh.mT[..., :columns].double()
+        assert (mean_square(torch.stack([of_queries, of_queries]), query, key) > least).all(), "InfiniGen's rotation"
+
+
+def test_all_columns_are_exact(sample):
+    query, key = sample
+    found = moments(query, key, torch.ones(1, 50, dtype=torch.bool))
+    (pair,) = balanced([found], 8)
+    assert torch.allclose(pair[0] @ pair[1].mT, torch.eye(8).double(), atol=1e-9)
+
+
+def test_moments_know_no_padding_and_one_token_is_enough(sample):
+    query, key = sample
+    real = torch.arange(50)[None] >= 20
+    padded, alone = moments(query, key, real), moments(query[:, :, 20:], key[:, :, 20:], real[:, 20:])
+    for name in ("query", "key"):
+        assert torch.allclose(padded[name], alone[name], rtol=1e-5, atol=1e-6)
+    single = moments(query[:, :, :1], key[:, :, :1], real[:, -1:])
+    assert balanced([single], 5).isfinite().all()

@@ -1,0 +1,710 @@
+"""Every method against a plain rule of its own, one token at a time.
+
+A rule gets the queries, keys and values that a layer's attention was given of one sequence, and says which cached
+tokens each decode row of each KV head reads. H2O, Streaming, Oracle and InfiniGen by columns are in `reference.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cases import CASES, Case
+from living import calibration
+from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_one, run_ragged, token_ids
+
+from harness import replay as passes
+from harness.model.attach import attach
+from harness.model.calibration import calibrate
+from harness.model.prompt import PromptPass
+from methods.base import EMPTY, Geometry, Lengths, PromptRows, Rows
+from methods.infinigen import InfiniGen, Oracle
+from methods.pqcache import PQCache, kmeans
+from methods.projected import DoubleSparsity, Loki, SparQ
+from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
+from methods.quest import Quest
+from methods.rkv import RKV
+from methods.shadowkv import ShadowKV
+from methods.streaming import DuoAttention
+from methods.tova import TOVA
+
+BATCHES = {"even": ((PROMPT, LENGTH),), "padded": ((PROMPT, LENGTH), (11, 40), (14, 33))}
+"""(prompt, length) of the sequences of a batch."""
+Read = list[list[set[int]]]
+"""By KV head and decode row, the tokens read."""
+
+
+class Sequence(NamedTuple):
+    """One sequence in one layer, without its padding.
+
+    query: [heads, tokens, head_dim], scaled; key, value: [num_kv_heads, tokens, head_dim].
+    """
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    read: Read
+    num_read: list[float]
+
+
+class Of(NamedTuple):
+    """One KV head of a sequence, and where it is: what a rule of a single head needs.
+
+    query: [group, tokens, head_dim], scaled; key: [tokens, head_dim].
+    """
+
+    geometry: Geometry
+    layer: int
+    head: int
+    prompt: int
+    query: np.ndarray
+    key: np.ndarray
+
+
+def replayed(model, case: Case, batch: str, calls=()) -> tuple[Geometry, dict[int, list[Sequence]]]:
+    """By layer, what the layer's attention was given of each sequence, and what the method made it read."""
+    seen: dict[int, list[tuple]] = {}
+    selected: dict[int, list[tuple]] = {}
+
+    def note(attention):
+        def noting(handler, layer, query, key, value):
+            seen.setdefault(layer, []).append((query.double(), key.double(), value.double()))
+            return attention(handler, layer, query, key, value)
+
+        return noting
+
+    def select(block, exact):
+        selection = original(block, exact)
+        mask = selection.mask.clone().expand(-1, block.key.shape[1], -1, -1)
+        found = mask, block.tokens[:, : block.stop], block.real[:, block.rows], selection.num_read
+        selected.setdefault(block.layer, []).append(found)
+        return selection
+
+    shapes = BATCHES[batch]
+    sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(shapes)]
+    first, valid = pad([ids[:prompt] for ids, (prompt, _) in zip(sequences, shapes, strict=True)], left=True)
+    rest, real = pad([ids[prompt:] for ids, (prompt, _) in zip(sequences, shapes, strict=True)], left=False)
+    with pytest.MonkeyPatch.context() as patch, attach(model) as attached:
+        for handler in (PromptPass, passes.DecodePass):
+            patch.setattr(handler, "attention", note(handler.attention))
+        original = passes._Block._select
+        patch.setattr(passes._Block, "_select", select)
+        session = open_session(attached, case, [length for _, length in shapes], first.shape[1] + rest.shape[1])
+        session.prefill(first, valid)
+        edges = [0, *calls, rest.shape[1]]
+        for begin, stop in zip(edges, edges[1:], strict=False):
+            session.decode(rest[:, begin:stop], real[:, begin:stop])
+        geometry = attached.geometry
+    is_token = torch.cat([valid, real], 1)
+    found: dict[int, list[Sequence]] = {}
+    for layer, blocks in selected.items():
+        query, key, value = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
+        for b in range(len(shapes)):
+            read: Read = [[] for _ in range(key.shape[1])]
+            num_read: list[float] = []
+            for masks, tokens, rows, counts in blocks:
+                for row in rows[b].nonzero().flatten().tolist():
+                    num_read.append(float(counts[b, row]))
+                    for head, mask in enumerate(masks[b, :, row]):
+                        read[head].append(set(tokens[b][mask].tolist()))
+            own = [part[b][:, is_token[b]].numpy() for part in (query * geometry.scale, key, value)]
+            found.setdefault(layer, []).append(Sequence(*own, read, num_read))
+    assert sorted(found) == list(range(case.method.num_exempt_layers, 4))
+    return geometry, found
+
+
+def of_heads(rule: Callable[..., Callable[[int], set[int]]]):
+    """A rule of whole sequences from one of heads: rule(method, of) gives the tokens that row t reads."""
+
+    def whole(method, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
+        read = []
+        for head, key in enumerate(sequence.key):
+            query = sequence.query[head * geometry.group : (head + 1) * geometry.group]
+            row = rule(method, Of(geometry, layer, head, prompt, query, key))
+            read.append([row(t) for t in range(prompt, len(key))])
+        return read
+
+    return whole
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    powers = np.exp(scores - scores.max())
+    return powers / powers.sum()
+
+
+def norm(vectors: np.ndarray) -> np.ndarray:
+    return np.sqrt((vectors * vectors).sum(-1))
+
+
+def best(worth, count: int) -> list[int]:
+    """The `count` largest, ties to the lowest."""
+    return sorted(range(len(worth)), key=lambda each: (-worth[each], each))[:count]
+
+
+def measured(name: str, of: Of) -> np.ndarray:
+    """A part of the tests' calibration."""
+    return calibration(of.geometry.num_kv_heads, of.geometry.head_dim)[name][of.layer, of.head].double().numpy()
+
+
+def rope(geometry: Geometry, states: np.ndarray, position: int) -> np.ndarray:
+    """Llama's rotation of states [..., head_dim], base 10000; OPT has none."""
+    if geometry.family == "opt":
+        return states
+    half = geometry.head_dim // 2
+    angle = position / 10000 ** (np.arange(half) / half)
+    first, second = states[..., :half], states[..., half:]
+    turned = first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
+    return np.concatenate(turned, -1)
+
+
+# Pages and tokens by an index
+
+
+def quest(method: Quest, of: Of):
+    """Bounds of each full page from its keys; the best pages, and the unfinished one."""
+    page = method.page_size
+
+    def row(t: int) -> set[int]:
+        pages = [of.key[begin : begin + page] for begin in range(0, t // page * page, page)]
+        bounds = np.array(
+            [[np.maximum(q * keys.min(0), q * keys.max(0)).sum() for keys in pages] for q in of.query[:, t]]
+        )
+        others = len(pages)
+        if method.read_frac < 1:
+            others = min(others, max(3, math.floor(method.read_frac * t / page)) - 1)
+        relative = (bounds - bounds.max(1, keepdims=True)).max(0) if pages else []
+        chosen = {*best(relative, others), len(pages)}
+        return {token for token in range(t) if token // page in chosen}
+
+    return row
+
+
+def plain_kmeans(points: np.ndarray, count: int, iterations: int) -> np.ndarray:
+    """Lloyd's algorithm from evenly spaced points."""
+    centroids = np.array([points[number * len(points) // count] for number in range(count)])
+    for _ in range(iterations):
+        labels = np.array([plain_nearest(point, centroids) for point in points])
+        for number in set(labels):
+            centroids[number] = points[labels == number].mean(0)
+    return centroids
+
+
+def plain_nearest(point: np.ndarray, centroids: np.ndarray) -> int:
+    return int(((centroids - point) ** 2).sum(1).argmin())
+
+
+def pqcache(method: PQCache, of: Of):
+    """The sinks, the most recent tokens, and those of the largest summed probability of the coded keys."""
+    parts = []
+    for part in np.split(of.key, method.sub_vectors, axis=1):
+        centroids = plain_kmeans(
+            part[min(method.num_sinks, of.prompt - 1) : of.prompt], 2**method.bits, method.iterations
+        )
+        parts.append([centroids[plain_nearest(point, centroids)] for point in part])
+    coded = np.concatenate(parts, axis=1)
+
+    def row(t: int) -> set[int]:
+        probs = sum(softmax(coded[:t] @ query) for query in of.query[:, t]).round(12)  # equal codes tie
+        size = max(1, int(method.read_frac * t))
+        recent = int(method.recent_frac * max(0, size - method.num_sinks))
+        probs[[*range(min(t, method.num_sinks)), *range(t - recent, t)]] = np.inf
+        return set(best(probs, size))
+
+    return row
+
+
+def selectable(method: ShadowKV, key: np.ndarray, prompt: int) -> dict[int, np.ndarray]:
+    """Landmarks of the chunks that do not stay on the device."""
+    size = method.page_size
+    landmarks, alike = {}, {}
+    for chunk in range(max(0, prompt // size - method.local_chunks)):
+        keys = key[chunk * size : (chunk + 1) * size]
+        mean = landmarks[chunk] = keys.mean(0)
+        alike[chunk] = (keys @ mean / norm(keys) / norm(mean)).min()
+    stay = sorted(alike, key=alike.__getitem__)[: math.ceil(method.outlier_frac * len(alike))]
+    return {chunk: mean for chunk, mean in landmarks.items() if chunk not in stay}
+
+
+def shadowkv(method: ShadowKV, of: Of):
+    """The chunks whose landmark is the most probable for any head of the group."""
+    landmarks = selectable(method, of.key, of.prompt)
+
+    def row(t: int) -> set[int]:
+        probs = np.max([softmax(np.array([*landmarks.values()]) @ query) for query in of.query[:, t]], axis=0)
+        budget = int(method.read_frac * t) if method.read_tokens is None else min(method.read_tokens, t)
+        chunks = [[*landmarks][index] for index in best(probs, max(1, budget // method.page_size))]
+        return {token for token in range(of.prompt) if token // method.page_size in chunks}
+
+    return row
+
+
+def coded(keys: np.ndarray, bits: int | None) -> np.ndarray:
+    """Each row as it reads back: a minimum and a step in fp16, and a code each."""
+    if bits is None:
+        return keys
+    lo = keys.min(1, keepdims=True).astype(np.float16).astype(float)
+    step = ((keys.max(1, keepdims=True) - keys.min(1, keepdims=True)) / (2**bits - 1)).astype(np.float16).astype(float)
+    return np.clip(np.round((keys - lo) / step), 0, 2**bits - 1) * step + lo
+
+
+def root(matrix: np.ndarray, power: float) -> np.ndarray:
+    values, vectors = np.linalg.eigh(matrix)
+    return vectors * values**power @ vectors.T
+
+
+def balanced_product(of_query: np.ndarray, of_key: np.ndarray, rank: int) -> np.ndarray:
+    """W_q W_k^T as the SVD of C_q^(1/2) C_k^(1/2) gives it, inverses and all."""
+    ridges = [1e-4 * np.trace(each) / len(each) * np.diag(np.linspace(1, 2, len(each))) for each in (of_query, of_key)]
+    of_query, of_key = of_query + ridges[0], of_key + ridges[1]
+    left, strength, right = np.linalg.svd(root(of_query, 0.5) @ root(of_key, 0.5))
+    return root(of_query, -0.5) @ (left[:, :rank] * strength[:rank] @ right[:rank]) @ root(of_key, -0.5)
+
+
+def partial_scores(method, of: Of, t: int) -> np.ndarray:
+    """Scores [group, t] on a few numbers per key."""
+    query, key, size = of.query[:, t], of.key[:t], of.key.shape[1]
+    if isinstance(method, DoubleSparsity):
+        channels = best(measured(method.channels, of), math.ceil(method.rank * size))
+        return query[:, channels] @ coded(key[:, channels], method.index_bits).T
+    if isinstance(method, Loki):
+        first = measured("rotation", of)[:, : math.ceil(method.rank * size)]
+        return query @ first @ coded(key @ first, method.index_bits).T
+    if isinstance(method, SparQ):
+        magnitude = np.abs(query)
+        channels = best(magnitude.sum(0), math.ceil(method.rank * size))
+        share = magnitude[:, channels].sum(1) / magnitude.sum(1)
+        return query[:, channels] @ key[:, channels].T / np.sqrt(share)[:, None]
+    if method.index == "columns":
+        basis = measured("rotation", of) if method.skew else np.eye(size)
+        return query @ basis @ coded(key @ basis, method.index_bits).T
+    of_query, of_key = np.zeros((size, size)), np.zeros((size, size))
+    if method.statistics != "calibration":
+        rows = of.query[:, : of.prompt].reshape(-1, size) / of.geometry.scale
+        of_query, of_key = of_query + rows.T @ rows / len(rows), of_key + np.cov(of.key[: of.prompt].T, bias=True)
+    if method.statistics != "prompt":
+        of_query, of_key = of_query + measured("query", of), of_key + measured("key", of)
+    return query @ balanced_product(of_query, of_key, math.ceil(method.partial_weight_ratio * size)) @ key.T
+
+
+def projected(method, of: Of):
+    def row(t: int) -> set[int]:
+        if isinstance(method, InfiniGen):
+            count = max(1, math.floor(method.max_fetch_frac * t))
+        else:
+            count = min(t, method.read_tokens or max(1, math.floor(method.read_frac * t)))
+        scores = partial_scores(method, of, t)
+        worth = scores.sum(0) if method.group == "sum_logits" else (scores - scores.max(1, keepdims=True)).max(0)
+        recent = math.floor(method.recent_frac * count)
+        worth[t - recent :] = np.inf
+        return set(best(worth, count))
+
+    return row
+
+
+# Eviction after the prompt
+
+
+def pyramid_shares(mean: int, competing: int, num_layers: int) -> list[int]:
+    """The line of PyramidKV, its running sum rounded down."""
+    high = Fraction(min(2 * mean - mean // 20, competing))
+    line = [high - layer * 2 * (high - mean) / max(1, num_layers - 1) for layer in range(num_layers)]
+    until = [math.floor(sum(line[:count], Fraction())) for count in range(num_layers + 1)]
+    return [after - before for before, after in zip(until, until[1:], strict=False)]
+
+
+def snapkv(method: SnapKV, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
+    worth = np.zeros((geometry.num_kv_heads, prompt))
+    before, half = max(0, prompt - method.window), method.kernel // 2
+    for head, query in enumerate(sequence.query):
+        for row in range(before, prompt):
+            probs = softmax(sequence.key[head // geometry.group, : row + 1] @ query[row])
+            worth[head // geometry.group, :before] += probs[:before]
+    smoothed = worth.copy()
+    for token in range(before):
+        around = worth[:, max(0, token - half) : min(before, token + half + 1)]
+        smoothed[:, token] = around.max(1) if method.pooling == "max" else around.sum(1) / method.kernel
+    return smoothed
+
+
+def knorm(method: Knorm, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
+    return -norm(sequence.key[:, :prompt])
+
+
+def keydiff(method: KeyDiff, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
+    directions = sequence.key[:, :prompt] / norm(sequence.key[:, :prompt])[..., None]
+    anchors = directions.mean(1)
+    return -(directions @ anchors[..., None])[..., 0] / norm(anchors)[:, None]
+
+
+def expected(method: ExpectedAttention, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
+    worth, sinks = np.zeros((geometry.num_kv_heads, prompt)), method.num_sinks
+    units = np.eye(geometry.head_dim)
+    ahead = sum(rope(geometry, units, position) for position in range(prompt, prompt + 512)) / 512  # of e_i in row i
+    for head, query in enumerate(sequence.query):
+        kv = head // geometry.group
+        plain = np.array([rope(geometry, query[token] / geometry.scale, -token) for token in range(sinks, prompt)])
+        mean, cov = plain.mean(0) @ ahead, ahead.T @ np.cov(plain.T, bias=True) @ ahead
+        keys = sequence.key[kv, sinks:prompt] * geometry.scale
+        worth[kv, sinks:] += softmax(keys @ mean + ((keys @ cov) * keys).sum(1) / 2) / geometry.group
+    return (worth + method.epsilon) * norm(sequence.value[:, :prompt])
+
+
+def once(worth_of):
+    """A rule from `worth_of(method, geometry, sequence, prompt)`, [num_kv_heads, prompt]."""
+
+    def rule(method: PromptEvicting, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
+        worth = worth_of(method, geometry, sequence, prompt)
+        size = math.floor(method.kept_frac * prompt) if method.kept_tokens is None else method.kept_tokens
+        tokens = range(method.num_sinks, prompt - method.window)
+        share, selecting = size - method.num_sinks - method.window, geometry.num_layers - method.num_exempt_layers
+        if method.layers == "pyramid":
+            share = pyramid_shares(share, len(tokens), selecting)[layer - method.num_exempt_layers]
+        shares = [share] * len(worth)
+        if method.heads == "adaptive":
+            pairs = sorted((-worth[head, token], head) for head in range(len(worth)) for token in tokens)
+            wins = [sum(head == h for _, head in pairs[: share * len(worth)]) for h in range(len(worth))]
+            blend = [Fraction(4, 5) * won + Fraction(share, 5) for won in wins]
+            until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(worth) + 1)]
+            shares = [after - before for before, after in zip(until, until[1:], strict=False)]
+        read = []
+        for row, count in zip(worth, shares, strict=True):
+            stays = sorted(tokens, key=lambda token: (-row[token], -token))[:count]
+            kept = set(range(prompt)) if size >= prompt else {*stays, *range(prompt)} - (set(tokens) - set(stays))
+            read.append([kept | set(range(prompt, t)) for t in range(prompt, sequence.key.shape[1])])
+        return read
+
+    return rule
+
+
+# Eviction while decoding
+
+
+def tova(method: TOVA, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
+    length = sequence.key.shape[1]
+    budget = method.kept_tokens or max(1, math.floor(method.kept_frac * length))
+
+    def evict(row: int, tokens: list[int]) -> set[int]:
+        attention = sum(
+            softmax(sequence.key[head // geometry.group, tokens] @ query[row])
+            for head, query in enumerate(sequence.query)
+        )
+        worth = dict(zip(tokens, attention, strict=True))
+        may_leave = [token for token in tokens if not method.protect_last or token < row]
+        return set(tokens) - set(sorted(may_leave, key=worth.__getitem__)[: max(0, len(tokens) - budget)])
+
+    kept, read = evict(prompt - 1, list(range(prompt))), []
+    for t in range(prompt, length):
+        read.append(kept)
+        kept = evict(t, sorted(kept | {t}))
+    return [read] * geometry.num_kv_heads
+
+
+def rkv(method: RKV, of: Of):
+    budget = method.kept_tokens or math.floor(method.kept_frac * len(of.key))
+
+    def compress(tokens: list[int]) -> set[int]:
+        if len(tokens) <= budget:
+            return set(tokens)
+        keys, last, before, half = of.key[tokens], tokens[-1], len(tokens) - method.window, method.kernel // 2
+        rows = range(last + 1 - method.window, last + 1)
+        attention = np.mean([softmax((of.query[:, row] @ keys[:before].T).max(0)) for row in rows], 0)
+        smooth = [attention[max(0, i - half) : i + half + 1].max() for i in range(before)]
+        directions = keys / norm(keys)[:, None]
+        cosine = directions @ directions.T
+        for i, row in enumerate(cosine):
+            row[i] = 0
+            alike = [j for j, value in enumerate(row) if value > 0.5]
+            row[alike[-1:]] = 0
+        similar = softmax(cosine.mean(0))
+        worth = [method.mix_lambda * smooth[i] - (1 - method.mix_lambda) * similar[i] for i in range(before)]
+        return {tokens[i] for i in best(worth, budget - method.window)} | set(tokens[before:])
+
+    kept, read = compress(list(range(of.prompt))), []
+    for t in range(of.prompt, len(of.key)):
+        read.append(kept)
+        kept = kept | {t}
+        if (t + 1 - of.prompt) % method.divide_length == 0:
+            kept = compress(sorted(kept))
+    return lambda t: read[t - of.prompt]
+
+
+def duo(method: DuoAttention, of: Of):
+    gates = calibration(of.geometry.num_kv_heads, of.geometry.head_dim)["gates"].tolist()
+    heads = [(gate, i, head) for i, row in enumerate(gates) for head, gate in enumerate(row)]
+    selecting = sorted(each for each in heads if each[1] >= method.num_exempt_layers)
+    streaming = [each[1:] for each in selecting[: round(method.sparsity * len(selecting))]]
+
+    def row(t: int) -> set[int]:
+        window = {*range(min(t, method.num_sinks)), *range(max(0, t - method.num_recent), t)}
+        return window if (of.layer, of.head) in streaming else set(range(t))
+
+    return row
+
+
+INDEX = {"alpha": math.inf, "max_fetch_frac": 0.3, "when": "own_query"}
+PLAIN = {
+    Quest: of_heads(quest), PQCache: of_heads(pqcache), ShadowKV: of_heads(shadowkv), SnapKV: once(snapkv),
+    Knorm: once(knorm), KeyDiff: once(keydiff), ExpectedAttention: once(expected), TOVA: tova, RKV: of_heads(rkv),
+    DuoAttention: of_heads(duo),
+}  # fmt: skip
+"""The rule of each method; others score on a few numbers per key."""
+RULES = {
+    "quest": Quest(read_frac=0.4, page_size=3),
+    "quest-token": Quest(read_frac=0.3, page_size=1, num_exempt_layers=0),
+    "quest-least": Quest(read_frac=0.05, page_size=2, num_exempt_layers=1),
+    "quest-large": Quest(read_frac=0.6, page_size=7),
+    "pqcache": PQCache(read_frac=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
+    "pqcache-fine": PQCache(read_frac=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, num_exempt_layers=0),
+    "pqcache-few-tokens": PQCache(read_frac=0.4, num_sinks=3, sub_vectors=1, bits=6),
+    "shadowkv": ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2),
+    "shadowkv-tokens": ShadowKV(read_tokens=5, page_size=3, local_chunks=0, outlier_frac=0.0, num_exempt_layers=0),
+    "shadowkv-all": ShadowKV(read_frac=1.0, page_size=2, local_chunks=1, outlier_frac=0.5),
+    "doublesparsity": DoubleSparsity(read_frac=0.4, rank=0.25),
+    "doublesparsity-q": DoubleSparsity(read_frac=0.2, rank=0.1, channels="q", num_exempt_layers=1),
+    "doublesparsity-coded": DoubleSparsity(read_frac=0.3, rank=0.5, channels="k", index_bits=2),
+    "loki": Loki(read_tokens=7, rank=0.3, num_exempt_layers=0),
+    "loki-coded": Loki(read_frac=0.3, rank=0.5, index_bits=4),
+    "sparq": SparQ(read_tokens=None, read_frac=0.4),
+    "sparq-best": SparQ(read_tokens=9, rank=0.1, recent_frac=0.5, group="best"),
+    "infinigen-coded": InfiniGen(partial_weight_ratio=1.0, index_bits=4, **INDEX),
+    "infinigen-bits": InfiniGen(partial_weight_ratio=1.0, index_bits=2, skew=False, **INDEX),
+    "balanced": InfiniGen(index="balanced", **INDEX),
+    "balanced-prompt": InfiniGen(index="balanced", statistics="prompt", **INDEX),
+    "balanced-text": InfiniGen(index="balanced", statistics="calibration", **INDEX),
+    "snapkv": SnapKV(kept_frac=0.5, window=4, kernel=3),
+    "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0),
+    "snapkv-short": SnapKV(kept_tokens=12, window=5, kernel=1),  # a prompt of 11 tokens is kept whole
+    "snapkv-sinks": SnapKV(kept_tokens=8, num_sinks=3, window=2),
+    "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", num_exempt_layers=1),
+    "pyramid-steep": SnapKV(kept_frac=0.4, window=1, layers="pyramid", num_exempt_layers=0),
+    "adaptive": SnapKV(kept_frac=0.5, window=3, heads="adaptive"),
+    "both": SnapKV(kept_tokens=9, window=2, layers="pyramid", heads="adaptive"),
+    "knorm": Knorm(kept_frac=0.4),
+    "keydiff": KeyDiff(kept_tokens=6, num_sinks=2, window=1, num_exempt_layers=0),
+    "expected": ExpectedAttention(kept_frac=0.5),
+    "expected-adaptive": ExpectedAttention(kept_tokens=8, num_sinks=1, epsilon=0.02, heads="adaptive"),
+    "tova": TOVA(kept_frac=0.3),
+    "tova-last": TOVA(kept_tokens=6, protect_last=True, num_exempt_layers=0),
+    "tova-one": TOVA(kept_tokens=1),
+    "tova-fills": TOVA(kept_tokens=24),
+    "rkv": RKV(kept_tokens=8, divide_length=3, window=2, kernel=3),
+    "rkv-share": RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, num_exempt_layers=0),
+    "rkv-each": RKV(kept_tokens=6, divide_length=1, window=4, num_exempt_layers=1),
+    "rkv-attention": RKV(kept_tokens=9, divide_length=2, window=3, mix_lambda=1.0, kernel=1),
+    "rkv-fills": RKV(kept_tokens=25, divide_length=4),
+    "duo": DuoAttention(num_sinks=2, num_recent=4),
+    "duo-most": DuoAttention(sparsity=0.8, num_sinks=0, num_recent=3, num_exempt_layers=0),
+}
+RUNS = [("gqa", "padded", (1, 2, 9, 20)), ("gqa", "even", ()), ("opt", "padded", ())]
+"""Model, batch, and the rows after which replay's calls end: inside a page or a group."""
+
+
+def check(name: str, model: str = "gqa", batch: str = "padded", calls=()) -> None:
+    method = RULES[name]
+    rule = PLAIN.get(type(method), of_heads(projected))
+    geometry, found = replayed(MODELS[model], Case(method), batch, calls)
+    for layer, sequences in found.items():
+        for (prompt, length), sequence in zip(BATCHES[batch], sequences, strict=True):
+            wanted = rule(method, geometry, layer, sequence, prompt)
+            assert sequence.key.shape[1] == length and sequence.read == wanted, f"layer {layer}, prompt of {prompt}"
+            means = [np.mean([len(rows[row]) for rows in wanted]) for row in range(length - prompt)]
+            assert sequence.num_read == pytest.approx(means)
+            assert all(EMPTY not in each and max(each, default=0) < length for rows in wanted for each in rows)
+
+
+@pytest.mark.parametrize(("model", "batch", "calls"), RUNS, ids=["gqa, in calls", "gqa, even", "opt"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_method_reads_what_its_plain_rule_reads(name, model, batch, calls):
+    check(name, model, batch, calls)
+
+
+def test_a_long_prompts_similarity_comes_in_chunks(monkeypatch):
+    monkeypatch.setattr("methods.rkv.PROMPT_CHUNK", 5)
+    check("rkv")
+
+
+SHOWN = {
+    "quest": {"page_size": 4}, "snapkv": {"kernel": 1}, "snapkv-avg": {"pooling": "max"},
+    "balanced": {"index": "columns"}, "infinigen-coded": {"index_bits": None}, "loki": {"rank": 1.0},
+    "doublesparsity": {"rank": 1.0}, "sparq": {"rank": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_setting_changes_what_is_read(name):
+    """Otherwise the comparison above would show nothing."""
+    pair = RULES[name], replace(RULES[name], **SHOWN[name])
+    found, other = (replayed(MODELS["gqa"], Case(each), "even")[1] for each in pair)
+    assert found[2][0].read != other[2][0].read and found[2][0].read[0] != found[2][0].read[1]
+
+
+# Parts that the rules above do not see
+
+
+def test_kmeans_finds_what_lies_apart_and_leaves_padding_out():
+    generator = torch.Generator().manual_seed(0)
+    middles = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
+    points = middles.repeat_interleave(8, 0) + 0.1 * torch.randn(32, 2, generator=generator)
+    padded = torch.cat([torch.full((5, 2), 1000.0), points])
+    real = torch.arange(37) >= 5
+    found = kmeans(padded[None, None], real[None], 4, 5)[0, 0]
+    assert torch.equal(found, kmeans(points[None, None], torch.ones(1, 32, dtype=torch.bool), 4, 5)[0, 0])
+    assert torch.allclose(found, middles, atol=0.2)
+
+
+@pytest.mark.parametrize("model", ["gqa", "opt"])
+def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model, monkeypatch):
+    method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2, rank_frac=0.2)
+    seen = []
+
+    def noting(attention):
+        def note(handler, at, query, key, value):
+            output = attention(handler, at, query, key, value)
+            if at == 3:
+                seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
+            return output
+
+        return note
+
+    for handler in (PromptPass, passes.DecodePass):
+        monkeypatch.setattr(handler, "attention", noting(handler.attention))
+    run_one(MODELS[model], Case(method))
+    query, key, value, output = (torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True))
+    with attach(MODELS[model]) as attached:
+        geometry, positions = attached.geometry, torch.arange(PROMPT)[None]
+        heads, _, head_dim = key.shape
+        bare = geometry.rotate(torch.tensor(key[:, :PROMPT]).float()[None], positions, inverse=True)[0].double().numpy()
+        left, scale, right = np.linalg.svd(bare.transpose(1, 0, 2).reshape(PROMPT, -1), full_matrices=False)
+        rank = min(PROMPT, math.ceil(method.rank_frac * heads * head_dim))
+        product = ((left * scale)[:, :rank] @ right[:rank]).reshape(PROMPT, heads, head_dim).transpose(1, 0, 2)
+        low = geometry.rotate(torch.tensor(product).float()[None], positions)[0].double().numpy()
+    assert np.abs(low - key[:, :PROMPT]).max() > 0.1
+    for head, own in enumerate(query * geometry.scale):
+        kv = head // geometry.group
+        group = query[kv * geometry.group : (kv + 1) * geometry.group] * geometry.scale
+        chunks, row = selectable(method, key[kv], PROMPT), shadowkv(method, Of(geometry, 3, kv, PROMPT, group, key[kv]))
+        for t in range(PROMPT, len(own)):
+            fetched = row(t)
+            read = [token for token in range(t + 1) if token in fetched or token // method.page_size not in chunks]
+            keys = np.array([low[kv, token] if token in fetched else key[kv, token] for token in read])
+            assert np.abs(output[head, t] - softmax(keys @ own[t]) @ value[kv, read]).max() < 1e-4
+
+
+def test_sparqs_mean_value_weighs_what_is_not_read():
+    """In blocks of any size, as replay and live append rows."""
+    geometry = Geometry(1, 4, 2, 16, 0.25, "llama")
+    generator = torch.Generator().manual_seed(2)
+    prompt, length = (7, 4), (15, 12)
+    query, key, value = (torch.randn(2, heads, 15, 16, generator=generator) for heads in (4, 2, 2))
+    real = torch.arange(7) >= 7 - torch.tensor(prompt)[:, None]
+    positions = torch.arange(15) - 7 + torch.tensor(prompt)[:, None]
+    tokens = torch.where(positions < 0, EMPTY, positions)
+    method = SparQ(read_tokens=3, rank=0.25, num_exempt_layers=0)
+    for size in (1, 3, 8):
+        state = method.new_state(geometry, Lengths(torch.tensor(prompt), torch.tensor(length)))
+        state.prompt(0, query[:, :, :7], key[:, :, :7], value[:, :, :7], PromptRows(real, 15))
+        for begin in range(7, 15, size):
+            own = slice(begin, min(begin + size, 15))
+            state.append(0, key[:, :, own], value[:, :, own], positions[:, own], own)
+            own_slots, is_real = torch.arange(begin, own.stop).expand(2, 1, -1), torch.ones(2, own.stop - begin).bool()
+            slots = tokens[:, None, : own.stop]
+            selection = state.select(0, Rows(query[:, :, own], positions[:, own], is_real, slots, own_slots, None))
+            for b, head, row in np.ndindex(2, 2, own.stop - begin):
+                column = begin + row
+                seen = [each for each in range(column + 1) if positions[b, each] >= 0]
+                assert torch.allclose(selection.rest.value[b, head, row], value[b, head, seen].mean(0), atol=1e-6)
+                group = query[b, 2 * head : 2 * head + 2, [column] * (len(seen) + 1)].double().numpy() * 0.25
+                of = Of(geometry, 0, head, 0, group, key[b, head, seen].double().numpy())
+                unread = [not selection.mask[b, head, row, each] and each != column for each in seen]
+                for query_head, own_scores in enumerate(partial_scores(method, of, len(seen))):
+                    share = softmax(own_scores)[unread].sum()
+                    assert float(selection.rest.share[b, head, query_head, row]) == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_gqa"])
+def test_duos_gates_are_early_attention_at_the_mean(fixture, request, monkeypatch):
+    text = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    seen = []
+    measure = DuoAttention.calibrate_layer
+
+    def note(method, query, key, geometry, earlier):
+        seen.append((query.double().numpy(), key.double().numpy()))
+        return measure(method, query, key, geometry, earlier)
+
+    monkeypatch.setattr(DuoAttention, "calibrate_layer", note)
+    with attach(request.getfixturevalue(fixture)) as attached:
+        gates, geometry = calibrate(attached, DuoAttention(), text)["gates"], attached.geometry
+    assert gates.shape == (geometry.num_layers, geometry.num_kv_heads) and len(seen) == geometry.num_layers
+    for layer, states in enumerate(seen):
+        queries, keys = (
+            [np.mean([rope(geometry, row, -t) for t, row in enumerate(head)], 0) for head in heads] for heads in states
+        )
+        for kv, key in enumerate(keys):
+            turned = np.array([rope(geometry, key, t) for t in range(500)])
+            group = queries[kv * geometry.group : (kv + 1) * geometry.group]
+            probs = [softmax(turned @ rope(geometry, query, 499) * geometry.scale) for query in group]
+            wanted = np.mean([np.cumsum(each).mean() for each in probs])
+            assert float(gates[layer, kv]) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_channels_and_components_are_measured_on_the_calibration():
+    generator = torch.Generator().manual_seed(4)
+    query, key = (torch.randn(heads, 30, 16, generator=generator) for heads in (4, 2))
+    key = key * torch.linspace(0.5, 3, 16) + 5
+    geometry = Geometry(1, 4, 2, 16, 0.25, "llama")
+    worth = DoubleSparsity().calibrate(query, key, geometry)
+    rotation = Loki().calibrate(query, key, geometry)["rotation"].double().numpy()
+    for head in range(2):
+        group, keys = query[2 * head : 2 * head + 2].double().numpy(), key[head].double().numpy()
+        plain = {"qk": np.abs(group * keys).mean((0, 1)), "q": np.abs(group).mean((0, 1)), "k": np.abs(keys).mean(0)}
+        for name, wanted in plain.items():
+            assert np.allclose(worth[name][head], wanted, rtol=1e-5)
+        variances = np.diag(rotation[head].T @ np.cov(keys.T) @ rotation[head])
+        assert np.allclose(variances, np.linalg.eigvalsh(np.cov(keys.T))[::-1], rtol=1e-4)
+
+
+# Limit cases
+
+ALL = {"rank": 1.0, "read_frac": 0.3, "recent_frac": 0.0, "group": "best"}
+LIMITS = {
+    "quest": Quest(read_frac=1.0, page_size=4), "quest-one-page": Quest(read_frac=0.3, page_size=64),
+    "snapkv": SnapKV(kept_frac=1.0, layers="pyramid"), "pqcache": PQCache(read_frac=1.0),
+    "shadowkv": ShadowKV(read_frac=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
+    "doublesparsity": DoubleSparsity(read_frac=1.0), "loki": Loki(read_frac=1.0, index_bits=2),
+    "sparq": SparQ(read_tokens=None, read_frac=1.0), "tova": TOVA(kept_frac=1.0),
+    "rkv": RKV(kept_frac=1.0, divide_length=3), "rkv-late": RKV(kept_tokens=PROMPT, divide_length=LENGTH),
+    "duo-window": DuoAttention(), "duo-none": DuoAttention(sparsity=0.0, num_sinks=0, num_recent=1),
+    "keydiff": KeyDiff(kept_frac=1.0, heads="adaptive"), "expected": ExpectedAttention(kept_frac=1.0),
+}  # fmt: skip
+RANKED = {
+    "doublesparsity": DoubleSparsity(**ALL), "loki": Loki(**ALL),
+    "sparq": SparQ(**ALL, read_tokens=None, mean_value=False),
+    "infinigen": InfiniGen(partial_weight_ratio=1.0, **INDEX),
+    "balanced": InfiniGen(partial_weight_ratio=1.0, index="balanced", **INDEX),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["gqa", "opt"])
+@pytest.mark.parametrize("name", LIMITS)
+def test_limit_cases_are_the_full_cache(model, name):
+    full, limit = (run_ragged(MODELS[model], case) for case in (CASES["full"], Case(LIMITS[name])))
+    for got, wanted in zip(limit.logits, full.logits, strict=True):
+        assert_close(got, wanted, 2e-5 if name != "shadowkv" else 1e-4)
+    assert limit.reads.size == (1 if name != "shadowkv" else limit.reads.size)
+
+
+@pytest.mark.parametrize("model", ["gqa", "opt"])
+@pytest.mark.parametrize("name", RANKED)
+def test_all_columns_rank_as_the_true_scores(model, name):
+    oracle, got = (
+        run_ragged(MODELS[model], Case(each)) for each in (Oracle(alpha=math.inf, max_fetch_frac=0.3), RANKED[name])
+    )
+    for rows, wanted in zip(got.logits, oracle.logits, strict=True):
+        assert_close(rows, wanted)
+    assert got.reads.size == pytest.approx(oracle.reads.size)
