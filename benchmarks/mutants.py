@@ -60,10 +60,13 @@ class Mutant(NamedTuple):
 
 class Suite:
     """Copies of a tree, one for each job, and pytest in them. limit: seconds a run may take. workers: pytest-xdist's
-    processes for the whole suite, "" for one process without it."""
+    processes for the whole suite, "" for one process without it. left_out: tests that are not run."""
 
-    def __init__(self, tree: Path, folder: Path, jobs: int, limit: float, workers: str) -> None:
+    def __init__(
+        self, tree: Path, folder: Path, jobs: int, limit: float, workers: str, left_out: Sequence[str]
+    ) -> None:
         self.limit, self.workers, self.cache = limit, workers, folder / "cache"
+        self.left_out = [option for test in left_out for option in ("--deselect", test)]
         self.copies: SimpleQueue[Path] = SimpleQueue()
         for job in range(jobs):
             self.copies.put(shutil.copytree(tree, folder / f"tree-{job}", ignore=NOT_COPIED, symlinks=True))
@@ -71,7 +74,8 @@ class Suite:
     def pytest(self, copy: Path, what: Sequence[str], *options: str) -> tuple[int, str]:
         """Exit code and output. Past the time limit the run is killed with its children, and the code is negative."""
         shutil.rmtree(self.cache / "calibration", ignore_errors=True)  # another mutant may have computed it
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *options, *what]
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+        command += [*options, *self.left_out, *what]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(self.cache)}
         with subprocess.Popen(
             command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -84,38 +88,40 @@ class Suite:
                 return -1, run.communicate()[0]
         return run.returncode, output
 
-    def failing(self, copy: Path, what: Sequence[str], *options: str) -> str | None:
-        """The first test that fails; None if all pass."""
-        code, output = self.pytest(copy, what, "-x", *options)
+    def failing(self, copy: Path, what: Sequence[str], *options: str) -> list[str]:
+        """The tests that fail."""
+        code, output = self.pytest(copy, what, *options)
         if code in (PASSED, NO_TESTS):
-            return None
-        found = FAILED.search(output)
-        return TIME_LIMIT if code < 0 else found.group(1) if found else f"pytest exit code {code}: {output[-300:]}"
+            return []
+        return [TIME_LIMIT] if code < 0 else FAILED.findall(output) or [f"pytest exit code {code}: {output[-300:]}"]
 
-    def check(self, tests: Sequence[str]) -> str | None:
-        """The first test that fails without a mutant."""
+    def check(self, tests: Sequence[str]) -> list[str]:
+        """The tests that fail without a mutant; says so on stderr."""
         copy = self.copies.get()
         try:
-            return self.failing(copy, tests, *self._parallel()) if tests else None
+            broken = self.failing(copy, tests, *self._parallel()) if tests else []
         finally:
             self.copies.put(copy)
+        for test in broken:
+            print(f"fails without any mutant; repair it, or leave it out with --deselect: {test}", file=sys.stderr)
+        return broken
 
     def try_out(self, mutant: Mutant, *, whole: bool) -> dict[str, Any]:
         """The result of one mutant. whole: run the whole suite if the likely tests pass."""
-        copy, began, ran = self.copies.get(), time.perf_counter(), "likely tests"
+        copy, began, ran, killers = self.copies.get(), time.perf_counter(), "likely tests", list[str]()
         path, _ = mutant.place(copy)
         assert path is not None
         sound = path.read_text(encoding="utf-8")
         try:
             _write(path, sound.replace(mutant.old, mutant.new))
             likely = [each for each in mutant.tests if (copy / each).is_file()]
-            killer = self.failing(copy, likely) if likely else None
-            if killer is None and whole:
-                ran, killer = "whole suite", self.failing(copy, ["tests"], *self._parallel())
+            killers = self.failing(copy, likely, "-x") if likely else []
+            if not killers and whole:
+                ran, killers = "whole suite", self.failing(copy, ["tests"], "-x", *self._parallel())
         finally:
             _write(path, sound)
             self.copies.put(copy)
-        return {"killed_by": killer, "ran": ran, "seconds": round(time.perf_counter() - began)}
+        return {"killed_by": killers[0] if killers else None, "ran": ran, "seconds": round(time.perf_counter() - began)}
 
     def _parallel(self) -> list[str]:
         return ["-n", self.workers] if self.workers else []
@@ -175,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=3600, help="seconds of one pytest run, at most (default: 3600)")
     parser.add_argument("-n", default="", metavar="WORKERS", help="processes of pytest-xdist for the whole suite")
     parser.add_argument("--likely", action="store_true", help="run the likely tests only")
+    parser.add_argument("--deselect", nargs="+", default=[], metavar="TEST", help="tests that are not run")
     parser.add_argument("--no-check", action="store_true", help="do not run the tests without a mutant first")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two results files")
     args = parser.parse_args(argv)
@@ -185,10 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {name for name, each in results.items() if each["killed_by"] or args.likely or each["ran"] == "whole suite"}
     todo = [each for each in mutants if each.name not in done]
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        suite = Suite(args.tree, Path(name), args.jobs, args.limit, args.n)
+        suite = Suite(args.tree, Path(name), args.jobs, args.limit, args.n, args.deselect)
         likely = sorted({test for each in todo for test in each.tests if (args.tree / test).is_file()})
-        if not args.no_check and (broken := suite.check(likely)):
-            print(f"the tests fail without any mutant: {broken}", file=sys.stderr)
+        if not args.no_check and suite.check(likely):
             return 2
         with ThreadPoolExecutor(args.jobs) as pool:
             tried = pool.map(lambda each: (each, suite.try_out(each, whole=not args.likely)), todo)
@@ -196,9 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results[mutant.name] = result
                 save(args.out, results)
                 print(f"{number}/{len(todo)} {_line(mutant, result)}", flush=True)
-        killers = {str(results[each.name]["killed_by"]) for each in mutants} - {"None", TIME_LIMIT}
-        if killers and (broken := suite.check(sorted(killers))):
-            print(f"fails without any mutant as well, so it kills none: {broken}", file=sys.stderr)
+        killers = {result["killed_by"] for result in results.values()} - {None, TIME_LIMIT}
+        if broken := suite.check(sorted(killers)):  # such a test kills nothing: what it was said to kill is tried again
+            save(args.out, {name: each for name, each in results.items() if each["killed_by"] not in broken})
             return 2
     survivors = [each for each in mutants if not results[each.name]["killed_by"]]
     print("", *(_line(each, results[each.name]) for each in mutants), sep="\n")
