@@ -53,6 +53,7 @@ def every_model_is_whole_again():
         for name, each in model.state_dict().items():
             assert torch.equal(each, before[family][name]), (family, name)
             assert each.untyped_storage().nbytes() == each.nbytes, (family, name)
+            assert not each.is_inference(), (family, name)
         assert not any(layer._forward_pre_hooks for layer in model.get_decoder().layers)
 
 
@@ -230,6 +231,12 @@ def test_an_error_in_a_pass_leaves_the_model_whole_and_the_next_pass_right(attac
         hook.remove()
         assert torch.equal(live(attached, case, PADDED).logits, expected)
         raise KeyboardInterrupt
+
+
+def test_inference_mode_around_it_leaves_the_model_whole(attached, link):
+    expected = live(attached, CASES["infinigen"], PADDED).logits
+    with torch.inference_mode(), streamed_weights(attached, link, 0.5):
+        assert torch.equal(live(attached, CASES["infinigen"], PADDED).logits, expected)
 
 
 def test_a_transfer_that_fails_leaves_the_model_whole(attached):

@@ -91,6 +91,7 @@ class StreamedWeights:
         self._layers: list[_Layer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
+    @torch.inference_mode(False)  # a parameter that was an inference tensor would take no gradient later
     def open(self) -> None:
         """Move the weights to host memory, and request the first layer's."""
         if self.attached.device.type == "cuda" and self.host_bytes > (available := available_memory()):
@@ -108,6 +109,7 @@ class StreamedWeights:
             self._hooks.append(module.register_forward_pre_hook(partial(self._layer_begins, index)))
         self._ahead = {device: self._request(self._devices.index(device), turn=0) for device in self._links}
 
+    @torch.inference_mode(False)
     def close(self) -> None:
         """Make the model whole again. Raises the error of a transfer that failed."""
         for hook in self._hooks:
