@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from statistics import mean
 
 import pytest
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
-from harness.sizes import TOLERANCE, expected_size, sized
+from harness.sizes import TOLERANCE, code_width, expected_size, sized
 from methods.base import Geometry, Lengths, Row
-from methods.codec import Codec
+from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
@@ -125,6 +126,20 @@ def test_a_codecs_bits_count_in_the_layers_that_it_codes():
         == (2 + 8 * 0.28125 * 0.4) / 10
     )
     assert expected_size(Full(), {row: 1}, 10, width=0.28125) == (2 + 8 * 0.28125) / 10
+
+
+@pytest.mark.parametrize(
+    ("codec", "geometry", "bits"),
+    [
+        (None, {}, 16),
+        (Codec("int4", 8), {}, 4 + 32 / 8),
+        (SplitCodec(Codec("int8", 8), Codec("int2", 8)), {}, ((8 + 4) + (2 + 4)) / 2),
+        (SplitCodec(Codec("fp16"), Codec("int4", 8)), {"value_dim": 24}, (8 * 16 + 24 * (4 + 4)) / 32),
+        (Codec("int4", 8), {"value_dim": 4, "values_in_keys": True}, 4 + 4),
+    ],
+)
+def test_the_bits_of_an_element_are_the_mean_over_key_and_value(codec, geometry, bits):
+    assert code_width(codec, replace(GEOMETRY, **geometry)) == bits / 16
 
 
 def test_a_size_that_depends_on_the_data_is_refused():
