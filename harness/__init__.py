@@ -1,1 +1,25 @@
-"""The evaluation harness: settings, models, replay, measurements, records."""
+"""Accuracy and speed of KV-cache methods, on one implementation of each.
+
+    import harness
+
+    model = harness.load("smollm2-135m")
+    print(model.generate("The KV cache", method="infinigen", size=0.1))
+
+`harness.load` and `harness.attach` are the Python interface; `run.py` is the command line.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.interface import Model, attach, frame, load
+
+__all__ = ["Model", "attach", "frame", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the interface when it is first used: it loads torch and transformers, which the command line does late."""
+    if name not in __all__:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    from harness import interface
+
+    return getattr(interface, name)

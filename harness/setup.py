@@ -40,15 +40,19 @@ def prepare(
             method, decode_rows(), geometry.num_layers, config.size, code_width(stored, geometry),
             windows=geometry.windows, nearest=config.sizing == "nearest",
         )  # fmt: skip
-    calibration = None
-    if method.needs_calibration:
-        num_tokens = config.calibration.num_tokens
-        if num_tokens > loaded.max_length:
-            limit = f"{loaded.name} takes at most {loaded.max_length} tokens"
-            raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
-        ids = calibration_ids(config.calibration, loaded.tokenizer)
-        calibration = cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
-    return Setup(method, codec, calibration)
+    return Setup(method, codec, calibrated(config, method, loaded, attached))
+
+
+def calibrated(config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached) -> Calibration | None:
+    """The calibration of a method on a loaded model; None where it needs none."""
+    if not method.needs_calibration:
+        return None
+    num_tokens = config.calibration.num_tokens
+    if num_tokens > loaded.max_length:
+        limit = f"{loaded.name} takes at most {loaded.max_length} tokens"
+        raise UserError(f"calibration.num_tokens={num_tokens}: {limit}")
+    ids = calibration_ids(config.calibration, loaded.tokenizer)
+    return cached_calibration(attached, method, ids, loaded.fingerprint, cache_dir() / "calibration")
 
 
 def codec_of(config: RunConfig) -> AnyCodec | None:

@@ -30,7 +30,8 @@ class Generate(Experiment):
         """Print; see `run_generate`."""
         from harness.speed.generate import run_generate
 
-        run_generate(config, resources.model(config.model), partial(print, end="", flush=True))
+        made = run_generate(config, resources.model(config.model), partial(print, end="", flush=True))
+        print(f"\n\n{made.summary()}")
         return Outcome({})
 
     def lower(self, config: RunConfig) -> dict[str, Any]:

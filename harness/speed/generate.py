@@ -1,4 +1,4 @@
-"""`experiment=generate`: prints text token by token as it is decoded, then times and transfers.
+"""`experiment=generate`: decodes text token by token, and says what its cache moved.
 
 python run.py experiment=generate prompt="The KV cache" method=h2o placement=host max_new_tokens=100
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.live import LiveSession, generate
 from harness.offload.memory import smaller_card
-from harness.offload.weights import StreamedWeights, streamed_weights
+from harness.offload.weights import streamed_weights
 from harness.settings.config import RunConfig
 from harness.setup import prepare
 from harness.speed.latency import SOURCES, compute_threads, opened_links
@@ -28,7 +29,57 @@ from methods.base import Row
 MIB = 2**20
 
 
-def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], Any]) -> None:
+@dataclass(frozen=True)
+class Generated:
+    """A text that a live cache decoded. `print` shows the text, then times and transfers.
+
+    text: without the prompt. num_tokens: new ones. prefill_s, decode_s: seconds; decode_s is of all steps together.
+    h2d_bytes, d2h_bytes: payload over the link, to the device and back. device_bytes: cache and method on the device at
+    the end. size: share of the full cache that a decode step read; None without a step. source: measured or emulated.
+    """
+
+    prompt: str
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    prefill_s: float
+    decode_s: float
+    rows: int
+    steps: int
+    h2d_bytes: int
+    d2h_bytes: int
+    device_bytes: int
+    size: float | None
+    source: str
+    counted: bool = True
+    weight_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """New tokens a second after the first; None where there is none."""
+        return (self.num_tokens - 1) / self.decode_s if self.num_tokens > 1 else None
+
+    def summary(self) -> str:
+        """Two lines: times; rows and bytes over the link, the share of the cache that was read, and device memory."""
+        rate = "no decode step" if self.tokens_per_s is None else f"{self.tokens_per_s:.1f} tokens/s"
+        prefill = f"prefill {self.num_prompt_tokens} tokens in {self.prefill_s:.2f} s"
+        moved = (
+            f"fetched {self.rows} rows ({self.rows / max(1, self.steps):.0f} a step, of one token and KV head each): "
+            f"{self.h2d_bytes / MIB:.2f} MiB to the device, {self.d2h_bytes / MIB:.2f} MiB to the host"
+        )
+        if not self.counted:
+            moved = "the driver moved pages, which are not counted"
+        moved += f", {self.device_bytes / MIB:.2f} MiB kept on the device"
+        streamed = f"{self.weight_bytes / MIB:.2f} MiB of weights streamed; " if self.weight_bytes else ""
+        read = "read nothing" if self.size is None else f"read {self.size:.1%} of the cache"
+        first = f"{prefill}; {self.num_tokens} new tokens, {rate}"
+        return f"{first}\n{moved}; {streamed}{read}; source: {self.source}"
+
+    def __str__(self) -> str:
+        return f"{self.prompt}{self.text}\n\n{self.summary()}"
+
+
+def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], Any]) -> Generated:
     """Continue `config.prompt` greedily until the end-of-text token or `max_new_tokens`.
 
     write: takes each piece of text. Raises UserError for a model without a tokenizer, a prompt without
@@ -63,18 +114,34 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 pinned=platform.pinned,
             )
             with closing(session):
-                _stream(session, ids, loaded.tokenizer, write)
+                write(loaded.tokenizer.decode(ids))  # type: ignore[union-attr]
+                text, times = _stream(session, ids, loaded.tokenizer, write)
                 session.drain()
-                write(f"\n{_summary(session, weights, SOURCES[platform.name])}\n")
+                return Generated(
+                    prompt=config.prompt,
+                    text=text,
+                    num_prompt_tokens=len(ids),
+                    **times,
+                    rows=sum(store.h2d_bytes // store.slot_bytes for store in session.stores),
+                    steps=session.steps,
+                    h2d_bytes=session.h2d_bytes,
+                    d2h_bytes=session.d2h_bytes,
+                    device_bytes=session.device_bytes,
+                    size=session.reads.size if session.steps else None,
+                    source=SOURCES[platform.name],
+                    counted=session.placement != "managed",
+                    weight_bytes=weights.num_bytes if weights else 0,
+                )
 
 
-def _stream(session: LiveSession, ids: Sequence[int], tokenizer: Any, write: Callable[[str], Any]) -> None:
-    """Write the text as it grows, then a line with the times of prefill and decoding."""
+def _stream(
+    session: LiveSession, ids: Sequence[int], tokenizer: Any, write: Callable[[str], Any]
+) -> tuple[str, dict[str, Any]]:
+    """Write the text as it grows. Returns it, with the number of tokens and the times of prefill and decoding."""
     prompt = torch.tensor([ids], device=session.attached.device)
     began = time.perf_counter()
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
     tokens: list[int] = []
-    write(tokenizer.decode(ids))
     first_s, shown = 0.0, ""
     for step in generate(session, logits):
         token = int(step.argmax(-1))
@@ -86,20 +153,4 @@ def _stream(session: LiveSession, ids: Sequence[int], tokenizer: Any, write: Cal
         write(text.removeprefix(shown))
         shown = text
     decode_s = time.perf_counter() - first_s
-    rate = f"{(len(tokens) - 1) / decode_s:.1f} tokens/s" if len(tokens) > 1 else "no decode step"
-    write(f"\n\nprefill {len(ids)} tokens in {first_s - began:.2f} s; {len(tokens)} new tokens, {rate}")
-
-
-def _summary(session: LiveSession, weights: StreamedWeights | None, source: str) -> str:
-    """Rows and bytes over the link, the share of the cache that was read, and bytes on the device."""
-    rows = sum(store.h2d_bytes // store.slot_bytes for store in session.stores)
-    steps = max(1, session.steps)
-    read = f"read {session.reads.size:.1%} of the cache" if session.steps else "read nothing"
-    moved = (
-        f"fetched {rows} rows ({rows / steps:.0f} a step, of one token and KV head each): "
-        f"{session.h2d_bytes / MIB:.2f} MiB to the device, {session.d2h_bytes / MIB:.2f} MiB to the host"
-    )
-    if session.placement == "managed":
-        moved = "the driver moved pages, which are not counted"
-    streamed = f"{weights.num_bytes / MIB:.2f} MiB of weights streamed; " if weights else ""
-    return f"{moved}, {session.device_bytes / MIB:.2f} MiB kept on the device; {streamed}{read}; source: {source}"
+    return shown, {"num_tokens": len(tokens), "prefill_s": first_s - began, "decode_s": decode_s}

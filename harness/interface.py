@@ -1,0 +1,258 @@
+"""The Python interface: `harness.load` and `harness.attach`. Its runs are the command line's, with their records.
+
+    model = harness.load("smollm2-135m")
+    print(model.generate("The KV cache", method="infinigen", size=0.1))
+    frame = model.perplexity("my.txt", methods=["full", "h2o", "infinigen"], size=0.16)
+
+Settings are those of the command line, as keywords: `num_windows=2`, `**{"method.alpha": 4}`, `results_dir="mine"`.
+`size` is the share of the full cache that a decode step reads. A number means the nearest size that method and texts
+allow (`size=nearest:0.16` of the command line); results say which it was. None keeps the method's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.errors import UserError, nearest
+from harness.launch.hydra_front import OF_HYDRA, in_words
+from harness.launch.runner import configured, require_devices, run_settings, users_faults
+from harness.model.attach import attach as attach_decoder
+from harness.model.load import LoadedModel, from_memory
+from harness.offload.cached_model import CachedModel
+from harness.offload.weights import streamed_weights
+from harness.records.samples import full_runs
+from harness.resources import Resources
+from harness.settings.config import RunConfig
+from harness.settings.schema import options
+from harness.setup import calibrated, codec_of
+from harness.speed.generate import Generated, run_generate
+from harness.speed.latency import compute_threads, opened_links
+from harness.speed.link_rate import link_rate
+from harness.tables.rows import with_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> Model:
+    """Load a model for every measurement of this interface.
+
+    Args:
+        model: an entry of `conf/model`, a folder, a GGUF file, an id of the hub, or a loaded transformers model.
+        tokenizer: of a loaded model.
+        settings: as on the command line, such as platform="cuda", `**{"model.dtype": "bfloat16"}`. They hold for every
+            measurement of this model.
+
+    Raises:
+        UserError: the model is missing, damaged or no decoder of transformers, or a setting is wrong.
+    """
+    if not isinstance(model, str):
+        return Model(Resources(loaded=from_memory(model, tokenizer)), settings)
+    resources = Resources()
+    chosen = Model(resources, _source(model) | settings)
+    config = chosen.configured()
+    require_devices([config])
+    resources.model(config.model)
+    return chosen
+
+
+def _source(model: str) -> dict[str, str]:
+    """The setting that chooses a model by a plain string."""
+    if model in options("model"):
+        return {"model": model}
+    if Path(model).expanduser().exists():
+        return {"model.path": model}
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return {"model.hub_id": model}
+    raise UserError(
+        f"model={model}: no folder, no id of the hub (organisation/name); {nearest(model, options('model'))}"
+    )
+
+
+class Model:
+    """A loaded model. `harness.load` makes it."""
+
+    def __init__(self, resources: Resources, settings: Mapping[str, Any]) -> None:
+        self.resources = resources
+        self.settings = dict(settings)
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The transformers model, its tokenizer and its name."""
+        return self.resources.model(self.configured().model)
+
+    def configured(self, **settings: Any) -> RunConfig:
+        """The checked settings of a run."""
+        with _own_words():
+            return configured(self.overrides(**settings), self.resources)
+
+    def overrides(self, *, size: float | str | None = None, **settings: Any) -> list[str]:
+        """The settings of a run as the words of a command line."""
+        given = self.settings | settings | {"size": f"nearest:{size}" if isinstance(size, float | int) else size}
+        return [f"{name}={_text(value)}" for name, value in given.items() if value is not None]
+
+    def generate(
+        self, prompt: str, method: str = "infinigen", size: float | str | None = None, **settings: Any
+    ) -> Generated:
+        """Continue a prompt greedily with a method's live cache.
+
+        method: a name of `conf/method` or a file. settings: such as max_new_tokens=64, placement="device", reuse=True.
+
+        Returns:
+            Text, tokens/s and bytes over the link, which `print` shows.
+        """
+        config = self.configured(experiment="generate", prompt=prompt, method=method, size=size, **settings)
+        with users_faults(config):
+            return run_generate(config, self.resources.model(config.model), lambda piece: None)
+
+    def perplexity(
+        self,
+        text: str | Path | None = None,
+        methods: Sequence[str] = ("full", "infinigen"),
+        size: float | str | None = None,
+        **settings: Any,
+    ) -> pd.DataFrame:
+        """Perplexity of a text, and the KL to the full cache, under each method.
+
+        text: a UTF-8 file; None takes the offline text. settings: such as num_windows=2, seq_len=1024.
+        Returns a frame with a line for each method; see `frame`.
+        """
+        return self._measured(methods, size, {"experiment": "perplexity", "corpus.path": text}, settings)
+
+    def tasks(
+        self,
+        tasks: Sequence[str],
+        methods: Sequence[str] = ("full", "infinigen"),
+        size: float | str | None = None,
+        **settings: Any,
+    ) -> pd.DataFrame:
+        """lm-eval's tasks under each method.
+
+        tasks: names of tasks and groups. settings: such as data="hub", num_samples=50, num_fewshot=5.
+        Returns a frame with a line for each method; see `frame`.
+        """
+        return self._measured(methods, size, {"experiment": "tasks", "tasks": list(tasks)}, settings)
+
+    def _measured(
+        self, methods: Sequence[str], size: float | str | None, run: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> pd.DataFrame:
+        records = []
+        for method in methods:
+            words = self.overrides(method=method, size=size, **run, **settings)
+            with _own_words():
+                records.append(run_settings(words, self.resources))
+        return frame(records)
+
+
+def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Records of accuracy as a frame with a line for each.
+
+    Columns: method, settings, size (the share of the full cache that was read), and of each metric its value, its
+    standard error, and its difference to the full cache's run on the same questions or windows. With more than one task
+    a metric's name follows the task's: `kv_recall acc`.
+    """
+    folders = dict.fromkeys(record["config"]["results_dir"] for record in records)
+    lines = []
+    for record, rows in with_rows(records, partial(full_runs, *folders)):
+        whole = [row for row in rows if "[" not in row["task"]]
+        several = len({row["task"] for row in whole}) > 1
+        line = {"method": record["config"]["label"], "settings": rows[0]["settings"], "size": rows[0]["size"]}
+        for row in whole:
+            name = f"{row['task']} {row['metric']}" if several else row["metric"]
+            line[name] = row["value"]
+            for column in ("stderr", "difference", "difference_stderr"):
+                if row.get(column) is not None:
+                    line[f"{name} {column}"] = row[column]
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+@contextmanager
+def attach(
+    model: PreTrainedModel | Model,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    method: str = "infinigen",
+    size: float | str | None = None,
+    **settings: Any,
+) -> Iterator[CachedModel]:
+    """Run a loaded transformers model's own `generate` on a method's live cache.
+
+    Inside the `with` block `cached.generate(input_ids, max_new_tokens=64, ...)` takes the settings of transformers'
+    `generate` (greedy or sampled, padded batches), and `cached.usage` has time and bytes. The model is left as it was.
+
+    Args:
+        model: a loaded transformers model, or a `Model`.
+        tokenizer: needed by methods that calibrate on a text; by default the one at the model's `name_or_path`.
+        method, size, settings: as of `Model.generate`.
+
+    Raises:
+        UserError: the model is refused, a setting is wrong, or there is no tokenizer to calibrate with.
+    """
+    chosen = model if isinstance(model, Model) else None
+    if chosen is None:
+        was_training = model.training  # type: ignore[union-attr]
+        chosen = Model(Resources(loaded=from_memory(model, tokenizer)), {})
+    config = chosen.configured(experiment="generate", prompt="-", method=method, size=size, **settings)
+    loaded = chosen.loaded
+    if config.method.needs_calibration and loaded.tokenizer is None:
+        loaded.tokenizer = _tokenizer_of(loaded, method)
+    try:
+        with attach_decoder(loaded.model) as attached, compute_threads(attached.device):
+            calibration = calibrated(config, config.method, loaded, attached)
+            rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
+            platform = config.platform
+            with (
+                opened_links(config, attached, rate) as link,
+                streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned),
+            ):
+                yield CachedModel(
+                    attached,
+                    config.method,
+                    size=config.size,
+                    nearest=config.sizing == "nearest",
+                    codec=codec_of(config),
+                    calibration=calibration,
+                    placement=config.placement,
+                    link=link,
+                    reuse=config.reuse,
+                    pinned=platform.pinned,
+                )
+    finally:
+        if not isinstance(model, Model):
+            model.train(was_training)
+
+
+def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"method={method}: calibrates on a text; give the model's tokenizer, tokenizer=") from error
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Refuse an unknown name as the command line does."""
+    try:
+        yield
+    except OF_HYDRA as error:
+        raise UserError(in_words(error)) from error
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, str | Path):
+        quoted = str(value).replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{quoted}"'
+    return str(value)

@@ -1,0 +1,115 @@
+"""`harness.load` and `harness.attach`: the command line's runs, from Python."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from tokens import byte_tokenizer
+
+import harness
+from harness.errors import UserError
+from harness.launch.cli import main
+from harness.model.tiny import tiny_model
+from harness.records.record import read_all
+
+PROMPT = "What is a cache?"
+SHORT = {"num_windows": 2, "seq_len": 96, "prefill_len": 32, "calibration.num_tokens": 64, "platform.link_gbps": 1}
+
+
+@pytest.fixture(scope="module")
+def network():
+    model = tiny_model("llama", num_key_value_heads=2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture
+def model(network, tmp_path):
+    return harness.load(network, byte_tokenizer(), results_dir=str(tmp_path / "results"), **SHORT)
+
+
+def test_generate_gives_the_models_own_text_and_its_bytes(model, network):
+    made = model.generate(PROMPT, method="full", max_new_tokens=8)
+    ids = torch.tensor([model.loaded.tokenizer(PROMPT)["input_ids"]])
+    expected = network.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert made.text == model.loaded.tokenizer.decode(expected[0, ids.shape[1] :])
+    assert (made.size, made.source, made.num_tokens) == (1.0, "emulated", 8) and made.h2d_bytes > 0
+    assert str(made).startswith(PROMPT + made.text) and "tokens/s" in str(made)
+    assert model.generate(PROMPT, method="infinigen", size=0.6, max_new_tokens=8).size < 0.7
+
+
+def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
+    text = tmp_path / "it's, mine.txt"
+    text.write_text("The cache of keys and values outgrows the memory. " * 20)
+    frame = model.perplexity(text, methods=["full", "int4", "streaming"], size=0.7)
+    assert list(frame.method) == ["Full cache", "INT4", "Streaming"]
+    assert frame["size"][0] == 1 and frame["size"][2] == pytest.approx(0.7, abs=0.02)
+    assert frame.kl_nats[0] == pytest.approx(0, abs=1e-6) and frame.kl_nats[1] > 0
+    table = pd.read_csv(tmp_path / "results" / "tables" / "perplexity.csv")
+    shown = table[(table.metric == "kl_nats") & ~table.task.str.contains("[", regex=False)].set_index("label").value
+    assert dict(zip(frame.method, frame.kl_nats, strict=True)) == pytest.approx(shown.to_dict())
+
+
+def test_tasks_name_their_metrics(model):
+    frame = model.tasks(["kv_recall", "passkey"], methods=["full"], num_samples=2, too_long="truncate")
+    assert {"kv_recall acc", "passkey acc"} <= set(frame.columns) and len(frame) == 1
+
+
+def test_a_folder_runs_as_on_the_command_line(network, tmp_path, capsys):
+    network.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    settings = {"results_dir": str(tmp_path / "results")} | SHORT
+    harness.load(str(tmp_path / "model"), **settings).perplexity(methods=["full"])
+    words = [f"{name}={value}" for name, value in settings.items()]
+    assert main(["method=full", f"model.path={tmp_path / 'model'}", *words]) == 0
+    assert "finished before, skipped" in capsys.readouterr().out
+    assert len(list(read_all(tmp_path / "results"))) == 1
+
+
+def test_attach_decodes_with_transformers_generate_and_leaves_the_model(network, tmp_path):
+    ids = torch.randint(3, 200, (2, 24), generator=torch.Generator().manual_seed(0))
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    expected = network.generate(ids, **asked)
+    network.train()
+    forward = network.forward
+    with harness.attach(network, method="full", results_dir=str(tmp_path), **SHORT) as cached:
+        assert torch.equal(cached.generate(ids, **asked), expected)
+        assert cached.usage.h2d_bytes > 0
+    assert network.training and network.forward == forward
+    with harness.attach(
+        network, byte_tokenizer(), method="infinigen", size=0.6, results_dir=str(tmp_path), **SHORT
+    ) as cached:
+        cached.generate(ids, **asked)
+        assert cached.usage.size == pytest.approx(0.6, abs=0.05)
+    network.eval()
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda model: harness.load("smollm2"), "^model=smollm2: no folder, .*did you mean 'smollm2-135m'"),
+        (lambda model: model.perplexity(methods=["h2p"]), "h2p"),
+        (lambda model: model.perplexity("none.txt"), "corpus.path=none.txt: no such file"),
+        (lambda model: model.perplexity(size=2), "size=nearest:2|size=2"),
+        (lambda model: model.generate(PROMPT, method="oracle"), "true scores"),
+        (lambda model: model.tasks(["no_such_task"]), "no_such_task"),
+        (lambda model: harness.attach(model, method="full", alpha=3).__enter__(), "alpha"),
+    ],
+)
+def test_what_is_wrong_is_one_line(model, act, said):
+    with pytest.raises(UserError, match=said) as raised:
+        act(model)
+    assert "\n" not in str(raised.value)
+
+
+def test_it_is_imported_from_any_folder(tmp_path):
+    try:
+        importlib.metadata.distribution("kv-offload-harness")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the project is not installed; make setup does it")
+    code = "import harness, sys; print('torch' in sys.modules, harness.load.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "False load\n", done.stderr
