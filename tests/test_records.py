@@ -138,10 +138,13 @@ def test_a_write_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_metric_that_is_not_finite_is_the_users_in_one_line_and_fails_the_run(value, runs, command):
     runs.measure = lambda config: Outcome({"offline": {"kl_nats": 0.1, "perplexity": value}})
-    with pytest.raises(UserError, match=f"^offline.perplexity={value}: must be a finite number; [^\n]*$"):
+    with pytest.raises(UserError, match=f"^offline/perplexity={value}: is not finite; [^\n]*$"):
         start(command)
     (record,) = records.read_records(load(command).results_dir, "perplexity")
     assert record["status"] == "failed" and record["metrics"] == {} and "defect" not in record["error"]
+    runs.measure = lambda config: Outcome({"offline": {"kl_nats": 0.1}}, {"windows": [{"nll": value}]})
+    with pytest.raises(UserError, match=f"^samples/windows/0/nll={value}: is not finite"):
+        start(command)
     assert records.plain(load(["method.alpha=inf"]))["method"]["alpha"] == "inf", "a setting may be infinite"
 
 
@@ -174,12 +177,9 @@ DAMAGED = {
     "no settings": rewritten(settings=...),
     "a module of another type": rewritten(method_module=3),
     "metrics that are a list": rewritten(metrics=[1]),
-    "metrics of a text that are a number": rewritten(metrics={"offline": 3}),
     "chunks of another type": rewritten(chunks=[[1]]),
     "inputs without digests": rewritten(inputs={"model": None}),
     "another shape": rewritten(table="board"),
-    "metrics of another shape": rewritten(table="latency"),
-    "points of another shape": rewritten(table="analysis", metrics={"source": "measured", "points": [{"x": 1}]}),
 }
 
 

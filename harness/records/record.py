@@ -94,45 +94,6 @@ class _Record(_Part):
     error: str | None
 
 
-class _Accuracy(_Part):
-    metrics: dict[str, dict[str, Any]]
-    samples: dict[str, list[dict[str, Any]]]
-
-
-class _Cell(_Part):
-    platform: str
-    source: str
-    batch_size: int
-    prompt_len: int
-    gen_len: int
-    prefill_s: float
-    decode_s: float
-    total_s: float
-
-
-class _Latency(_Part):
-    metrics: _Cell
-
-
-class _Point(_Part):
-    series: str
-    metric: str
-    value: float | None
-
-
-class _Points(_Part):
-    source: str
-    points: list[_Point]
-
-
-class _Analysis(_Part):
-    metrics: _Points
-
-
-FINISHED: Mapping[str, type[_Part]] = {"accuracy": _Accuracy, "latency": _Latency, "analysis": _Analysis}
-"""Schema of a finished record's measurements, by its shape of table."""
-
-
 def plain(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as JSON holds it; an infinite number is written "inf"."""
     return jsonable({name: value for name, value in asdict(config).items() if name != "label_given"})
@@ -250,8 +211,6 @@ def _damage(record: Any, run: str) -> str | None:
         return "changed since it was written"
     try:
         _Record.model_validate(record)
-        if record["status"] == "finished":
-            FINISHED[record["table"]].model_validate(record)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -339,21 +298,19 @@ def write_record(path: Path, record: Record) -> None:
     Raises:
         UserError: the folder cannot be written, or a number is not finite; the message names the metric.
     """
-    for name, value in _not_finite(record, ""):
-        raise UserError(
-            f"{name.removeprefix('metrics.')}={value}: must be a finite number; "
-            "check the model's weights, dtype and configuration (such as rope_theta or rms_norm_eps)"
-        )
+    require_finite(record)
     content = json.loads(json.dumps(record))  # as it will be read
     write_atomic(path, json.dumps(content | {DIGEST: _digest(content)}, indent=1) + "\n")
 
 
-def _not_finite(value: Any, name: str) -> Iterator[tuple[str, float]]:
+def require_finite(value: Any, name: str = "") -> None:
+    """Raise UserError, naming the metric, for a NaN or infinite number in nested mappings and lists."""
     if isinstance(value, float) and not math.isfinite(value):
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
+        metric = name.removeprefix("metrics/")
+        raise UserError(f"{metric}={value}: is not finite; the model or the method computes NaN or infinite numbers")
+    if isinstance(value, Mapping | list | tuple):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _not_finite(item, f"{name}.{key}".removeprefix("."))
+            require_finite(item, f"{name}/{key}".removeprefix("/"))
 
 
 def jsonable(value: Any) -> Any:

@@ -204,33 +204,21 @@ def _sort_key(row: TableRow) -> tuple[Any, ...]:
 # The rows of each figure of speed. One cell serves several figures. Each model and machine has a sweep of its own.
 
 
-def by_batch(rows: TableRows) -> TableRows:
-    """Figure 15: the lengths that were timed with the most batch sizes."""
-    return _widest_sweep(rows, "batch_size")
-
-
-def by_length(rows: TableRows) -> TableRows:
-    """Figure 16a: the batch sizes that were timed with the most lengths."""
-    return _widest_sweep(rows, "prompt_len")
-
-
-def by_model(rows: TableRows) -> TableRows:
-    """Figure 16b: the shapes that were timed with the most models, if with several."""
-    swept = _widest_sweep(rows, "model")
-    pairs = {(_setup(row, "model"), row["model"]) for row in swept}
-    several = Counter(setup for setup, _ in pairs)
-    return [row for row in swept if several[_setup(row, "model")] > 1]
-
-
 CHOSEN: Mapping[str, Callable[[TableRows], TableRows]] = {
-    "fig14": lambda rows: _largest(by_batch(rows), "batch_size"),
-    "fig15": by_batch,
-    "fig16a": by_length,
-    "fig16b": by_model,
-    "fig18": lambda rows: _largest(by_length(rows), "prompt_len"),
+    "fig14": lambda rows: _largest(_widest_sweep(rows, "batch_size"), "batch_size"),
+    "fig15": lambda rows: _widest_sweep(rows, "batch_size"),
+    "fig16a": lambda rows: _widest_sweep(rows, "prompt_len"),
+    "fig16b": lambda rows: _of_several_models(_widest_sweep(rows, "model")),
+    "fig18": lambda rows: _largest(_widest_sweep(rows, "prompt_len"), "prompt_len"),
 }
 """By figure, the rows of `latency` that it draws. As in the paper, 14 has the largest batch of 15, 18 the longest
 prompt of 16a."""
+
+
+def _of_several_models(rows: TableRows) -> TableRows:
+    pairs = {(_setup(row, "model"), row["model"]) for row in rows}
+    models = Counter(setup for setup, _ in pairs)
+    return [row for row in rows if models[_setup(row, "model")] > 1]
 
 
 def _widest_sweep(rows: TableRows, axis: str) -> TableRows:
