@@ -354,7 +354,7 @@ def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
         assert mine["log_likelihoods"] == pytest.approx([answer[0] for answer in other["filtered_resps"]], abs=1e-3)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "question"])
+@pytest.mark.parametrize("prefill", ["question"])
 def test_gsm8k_as_with_hflm(prefill, root, loaded):
     rows = [{"question": f"What is {n} + 2?", "answer": f"It is more.\n#### {n + 2}"} for n in range(6)]
     for split in ("train", "test"):

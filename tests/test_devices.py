@@ -72,6 +72,9 @@ FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
 METHODS = ("full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "kivi", "following")
 
 
+PLACED = [*((name, "host") for name in METHODS), *((name, "device") for name in ("full", "int4", "infinigen"))]
+
+
 def case_of(name: str) -> Case:
     return FOLLOWING if name == "following" else CASES[name]
 
@@ -123,8 +126,7 @@ def followed(trace: Trace) -> Iterator[tuple[Attached, Any, Any, Any]]:
 
 
 @needs_fakes
-@pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "placement"), PLACED)
 def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
     case = case_of(name)
     with followed(gpus) as (attached, measured, ids, real):
@@ -246,8 +248,7 @@ def test_replay_gives_the_same(name):
     assert (parts.size, parts.device_frac) == (whole.size, whole.device_frac)
 
 
-@pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "placement"), PLACED)
 def test_live_gives_the_same(name, placement):
     case = case_of(name)
     with attach(tiny("gqa")) as attached:
