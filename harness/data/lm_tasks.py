@@ -265,8 +265,7 @@ class Planner(TaskFactory):
 
 
 def digest_of(resolved: Mapping[str, Any]) -> str:
-    """sha256 of what lm-eval does with a task's rows, or a group's scores: its version and the resolved YAML, wherever
-    that lies."""
+    """Identity of a task's prompts and metrics, or a group's: lm-eval's version and the resolved YAML, wherever it lies."""
     metadata = {name: value for name, value in (resolved.get("metadata") or {}).items() if name != "config_source"}
     return text_sha256(version(), json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name))
 

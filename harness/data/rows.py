@@ -28,12 +28,12 @@ ROLES = ("test_split", "validation_split", "training_split", "fewshot_split")
 MAX_FIELDS = 1000
 """Fields of a row, or of an object in it: with 100,000 a table takes minutes."""
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
-"""What JSON holds, but for null."""
+"""Types of JSON values but null, in words."""
 
 Files = dict[str, list[Path]]
 """The files of each split."""
 Labels = Mapping[str, Sequence[Any]]
-"""What a field may hold."""
+"""Allowed values by field."""
 
 
 def scored_split(config: Mapping[str, Any]) -> str | None:
@@ -67,7 +67,7 @@ def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
 
 
 def hub_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With which a task has its data set loaded from the hub; code that comes with one is never run."""
+    """The options with which a task loads its data set from the hub; code in a data set is never run."""
     return {key: value for key, value in (config.get("dataset_kwargs") or {}).items() if key != "trust_remote_code"}
 
 
@@ -114,7 +114,7 @@ def read_rows(path: Path, fields: Sequence[str], labels: Labels | None = None) -
 
 
 def label_problem(row: Mapping[str, Any], labels: Labels) -> str | None:
-    """What is wrong with a label of which Python beside a task's YAML would take anything, in words."""
+    """The wrong label of a row in words; None where there is none. Some tasks' Python would take any label."""
     for field, allowed in labels.items():
         value = row.get(field)
         if not any(type(value) is type(each) and value == each for each in allowed):
@@ -123,7 +123,7 @@ def label_problem(row: Mapping[str, Any], labels: Labels) -> str | None:
 
 
 def _row(line: bytes, fields: Sequence[str]) -> dict[str, Any]:
-    """The object of a line; ValueError says what is wrong with it."""
+    """The object of a line; ValueError names its fault."""
     if not line.strip():
         raise ValueError("empty line")
     try:
@@ -165,7 +165,7 @@ def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _variables(template: str) -> set[str]:
-    """What a template without conditions and defaults names."""
+    """The variables of a template; none where it has conditions or defaults."""
     if re.search(r"{%|\bif\b|\bdefault\b", template):
         return set()
     from jinja2 import Environment, TemplateSyntaxError, meta

@@ -125,7 +125,7 @@ def _settings(task: str) -> dict[str, Any]:
 
 
 def digest() -> str:
-    """What the rows are made from besides settings and model: the versions of lm-eval and of its list of words."""
+    """Identity of the rows besides settings and model: the versions of lm-eval and of its list of words."""
     return text_sha256(*(f"{package} {version(package)}" for package in ("lm_eval", "wonderwords")))
 
 
@@ -167,7 +167,7 @@ def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[
 
 
 def _make(task: str, length: int, count: int, tokenizer: Any) -> list[Row]:
-    """By lm-eval's functions, in the order in which it calls them: they draw from the same generators."""
+    """Call lm-eval's functions in its own order: they draw from the same generators."""
     module = _module(task)
     if task == "ruler_cwe":
         return module.sys_word_pair_random(count, length, tokenizer)
@@ -277,11 +277,11 @@ def _silence() -> Iterator[None]:
 
 
 def num_tokens(text: str, tokenizer: Any) -> int:
-    """As lm-eval counts: with the special tokens that the tokenizer adds."""
+    """Tokens as lm-eval counts them: with the special tokens that the tokenizer adds."""
     return len(tokenizer(text).input_ids)
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
-    """Of all that decides how a text is parted."""
+    """sha256 of everything that decides how a text is split into tokens."""
     whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     return text_sha256(whole, str(tokenizer("").input_ids))

@@ -52,10 +52,10 @@ EXAMPLE_ROLES = ("training_split", "validation_split", "fewshot_split")
 HOOKS = ("fewshot_context", "construct_requests", "process_results")
 """Where lm-eval makes requests of a row, and judges its answer."""
 NO_LABEL = -1
-"""Of a `ClassLabel` on the hub."""
+"""The missing label of a `ClassLabel` on the hub."""
 
 Rows = Mapping[str, datasets.Dataset]
-"""By split, as they were read."""
+"""The rows of each split, as they were read."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ ROWS = 256
 READ_AHEAD_BYTES = 5 * 2**18
 """Rows that `_read_ahead_attention` reads at once: about a second-level cache of a server's core."""
 LINE_BYTES = 64
-"""Of a CPU's cache: reading one number reads them all."""
+"""Bytes of a cache line: reading one number reads all of its line."""
 
 
 def dense_attention(
@@ -126,7 +126,7 @@ def prompt_attention(
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, window: Window | None) -> Tensor:
-    """Of rows without padding."""
+    """Causal attention of rows without padding."""
     num_rows = query.shape[2]
     if window is None or num_rows <= window.size:
         return dense_attention(query, key, value, softmax)
@@ -159,7 +159,7 @@ def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Te
 
 
 def with_rest(output: Tensor, rest: Rest | None) -> Tensor:
-    """`output` [batch, num_kv_heads, group, rows, value_dim] mixed with what stands for the tokens not read."""
+    """`output` [batch, num_kv_heads, group, rows, value_dim] mixed with the stand-in for the tokens not read."""
     if rest is None:
         return output
     share = rest.share.unsqueeze(-1).to(output.dtype)
@@ -175,7 +175,7 @@ def heads_last(output: Tensor) -> Tensor:
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 COARSE = 0.03
-"""Of half precision keys."""
+"""The tolerance of keys in half precision."""
 
 
 class Rotary(NamedTuple):
@@ -220,7 +220,7 @@ def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Ten
 
 @torch.inference_mode()
 def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
-    """How a layer's keys are placed, as they are stored; None where that is not known."""
+    """The rotary layout of a layer's stored keys; None where no layout fits."""
     given = layer.call.kwargs.get("position_embeddings")
     if given is not None and layer.positions is None:
         return None

@@ -196,7 +196,7 @@ def model_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def shape_mapping(config: ModelConfig) -> dict[str, Any]:
-    """What a model's source says of its text decoder, as in config.json; UserError where there is no such source."""
+    """The config.json of a model's text decoder, as a mapping; UserError where there is no such source."""
     return _of_decoder(config.name, _mapping(config))
 
 

@@ -1,4 +1,4 @@
-"""What each attention layer of a model does under a method: the one place where that is decided.
+"""The policy of each attention layer under a method, decided in this one place.
 
 A layer that sees every token is under the method, or exempt from it and reads the full cache. A local layer reads its
 window, whatever the method. Recurrent layers have no cache, and so no policy: their states are the model's own.
@@ -19,7 +19,7 @@ from methods.base import Calibration, Geometry, Lengths, Method, Rows, Selection
 
 
 class Policy(NamedTuple):
-    """Of one attention layer.
+    """The policy of one attention layer.
 
     kind: `method`: it reads what the method selects; `full`: every token; `local`: its window. number: the layer's
     number among those that see every token, which is how methods count; -1 for a local one. when: when it is known

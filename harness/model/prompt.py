@@ -72,7 +72,7 @@ def _alone(states: Tensor) -> Tensor:
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:
-    """At most what a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
+    """An upper bound of the bytes that a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
 
     Per token: four hidden states, the rotary tables, and the larger of FFN and attention activations. Attention makes
     query, key, value and output, the query once more, and the packed row and a copy.

@@ -1,4 +1,7 @@
-"""A decoder's sizes, as its configuration names them, and those that the cost model needs. Loads no model library."""
+"""A decoder's sizes by its configuration: for the cost model, as a transformers config, and against the free memory.
+
+Importing it loads no model library.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ SIZES = (
     "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
-"""What a config.json calls a decoder's sizes."""
+"""Names of a decoder's sizes in config.json."""
 NESTED = "text_config"
-"""What the config.json of a multimodal model calls its text decoder's."""
+"""Where the config.json of a multimodal model has its text decoder's."""
 FFN_MATRICES = {"opt": 2, "gpt_neox": 2, "llama": 3, "mistral": 3, "phi3": 3, "qwen2": 3, "qwen3": 3}
 """Matrices of an FFN in the families that the cost model knows: 3 where it is gated. Their layers are all alike."""
 
