@@ -265,7 +265,7 @@ class Planner(TaskFactory):
 
 
 def digest_of(resolved: Mapping[str, Any]) -> str:
-    """Identity of a task's prompts and metrics, or a group's: lm-eval's version and the resolved YAML, wherever it lies."""
+    """Identity of a task's prompts and metrics, or a group's: lm-eval's version and the resolved YAML, at any place."""
     metadata = {name: value for name, value in (resolved.get("metadata") or {}).items() if name != "config_source"}
     return text_sha256(version(), json.dumps({**resolved, "metadata": metadata}, sort_keys=True, default=_name))
 

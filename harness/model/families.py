@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from harness.contract import SIZE_TOLERANCE, live, open_replay, replay, token_batch
+from harness.contract import SIZE_TOLERANCE, live, replay, token_batch
 from harness.errors import UserError, exit_code
 from harness.files import write_atomic
 from harness.model.attach import Attached, attach, early_difference
@@ -120,22 +120,16 @@ def own_logits(model: Any) -> str:
             if attached.longest is not None and ids.shape[1] > attached.longest:
                 continue
             for only in _batches(attached, prompts):
-                ids, real = token_batch(prompts, steps, only=only)
-                first = ids.shape[1] - steps
-                session = open_replay(attached, full, real)
-                hidden = [session.prefill(ids[:, :first], real[:, :first])]
-                hidden.append(session.decode(ids[:, first:], real[:, first:]))
-                got = attached.logits(torch.cat(hidden, 1))
-                for row, own in enumerate(alone if only is None else alone[only : only + 1]):
-                    _require_same("the full cache", got[row][real[row]], own)
-                if session.reads.size != 1:
-                    raise AssertionError(f"the full cache reads {session.reads.size} of itself")
-    ids, real = token_batch(SHORT[0], 0)
+                found = replay(attached, full, prompts, steps=steps, only=only)
+                for got, own in zip(found.logits, alone if only is None else alone[only : only + 1], strict=True):
+                    _require_same("the full cache", got, own[-1 - steps :])
+                if found.size != 1:
+                    raise AssertionError(f"the full cache reads {found.size} of itself")
     with attach(model) as attached:
         if not attached.decoder.no_padding:
             return ""
         try:
-            open_replay(attached, full, real).prefill(ids, real)
+            replay(attached, full, SHORT[0])
         except UserError:
             return f"takes no padded batch: {attached.decoder.no_padding}"
     raise AssertionError("a padded batch is not refused")
