@@ -36,7 +36,7 @@ IDS = torch.arange(3, 35)[None]
 SIZES = {key: value for key, value in TINY_SHAPE.items() if key != "model_type"}
 HUGE = (0xFF, 2**16, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64 - 1)
 NUMBERS = ("0", "-1", "1e400", "1000000000", "99999999999999999999", "null", '"many"', "[]", "{}", "true", "0.5", "NaN")
-MUTATIONS = {"model.safetensors": 50, "config.json": 60, "tokenizer.json": 30, "tiny.gguf": 30}
+MUTATIONS = {"model.safetensors": 15, "config.json": 30, "tokenizer.json": 10, "tiny.gguf": 10}
 """So many of each kind here; 250 of each were looked at once."""
 
 
@@ -269,10 +269,9 @@ def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir
     load_model(replace(config, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
-def test_quantized_checkpoints_are_refused_in_words(method, model_dir):
-    edit(model_dir / "config.json", quantization_config={"quant_method": method, "bits": 4})
-    refused(rf"its weights are quantized \({method}\), which is not supported", configured(model_dir))
+def test_quantized_checkpoints_are_refused_in_words(model_dir):
+    edit(model_dir / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    refused(r"its weights are quantized \(gptq\), which is not supported", configured(model_dir))
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e5])
