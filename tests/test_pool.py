@@ -10,7 +10,6 @@ from cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import (
-    FAMILIES,
     TOLERANCE,
     attached_with_link,
     calibration,
@@ -43,7 +42,7 @@ LIMITED = {
 ONE_HEAD = Geometry(num_layers=2, num_heads=1, num_kv_heads=1, head_dim=512, scale=1.0, family="llama")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gqa", "opt"])
 @pytest.mark.parametrize("name", LIMITED)
 def test_replay_is_the_reference(name, family):
     method = LIMITED[name]
@@ -154,15 +153,6 @@ def test_the_artifact_evicts_the_same_token_again_and_again(policy, monkeypatch)
     distinct = [len(set(head)) for head in victims]
     assert min(map(len, victims)) > 180
     assert sum(distinct) / len(distinct) < 1.5
-
-
-def test_the_artifacts_fifo_evicts_for_good(monkeypatch):
-    found = simulate("fifo", monkeypatch)
-    for b, (prompt, length) in enumerate(BATCH):
-        for head in range(4):
-            assert found.victims[b][head] == list(range(max(0, prompt - 60), length - 60))
-            for t, read in zip(range(prompt, length), found.chosen[b][head], strict=True):
-                assert read <= set(range(max(0, t - 60), t)), "an evicted token was read"
 
 
 @pytest.mark.parametrize("policy", ["fifo", "lru", "counter"])
