@@ -93,8 +93,7 @@ class PoolState(EvictingState):
         return Selection(joined(masks, 2), joined(counts, 1))
 
     def use(self, layer: int, row: Rows, mask: Tensor, ascending: Tensor) -> None:
-        """Count what a row fetched, bool [batch, num_kv_heads, slots], and its own token, and evict where the pool is
-        full.
+        """Count the slots that a row fetched (`mask`, bool [batch, num_kv_heads, slots]), and evict from full pools.
 
         ascending: the tokens in the slots, sorted.
         """
@@ -134,8 +133,9 @@ def count_fetch(fetches: Tensor, last_fetch: Tensor, chosen: Tensor, position: T
 def victim(positions: Tensor, worth: Tensor, ascending: Tensor, unprotected: Tensor) -> Tensor:
     """The slot to free in each head of a full pool, int64 [batch, num_kv_heads, 1].
 
-    positions: int [batch, num_kv_heads, slots], of the token in each slot; worth: int alike, the smallest leaves, ties
-    to the lowest position; ascending: the positions, sorted; unprotected: int [batch], so many of the lowest may leave.
+    positions: int [batch, num_kv_heads, slots], of the token in each slot; worth: same shape, the smallest leaves, ties
+    go to the lowest position; ascending: the positions, sorted; unprotected: int [batch], how many of the lowest may
+    leave.
     """
     rank = (unprotected.clamp(max=positions.shape[-1]) - 1)[:, None, None].expand(*positions.shape[:2], 1)
     newest = ascending.gather(-1, rank)

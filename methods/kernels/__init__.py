@@ -1,11 +1,11 @@
-"""Triton kernels of what `methods` does step by step elsewhere; nothing imports them before a tensor lies on a GPU."""
+"""Triton kernels of `methods`. They are imported only when a tensor lies on a GPU."""
 
 from torch import Tensor
 
 COMPILED = {"cuda"}
-"""Kinds of devices for which they are compiled."""
+"""Kinds of devices that have them."""
 
 
 def compiled_for(tensor: Tensor) -> bool:
-    """Whether kernels serve tensors that lie where `tensor` does."""
+    """True if kernels serve tensors on the device of `tensor`."""
     return tensor.device.type in COMPILED

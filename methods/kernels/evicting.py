@@ -1,6 +1,6 @@
-"""Who leaves a cache that evicts, and where the own token goes then: `methods.evicting` and `methods.pool` in a kernel
-each instead of some ten and twenty launches. A program serves a head and reads its slots in tiles.
+"""Triton kernels of `methods.evicting` and `methods.pool`: one launch each instead of about ten and twenty.
 
+They choose the token that leaves and the slot of the own token. One program serves a head and reads its slots in tiles.
 Equal to the torch code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
 """
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 SLOTS = 1024
-"""That a program has in registers at a time."""
+"""Slots that a program holds in registers at a time."""
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
 SATURATED = tl.constexpr(255)
@@ -24,7 +24,7 @@ NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
 
 @triton.jit
 def _move(slots, source, target, WIDTH: tl.constexpr, EMPTY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Of a head, and leave `EMPTY` behind."""
+    """Move one slot of a head and leave `EMPTY` behind."""
     element = tl.arange(0, triton.next_power_of_2(WIDTH))
     held = element < WIDTH
     moved = tl.load(slots + source * WIDTH + element, mask=held)
@@ -161,7 +161,7 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
 
 
 def evict_least(worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor) -> None:
-    """Of each head the least worthy token that is not recent is freed, where more than the budget are held.
+    """Free the least worthy token of each head that is not recent, where more than the budget are held.
 
     positions: int [batch], -1 for padding, which evicts nothing; limits: budget and recent tokens, int [batch, 2].
     """
@@ -179,7 +179,7 @@ def use(
     policy: str,
 ) -> None:
     """As `PoolState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
-    capacities and what of them is unprotected, int64 [batch]."""
+    capacities and numbers of unprotected tokens, int64 [batch]."""
     tokens, heads = data[0], chosen.shape[1]
     sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
     grid = (len(tokens) * heads,)

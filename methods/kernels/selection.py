@@ -1,8 +1,8 @@
-"""The choice of `methods.selection` and `methods.threshold` in two Triton kernels instead of some thirty launches.
+"""Triton kernels of the choice in `methods.selection`: two launches instead of about thirty.
 
-One program serves a query row of one set. The first kernel makes the scores of a set's query heads one; the second
-finds the least score that is taken, eight bits at a time, since fp32 numbers order as integers do, and takes what lies
-above it. Rows are read in tiles, so neither kernel is compiled for a number of slots, which grows with every step.
+One program serves a query row of one set. The first kernel reduces the scores of a set's query heads to one. The second
+finds the least score that is taken, eight bits at a time, since fp32 numbers order as integers do, and takes all above
+it. Rows are read in tiles, so no kernel is compiled for a number of slots, which grows with every step.
 
 Equal to the torch code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 from methods.base import Rows
 
 ELEMENTS = 1024
-"""Scores that a program has in registers at a time."""
+"""Scores that a program holds in registers at a time."""
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""What is less is hidden."""
+"""Smaller values are hidden."""
 
 
 @triton.jit(do_not_specialize=["slots", "alpha"])
@@ -68,7 +68,7 @@ def _relative(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ordered(values):
-    """fp32 as unsigned integers of the same order, 0 for what is hidden."""
+    """fp32 as unsigned integers of the same order, 0 for hidden values."""
     bits = tl.where(values == 0, 0.0, values).to(tl.uint32, bitcast=True)  # zeros of either sign are equal
     ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
     return tl.where(values >= LOWEST, ordered, 0)
@@ -138,10 +138,10 @@ def _take_largest(  # type: ignore[no-untyped-def]
 
 
 def relative(scores: Tensor, rows: Rows, alpha: float) -> tuple[Tensor, Tensor]:
-    """Each set's r (see `methods.selection.best_of_group`), -inf where a row sees no token, fp32 [batch, sets, rows,
+    """Each set's r (see `methods.selection.reduce_group`), -inf where a row sees no token, fp32 [batch, sets, rows,
     slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
 
-    scores: [batch, sets, heads of a set, rows, slots]; those of slots that are not visible play no part.
+    scores: [batch, sets, heads of a set, rows, slots]; those of slots that are not visible may be anything.
     """
     batch, sets, group, num_rows, slots = scores.shape
     tokens = rows.slot_positions
@@ -177,11 +177,11 @@ def largest(
     whole: Tensor,
     cached: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Mask of each row's largest values, the lowest slots' among equal ones, and how many, fp64 [batch, rows].
+    """Mask of each row's largest values, and their number, fp64 [batch, rows]. Equal values: the lowest slots first.
 
-    values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows], whose mean over the sets,
-    at least 1, says how many; None leaves it to the cap: floor(frac * whole), at least `least`, at most `cached`.
-    whole, cached: int [batch, rows]. order: int64 [batch, sets, slots], in which slots are taken; None: as they lie.
+    values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows]; its mean over the sets, at
+    least 1, bounds the number. The cap also does: floor(frac * whole), at least `least`, at most `cached`.
+    whole, cached: int [batch, rows]. order: int64 [batch, sets, slots], the order of equal values; None: by slot.
     """
     batch, sets, num_rows, slots = values.shape
     values = values.contiguous()
