@@ -219,30 +219,6 @@ def test_over_the_link_go_the_selected_rows_and_the_exempt_layers(name, padding)
     assert crossed == (expected, expected)
 
 
-SLOT, HEADS = 2 * 16 * 4, 2
-BY_HAND = {
-    # 24 tokens are cached, then 25, ... : of 4 layers 2 are exempt, and 2 read, at each of the 10 steps, so many tokens
-    "h2o": [5 + 3] * 10,  # floor(.15 * 34) + floor(.1 * 34)
-    "streaming": [10] * 10,  # floor(.3 * 34)
-    "snapkv": [12 + step for step in range(10)],  # half of the prompt, and what was generated
-    "quest": [6, 7, 8, 6, 7, 8, 9, 10, 11, 9],  # 2 pages of 3, from 30 tokens on 3, and the unfinished one
-    "infinigen-query": [7, 7, 7, 8, 8, 8, 9, 9, 9, 9],  # floor(.3 * cached)
-    "infinigen-fixed": [6] * 10,
-    "pool-tie": [1] * 10,  # max(1, floor(.2 * 4))
-}
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_bytes_by_hand(name):
-    with (
-        attached_with_link("gqa") as (attached, link),
-        closing(open_live(attached, CASES[name], placement="host", link=link)) as session,
-    ):
-        force(session, PROMPTS["even"])
-        exempt_rows = 2 * HEADS * sum(range(24, 34))
-        assert session.h2d_bytes == SLOT * (exempt_rows + 2 * HEADS * sum(BY_HAND[name]))
-
-
 # A selection that is none
 
 GOOD = Selection(torch.ones(2, 1, 3, 8, dtype=torch.bool), torch.ones(2, 3).double())

@@ -424,19 +424,6 @@ def test_the_count_lies_between_one_and_the_cap(seed, slots, alpha, frac):
     assert (selection.mask <= visible[:, None]).all()
 
 
-@given(seeds, st.integers(1, 30), st.lists(st.floats(0, 20), min_size=2, max_size=2), st.tuples(fractions, fractions))
-def test_larger_settings_select_supersets(seed, slots, alphas, fracs):
-    small_alpha, large_alpha = sorted(alphas)
-    small_frac, large_frac = sorted(max(frac, 0.01) for frac in fracs)
-    scores, cached = random_scores(seed, 4, slots)
-
-    def mask(alpha, frac):
-        return chosen(Oracle(alpha=alpha, max_fetch_frac=frac), scores.clone(), cached, slots + 3).mask
-
-    assert (mask(small_alpha, small_frac) <= mask(large_alpha, small_frac)).all()
-    assert (mask(small_alpha, small_frac) <= mask(small_alpha, large_frac)).all()
-
-
 @given(seeds, st.integers(1, 30), st.integers(1, 40))
 def test_fixed_fetch_is_that_many_or_all(seed, slots, fixed):
     scores, cached = random_scores(seed, 4, slots)
@@ -555,36 +542,6 @@ def test_the_cap_is_a_share_of_what_is_cached_or_of_the_final_length():
     assert by_alpha.max_tokens_read(Row(20, 5, 40), 2) == 12
 
 
-@given(positive_fractions, fractions, lengths, seeds)
-def test_h2o_keeps_its_budget_and_the_recent(total, share, shape, seed):
-    length, prompt = shape
-    method = H2O(heavy_frac=total * share, recent_frac=total * (1 - share))
-    mask, _ = decode(method, length, prompt, seed)
-    recent = int(method.recent_frac * length)
-    budget = max(1, int(method.heavy_frac * length) + recent)
-    gone = torch.zeros(KV_HEADS, length, dtype=torch.bool)
-    for row, cached in enumerate(range(prompt, length)):
-        read = mask[:, row]
-        assert (read.sum(-1) == min(cached, budget)).all()
-        assert not read[:, cached:].any()
-        assert read[:, max(0, cached - recent) : cached].all(), "a recent token is missing"
-        assert not (read & gone).any(), "an evicted token came back"
-        gone[:, :cached] |= ~read[:, :cached]
-
-
-@given(positive_fractions, st.integers(0, 6), lengths)
-def test_streaming_reads_sinks_and_a_window(frac, num_sinks, shape):
-    length, prompt = shape
-    window = int(frac * length)
-    assume(window > num_sinks)
-    mask, _ = decode(Streaming(kept_frac=frac, num_sinks=num_sinks), length, prompt, 0)
-    for row, cached in enumerate(range(prompt, length)):
-        sinks = set(range(min(num_sinks, cached)))
-        recent = set(range(max(0, cached - (window - num_sinks)), cached))
-        assert set(mask[0, row].nonzero().flatten().tolist()) == sinks | recent
-        assert len(sinks | recent) == min(window, cached)
-
-
 # Columns
 
 
@@ -657,18 +614,6 @@ def test_the_importance_of_columns_overflows_in_no_half_precision(rule, prompt, 
     got = choose_columns(query, key, real, basis, method)
     assert got.dtype == torch.float16 and float(query.abs().sum(2, dtype=torch.float32).min()) > 65_504
     assert torch.equal(got.float(), choose_columns(query.float(), key.float(), real, basis.float(), method))
-
-
-def test_slots_without_a_token_are_never_visible():
-    rows = Rows(
-        query=torch.empty(0),
-        positions=torch.tensor([[0, 3]]),
-        real=torch.ones(1, 2, dtype=torch.bool),
-        slot_positions=torch.tensor([[[0, EMPTY, 2, 3]]]),
-        own_slots=torch.tensor([[[0, 3]]]),
-        true_scores=lambda: torch.empty(0),
-    )
-    assert rows.visible().tolist() == [[[[False] * 4, [True, False, True, False]]]]
 
 
 # Balanced projections

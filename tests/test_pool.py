@@ -7,8 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import Case
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from living import (
     TOLERANCE,
     attached_with_link,
@@ -266,86 +264,3 @@ def test_a_counter_that_saturates_halves_its_head():
     assert (pool.count(0), pool.count(2)) == (254, 3)
     pool.step(0)
     assert (pool.count(0), pool.count(2)) == (127, 1)
-
-
-# Random operations
-
-
-@st.composite
-def batches(draw):
-    """Prompt lengths, steps, and a limited method."""
-    prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-    steps = draw(st.integers(1, 12))
-    limit = draw(
-        st.one_of(
-            st.builds(dict, pool_tokens=st.integers(1, 12)),
-            st.builds(dict, pool_frac=st.sampled_from([0.5, 0.75, 1.0])),
-        )
-    )
-    method = InfiniGen(
-        num_exempt_layers=1,
-        skew=False,
-        alpha=draw(st.sampled_from([0.5, inf])),
-        max_fetch_frac=draw(st.sampled_from([0.2, 0.5, 1.0])),
-        pool_policy=draw(st.sampled_from(["fifo", "lru", "counter"])),
-        protect_recent=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        **limit,
-    )
-    return prompts, steps, method, draw(st.integers(0, 99))
-
-
-@settings(max_examples=60)
-@given(batches())
-def test_the_pool_never_exceeds_its_limit_nor_gives_back_what_it_evicted(batch):
-    prompts, steps, method, seed = batch
-    geometry = Geometry(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, scale=0.4, family="llama")
-    torch.manual_seed(seed)
-    lengths = torch.tensor(prompts)
-    longest = max(prompts)
-    final = lengths + steps
-    state = method.new_state(geometry, Lengths(lengths, final))
-    most = max(method.tokens_kept(Row(length, 0, length), 1) for length in final.tolist())
-    real = torch.arange(longest) >= longest - lengths[:, None]
-    key = torch.randn(len(prompts), 2, longest, 8)
-    state.prompt(1, torch.randn(len(prompts), 4, longest, 8), key, key, PromptRows(real, longest))
-    state.compact(1, most)
-    sizes = [capacity(method, length) for length in final.tolist()]
-    present = tokens_in(state)
-    for b, prompt in enumerate(prompts):
-        assert all(kept == set(range(max(0, prompt - sizes[b]), prompt)) for kept in present[b])
-    for step in range(steps):
-        position = (lengths + step).int()[:, None]
-        own = min(longest + step, most)
-        slots = state.tokens[1][..., : own + 1].clone()
-        rows = Rows(
-            torch.randn(len(prompts), 4, 1, 8),
-            position,
-            torch.ones_like(position, dtype=torch.bool),
-            slots,
-            torch.full((len(prompts), 1, 1), own),
-            None,
-        )
-        selection = state.select(1, rows)
-        entering = torch.randn(len(prompts), 2, 1, 8)
-        state.append(1, entering, entering, position, slice(own, own + 1))
-        placed = state.place_own(1, own)
-        after = tokens_in(state)
-        for b, size in enumerate(sizes):
-            t = prompts[b] + step
-            for h in range(2):
-                read = set(slots[b, h][selection.mask[b, h, 0]].tolist())
-                assert read <= present[b][h], "a token that was evicted was read"
-                assert 1 <= len(read) == selection.num_read[b, 0]
-                assert t in after[b][h] and after[b][h] <= present[b][h] | {t}
-                assert len(after[b][h]) == min(t + 1, size)
-                assert state.tokens[1][b, h, placed[b, h, 0]] == t
-        present = after
-
-
-def tokens_in(state) -> list[list[set[int]]]:
-    """Tokens present by sequence and KV head; each of them once, and none in the dump."""
-    tokens = state.tokens[1]
-    assert bool((tokens[..., -1] == EMPTY).all())
-    found = [[[t for t in head if t != EMPTY] for head in heads] for heads in tokens.tolist()]
-    assert all(len(set(head)) == len(head) for heads in found for head in heads)
-    return [[set(head) for head in heads] for heads in found]
