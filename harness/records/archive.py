@@ -1,7 +1,7 @@
 """A results folder as one file to share: a zip archive with a manifest of the sha256 of its members.
 
     runs/<experiment>/<run_id>/record.json   finished and failed runs, with the sha256 of their inputs
-    tables/*.csv, tables/*.md, figures/*.png, *.md, findings.yaml
+    tables/*.csv, tables/*.md, figures/*.png, figures/*.svg, *.md, findings.yaml
     MANIFEST.json                            {"schema", "sha256": {name: hex digits}}
 
     with opened(Path("results.zip")) as folder:
@@ -35,7 +35,7 @@ from harness.records.record import ODD, read_record
 SCHEMA = 2
 MANIFEST = "MANIFEST.json"
 RECORDS = "runs/*/*/record.json"
-DERIVED = ("tables/*.csv", "tables/*.md", "figures/*.png", "*.md", "findings.yaml")
+DERIVED = ("tables/*.csv", "tables/*.md", "figures/*.png", "figures/*.svg", "*.md", "findings.yaml")
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """Time of every member: the earliest that a zip archive can hold."""
 MAX_BYTES = 2 * 2**30
