@@ -105,7 +105,7 @@ def fig13(tables: data.Tables, name: str) -> Figure | None:
             groups.append(f"{pair.task.iloc[0]}\nsize {' / '.join(sizes)} %\n{samples}")
         style.grouped(axes, values, errors=errors, groups=groups)
         for index, (_, pair) in enumerate(pairs.groupby("pair")):
-            full = _alike(panel[panel.label == style.FULL], pair.iloc[0])
+            full = _with_same(panel[panel.label == style.FULL], pair.iloc[0])
             for value in full.value[full.metric == "acc"].unique():  # its divergence from itself is 0
                 ends = [index - 0.45, index + 0.45]
                 axes.plot(ends, 2 * [factor * value], "--", color=style.BLACK, linewidth=1, label=style.FULL)
@@ -238,7 +238,7 @@ def choices(tables: data.Tables, name: str) -> Figure | None:
         for text in axes.get_xticklabels():
             text.set(rotation=40, ha="right", rotation_mode="anchor")
         if panel.metric.iloc[0] == "perplexity":
-            style.full_lines(axes, _alike(full, panel.iloc[0], TEXTS))
+            style.full_lines(axes, _with_same(full, panel.iloc[0], TEXTS))
         axes.set_ylabel(AXES[panel.metric.iloc[0]])
 
     sizes = " to ".join(dict.fromkeys(f"{100 * size:.0f}" for size in (table["size"].min(), table["size"].max())))
@@ -299,14 +299,14 @@ def _pairs(panel: pd.DataFrame) -> pd.DataFrame:
     chosen = []
     unskewed = panel[panel.label.str.endswith(UNSKEWED)]
     for number, (_, row) in enumerate(unskewed.iterrows()):
-        skewed = _alike(panel[panel.label == row.label.removesuffix(UNSKEWED)], row)
+        skewed = _with_same(panel[panel.label == row.label.removesuffix(UNSKEWED)], row)
         nearest = (skewed["size"] - row["size"]).abs().sort_values(kind="stable").index[:1]
         chosen.append(pd.concat([row.to_frame().T.infer_objects(), skewed.loc[nearest]]).assign(pair=number))
     return pd.concat(chosen)
 
 
-def _alike(rows: pd.DataFrame, row: pd.Series, names: tuple[str, ...] = ("task", *ASKED)) -> pd.DataFrame:
-    """The rows with the same values as `row` in these columns, or none there as well."""
+def _with_same(rows: pd.DataFrame, row: pd.Series, names: tuple[str, ...] = ("task", *ASKED)) -> pd.DataFrame:
+    """The rows with the same values as `row` in these columns; an empty cell equals an empty cell."""
     same = pd.Series(True, rows.index)
     for name in names:
         same &= (rows[name] == row[name]) | (rows[name].isna() & pd.isna(row[name]))

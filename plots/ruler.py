@@ -2,7 +2,7 @@
 
 A column per method, a row per task of needles and, where a method's runs differ in further settings, such as `prefill`,
 per these. A cell holds the percentage and the number of questions: the fewer, the paler; without any it is hatched.
-Colours: cividis, which is read alike by the colour-blind and grows lighter in grey as well.
+Colours: cividis, which colour-blind readers see as well, and which grows lighter in grey too.
 """
 
 from collections.abc import Sequence
@@ -98,5 +98,5 @@ def _title(label: str, rows: pd.DataFrame) -> str:
 def _note(rows: pd.DataFrame, bands: Sequence[tuple[str, ...]]) -> str:
     models, _, needles = (list(dict.fromkeys(each)) for each in zip(*bands, strict=True))
     shared = [names[0] for names in (models, needles) if len(names) == 1]
-    said = ["depth: where in the prompt the answer stands", "n: questions (the fewer, the paler; hatched: none)"]
-    return "; ".join([*shared, *said])
+    notes = ["depth: where in the prompt the answer stands", "n: questions (the fewer, the paler; hatched: none)"]
+    return "; ".join([*shared, *notes])

@@ -73,29 +73,24 @@ class Section(NamedTuple):
     @property
     def gaps(self) -> list[str]:
         """How many scores its tables lack, in words."""
-        sheets = [sheet for part in self.parts for own in part.sheets.values() for sheet in own]
-        counts = [
-            sum(
-                line[at] == MISSING
-                for line in sheet.lines
-                for at, name in enumerate(sheet.header)
-                if name in sheet.scores
-            )
-            for sheet in sheets
-        ]
-        return [f"{self.entry.name}, {sheet.title}: {n}" for sheet, n in zip(sheets, counts, strict=True) if n]
+        found = []
+        for sheet in (sheet for part in self.parts for sheets in part.sheets.values() for sheet in sheets):
+            scores = [at for at, heading in enumerate(sheet.header) if heading in sheet.scores]
+            count = sum(line[at] == MISSING for line in sheet.lines for at in scores)
+            found += [f"{self.entry.name}, {sheet.title}: {count}"] * bool(count)
+        return found
 
 
 def entries_of(registry: Mapping[str, Any] = REGISTRY) -> list[Entry]:
     """The figures and tables of the registry, in its order; those the cost model predicts after the timed ones."""
     entries = []
     for page, named in registry["pages"].items():
-        for name, said in named.items():
-            command = said.get("command", f"python run.py grid={name}")
-            entries.append(Entry(name, said["title"], command, tuple(said.get("tables", [name])), page))
-            if said.get("modelled"):
+        for name, fields in named.items():
+            command = fields.get("command", f"python run.py grid={name}")
+            entries.append(Entry(name, fields["title"], command, tuple(fields.get("tables", [name])), page))
+            if fields.get("modelled"):
                 twin = name + MODELLED
-                entries.append(Entry(twin, f"{said['title']}, modelled", "make modelled", (twin,), page))
+                entries.append(Entry(twin, f"{fields['title']}, modelled", "make modelled", (twin,), page))
     return entries
 
 
@@ -151,15 +146,15 @@ def findings(path: Path, names: Sequence[str]) -> Mapping[str, str]:
         UserError: another kind of file, or a name that is not among `names`.
     """
     try:
-        said: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        sentences: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(said, dict) or not all(isinstance(sentence, str) for sentence in said.values()):
+    if not isinstance(sentences, dict) or not all(isinstance(sentence, str) for sentence in sentences.values()):
         raise UserError(f"{path}: must map names of figures to sentences")
-    for name in said:
+    for name in sentences:
         if name not in names:
             raise UserError(f"{path}: {name}: {nearest(name, names)}")
-    return said
+    return sentences
 
 
 def embed(path: Path) -> str:
@@ -190,13 +185,13 @@ def environment(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         return []
     flat = [dict(_readable(record["environment"])) for record in finished]
     minutes = sum(record["seconds"] for record in finished) / 60
-    said = [("finished runs", f"{len(finished)}, {minutes:.0f} minutes in total")]
+    lines = [("finished runs", f"{len(finished)}, {minutes:.0f} minutes in total")]
     for name in dict.fromkeys(name for values in flat for name in values):
         counts = Counter(values.get(name, "unknown") for values in flat)
         ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         parts = [f"{value} ({count} of {len(flat)} runs)" if count < len(flat) else value for value, count in ranked]
-        said.append((name, "; ".join(parts)))
-    return said
+        lines.append((name, "; ".join(parts)))
+    return lines
 
 
 def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -213,7 +208,7 @@ def _readable(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _part(
-    where: str, folder: Path, tables: Tables, said: Mapping[str, str], entry: Entry, homes: Mapping[str, str]
+    where: str, folder: Path, tables: Tables, sentences: Mapping[str, str], entry: Entry, homes: Mapping[str, str]
 ) -> Part:
     image = folder / "figures" / f"{entry.name}.svg"
     read = [table for table in entry.tables if tables.get(table)]
@@ -221,7 +216,7 @@ def _part(
     rows = [row for table in read for row in tables[table]]
     return Part(
         where=where,
-        finding=said.get(entry.name),
+        finding=sentences.get(entry.name),
         image=embed(image) if image.exists() else None,
         sheets={table: sheets(folder / "tables" / f"{table}.csv", tables[table]) for table in own},
         elsewhere={table: homes[table] for table in read if table not in own},

@@ -67,7 +67,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
             "model": {point["model"]: point["model"] for point in points},
         },
         "axes": {column.name: [column.heading, "log" if column in LOGARITHMIC else "linear"] for column in shown},
-        "tooltip": words | {f"said_{column.name}": column.heading for column in shown} | {"settings": "settings"},
+        "tooltip": words | {f"text_{column.name}": column.heading for column in shown} | {"settings": "settings"},
         "fronts": {cost: name for name, cost in COSTS.items()},
         "families": known | {family: OTHER for family in found if family not in known},
     }
@@ -91,7 +91,7 @@ def _point(row: TableRow) -> Json:
     for column in (*COST_COLUMNS, *QUALITY_COLUMNS):
         value, stderr = row.get(column.name), row.get(f"{column.name}_stderr")
         point[column.name] = _number(value, column)
-        point[f"said_{column.name}"] = column.show(value, stderr)
+        point[f"text_{column.name}"] = column.show(value, stderr)
         low = high = None
         if value is not None and stderr is not None:
             low, high = value - stderr, value + stderr
