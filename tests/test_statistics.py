@@ -29,15 +29,11 @@ from harness.tables.pages import show_difference
 # The numbers
 
 
-@pytest.mark.parametrize(("gained", "lost"), itertools.product(range(5), repeat=2))
-def test_mcnemar_counts_the_outcomes_as_unequal(gained: int, lost: int) -> None:
-    outcomes = list(itertools.product((0, 1), repeat=gained + lost))
-    apart = abs(gained - lost)
-    unequal = sum(abs(2 * sum(outcome) - len(outcome)) >= apart for outcome in outcomes)
-    assert mcnemar_p(gained, lost) == pytest.approx(unequal / len(outcomes))
-
-
-def test_mcnemar_of_many_flips_is_finite() -> None:
+def test_mcnemar_counts_the_outcomes_as_unequal() -> None:
+    for gained, lost in itertools.product(range(5), repeat=2):
+        outcomes = list(itertools.product((0, 1), repeat=gained + lost))
+        unequal = sum(abs(2 * sum(outcome) - len(outcome)) >= abs(gained - lost) for outcome in outcomes)
+        assert mcnemar_p(gained, lost) == pytest.approx(unequal / len(outcomes))
     assert 0 < mcnemar_p(600, 700) < 0.01 and mcnemar_p(2000, 2000) == 1
 
 
@@ -92,23 +88,15 @@ def test_questions_are_paired_and_clustered_by_context(metric: str) -> None:
     assert found.detectable == pytest.approx(2.8 * found.stderr)
 
 
-def test_without_a_flip_the_rule_of_three_says_what_would_have_been_seen() -> None:
-    found = questions(answers([1, 0, 1]), answers([1, 0, 1]), "acc")
-    assert found == (0, 0, 1.0, 3, (0, 0, 1.0))
+def test_questions_without_flips_in_part_or_unlike_one_another() -> None:
+    whole, part, one = answers([1, 0, 1]), answers([0.5, 1.0], per_context=1), answers([1])
+    assert questions(whole, whole, "acc") == (0, 0, 1.0, 3, (0, 0, 1.0)), "the rule of three"
+    found = questions(part, answers([1.0, 1.0], per_context=1), "acc")
+    assert found is not None and found.flips is None and found.value == -0.25 and found.stderr == pytest.approx(0.25)
     scores = answers([30.0, 70.0], "bleu", per_context=1)
     assert questions(scores, scores, "bleu") == (0, 0, None, 2, None), "no share of questions"
-
-
-def test_what_is_right_in_part_has_no_flips() -> None:
-    found = questions(answers([0.5, 1.0], per_context=1), answers([1.0, 1.0], per_context=1), "acc")
-    assert found is not None and found.flips is None and found.value == -0.25 and found.stderr == pytest.approx(0.25)
-
-
-def test_what_cannot_be_paired_has_no_difference() -> None:
-    assert questions([], [], "acc") is None
-    assert questions(answers([1, 0]), answers([1, 0, 1]), "acc") is None, "other questions"
-    assert questions(answers([1, 0]), answers([1, 0], "f1"), "acc") is None, "another metric"
-    assert questions([{"question": 0, "acc": None}], answers([1]), "acc") is None, "no number"
+    for own, full in (([], []), (answers([1, 0]), whole), (one, answers([1], "f1")), ([one[0] | {"acc": None}], one)):
+        assert questions(own, full, "acc") is None
 
 
 # The full cache's run
@@ -140,16 +128,21 @@ def test_a_run_is_compared_with_the_full_cache_whatever_code_made_it(tmp_path: P
     assert difference(own | {"inputs": inputs | {"passkey": "other rows"}}, full) is None
 
 
-@pytest.mark.parametrize("change", ["num_samples=8", "prefill=dense", "scoring=mean", "model=opt-125m", "seed=1"])
-def test_a_run_that_was_asked_otherwise_is_compared_with_none(change: str, tmp_path: Path) -> None:
-    full = save_answers(tmp_path, "method=full", hits="1110")
-    assert difference(save_answers(tmp_path, "method=h2o", change, hits="1001"), full) is None
-
-
-def test_the_methods_own_settings_and_further_tasks_make_no_difference(tmp_path: Path) -> None:
-    full = save_answers(tmp_path, "method=full", "tasks=[kv_recall,passkey]", hits="1110")
-    own = ["method=infinigen", "codec=int4", "size=nearest:0.2", "data.root=null"]
-    assert difference(save_answers(tmp_path, *own, hits="1001"), full) == -0.25
+@pytest.mark.parametrize(
+    ("own", "full", "expected"),
+    [
+        *(
+            (f"method=h2o {change}", "method=full", None)
+            for change in ("num_samples=8", "prefill=dense", "scoring=mean", "model=opt-125m", "seed=1")
+        ),
+        ("method=infinigen codec=int4 size=nearest:0.2", "method=full tasks=[kv_recall,passkey]", -0.25),
+        ("method=full codec=int4", "method=full", -0.25),
+        ("method=full label=mine", "method=full", None),
+    ],
+)
+def test_the_settings_in_which_a_run_and_its_full_cache_may_differ(own, full, expected, tmp_path: Path) -> None:
+    other = save_answers(tmp_path, *full.split(), hits="1110")
+    assert difference(save_answers(tmp_path, *own.split(), hits="1001"), other) == expected
 
 
 def test_the_newest_run_of_the_full_cache_counts(tmp_path: Path) -> None:
@@ -157,12 +150,6 @@ def test_the_newest_run_of_the_full_cache_counts(tmp_path: Path) -> None:
     older, newer = full | {"started": "2025"}, save_answers(tmp_path, "method=full", hits="0000", started="2026")
     own = save_answers(tmp_path, "method=h2o", hits="1001")
     assert difference(own, newer, older) == difference(own, older, newer) == 0.5
-
-
-def test_a_coded_full_cache_is_a_method(tmp_path: Path) -> None:
-    coded = save_answers(tmp_path, "method=full", "codec=int4", hits="1000")
-    assert not is_full(coded)
-    assert difference(coded, save_answers(tmp_path, "method=full", hits="1110")) == -0.5
 
 
 def test_samples_that_do_not_give_the_metric_have_no_difference(tmp_path: Path) -> None:
