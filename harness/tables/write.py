@@ -139,7 +139,7 @@ def ship(results_dir: Path) -> None:
         rows = read_table(path)
         shape = shape_of(tuple(rows[0])) if rows and rows[0]["source"] != "modelled" else None
         if shape is not None:
-            _write(path, shape, [row | {SHIPPED.name: "yes"} for row in rows])
+            _write(path, shape, _ordered(shape, [row | {SHIPPED.name: "yes"} for row in rows]))
     if board.exists():
         _write_boards(results_dir, [row | {SHIPPED.name: "yes"} for row in read_table(board)])
 
