@@ -7,7 +7,7 @@ python run.py grid=accuracy
 
 import sys
 
-from harness.launch.interrupts import interruptible
+from harness.errors import interruptible
 
 
 def main() -> int:

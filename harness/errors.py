@@ -1,20 +1,28 @@
-"""What a user got wrong, said in one line.
+"""How a command ends: refusals in one line, exit codes, interruptions.
 
-Every refusal of the project is a `UserError` whose message names the setting, its value and what is allowed;
-`harness.launch.cli` prints it without a traceback and exits with code `USERS`.
+Every refusal of the project is a `UserError` whose message names the setting, its value and what is allowed.
+`harness.launch.cli` prints it without a traceback and exits with code `USERS`. Ctrl-C and SIGTERM end a command alike:
+one line, finished runs in the tables, no traceback. Imports nothing that takes time, so that a command is covered from
+its first moment on.
 """
 
 import difflib
 import importlib.util
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 MAX_LISTED = 16
-A_DEFECT = " (a defect)"
-DEFECT, USERS, UNFINISHED = 1, 2, 75
-"""Exit codes: a defect of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to try again."""
+A_BUG = " (a bug)"
+BUG, USERS, UNFINISHED = 1, 2, 75
+"""Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to try again."""
+
+
+INTERRUPTED = "interrupted; the same command repeats only what is not finished"
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(ValueError):
@@ -25,33 +33,37 @@ class UnfinishedError(UserError):
     """Nothing is wrong, and the same command goes on: a grid's time allotment is spent."""
 
 
-class DefectError(RuntimeError):
-    """A defect of ours, as another process or a grid of many cells tells it: what `told` says, or some of it."""
+class BugError(RuntimeError):
+    """A bug that a child process or a grid cell reported."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: whatever Ctrl-C ends, ends."""
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether it is something that the user can put right; what the system refuses counts as such."""
+    """True if the user can put it right. A refusal of the operating system counts as such."""
     return isinstance(error, UserError | OSError)
 
 
 def told(error: Exception) -> str:
-    """What ended a run, in one line that says whether it is a defect."""
+    """An error in one line that says whether it is a bug."""
     said = one_line(error)
-    return said if is_users(error) or isinstance(error, DefectError) else f"{said} ({type(error).__name__}, a defect)"
+    return said if is_users(error) or isinstance(error, BugError) else f"{said} ({type(error).__name__}, a bug)"
 
 
 def recorded(error: Exception) -> str:
-    """What the record of a run says that an error ended: its type too, and whether it is a defect."""
-    return f"{type(error).__name__}: {error}{'' if is_users(error) else A_DEFECT}"
+    """An error as the record of a failed run has it: with its type, and whether it is a bug."""
+    return f"{type(error).__name__}: {error}{'' if is_users(error) else A_BUG}"
 
 
 def again(where: str, said: str) -> Exception:
-    """The error of which a record says `said`, to be raised once more: `where` and that."""
-    return (DefectError if said.endswith(A_DEFECT) else UserError)(f"{where}{said}")
+    """The error in a record, to be raised once more behind the words `where`."""
+    return (BugError if said.endswith(A_BUG) else UserError)(f"{where}{said}")
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, or its type where it says nothing."""
+    """The message of an error in one line, or its type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -71,10 +83,10 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     return f"{question(name, names)}allowed: {', '.join(names[:MAX_LISTED])}{more}"
 
 
-def question(name: object, allowed: Iterable[str]) -> str:
+def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
     """Ask for up to three known names that are close to what the user wrote; empty where none is."""
     folded = {candidate.lower(): candidate for candidate in allowed}
-    close = [folded[match] for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=0.5)]
+    close = [folded[match] for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=cutoff)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
@@ -128,3 +140,29 @@ def exit_code(command: Callable[[], None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USERS
     return 0
+
+
+def code_of_stop(stop: KeyboardInterrupt) -> int:
+    """As a shell tells a process that a signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
+    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+
+
+def interruptible(command: Callable[[], int]) -> int:
+    """Run the command of this process, with SIGTERM raising `Terminated`; returns its exit code.
+
+    An interruption that the command does not catch, while it imports or writes its last tables, is one line. A second
+    signal stops the cleanup immediately.
+    """
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        return command()
+    except KeyboardInterrupt as stop:
+        print(INTERRUPTED, file=sys.stderr)
+        return code_of_stop(stop)
+    finally:
+        for each in STOPS:
+            signal.signal(each, signal.SIG_DFL)

@@ -36,10 +36,15 @@ def prepare(
     method, codec, geometry = config.method, codec_of(config), attached.geometry
     if config.size is not None:
         stored = without_keys(codec) if method.holds_keys else codec
-        method = sized(
-            method, decode_rows(), geometry.num_layers, config.size, code_width(stored, geometry),
-            windows=geometry.windows, nearest=config.sizing == "nearest",
-        )  # fmt: skip
+        try:
+            method = sized(
+                method, decode_rows(), geometry.num_layers, config.size, code_width(stored, geometry),
+                windows=geometry.windows, nearest=config.sizing == "nearest",
+            )  # fmt: skip
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"size={config.size:g}: method={config.method_name} cannot be sized so: {error}") from error
     return Setup(method, codec, calibrated(config, method, loaded, attached))
 
 

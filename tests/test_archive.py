@@ -160,7 +160,7 @@ def test_a_wrong_export_is_one_line_and_leaves_nothing(arguments, message, resul
 
 def test_export_and_compare_load_no_model_library():
     code = (
-        "import sys, harness.launch.export, harness.launch.cli;"
+        "import sys, harness.launch.cli;"
         "light = 'pandas' not in sys.modules; import harness.tables.compare;"
         "print(light, [name for name in ('torch', 'transformers', 'lm_eval') if name in sys.modules])"
     )

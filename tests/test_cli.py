@@ -10,6 +10,8 @@ import torch
 
 from harness.errors import UserError
 from harness.launch.cli import main
+from harness.settings.experiment import Outcome
+from harness.settings.systems import LABELS
 from tests.runs import outcome, stand_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,17 +105,73 @@ def test_what_hydra_refuses_is_one_line(command, runs, capsys):
 def test_whatever_hydra_raises_of_a_command_line_is_the_users(command, runs, capsys):
     assert main(command.split()) == 2
     said = only_error(capsys)
-    assert command.split()[-1] in said and "a defect" not in said and runs.configs == []
+    assert command.split()[-1] in said and "a bug" not in said and runs.configs == []
 
 
-@pytest.mark.parametrize(("code", "ends", "said"), [("a text", 1, "a text\n"), (None, 0, ""), (3, 3, ""), (0, 0, "")])
-def test_the_code_of_an_exit_is_as_pythons(code, ends, said, runs, capsys):
+@pytest.mark.parametrize("code", ["a text", None, 3, 0])
+def test_a_method_or_a_task_that_ends_the_process_is_one_line(code, runs, capsys):
     def leave(config):
         raise SystemExit(code)
 
     runs.measure = leave
-    assert main([]) == ends
-    assert capsys.readouterr().err == said
+    assert main([]) == 2
+    assert only_error(capsys).startswith("error: sys.exit(")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"perplexity": float("nan")}, "offline/perplexity=nan: is not finite"),
+        ({"kl_nats": float("inf")}, "offline/kl_nats=inf: is not finite"),
+        (OverflowError("math range error"), "its numbers are beyond a float's range (math range error)"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (
+            type("SafetensorError", (Exception,), {})("I/O error"),
+            "a file of tensors cannot be read or written (I/O error)",
+        ),
+    ],
+)
+def test_faults_of_a_users_model_or_disk_are_theirs(metrics, said, runs, capsys):
+    def measure(config):
+        if isinstance(metrics, Exception):
+            raise metrics
+        return Outcome({"offline": metrics})
+
+    runs.measure = measure
+    assert main([]) == 2
+    assert said in only_error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("label=offlod+int4 experiment=latency", "label=offlod+int4: is no system; did you mean 'offload+int4'"),
+        ("method=full label=offlod experiment=latency", "label=offlod: is no system; did you mean 'offload'"),
+        ("method=infinigen method.alpha=4 size=0.16", "method.alpha=4.0: size=0.16 sets it; leave one of them out"),
+        ("method=quest method.read_frac=0.3 size=0.16", "method.read_frac=0.3: size=0.16 sets it"),
+        ("size=near:0.1", "size=near:0.1: must be a share of the full cache such as 0.16, or nearest:0.16"),
+        ("size=nearest:2", "size=2.0: must be above 0 and at most 1"),
+        ("experiment=latency method=full reuse=true", "reuse=true: reuses selected tokens, Full cache selects none"),
+        ("grid=./nothing.yaml", "grid=./nothing.yaml: there is no file ./nothing.yaml; allowed: accuracy"),
+        (f"seed={'9' * 5000}", "cannot be read (ValueError: Exceeds the limit"),
+        (f"tasks={'[' * 3000}{']' * 3000}", "cannot be read (RecursionError"),
+    ],
+)
+def test_refusals_of_settings_that_do_not_go_together(command, said, runs, capsys):
+    assert main(command.split()) == 2
+    line = only_error(capsys)
+    assert said in line and len(line) < 900
+
+
+def test_a_path_goes_wherever_the_name_of_a_grid_goes(runs, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("cells: [{method: [full, h2o]}]")
+    assert main([f"grid={tmp_path}/mine.yaml"]) == 0
+    assert [config.method_name for config in runs.configs] == ["full", "h2o"]
+
+
+def test_help_lists_the_systems(capsys):
+    assert main(["--help"]) == 0
+    assert ", ".join(LABELS) in capsys.readouterr().out
 
 
 def test_a_defect_of_one_job_is_the_sweeps(runs, capsys):
@@ -168,13 +226,13 @@ def test_out_of_memory(runs, capsys):
 
 
 def break_down(config):
-    raise AttributeError("a defect")
+    raise AttributeError("a bug")
 
 
 def test_a_defect_is_one_line_and_exit_code_1(runs, capsys):
     runs.measure = break_down
     assert main([]) == 1
-    assert only_error(capsys) == "error: a defect (AttributeError, a defect; HYDRA_FULL_ERROR=1 shows where)"
+    assert only_error(capsys) == "error: a bug (AttributeError, a bug; HYDRA_FULL_ERROR=1 shows where)"
 
 
 def test_tracebacks_on_demand(runs, capsys, monkeypatch):

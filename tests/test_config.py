@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness.errors import UserError, nearest
-from harness.launch.hydra_front import in_words
+from harness.launch.cli import in_words
 from harness.settings.compose import OF_THE_FILE, parse
 from harness.settings.config import PAPER_TASKS, RunConfig
 from harness.settings.experiment import COMMON, find, foreign_settings, kinds

@@ -146,8 +146,17 @@ def test_the_command_line_wins_over_what_the_grid_does_not_vary():
 
 
 def test_what_the_grid_varies_cannot_be_given():
-    with pytest.raises(UserError, match="method=oracle: the grid varies method itself"):
-        made(GRID, "method=oracle")
+    with pytest.raises(UserError, match="seq_len=7: the grid varies seq_len itself"):
+        made({"cells": [{"seq_len": [300, 400]}]}, "seq_len=7")
+
+
+def test_a_method_limits_a_grid_of_methods_to_itself():
+    named = made(GRID, "method=int4")
+    assert [(cell.method_name, cell.seq_len) for cell in named] == [("int4", 2048)]
+    other = made(
+        {"cells": [{"method": ["full", "h2o"]}, {"method": "infinigen", "method.alpha": [4, 5]}]}, "method=quest"
+    )
+    assert [cell.method_name for cell in other] == ["quest"]
 
 
 @pytest.mark.parametrize(
@@ -443,11 +452,11 @@ def test_a_defect_in_any_cell_is_the_grids(runs, small, capsys):
     runs.measure = fail
     assert main(["grid=accuracy"]) == 1
     printed = capsys.readouterr()
-    assert "failed: fig12 INT4: 'a' (KeyError, a defect)\n" in printed.out
-    said = "3 of 3 cells failed; the first defect, fig12 INT4: 'a' (KeyError, a defect)"
+    assert "failed: fig12 INT4: 'a' (KeyError, a bug)\n" in printed.out
+    said = "3 of 3 cells failed; the first bug, fig12 INT4: 'a' (KeyError, a bug)"
     assert f"error: {said} (HYDRA_FULL_ERROR=1 shows where)\n" in printed.err
     errors = {record["error"] for record in records.read_records("results", "fig12")}
-    assert errors == {"KeyError: 'a' (a defect)", "UserError: full is not well", "UserError: h2o is not well"}
+    assert errors == {"KeyError: 'a' (a bug)", "UserError: full is not well", "UserError: h2o is not well"}
 
 
 def test_each_failed_cell_is_named_at_the_end(runs, small, capsys):

@@ -22,9 +22,7 @@ from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtur
 from harness.accuracy.evaluation import run_tasks
 from harness.data.suite import COMPLAINTS
 from harness.errors import UserError
-from harness.launch.cli import main
-from harness.launch.hydra_front import in_words
-from harness.launch.overrides import check
+from harness.launch.cli import in_words, main, read_words
 from harness.settings.compose import read_override
 from harness.settings.config import DataConfig
 from tests.composed import load
@@ -103,20 +101,25 @@ def test_the_lowest_count_is_allowed(name):
 
 
 QUOTED = {
-    "prompt=It's fine": """'prompt="It'"'"'s fine"'""",
+    "label=It's fine": """'label="It'"'"'s fine"'""",
     "results_dir=/tmp/Übung": """'results_dir="/tmp/Übung"'""",
     "results_dir=~/out": """'results_dir="~/out"'""",
     "label=x]": """'label="x]"'""",
     "label=#1": """'label="#1"'""",
-    "prompt=hi!": """'prompt="hi!"'""",
-    "prompt=(a": """'prompt="(a"'""",
-    "prompt=a, b": """'prompt="a, b"'""",
-    'prompt=say "hi"': """'prompt="say \\"hi\\""'""",
+    "label=hi!": """'label="hi!"'""",
+    "label=(a": """'label="(a"'""",
+    "label=a, b": """'label="a, b"'""",
+    'label=say "hi"': """'label="say \\"hi\\""'""",
     "prompt='": """'prompt="'"'"'"'""",
     "label=a=b": """label="a=b\"""",
     "calibration.path=/tmp/文": """'calibration.path="/tmp/文"'""",
 }
 """What Hydra's grammar does not take, and what a user of a shell types instead."""
+
+
+@pytest.mark.parametrize("text", ["Hello, world", "(a", "[1, 2]", 'say "hi"', "a=b", "4", "It's fine"])
+def test_any_text_is_a_prompt(text):
+    assert load(read_words(["experiment=generate", f"prompt={text}"])).prompt == text
 
 
 @pytest.mark.parametrize("word", QUOTED)
@@ -126,7 +129,7 @@ def test_what_needs_quotes_is_shown_in_them(word, runs, capsys):  # noqa: F811
     assert said.startswith(f"error: {word}: ") and QUOTED[word].strip("'") in said
     (typed,) = shlex.split(said.partition("as text: ")[2])
     assert read_override(typed).value() == word.partition("=")[2]
-    check([typed])
+    read_words([typed])
 
 
 MISREAD = {
@@ -191,7 +194,7 @@ def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):  # noqa: F811
         patch.setattr(sys, "stdout", terminal)
         patch.setattr(sys, "stderr", terminal)
         assert main(["method=full", "label='größer'"]) == 0
-        assert main(["prompt=größer"]) == 2
+        assert main(["method=größer"]) == 2
     terminal.flush()
     assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
 
@@ -209,7 +212,7 @@ def test_without_any_stream_a_run_is_a_run(runs, monkeypatch):  # noqa: F811
     "words", [["method=full"], ["-m", "method=full,h2o"], ["-m", "label=ideal,offload"], ["~seed"], ["+x=1"], ["-m"]]
 )
 def test_what_hydra_reads_well_is_left_to_it(words):
-    check(words)
+    read_words(words)
 
 
 def test_every_path_expands_the_home_folder_alike(tmp_path, monkeypatch):

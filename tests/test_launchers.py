@@ -61,7 +61,7 @@ def test_a_copy_in_another_process_reports_by_itself(monkeypatch, capsys):
     assert reports == []
     with pytest.raises(ZeroDivisionError):
         copy(None)
-    assert reports == [copy] and "a defect" in capsys.readouterr().err
+    assert reports == [copy] and "a bug" in capsys.readouterr().err
 
 
 def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_path):

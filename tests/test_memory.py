@@ -351,7 +351,7 @@ ON_CUDA = ["experiment=latency", "platform=cuda"]
         (["experiment=latency", "placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
         (["experiment=latency", "label=uvm"], "placement=managed: needs platform=cuda"),
         (["experiment=generate", "prompt=a", "placement=managed"], "placement=managed: needs platform=cuda"),
-        ([*ON_CUDA, "placement=managed", "reuse=true"], "reuse=true: only fetched selections"),
+        ([*ON_CUDA, "placement=managed", "reuse=true"], "reuse=true: reuses selected tokens"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
         ([*ON_CUDA, "label=uvm", "codec=int4"], "codec=int4: label=uvm stands for codec=None"),
         ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),

@@ -87,7 +87,7 @@ def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, folder):
 def test_a_title_a_codec_and_a_system_go_with_it():
     write(MINE + '    title = "My own"\n')
     assert load(["method=./mine.py", "codec=int4"]).label == "My own + int4"
-    assert load(["method=./mine.py", "experiment=latency"]).label == "mine (host)"
+    assert load(["method=./mine.py", "experiment=latency"]).label == "mine"
     with pytest.raises(UserError, match="^method=mine: label=offload stands for method=full"):
         load(["method=./mine.py", "experiment=latency", "label=offload"])
 
@@ -261,7 +261,7 @@ def test_a_new_method_works_as_it_is(text, capsys):
         assert "FAILED" not in capsys.readouterr().out
     found = [json.loads(path.read_text()) for path in sorted(Path("results/runs").rglob("record.json"))]
     assert [(record["experiment"], record["config"]["label"]) for record in found] == [
-        ("latency", "page_means (host)"),
+        ("latency", "page_means"),
         ("perplexity", "Page means"),
     ]
     for record in found:

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.errors import DefectError, UserError
+from harness import errors
+from harness.errors import BugError, UserError, interruptible
 from harness.files import HeldError
 from harness.launch import child as apart
-from harness.launch import grid, interrupts, runner
+from harness.launch import grid, runner
 from harness.launch.cli import Jobs, main
-from harness.launch.interrupts import interruptible
 from harness.launch.runner import Run, run
 from harness.records import record as records
 from harness.resources import Resources
@@ -110,7 +110,7 @@ def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, con
     with pytest.raises(UserError, match="failed in another process: UserError: not well"):
         run(todo, Resources(), since=failed - 1)
     runner.fail(todo, KeyError("a"))
-    with pytest.raises(DefectError, match=r"failed in another process: KeyError: 'a' \(a defect\)"):
+    with pytest.raises(BugError, match=r"failed in another process: KeyError: 'a' \(a bug\)"):
         run(todo, Resources(), since=failed - 1)
     assert len(runs.configs) == 1
     runs.measure = outcome
@@ -122,8 +122,8 @@ def test_a_child_tells_a_defect_from_what_a_user_can_mend(monkeypatch):
     monkeypatch.setattr(apart, "run", lambda error, *_, **__: (_ for _ in ()).throw(error))
     sent: list[Exception] = []
     apart._work(errors, 0.0, SimpleNamespace(send=sent.append))
-    assert [type(each) for each in sent] == [DefectError, UserError, UserError]
-    assert str(sent[0]) == "'a' (KeyError, a defect)" and str(sent[1]) == "not well"
+    assert [type(each) for each in sent] == [BugError, UserError, UserError]
+    assert str(sent[0]) == "'a' (KeyError, a bug)" and str(sent[1]) == "not well"
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_at_any_write_is_one_line_and_loses_nothing(runs, co
 
 @pytest.fixture
 def handlers():
-    before = {each: signal.getsignal(each) for each in interrupts.STOPS}
+    before = {each: signal.getsignal(each) for each in errors.STOPS}
     yield
     for each, handler in before.items():
         signal.signal(each, handler)
@@ -265,7 +265,7 @@ def test_a_signal_ends_with_tables_and_an_interrupted_record(number, code, runs,
     runs.measure = interrupt
     assert interruptible(lambda: main(["-m", "method=full,h2o,int4"])) == code
     printed = capsys.readouterr()
-    assert printed.err.splitlines() == [interrupts.SAID] and "Full cache" in printed.out
+    assert printed.err.splitlines() == [errors.INTERRUPTED] and "Full cache" in printed.out
     assert "Full cache" in tables()["perplexity.md"] and "H2O" not in tables()["perplexity.md"]
     statuses = Counter(record["status"] for record in records.read_records("results", "perplexity"))
     assert statuses == {"finished": 1, "interrupted": 1}
@@ -278,7 +278,7 @@ def test_a_second_signal_while_tables_are_written_is_one_line(runs, handlers, mo
     runs.measure = interrupt
     monkeypatch.setattr(Jobs, "report", interrupt)
     assert interruptible(lambda: main([])) == 130
-    assert set(capsys.readouterr().err.splitlines()) == {interrupts.SAID}
+    assert set(capsys.readouterr().err.splitlines()) == {errors.INTERRUPTED}
     assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "what follows, at exit, ends without a traceback"
 
 
@@ -303,7 +303,7 @@ def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path)
     os.close(sending)
     with os.fdopen(receiving) as lines:
         pid, _, blocked = lines.readline().partition(" ")
-    assert blocked.strip() == str(sorted(interrupts.STOPS))
+    assert blocked.strip() == str(sorted(errors.STOPS))
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     assert ends(int(pid))

@@ -103,7 +103,7 @@ def test_a_run_whose_process_died_is_sent_as_failed(runs, client):
     fail(Run.of(load([*ONE, "tracker=mlflow"])), RuntimeError("exit code -9"))
     (entry,) = client.entries
     assert (entry.status, entry.seconds, entry.metrics) == ("failed", 0.0, {})
-    assert entry.tags["error"] == "RuntimeError: exit code -9 (a defect)"
+    assert entry.tags["error"] == "RuntimeError: exit code -9 (a bug)"
 
 
 def test_an_interrupted_run_is_not_sent(runs, client):

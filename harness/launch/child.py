@@ -19,9 +19,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from harness.errors import DefectError, UserError, is_users, told
+from harness.errors import STOPS, BugError, UserError, is_users, told
 from harness.files import HeldError
-from harness.launch.interrupts import STOPS
 from harness.launch.runner import Run, fail, run
 from harness.resources import Resources
 from harness.settings.config import RunConfig
@@ -101,7 +100,7 @@ def _work(runs: Sequence[Run], since: float, results: Connection) -> None:
         except HeldError as error:
             results.send(error)
         except Exception as error:
-            results.send((UserError if is_users(error) else DefectError)(told(error)))
+            results.send((UserError if is_users(error) else BugError)(told(error)))
 
 
 def _end_with_parent() -> None:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 import harness
-from harness.errors import DEFECT, UNFINISHED, USERS, UserError
+from harness.errors import BUG, UNFINISHED, USERS, UserError
 from harness.files import text_sha256, write_atomic
 from harness.launch import slurm
 from harness.launch.plan import share_of
@@ -192,7 +192,7 @@ class Batch:
             again = f"error: {len(failed)} of {len(ends)} jobs did not finish; the same command goes on"
             print(again, file=sys.stderr)
         codes = set(map(_exit_code, failed.values()))
-        return next((code for code in (DEFECT, USERS, UNFINISHED) if code in codes), 0)
+        return next((code for code in (BUG, USERS, UNFINISHED) if code in codes), 0)
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:
@@ -211,7 +211,7 @@ def _exit_code(state: slurm.State) -> int:
     """What the end of a job is to its command: its own exit code, or something that the user can put right."""
     if state.word == "TIMEOUT":
         return UNFINISHED
-    return state.exit_code if state.word == "FAILED" and state.exit_code in (DEFECT, UNFINISHED) else USERS
+    return state.exit_code if state.word == "FAILED" and state.exit_code in (BUG, UNFINISHED) else USERS
 
 
 def _said(state: slurm.State) -> str:

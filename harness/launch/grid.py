@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from harness.errors import DefectError, UnfinishedError, UserError, is_users, told
+from harness.errors import BugError, UnfinishedError, UserError, is_users, told
 from harness.files import HeldError
 from harness.launch import tracking
 from harness.launch.child import process_of, run_apart
@@ -39,7 +39,7 @@ def run_cells(
     Raises:
         UserError: at the end, where cells failed: how many, and the first error. The others have run. At the start,
             where nothing can run here.
-        DefectError: likewise at the end, where a defect was among them.
+        BugError: likewise at the end, where a bug was among them.
         UnfinishedError: at the end, where none failed and some were put off; each is named.
     """
     require_devices(configs)
@@ -147,10 +147,10 @@ def _raise_at_the_end(total: int, failures: Sequence[tuple[str, Exception]], put
     counts = counted(Counter(each.config.experiment for each in put_off))
     later = f"put off, as their minutes are spent: {counts}; the same command goes on"
     if failures:
-        defects = [failure for failure in failures if not is_users(failure[1])]
-        said, first = (defects or failures)[0]
+        bugs = [failure for failure in failures if not is_users(failure[1])]
+        said, first = (bugs or failures)[0]
         more = f"; {later}" if put_off else ""
-        kind, which = (DefectError, "first defect") if defects else (UserError, "first")
+        kind, which = (BugError, "first bug") if bugs else (UserError, "first")
         raise kind(f"{len(failures)} of {total} cells failed; the {which}, {said}{more}") from first
     if put_off:
         raise UnfinishedError(later)

@@ -167,6 +167,8 @@ def _cells(
     given = {setting_of(override): override for override in overrides if not _of_grid(override)}
     lenient = [entry.pop("where_allowed", False) for entry in entries]
     every = [(cell, may) for entry, may in zip(entries, lenient, strict=True) for cell in _combinations(entry)]
+    if "method" in given:
+        every = _of_method(every, given["method"].partition("=")[2])
     for key in given:
         if len({str(cell[key]) for cell, _ in every if key in cell}) > 1:
             raise UserError(f"{given[key]}: the grid varies {key} itself; leave one of them out")
@@ -186,6 +188,17 @@ def _cells(
         if config not in configs:
             configs.append(config)
     return configs, refused
+
+
+def _of_method(every: list[tuple[dict[str, Any], bool]], method: str) -> list[tuple[dict[str, Any], bool]]:
+    """The cells of one method, of a grid that varies it. Another method takes the place of each that stands alone."""
+    names = {str(cell["method"]) for cell, _ in every if "method" in cell}
+    if len(names) < 2:
+        return every
+    if method in names:
+        return [(cell, may) for cell, may in every if cell.get("method") == method]
+    alone = [(cell, may) for cell, may in every if not any(key.startswith("method.") for key in cell)]
+    return [({**cell, "method": method}, may) for cell, may in alone]
 
 
 def _minutes(node: Any) -> dict[str, float | None]:

@@ -155,7 +155,7 @@ def run(todo: Run, resources: Resources, *, since: float | None = None, say: Cal
         UserError: wrong input, an unwritable results folder, too little memory (which setting to lower), or a fault of
             the user's model, data or method. The record then says `failed`, as for any other exception; after Ctrl-C it
             says `interrupted`.
-        DefectError: a bug of ours ended it in another process.
+        BugError: a bug of ours ended it in another process.
         HeldError: another process runs this cell.
     """
     is_cell = since is not None

@@ -114,6 +114,7 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
 OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
 
 
@@ -161,6 +162,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     label = settings.get("label")
     settings |= {"label": "" if label is None else label, "label_given": bool(label)}
     checked = build(RunConfig, settings)
+    _refuse_sized_by_hand(checked, given)
     if checked.experiment not in options("experiment"):
         raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
     _refuse_other_table(checked, experiment)
@@ -309,10 +311,22 @@ def _take_size(settings: dict[str, Any]) -> None:
     settings |= {"size": number, "sizing": "nearest"}
 
 
+def _refuse_sized_by_hand(config: RunConfig, given: set[str]) -> None:
+    """Raise UserError for a setting of the method that `size` would overwrite."""
+    if config.size is None:
+        return
+    method, sized = config.method, config.method.with_size(config.size)
+    for each in fields(method):
+        value = getattr(method, each.name)
+        if f"method.{each.name}" in given and value is not None and getattr(sized, each.name) != value:
+            raise UserError(f"method.{each.name}={value}: size={config.size:g} sets it; leave one of them out")
+
+
 def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:
     """The name of a run that the user gave none: its system, or its method and codec."""
     if experiment.live:
-        return systems.name_of(_behind_preset(config.method_name, file), config)
+        is_own = "_target_" not in file
+        return systems.name_of(_behind_preset(config.method_name, file), config, is_own=is_own)
     title = file.get("title") or config.method.label
     own = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file}) if "codec" in file else None
     return title if config.codec_name in (None, own) else f"{title} + {config.codec_name}"

@@ -5,7 +5,8 @@
 
 Its settings are the fields of its dataclass. Its name is the file's; where the class is named, `file.Class` or the
 dotted path. Hydra asks `OwnMethods` for what `conf/method` does not have, so such a choice goes wherever the name of a
-shipped method goes: sweeps, grids, `--cfg job`. The file is run only where it is named.
+shipped method goes: sweeps, grids, `--cfg job`. The file is run only where it is named. Hydra asks for
+`grid=DIR/my_grid.yaml` in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from omegaconf.errors import UnsupportedValueType
 
 from harness.errors import UserError, nearest
 
-GROUP = "method/"
+GROUP, GRIDS = "method/", "grid/"
 SUFFIX = ".py"
 
 
@@ -95,11 +96,11 @@ def _import(name: str, choice: str, folder: Path | None = None) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"method={choice}: {_line_of(error, where)}{type(error).__name__}: {_said(error)}") from error
 
 
-def _line_of(error: Exception, folder: str) -> str:
+def _line_of(error: BaseException, folder: str) -> str:
     """`file:line: ` where code of that folder went wrong; nothing where it was not found."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: "
@@ -108,7 +109,7 @@ def _line_of(error: Exception, folder: str) -> str:
     return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return str(error.msg if isinstance(error, SyntaxError) else error)
 
 
@@ -154,14 +155,21 @@ def _defaults(cls: type) -> dict[str, Any]:
     return values
 
 
+def _grid_file(config_path: str) -> Path:
+    return Path(config_path.removeprefix(GRIDS)).expanduser()
+
+
 class OwnMethods(ConfigSource):
-    """To Hydra, a folder of configurations that has a file for every method of the user's."""
+    """To Hydra, a folder of configurations that has a file for every method and grid of the user's."""
 
     @staticmethod
     def scheme() -> str:
         return "own-method"
 
     def load_config(self, config_path: str) -> ConfigResult:
+        if config_path.startswith(GRIDS):
+            config = OmegaConf.load(_grid_file(config_path))
+            return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": None})
         choice = config_path.removeprefix(GROUP)
         method = find(choice)
         try:
@@ -171,6 +179,8 @@ class OwnMethods(ConfigSource):
         return ConfigResult(provider=self.provider, path=self.full_path(), config=node, header={"package": None})
 
     def is_config(self, config_path: str) -> bool:
+        if config_path.startswith(GRIDS):
+            return _grid_file(config_path).suffix == ".yaml" and _grid_file(config_path).is_file()
         choice = config_path.removeprefix(GROUP)
         return choice != config_path and is_own(choice)
 

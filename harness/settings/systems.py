@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from harness.errors import UserError
+from harness.errors import UserError, nearest, question
 from harness.settings.config import Placement, PlatformConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -69,8 +69,13 @@ def apply(settings: dict[str, Any], given: set[str], method_node: Callable[[str]
     given: names of the settings on the command line. method_node: reads the YAML of a method by name. Raises UserError
     where a given setting says something else than the label.
     """
-    if str(settings.get("label")) in LABELS:
-        _apply(settings["label"], settings, given, method_node)
+    label = settings.get("label")
+    if label in LABELS:
+        _apply(str(label), settings, given, method_node)
+    elif label and (not any(name.partition(".")[0] == "method" for name in given) or question(label, LABELS, 0.8)):
+        raise UserError(
+            f"label={label}: is no system; {nearest(label, LABELS)}; or give method= and a label of its own"
+        )
 
 
 def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
@@ -90,15 +95,16 @@ def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: C
             (settings[group] if group else settings)[key] = wanted
 
 
-def name_of(method: str, config: RunConfig) -> str:
-    """The label of a run: the system that it is, else words for what it is. method: a preset's is the one behind it."""
+def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
+    """The label of a run: its system, else its settings in words. method: of a preset, the one behind it."""
     platform = config.platform
     system = System(method, config.placement, config.codec_name, config.reuse, platform.overlap, platform.pinned)
     known = next((label for label, each in LABELS.items() if each == system), None)
     if known is not None:
         return known
     parts = [method, config.codec_name, "reuse" if config.reuse else None, None if platform.overlap else "no overlap"]
-    return "+".join(part for part in parts if part) + f" ({config.placement})"
+    words = "+".join(part for part in parts if part)
+    return words if is_own and config.placement == "host" else f"{words} ({config.placement})"
 
 
 def _get(settings: Mapping[str, Any], name: str) -> Any:
@@ -117,7 +123,8 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
     if placement == "host" and method.when == "true_scores":
         raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
     if reuse and not (placement == "host" and method.names_rows):
-        raise UserError("reuse=true: only fetched selections can be reused; use method=infinigen and placement=host")
+        why = f"{method.title} selects none" if placement == "host" else f"placement={placement} fetches none"
+        raise UserError(f"reuse=true: reuses selected tokens, {why}; needs placement=host and a method that retrieves")
 
 
 def check_live(method: Method, placement: str, reuse: bool, platform: PlatformConfig) -> None:
