@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.errors import UserError, nearest
-from harness.launch.hydra_front import OF_HYDRA, in_words
+from harness.launch.cli import OF_HYDRA, in_words
 from harness.launch.runner import configured, require_devices, run_settings, users_faults
 from harness.model.attach import attach as attach_decoder
 from harness.model.load import LoadedModel, from_memory
