@@ -55,17 +55,19 @@ def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
         raise
     except Exception:  # `datasets` has many for rows that are not cached, or not whole; online it says what is wrong
         pass
+    why = "not cached, and "
     try:
         get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
         print(f"{name}: fetching from {constants.ENDPOINT}", file=sys.stderr)
+        why = ""
         return load()
     except ImportError:
         raise
     except Exception as error:
         local = "data=local data.root=DIR" + (f" with {files}" if files else "")
         raise UserError(
-            f"data=hub: {name} cannot be loaded (not cached, and {refusal(error)}); what remains: {local}, or "
-            "data=offline (no download)"
+            f"data=hub: {name} cannot be loaded ({why}{refusal(error)}); what remains: {local}, or data=offline (no "
+            "download)"
         ) from error
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import file_sha256, files_sha256, text_sha256
@@ -166,22 +166,18 @@ def _memory_fingerprint(model: PreTrainedModel) -> str:
 # Sources and shapes
 
 
-class Source(NamedTuple):
-    """Weights ready to load. directory: with config, safetensors, and a tokenizer where there is one. fingerprint: the
-    sha256 of the GGUF or of the folder's files, or of hub id and revision."""
+def find_source(config: ModelConfig) -> tuple[Path, str]:
+    """Find a model's pretrained weights; a GGUF is converted, and a model of the hub downloaded.
 
-    directory: Path
-    fingerprint: str
-
-
-def find_source(config: ModelConfig) -> Source:
-    """Find a model's pretrained weights as safetensors; a GGUF is converted, and a model of the hub downloaded."""
+    Returns the folder with config, safetensors and perhaps a tokenizer, and the weights' fingerprint: the sha256 of the
+    GGUF, of the folder's files, or of hub id and revision.
+    """
     found = located(config)
     if found.suffix == ".gguf":
-        return Source(converted(found), file_sha256(found))
+        return converted(found), file_sha256(found)
     if config.path:
-        return Source(found, files_sha256([found / CONFIG, *weight_files(found)]))
-    return Source(found, text_sha256(str(config.hub_id), found.name))  # a snapshot is named by its revision
+        return found, files_sha256([found / CONFIG, *weight_files(found)])
+    return found, text_sha256(str(config.hub_id), found.name)  # a snapshot is named by its revision
 
 
 def model_config(config: ModelConfig) -> PreTrainedConfig:
@@ -393,7 +389,7 @@ def _tokenizer_directory(config: ModelConfig) -> Path | None:
     if config.hub_id:
         return cached_snapshot(config.hub_id)
     packaged = config.name == PACKAGED_NAME and importlib.util.find_spec(PACKAGE)
-    return find_source(config).directory if packaged else None
+    return find_source(config)[0] if packaged else None
 
 
 def _tokenizer(directory: Path | None, config: ModelConfig, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
