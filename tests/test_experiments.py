@@ -80,7 +80,7 @@ def start(name: str, text: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if find(kind).keeps_record])
 def test_every_experiment_makes_its_table_and_figure(name, text, capsys):
     start(name, text)
-    assert capsys.readouterr().out.startswith("smollm2-135m, ")
+    assert capsys.readouterr().out.startswith("smollm2-135m")
     columns, value = COLUMNS[KINDS[name]]
     table = FILES[name].experiment  # the figures of speed share one
     with Path(f"results/tables/{table}.csv").open(newline="") as stream:
@@ -90,7 +90,7 @@ def test_every_experiment_makes_its_table_and_figure(name, text, capsys):
     assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)
     in_paper = {line.partition(",")[0] for line in PUBLISHED_CSV.read_text().splitlines()}
-    assert ("## published" in Path(f"results/tables/{table}.md").read_text()) == (table in in_paper)
+    assert ("## the paper's numbers" in Path(f"results/tables/{table}.md").read_text()) == (table in in_paper)
     drawn = DRAWINGS[name](Tables(Path("results/tables")), name) if name in DRAWINGS else None
     assert (drawn is not None) == (name in DRAWINGS and name not in OF_SEVERAL_RUNS)
 

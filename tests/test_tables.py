@@ -15,7 +15,7 @@ from harness.records import record as records
 from harness.records.samples import Baselines
 from harness.tables import write as tables
 from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, TABLES, names, read_table, shape_of, typed
-from harness.tables.pages import render_markdown, sheets_of
+from harness.tables.pages import render_markdown, render_terminal, sheets_of
 from harness.tables.rows import rows_of
 from harness.tables.text import MAX_WIDTH
 from tests.composed import load
@@ -389,6 +389,7 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path: Path) 
         assert shape_of(path.read_text().splitlines()[0].split(",")) == shape
         assert render_markdown(name, read) == path.with_suffix(".md").read_text(), name
         assert tables.write_table(path, shape, read) == read and tables.render_csv(TABLES[shape][:5], read)
+    assert "1,024" in render_terminal([row | {"x": 1024.0} for row in read if row["x"]])
     (one, other) = (sheet.title for sheet in sheets_of(read))
     assert (one, other) == ("smollm2-135m: GiB, by layer", "smollm2-135m: GiB")
 

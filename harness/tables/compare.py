@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tabulate import tabulate
 
 from harness.errors import UserError, exit_code, printable
 from harness.files import replacing
@@ -35,7 +34,7 @@ from harness.tables.columns import (
     quantity,
 )
 from harness.tables.rows import is_part, with_rows
-from harness.tables.text import HEADING_LETTERS
+from harness.tables.text import aligned
 
 Record = Mapping[str, Any]
 
@@ -226,10 +225,7 @@ def _table(
             ]
         lines.append([*cells, f"{heading}: {_owner(each, names)}"])
     sides = [*["right"] * len(header), "left"]
-    table = tabulate(
-        lines, [*header, "of"], "simple", colalign=sides, disable_numparse=True, maxheadercolwidths=HEADING_LETTERS
-    )
-    yield from map(_cut, [title, *table.splitlines()])
+    yield from map(_cut, aligned(title, [*header, "of"], lines, sides).splitlines())
     if len(changes) > MAX_SHOWN:
         yield f"and {len(changes) - MAX_SHOWN} that moved less; --csv FILE has all"
 

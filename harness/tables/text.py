@@ -59,18 +59,14 @@ def terminal(sheet: Sheet) -> str:
     """
     lines = [[shortened(printable(cell), WORD_LETTERS) for cell in line] for line in sheet.lines]
     sheet = sheet._replace(header=list(map(printable, sheet.header)), lines=lines)
-    return "\n\n".join(
-        f"{printable(part.title)}\n"
-        + tabulate(
-            part.lines,
-            part.header,
-            "simple",
-            colalign=_sides(part),
-            disable_numparse=True,
-            maxheadercolwidths=HEADING_LETTERS,
-        )  # fmt: skip
-        for part in _parts(sheet, shutil.get_terminal_size((MAX_WIDTH, 0)).columns)
-    )
+    parts = _parts(sheet, shutil.get_terminal_size((MAX_WIDTH, 0)).columns)
+    return "\n\n".join(aligned(part.title, part.header, part.lines, _sides(part)) for part in parts)
+
+
+def aligned(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
+    """A table in columns; sides: "left" or "right" for each."""
+    wrapped = ["\n".join(textwrap.wrap(heading, HEADING_LETTERS)) for heading in header]
+    return f"{printable(title)}\n{tabulate(lines, wrapped, 'simple', colalign=sides, disable_numparse=True)}"
 
 
 def _parts(sheet: Sheet, max_width: int) -> Iterator[Sheet]:
