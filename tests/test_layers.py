@@ -29,7 +29,7 @@ def test_the_harness_names_no_method(path):
 
 SLOW = ("torch", "transformers", "lm_eval", "datasets")
 LIGHT = {
-    "harness.launch.cli, harness.experiments.tasks": (*SLOW, "numpy", "pandas"),
+    "harness.launch.cli, harness.experiments": (*SLOW, "numpy", "pandas"),
     "harness.settings.config, harness.records.record, harness.tables.write, plots": SLOW,
 }
 """Modules of the command line, of settings and of tables, and packages that take seconds to import."""

@@ -1,20 +1,17 @@
 """A kind of run, such as perplexity: which settings it heeds, what it reads, what it measures.
 
-Each kind is a module of `harness/experiments` that calls its `Experiment` `EXPERIMENT`; there is nothing to register.
-Imports no torch, and neither do those modules until they run.
+The kinds are in `harness/experiments.py`, which is imported by name since it lies above. Imports no torch.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from harness.errors import UserError, nearest
 from harness.settings.config import RunConfig
 
-FOLDER = Path(__file__).resolve().parents[1] / "experiments"
 COMMON = (
     "experiment",
     "kind",
@@ -94,16 +91,16 @@ class Experiment:
         return ""
 
 
-def kinds() -> list[str]:
-    """All kinds of run: the modules of `harness/experiments`."""
-    return sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
+def kinds() -> dict[str, Experiment]:
+    """All kinds of run, by name."""
+    return importlib.import_module("harness.experiments").KINDS
 
 
 def find(kind: str) -> Experiment:
-    """The kind of run of that name; UserError where there is none."""
+    """The kind of run of that name. Raises UserError where there is none."""
     if kind not in kinds():
-        raise UserError(f"kind={kind}: {nearest(kind, kinds())}")
-    return importlib.import_module(f"harness.experiments.{kind}").EXPERIMENT
+        raise UserError(f"kind={kind}: {nearest(kind, sorted(kinds()))}")
+    return kinds()[kind]
 
 
 def foreign_settings(kind: str) -> set[str]:

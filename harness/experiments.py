@@ -1,0 +1,291 @@
+"""The kinds of run, by name in `KINDS`. `harness.settings.experiment` says what a kind of run is.
+
+Light to import: torch and pandas come when a run begins.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from harness.data.text import offline_text
+from harness.errors import UserError
+from harness.files import text_sha256
+from harness.records import inputs
+from harness.resources import Resources
+from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig, Statistic
+from harness.settings.experiment import Experiment, Outcome
+from harness.settings.systems import check_live
+
+if TYPE_CHECKING:
+    from harness.tables.columns import TableRow
+
+
+class Perplexity(Experiment):
+    """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2)."""
+
+    heeds = ("corpus", "data", "calibration", "seq_len", "prefill_len", "num_windows")
+    code = ("accuracy",)
+
+    def check(self, config: RunConfig) -> None:
+        needed = max(1, config.prefill_len) + 2
+        if config.seq_len < needed:
+            raise UserError(
+                f"prefill_len={config.prefill_len}, seq_len={config.seq_len}: seq_len must be at least {needed}, "
+                "so that a decode row predicts a token of the window"
+            )
+        if config.method.needs_prompt and config.prefill_len < 1:
+            raise UserError(f"prefill_len=0: must be at least 1, {config.method_name} learns from the prompt")
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.accuracy.perplexity import run_perplexity
+
+        return run_perplexity(config, resources.model(config.model), resources.references)
+
+    def lower(self, config: RunConfig) -> dict[str, Any]:
+        return {"seq_len": config.seq_len, "num_windows": config.num_windows}
+
+
+class Tasks(Experiment):
+    """`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
+
+    heeds = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
+    code = ("accuracy",)
+
+    def check(self, config: RunConfig) -> None:
+        if {*config.tasks} <= {*TASKS} and (config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}):
+            return  # spares loading lm-eval
+        from harness.data.lm_tasks import check_names, plan
+
+        check_names(config.tasks, config.task.include_path)
+        if config.data.name == "offline":
+            plan(config)
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return inputs.calibration(config.calibration) | inputs.tasks(config)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.accuracy.evaluation import run_tasks
+
+        return run_tasks(config, resources.model(config.model))
+
+    def lower(self, config: RunConfig) -> dict[str, Any]:
+        return {"num_fewshot": config.num_fewshot}
+
+
+LOWEST = {"prefill_len": 1, "max_new_tokens": 2}
+"""A text goes on from a prompt, whose dense pass names the first token; a method decodes from the second on."""
+
+
+class LongDecode(Experiment):
+    """`kind=long_decode`: greedy texts under a method and under the full cache, and how they part."""
+
+    heeds = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows")
+    code = ("accuracy",)
+
+    def check(self, config: RunConfig) -> None:
+        for name, lowest in LOWEST.items():
+            if (value := getattr(config, name)) < lowest:
+                raise UserError(f"{name}={value}: must be at least {lowest} in kind=long_decode")
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.accuracy.long_decode import run_long_decode
+
+        return run_long_decode(config, resources.model(config.model), resources.references)
+
+    def lower(self, config: RunConfig) -> dict[str, Any]:
+        return {"max_new_tokens": config.max_new_tokens, "prefill_len": config.prefill_len}
+
+
+class Latency(Experiment):
+    """`kind=latency`: one timed cell of the figures of speed (Figs 14 to 18)."""
+
+    heeds = ("platform", "placement", "reuse", "latency", "seed", "calibration")
+    table = "latency"
+    code = ("speed",)
+    live = True
+
+    def check(self, config: RunConfig) -> None:
+        check_live(config.method, config.placement, config.reuse, config.platform)
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        return inputs.calibration(config.calibration) | {"prompt": text_sha256(offline_text())}
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.speed.latency import run_latency
+
+        return run_latency(config, resources.model(config.model), resources.prompts)
+
+    def lower(self, config: RunConfig) -> dict[str, Any]:
+        return {"batch_size": config.latency.batch_size, "prompt_len": config.latency.prompt_len}
+
+    def process(self, config: RunConfig) -> Any:
+        return (repr(config.model), config.platform.name, config.latency.batch_size, config.latency.prompt_len)
+
+    def shape(self, config: RunConfig) -> str:
+        return f"{config.latency.batch_size}x{config.latency.prompt_len}"
+
+
+class Generate(Experiment):
+    """`kind=generate`: text, printed token by token, and what its cache moved."""
+
+    heeds = ("prompt", "max_new_tokens", "platform", "placement", "reuse", "calibration")
+    code = ("speed",)
+    live = True
+    keeps_record = False
+
+    def check(self, config: RunConfig) -> None:
+        check_live(config.method, config.placement, config.reuse, config.platform)
+        if not config.prompt:
+            raise UserError("prompt=null: experiment=generate needs a text to go on from")
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.speed.generate import run_generate
+
+        made = run_generate(config, resources.model(config.model), partial(print, end="", flush=True))
+        print(f"\n\n{made.summary()}")
+        return Outcome({})
+
+    def lower(self, config: RunConfig) -> dict[str, Any]:
+        return {"max_new_tokens": config.max_new_tokens}
+
+
+class Contract(Experiment):
+    """`kind=contract`: whether a method keeps what every method must; see `harness.contract`."""
+
+    heeds = ("platform",)
+    code = ("contract.py",)
+    keeps_record = False
+
+    def check(self, config: RunConfig) -> None:
+        for name in ("codec", "size"):
+            if (value := getattr(config, name)) is not None:
+                raise UserError(f"{name}={value}: plays no part in experiment=contract; leave it out")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return False
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.contract import run_contract
+
+        run_contract(config, partial(print, flush=True))
+        return Outcome({})
+
+
+OF_THE_SHAPE = "memory"
+"""The statistic for which nothing is loaded."""
+
+
+class Analysis(Experiment):
+    """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7, 20, Table 1)."""
+
+    heeds = ("analysis", "corpus", "data", "calibration")
+    table = "analysis"
+    code = ("paper/analysis", "model/shape.py")
+
+    def check(self, config: RunConfig) -> None:
+        statistic = config.analysis.statistic
+        if statistic is None:
+            raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
+        if config.model.device == "map":
+            raise UserError("model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda")
+        for name in ("codec", "size"):
+            if getattr(config, name) is not None:
+                raise UserError(f"{name}={getattr(config, name)}: plays no part in kind=analysis; leave it out")
+        if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
+            raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return config.analysis.statistic != OF_THE_SHAPE
+
+    def inputs(self, config: RunConfig) -> dict[str, str]:
+        if not self.needs_weights(config):
+            return {}
+        return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        if not self.needs_weights(config):
+            from harness.paper.analysis.study import run_memory
+
+            return run_memory(config)
+        from harness.paper.analysis.study import run_analysis
+
+        return run_analysis(config, resources.model(config.model))
+
+    def lower(self, config: RunConfig) -> dict[str, Any]:
+        return {"analysis.num_tokens": config.analysis.num_tokens}
+
+
+class Frontier(Experiment):
+    """`kind=frontier`: the fastest setting of `tables/leaderboard.csv` over a link, within a bound of KL."""
+
+    heeds = ("link_gbps", "max_kl")
+    keeps_record = False
+
+    def check(self, config: RunConfig) -> None:
+        for name, unit in (("link_gbps", "10^9 bytes/s"), ("max_kl", "nats")):
+            if getattr(config, name) is None:
+                raise UserError(f"{name}=null: must be above 0, in {unit}")
+
+    def needs_weights(self, config: RunConfig) -> bool:
+        return False
+
+    def run(self, config: RunConfig, resources: Any) -> Outcome:
+        assert config.link_gbps is not None and config.max_kl is not None
+        print(answer(_candidates(config), config.link_gbps, config.max_kl))
+        return Outcome({})
+
+
+def answer(rows: list[TableRow], link_gbps: float, max_kl: float) -> str:
+    """The fastest of `rows` that holds the bound, in words that part what was measured from what was modelled."""
+    from harness.tables.columns import KL, STEP
+    from harness.tables.leaderboard import fastest, step_seconds
+
+    row = fastest(rows, link_gbps * 1e9, max_kl)
+    settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
+    settings += "" if row["asked_size"] is None else f" size={row['asked_size']:g}"
+    shape = f"{row['model']} on {row['platform']}, batch {row['batch_size']:.0f}, prompt {row['prompt_len']:,.0f}"
+    step = STEP.show(step_seconds(row, link_gbps * 1e9))
+    return (
+        f"{row['label']} ({settings}): {step} ms a step over {link_gbps:g} GB/s, modelled from "
+        f"measured compute ({STEP.show(row['compute_s'])} ms) and bytes ({row['link_bytes'] / 2**20:.2f} MiB); "
+        f"KL {KL.show(row[KL.name], row[f'{KL.name}_stderr'])} nats, measured; {shape}"
+    )
+
+
+def _candidates(config: RunConfig) -> list[TableRow]:
+    """The table rows of this model that were decoded over a link."""
+    from harness.tables.columns import KL, read_table, shape_of
+    from harness.tables.leaderboard import NAME, REFERENCES
+
+    path = Path(config.results_dir) / "tables" / f"{NAME}.csv"
+    if not path.is_file():
+        raise UserError(f"{path}: there is none yet; make leaderboard makes it")
+    rows = read_table(path)
+    if shape_of(tuple(rows[0]) if rows else ()) not in ("board", None):
+        raise UserError(f"{path}: not a leaderboard; make leaderboard makes it anew")
+    own = [row for row in rows if row["model"] == config.model.name and row["method"] != REFERENCES["upper"]]
+    needed = (KL.name, "compute_s", "link_bytes", "late_bytes")
+    timed = [row for row in own if all(row[name] is not None for name in needed)]
+    if not timed:
+        raise UserError(f"{path}: no timed method of {config.model.name} in it; make leaderboard adds them")
+    return timed
+
+
+KINDS: dict[str, Experiment] = {
+    "perplexity": Perplexity(),
+    "tasks": Tasks(),
+    "long_decode": LongDecode(),
+    "latency": Latency(),
+    "generate": Generate(),
+    "contract": Contract(),
+    "analysis": Analysis(),
+    "frontier": Frontier(),
+}
