@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, Case
-from mixed_models import SHAPES, mixed
+from mixed_models import SHAPES
 from replaying import assert_close, run_one, run_ragged, token_ids
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -100,16 +100,6 @@ def test_a_model_is_asked_once(monkeypatch):
     assert len(asked) == 1
 
 
-def test_the_scale_and_the_cap_of_the_output_head_are_the_models():
-    """They are no reason to refuse: the model's own code runs over the final hidden states."""
-    model = tiny_model("gemma2", num_key_value_heads=2, head_dim=16, final_logit_softcapping=1.5)
-    ids = token_ids(20)
-    got = run_one(model, Case(Full()), ids, 7).logits[0]
-    with torch.inference_mode():
-        assert_close(got, model(torch.tensor([ids]), use_cache=False).logits[0, 7:])
-    assert float(got.abs().max()) <= 1.5
-
-
 # What only some runs need is refused to those alone
 
 
@@ -138,24 +128,6 @@ def test_too_little_memory_is_no_fault_of_the_model(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError), attach(model):
             pass
     run_one(model, CASES["infinigen"])
-
-
-def test_a_query_that_takes_another_tensor_is_refused_to_rehearsals_alone():
-    """Which a later layer's query cannot be given early."""
-    model = llama()
-    attention = model.model.layers[3].self_attn
-    own = attention.forward
-
-    def gated(hidden_states, gate=None, **options):
-        return own(hidden_states * (1 if gate is None else gate), **options)
-
-    attention.forward = gated
-    attention.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, kwargs | {"gate": kwargs["hidden_states"].sigmoid()}), with_kwargs=True
-    )
-    with pytest.raises(UserError, match="rehearses a layer's query .*: its queries depend on gate$"):
-        run_one(model, CASES["infinigen"])
-    run_one(model, CASES["infinigen-layer"])
 
 
 class ChoosesBySign(nn.Module):
@@ -214,30 +186,6 @@ def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch)
     with torch.inference_mode():
         assert_close(found.logits[0], model(torch.tensor([ids]), use_cache=False).logits[0, 11:])
     assert "latent_bytes" not in found.reads.sizes
-
-
-def test_recurrent_layers_that_take_one_row_at_a_time_are_given_one():
-    """Where a module's code goes on from its state with one row only, as it does in transformers' own decoding."""
-    model_type, shape = SHAPES["qwen3_next"]
-    model, ids = tiny_model(model_type, **shape), token_ids(30, 1)
-    with torch.inference_mode():
-        expected = model(torch.tensor([ids]), use_cache=False).logits[0, 11:]
-    for layer in (0, 3):
-        module = model.model.layers[layer].linear_attn
-        own = module.forward
-
-        def forgets(hidden_states, cache_params=None, own=own, **options):
-            if cache_params is not None and cache_params.num_columns and hidden_states.shape[1] > 1:
-                cache_params = None
-            return own(hidden_states, cache_params=cache_params, **options)
-
-        module.forward = forgets
-    with attach(model) as attached:
-        assert not attached.decoder.takes_rows
-    assert_close(run_one(model, Case(Full()), ids, 11).logits[0], expected)
-    whole = run_ragged(mixed("qwen3_next"), CASES["h2o"]).logits
-    for got, wanted in zip(run_ragged(model, CASES["h2o"]).logits, whole, strict=True):
-        assert_close(got, wanted, 1e-3)
 
 
 # Rotary frequencies that follow the sequence's length
