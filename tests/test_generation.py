@@ -78,8 +78,7 @@ def without_end(monkeypatch):
     monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
 
 
-ROW_BY_ROW = ["kivi", "residual-groups", "residual-fills", "freekv", "quest-step", "shadowkv", "pool-lru", "loki-step"]
-LIVE = ["full", "int4", "h2o", "streaming", "snapkv", "rkv", "quest", "infinigen", "duo", *ROW_BY_ROW]
+LIVE = ["full", "int4", "h2o", "snapkv", "infinigen", "duo", "kivi", "residual-fills", "freekv", "shadowkv", "pool-lru"]
 
 
 @pytest.mark.parametrize("prefill_len", [None, -9], ids=["dense", "question"])
@@ -95,7 +94,7 @@ def test_tokens_are_those_of_live_decoding(name, prefill_len):
 
 
 @pytest.mark.parametrize("prefill_len", [None, 20], ids=["dense", "question"])
-@pytest.mark.parametrize("name", ["h2o", "infinigen", "quest", "kivi", "freekv", "full+smooth"])
+@pytest.mark.parametrize("name", ["h2o", "infinigen", "kivi", "freekv"])
 def test_sharing_and_batches_leave_no_trace(name, prefill_len, monkeypatch):
     requests = asked([*CONTEXTS, CONTEXTS[0]], prefill_len, stops=["e"])
     requests += [request._replace(max_new_tokens=5) for request in requests[:2]]
@@ -163,15 +162,11 @@ def test_what_ends_an_answer(monkeypatch):
     token = free[5]
     first = free.index(token)
     assert answer(request, max_new_tokens=3) == free[:3]
+    assert answer(request, stops=("A:",)) == free, "a context does not hold its own stop"
     assert answer(request, stops=(TOKENIZER.decode([token]),)) == free[: first + 1]
     assert answer(request, stops=("not there", text[2:5])) == free[:5], "a stop of several tokens"
     monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", [1, token])
     assert answer(request) == free[: first + 1]
-
-
-def test_a_context_does_not_hold_its_own_stop():
-    (request,) = asked([CONTEXTS[0]])
-    assert len(answer(request, stops=("A:",))) == NEW
 
 
 def test_a_repetition_penalty_is_hflms(monkeypatch):
@@ -193,9 +188,6 @@ def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
     for name in ("h2o", "int4"):
         with pytest.raises(UserError, match="every answer ended with its first token, .* use prefill=question"):
             run([request], CASES[name])
-
-
-# Texts, through lm-eval's interface.
 
 
 def never(requests):
@@ -227,7 +219,9 @@ def hflm(batch_size=3, max_length=MAX_LENGTH) -> HFLM:
 )
 def test_texts_are_hflms(prefill, settings):
     expected = hflm().generate_until(instances(CONTEXTS, **settings), disable_tqdm=True)
-    assert language_model(prefill).generate_until(instances(CONTEXTS, **settings)) == expected
+    lm, kept = language_model(prefill), {}
+    lm.cache_hook.dbdict = kept
+    assert lm.generate_until(instances(CONTEXTS, **settings)) == expected == list(kept.values())
 
 
 def planned(contexts, prefill=DENSE, settings=None, **options) -> ReplayLM:
@@ -244,11 +238,9 @@ def test_what_is_asked_of_the_model():
     assert request.final_length == len(request.ids) + 40
     assert request.stops == ("\n", "</s>")
     assert empty.ids == (TOKENIZER.bos_token_id,)
-
-
-def test_the_default_length_of_an_answer():
     (request,) = planned(["a"], loaded=loaded_model(max_length=1000)).requests
-    assert request.max_new_tokens == 256
+    assert request.max_new_tokens == 256, "lm-eval's default"
+    planned(["a"], settings={"do_sample": False, "top_p": 0.9, "temperature": 0.0, "num_beams": 1, "max_gen_toks": 9})
 
 
 def test_where_a_question_begins():
@@ -276,10 +268,6 @@ def test_refused(settings, message):
         lm.generate_until(instances(CONTEXTS, **settings))
 
 
-def test_settings_of_sampling_that_change_nothing():
-    planned(["a"], settings={"do_sample": False, "top_p": 0.9, "temperature": 0.0, "num_beams": 1, "max_gen_toks": 9})
-
-
 @pytest.mark.parametrize("max_length", [64, 70])
 def test_contexts_beyond_the_limit(max_length):
     """Refused, or cut on the left as HFLM does; the rest is answered as it is."""
@@ -291,18 +279,9 @@ def test_contexts_beyond_the_limit(max_length):
     assert lm.generate_until(instances(CONTEXTS, **settings)) == expected
     assert [request.context_len for request in lm.requests] == [max_length - 20, max_length - 20, 24]
     assert lm.num_truncated == 2
-
-
-def test_a_question_must_survive_truncation():
     lm = language_model(Prefill("question"), never, loaded=loaded_model(max_length=40), too_long="truncate")
     with pytest.raises(UserError, match="question 0: prefill=question needs"):
         lm.generate_until(instances([CONTEXTS[1]], max_gen_toks=9))
-
-
-def test_answers_reach_the_response_cache():
-    lm, kept = language_model(), {}
-    lm.cache_hook.dbdict = kept
-    assert lm.generate_until(instances(CONTEXTS[:1], max_gen_toks=9)) == list(kept.values())
 
 
 def test_chat_templates(monkeypatch):
@@ -323,16 +302,13 @@ def test_chat_templates(monkeypatch):
 
 
 PROMPTS = [
-    "The capital of France is", "Q: What is 3 + 4?\nA:", "Once upon a time there was", "def add(a, b):\n",
-    "The three primary colours are", "Water boils at", "In 1969,", "My favourite book", "To make tea, first",
-    "The opposite of hot is", "Dear Sir or Madam,", "A list of animals:\n-", "The sun", "Python is",
-    "She opened the door and", "Roses are red,", "2, 4, 6, 8,", "The longest river in the world",
-    "Chapter 1\n\n", "Question: who wrote Hamlet?\nAnswer:",
+    "The capital of France is", "Q: What is 3 + 4?\nA:", "def add(a, b):\n", "Water boils at", "In 1969,",
+    "The opposite of hot is", "A list of animals:\n-", "2, 4, 6, 8,",
 ]  # fmt: skip
 
 
 def test_greedy_equals_hflm_on_the_default_model(default_model):
-    """Token for token: 20 prompts in one batch padded left; some answers end at a stop string, some at their limit."""
+    """Token for token: 8 prompts in one batch padded left; some answers end at a stop string, some at their limit."""
     made = []
     stock = HFLM(pretrained=default_model.model, tokenizer=default_model.tokenizer, batch_size=len(PROMPTS))
     generated = stock._model_generate
@@ -343,7 +319,7 @@ def test_greedy_equals_hflm_on_the_default_model(default_model):
         return rows
 
     stock._model_generate = noting
-    settings = {"until": ["\n\n", "."], "max_gen_toks": 16}
+    settings = {"until": ["\n\n", "."], "max_gen_toks": 10}
     expected = stock.generate_until(instances(PROMPTS, **settings), disable_tqdm=True)
     answers = []
 
@@ -358,7 +334,7 @@ def test_greedy_equals_hflm_on_the_default_model(default_model):
 
     lm = ReplayLM(default_model, Prefill("dense"), never, generator=generator)
     assert lm.generate_until(instances(PROMPTS, **settings)) == expected
-    assert len({len(answer) for answer in answers}) > 3
+    assert len({len(answer) for answer in answers}) > 2
     for answer in answers:  # HFLM goes on until its whole batch has ended
         assert any(row[: len(answer)] == answer for row in made)
 

@@ -36,7 +36,7 @@ from methods.base import Method
 from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
+from methods.infinigen import InfiniGen
 from tests.composed import load
 from tests.dying import die
 
@@ -65,8 +65,6 @@ def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
         prompt = run_shared_prompt(attached, ids) if shared else ids
         return time_cell(attached, prompt, cell, link=link, calibration=calibration)
 
-
-# What is counted
 
 HEADS, HEAD_DIM = 2, 16
 EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batch and KV heads
@@ -171,13 +169,6 @@ def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
     assert 0.3 * metrics["step_p50_s"] < 4 * block < 3 * metrics["step_p50_s"]
 
 
-def test_a_prompt_of_its_own_is_a_shared_one(tiny_gqa, ids):
-    cell = Cell(InfiniGen(), SHAPE)
-    own, shared = (timed(tiny_gqa, ids, cell, shared=shared) for shared in (False, True))
-    assert own.dense_s == 0 < own.begin_s
-    assert (own.h2d_bytes, own.size) == (shared.h2d_bytes, shared.size)
-
-
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
     peak = {
@@ -211,6 +202,9 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
     layers = 4 * (9 * square + 2 * 64 * 4)
     assert some.weight_bytes == 8 * sum(away) and some.weights_on_device == 1 - sum(away) / layers
     assert (whole.weight_bytes, whole.weights_on_device) == (None, None)
+    shared = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE))
+    assert whole.dense_s == 0 < whole.begin_s
+    assert (whole.h2d_bytes, whole.size) == (shared.h2d_bytes, shared.size), "a prompt of its own is a shared one"
     assert some.metrics()["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
     found = [(each.h2d_bytes, each.d2h_bytes, each.device_kv_bytes) for each in (some, whole)]
     assert found[0] == found[1]
@@ -220,9 +214,6 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
         timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7))
 
 
-# Settings
-
-
 def test_labels_stand_for_their_settings():
     for label, system in LABELS.items():
         platform = "cpu" if label in COUNTED else "cuda"
@@ -230,6 +221,8 @@ def test_labels_stand_for_their_settings():
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec, config.reuse) == (system.placement, system.codec, system.reuse)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
+        share = load(["experiment=latency", f"platform={platform}", f"label={label}", "gen_len=40"])
+        assert settings_id(share, {}) != settings_id(config, {}) and share.label == label
         given = [f"{name}={'null' if value is None else value}" for name, value in system.settings().items()]
         assert load(["experiment=latency", f"platform={platform}", *given]).label == label
 
@@ -285,22 +278,6 @@ def test_refuses(overrides, message):
         load(["experiment=latency", *overrides])
 
 
-def test_a_share_of_the_weights_is_another_run_of_the_same_system():
-    share = "platform.weights_on_device=0.7"
-    whole, some = (load(["experiment=latency", "label=offload", *settings]) for settings in ([], [share]))
-    assert settings_id(whole, {}) != settings_id(some, {})
-    assert load(["experiment=latency", "method=full", share]).label == whole.label == some.label
-
-
-def test_timed_steps_null_times_all_there_are():
-    assert load(["experiment=latency", "timed_steps=null", "gen_len=128", "warmup_steps=3"]).latency.block_steps == 62
-
-
-def test_combinations_are_checked_without_a_configuration_too():
-    with pytest.raises(UserError, match="placement=host: Oracle"):
-        check_combination(Oracle(), "host", reuse=False)
-
-
 @dataclass(frozen=True)
 class Deciding:
     """What settings ask a method for."""
@@ -335,9 +312,6 @@ def test_what_a_method_selects_by_decides_where_it_may_run(when, reusable, on_th
         check_combination(Deciding(when, "method.x=1: cannot be decoded live"), "device", reuse=False)
 
 
-# Runs
-
-
 @pytest.fixture
 def tiny_runs(monkeypatch, tmp_path, tiny_gqa):
     """Runs on a tiny model without a tokenizer, in an empty current folder."""
@@ -356,12 +330,21 @@ def the_record():
     return json.loads(path.read_text())
 
 
-def test_every_label_makes_a_complete_row(tiny_runs, capsys):
+def test_every_label_makes_a_complete_row_and_the_dense_pass_runs_once(tiny_runs, monkeypatch, capsys):
+    shapes = []
+    run_once = lambda attached, ids: shapes.append(tuple(ids.shape)) or run_shared_prompt(attached, ids)  # noqa: E731
+    monkeypatch.setattr(speed, "run_shared_prompt", run_once)
+    drawn = []
+    monkeypatch.setattr(plots, "draw_figures", lambda folder: drawn.append(str(folder)) or [])
     assert main(["-m", *CELL, f"label={','.join(COUNTED)}"]) == 0
     rows = {row["label"]: row for row in read_rows()}
     assert set(rows) == set(COUNTED)
     for label, row in rows.items():
-        absent = {name for name, value in row.items() if value == ""} - {"settings", *columns.names(columns.WEIGHTS)}
+        absent = {name for name, value in row.items() if value == ""} - {
+            "settings",
+            "shipped",
+            *columns.names(columns.WEIGHTS),
+        }
         may_be = {"link_bytes_per_s"} if label == "ideal" else set()
         assert absent == may_be | ({"prediction_s"} if "infinigen" not in label else set()), label
         assert tuple(row) == columns.names(columns.LATENCY)
@@ -370,7 +353,8 @@ def test_every_label_makes_a_complete_row(tiny_runs, capsys):
     assert float(rows["offload+int4"]["size"]) < 1 == float(rows["offload"]["size"])
     assert float(rows["infinigen+reuse"]["h2d_bytes"]) < float(rows["infinigen"]["h2d_bytes"])
     assert "offload-pageable" in capsys.readouterr().out
-    assert {path.name for path in plots.main("results")} >= {"fig14.png", "fig15.png", "fig16a.png", "fig18.png"}
+    assert shapes == [(2, 40)] and len(drawn) == 1
+    assert {path.stem for path in Path("results/tables").glob("fig*.csv")} == {"fig14", "fig15", "fig16a", "fig18"}
 
 
 def test_a_record_keeps_what_was_measured(tiny_runs):
@@ -383,31 +367,6 @@ def test_a_record_keeps_what_was_measured(tiny_runs):
     assert samples["copy_bytes_per_s"] is None, "the rate was given"
     assert samples["num_compute_threads"] == max(1, len(os.sched_getaffinity(0)) - 1)
     assert torch.get_num_threads() == 1, "put back"
-
-
-def test_the_copy_rate_is_measured_once_a_results_folder(tiny_runs, monkeypatch):
-    rates = iter([6.2e10, 0.0])
-    monkeypatch.setattr("harness.speed.link_rate.measure_copy_rate", lambda: next(rates))
-    without_rate = [setting for setting in CELL if not setting.startswith("platform.link_gbps")]
-    for label in ("offload", "offload+int4"):
-        assert main([*without_rate, f"label={label}"]) == 0
-    assert list(json.loads(Path("results/link.json").read_text()).values()) == [6.2e10]
-    records = [json.loads(path.read_text()) for path in Path("results/runs/latency").glob("*/record.json")]
-    assert [record["metrics"]["link_ceiling_bytes_per_s"] for record in records] == [1e9, 1e9]
-    assert [record["samples"]["copy_bytes_per_s"] for record in records] == [6.2e10, 6.2e10]
-
-
-def test_the_dense_pass_of_a_shape_runs_once(tiny_runs, monkeypatch):
-    shapes = []
-
-    def counted(attached, ids):
-        shapes.append(tuple(ids.shape))
-        return run_shared_prompt(attached, ids)
-
-    monkeypatch.setattr(speed, "run_shared_prompt", counted)
-    assert main(["-m", *CELL, "label=ideal,offload,infinigen"]) == 0
-    assert main(["-m", *CELL[:2], "prompt_len=30", "gen_len=12", "timed_steps=4", "label=ideal"]) == 0
-    assert shapes == [(2, 40), (4, 30)]
 
 
 def test_a_finished_cell_is_skipped_and_an_interrupted_one_repeated(tiny_runs, monkeypatch, capsys):
@@ -449,8 +408,6 @@ def test_the_cache_of_all_layers_and_its_buffers_are_asked_for_at_once(tiny_gqa,
     buffers = 2 * (exact + EXACT + coded + INT4)  # of each exempt layer, two in turn for the others; the own row's too
     assert asked == [(SessionBytes(slots, buffers), "cpu")]
 
-
-# Grids
 
 SMALL = [
     "model=opt-125m", "model.weights=random", "model.shape.vocab_size=256", "model.shape.hidden_size=64",
