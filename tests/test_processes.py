@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -120,8 +119,7 @@ def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, con
 def test_a_child_tells_a_defect_from_what_a_user_can_mend(monkeypatch):
     errors = [KeyError("a"), UserError("not well"), OSError(28, "disk full")]
     monkeypatch.setattr(apart, "run", lambda error, *_, **__: (_ for _ in ()).throw(error))
-    sent: list[Exception] = []
-    apart._work(errors, 0.0, SimpleNamespace(send=sent.append))
+    sent = [apart._work(error, 0.0) for error in errors]
     assert [type(each) for each in sent] == [BugError, UserError, UserError]
     assert str(sent[0]) == "'a' (KeyError, a bug)" and str(sent[1]) == "not well"
 
@@ -296,7 +294,7 @@ def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path)
     receiving, sending = os.pipe()
 
     def act():
-        for pid, blocked in apart.run_apart([None], time.time()):
+        for pid, blocked in apart.run_apart(["short", "long"], time.time()):
             os.write(sending, f"{pid} {sorted(blocked)}\n".encode())
 
     parent = forked(act)

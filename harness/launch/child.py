@@ -1,9 +1,8 @@
-"""Runs in a process of their own, so that memory and threads start clean: the timed cells of one shape.
+"""Timed cells run in a child process, so that memory and threads start clean.
 
-The child runs one cell after another in this process's order, and shares among them what the process keeps: the
-model, and the shape's prefill. Each writes its own record; a path or an error comes back. A cell whose process dies has
-failed, and those after it run in another. The child heeds no Ctrl-C and no SIGTERM: this process ends it, and where
-this process is killed, the child ends by itself.
+The cells of one shape share a child, with its model and the prefill of the shape. Each writes its own record. A cell
+whose process dies has failed, and those after it run in another. The child ignores Ctrl-C and SIGTERM: this process
+ends it, and where this process is killed, the child ends by itself.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 
 STOP_S = 5.0
-"""How long a child that has done its work may take to end."""
+"""How long a child that has died may take to end."""
 
 
 def process_of(config: RunConfig) -> Any:
@@ -40,43 +41,37 @@ def run_apart(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
 
     since: as `run` takes it. Raises what ends the loop, KeyboardInterrupt among them; the child has ended then.
     """
-    done = 0
-    while done < len(runs):
-        for outcome in _in_one_process(runs[done:], since):
-            done += 1
-            yield outcome
+    todo = list(runs)
+    while todo:
+        others = set(multiprocessing.active_children())
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+        children: list[BaseProcess] = []
+        try:
+            while todo:
+                each = todo.pop(0)
+                work = _submit(pool, each, since)
+                children = children or [*set(multiprocessing.active_children()) - others]
+                try:
+                    outcome = work.result()
+                except BrokenProcessPool:
+                    children[0].join(STOP_S)
+                    outcome = _why_it_died(each, children[0].exitcode)
+                    fail(each, outcome)
+                    yield outcome
+                    break
+                yield outcome
+        finally:
+            for child in children:
+                child.kill()
+            pool.shutdown()
 
 
-def _in_one_process(runs: Sequence[Run], since: float) -> Iterator[Path | Exception]:
-    """As `run_apart`, up to the cell with which the process dies."""
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_work, args=(runs, since, sending), name="shape", daemon=True)
-    _start(child)
-    sending.close()  # the child's end alone keeps the pipe open: it closes when the child dies
-    try:
-        for each in runs:
-            try:
-                yield receiving.recv()
-            except EOFError:
-                child.join(STOP_S)
-                died = _why_it_died(each, child.exitcode)
-                fail(each, died)
-                yield died
-                return
-        child.join(STOP_S)
-    finally:
-        child.kill()
-        child.join()
-        receiving.close()
-
-
-def _start(child: SpawnProcess) -> None:
-    """Start a process that inherits signals blocked."""
+def _submit(pool: ProcessPoolExecutor, each: Run, since: float) -> Future[Path | Exception]:
+    """Hand a run to the child, which inherits signals blocked where this starts it."""
     resource_tracker.ensure_running()  # it would be started with the child, and take the block away
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        child.start()
+        return pool.submit(_work, each, since)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -90,21 +85,27 @@ def _why_it_died(run: Run, code: int | None) -> UserError:
     return UserError(f"its process ended (exit code {code}); where memory ran out, lower {lower}")
 
 
-def _work(runs: Sequence[Run], since: float, results: Connection) -> None:
-    """The child: imports everything anew, and has resources of its own."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    resources = Resources()
-    for each in runs:
-        try:
-            results.send(run(each, resources, since=since))
-        except HeldError as error:
-            results.send(error)
-        except Exception as error:
-            results.send((UserError if is_users(error) else BugError)(told(error)))
+@cache
+def _resources() -> Resources:
+    """The child's own."""
+    return Resources()
+
+
+def _work(each: Run, since: float) -> Path | Exception:
+    """One run in the child."""
+    try:
+        return run(each, _resources(), since=since)
+    except HeldError as error:
+        return error
+    except Exception as error:
+        return (UserError if is_users(error) else BugError)(told(error))
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
