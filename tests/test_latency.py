@@ -220,10 +220,17 @@ def test_labels_stand_for_their_settings():
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec, config.reuse) == (system.placement, system.codec, system.reuse)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
-        share = load(["experiment=latency", f"platform={platform}", f"label={label}", "gen_len=40"])
-        assert settings_id(share, {}) != settings_id(config, {}) and share.label == label
         given = [f"{name}={'null' if value is None else value}" for name, value in system.settings().items()]
         assert load(["experiment=latency", f"platform={platform}", *given]).label == label
+
+
+def test_a_share_of_the_weights_is_another_run_of_the_same_system():
+    share = "platform.weights_on_device=0.7"
+    whole, some = (load(["experiment=latency", "label=offload", *settings]) for settings in ([], [share]))
+    assert settings_id(whole, {}) != settings_id(some, {})
+    assert load(["experiment=latency", "method=full", share]).label == whole.label == some.label
+    all_steps = load(["experiment=latency", "timed_steps=null", "gen_len=128", "warmup_steps=3"]).latency
+    assert all_steps.block_steps == 62, "null times all there are"
 
 
 @pytest.mark.parametrize(
