@@ -72,12 +72,16 @@ def board_rows(results_dir: str | Path) -> list[TableRow]:
 def complete(rows: Sequence[TableRow]) -> list[TableRow]:
     """The rows by model, size and label, with what depends on other rows: `front` and `outside`.
 
-    The upper reference, which no link allows, is on no front, nor is a method at another size than asked.
+    The upper reference, which no link allows, is on no front. A method at another size than asked has neither.
     """
     rows = sorted(rows, key=lambda row: (row["model"], row["asked_size"] or 1, row["label"], row["settings"]))
     candidates = [row for row in rows if row["method"] != REFERENCES["upper"] and has_its_size(row)]
     found = {id(row): front for row, front in zip(candidates, fronts(candidates), strict=True)}
-    return [row | {"front": found.get(id(row), ""), "outside": "; ".join(_outside(row, rows))} for row in rows]
+    outside = [_outside(row, rows) if has_its_size(row) else () for row in rows]
+    return [
+        row | {"front": found.get(id(row), ""), "outside": "; ".join(words)}
+        for row, words in zip(rows, outside, strict=True)
+    ]
 
 
 def frontier(rows: Sequence[TableRow]) -> list[TableRow]:

@@ -40,7 +40,7 @@ from harness.tables.columns import (
     quantity,
     rank,
 )
-from harness.tables.leaderboard import EQUAL, FRONTIER, HIGHER, REFERENCES, has_its_size, size_of
+from harness.tables.leaderboard import FRONTIER, HIGHER, REFERENCES, has_its_size, size_of
 from harness.tables.rows import is_depth, is_part
 from harness.tables.text import Sheet, markdown, terminal
 
@@ -390,7 +390,7 @@ def _best(column: Column, rows: Sequence[TableRow]) -> list[int]:
         if row["asked_size"] is not None
         and row["method"] not in REFERENCES.values()
         and row.get(column.name) is not None
-        and abs(size_of(row, column) - row["asked_size"]) <= EQUAL
+        and has_its_size(row)
     }
     best = (max if column.name in HIGHER else min)(values.values(), default=None)
     return [line for line, value in values.items() if value == best]
