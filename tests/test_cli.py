@@ -56,7 +56,7 @@ def test_sweep(runs, capsys):
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4", "infinigen"]
     assert runs.loads == ["smollm2-135m"]
     printed = capsys.readouterr()
-    assert printed.out.count("KV read") == 1, "one table in the end"
+    assert printed.out.count("size (%)") == 1, "one table in the end"
     assert {path.name for path in Path().iterdir()} == {"results"}
 
 

@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from harness.errors import UserError
-from harness.launch import cluster, slurm
+from harness.launch import cluster
 from harness.launch.cli import main
 from harness.launch.cluster import Cluster
 from harness.settings.compose import compose
@@ -76,7 +76,7 @@ def fake(monkeypatch, tmp_path) -> FakeSlurm:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     fake = FakeSlurm()
-    monkeypatch.setattr(slurm, "_call", fake)
+    monkeypatch.setattr(cluster, "_call", fake)
     monkeypatch.setattr(cluster, "POLL_S", 0)
     return fake
 
@@ -108,7 +108,7 @@ def test_a_grid_is_dealt_to_jobs_and_reported_as_one(fake, runs, capsys):
     logs_line = f"job 1, 2 of 2 parts; scancel 1 ends it; logs: {logs()}/1_*.log\n"
     _, end = printed.out.split(logs_line)
     assert "job 1_1: completed\njob 1_2: completed\n" in end, "states, then one table"
-    assert end.count("KV read") == 1 and "Full cache" in end and "H2O" in end and printed.err == COMPOSING
+    assert end.count("size (%)") == 1 and "Full cache" in end and "H2O" in end and printed.err == COMPOSING
 
 
 def test_what_is_finished_is_not_submitted(fake, runs, capsys):
@@ -133,7 +133,7 @@ def test_each_combination_of_a_sweep_is_a_job(fake, runs, capsys):
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     assert {config.label for config in runs.configs} == {"it's $HOME"}
     assert len(fake.scripts) == 1 and "--job-name=kv-perplexity\n" in fake.scripts[0]
-    assert capsys.readouterr().out.count("KV read") == 1
+    assert capsys.readouterr().out.count("size (%)") == 1
 
 
 def test_every_failing_job_is_named_and_has_failed_for_slurm(fake, runs, capsys):
@@ -291,7 +291,7 @@ def start_job(folder: Path, *command: str, minutes: int = 5, **variables: object
     note = folder / "scontrol"
     note.write_text('#!/bin/bash\necho "$@" >> asked\n')
     note.chmod(0o755)
-    text = slurm.script({"job-name": "a b"}, {1: ["false"], 2: command}, minutes=minutes, restarts=3)
+    text = cluster.script({"job-name": "a b"}, {1: ["false"], 2: command}, minutes=minutes, restarts=3)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "3"}
     environment |= {name: str(value) for name, value in variables.items()}
     return subprocess.run(["bash"], input=text, cwd=folder, env=environment, capture_output=True, text=True)

@@ -17,7 +17,7 @@ from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_l
 from tokens import byte_tokenizer
 
 from harness.launch.cli import main
-from harness.launch.plan import read_plan
+from harness.launch.grid import read_plan
 from harness.model import load as models
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from harness.errors import UNFINISHED, UserError
 from harness.launch import cli
-from harness.launch.plan import Plan, read_plan
+from harness.launch.grid import Plan, read_plan
 from harness.records import inputs
 from harness.records import record as records
 from harness.settings.compose import Composer, compose
@@ -217,7 +217,7 @@ def test_a_grid_of_grids_has_all_figures_and_repeats_nothing(grid, monkeypatch):
         experiment = dict(override.split("=", 1) for override in overrides).get("experiment", "perplexity")
         return SimpleNamespace(kind="perplexity", experiment=experiment.strip("'"), overrides=tuple(sorted(overrides)))
 
-    monkeypatch.setattr("harness.launch.plan.load", load)
+    monkeypatch.setattr("harness.launch.grid.load", load)
     plan = with_hub(grid)
     assert max(Counter(cell.overrides for cell in plan.cells).values()) == 1 and plan.left_out == ()
     figures = {f"fig{number}" for number in (2, 4, 5, 7, 11, 12, 13, 17, 19, 20)}
@@ -389,7 +389,7 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     assert printed.err.startswith("grid=accuracy: composing its cells\n"), (
         "what takes seconds says so where no bar does"
     )
-    assert printed.out.count("KV read") == 1
+    assert printed.out.count("size (%)") == 1
     assert printed.out.endswith("results/figures/fig11.png\n")
     assert "3/3" in printed.err, "the progress bar"
     assert Path("results/tables/fig12.csv").exists()

@@ -15,7 +15,7 @@ from harness.errors import UserError
 from harness.launch import child as apart
 from harness.launch import grid
 from harness.launch.cli import main
-from harness.launch.plan import groups, read_plan
+from harness.launch.grid import groups, read_plan
 from harness.launch.runner import Run
 from harness.model import load as models
 from harness.model.attach import attach

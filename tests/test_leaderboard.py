@@ -10,7 +10,7 @@ from test_tables import LATENCY_METRICS, save
 
 from harness.errors import UserError
 from harness.launch import cli
-from harness.launch.plan import read_plan
+from harness.launch.grid import read_plan
 from harness.records.samples import clustered_stderr
 from harness.settings.compose import choices, compose
 from harness.settings.schema import options

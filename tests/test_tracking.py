@@ -11,9 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from harness.launch import cli, tracking
-from harness.launch.plan import read_plan
+from harness.launch.grid import read_plan
 from harness.launch.runner import Run, fail
-from harness.launch.trackers import PROJECT, TRACKERS, Entry
+from harness.launch.tracking import PROJECT, TRACKERS, Entry
 from harness.records import record as records
 from tests.composed import load
 from tests.runs import outcome, stand_in

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from harness import files
 from harness.errors import UserError
-from harness.launch.plan import read_plan
+from harness.launch.grid import read_plan
 from harness.model import gguf, source
 from harness.model.load import load_model
 from harness.model.source import num_elements

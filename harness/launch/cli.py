@@ -32,7 +32,7 @@ from harness.errors import BUG, UNFINISHED, USERS, BugError, UnfinishedError, Us
 from harness.files import until_settled
 from harness.launch import grid, runner, status, tracking
 from harness.launch.cluster import Batch, own_overrides
-from harness.launch.plan import Plan, read_plan
+from harness.launch.grid import Plan, read_plan
 from harness.resources import Resources
 from harness.settings import schema
 from harness.settings.compose import asks_status, parse, read_override

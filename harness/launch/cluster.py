@@ -5,16 +5,21 @@ python run.py cluster=slurm cluster.jobs=8 grid=paper model=opt-6.7b platform=cu
 A job is one share of a grid, or one combination of a sweep; what is finished is not submitted. In `results/jobs`,
 a folder for each command has `job.sh`, which anybody can read and submit, `array`, the number that Slurm gave it, and
 a log for each job. Started again while jobs of it are alive, the command waits for those.
+
+Slurm is asked by its own programs, and needs no accounting database. `squeue` knows ended jobs for some minutes
+(`MinJobAge`), so it is asked more often.
 """
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
@@ -22,12 +27,108 @@ from pydantic import Field
 import harness
 from harness.errors import BUG, UNFINISHED, USERS, UserError
 from harness.files import text_sha256, write_atomic
-from harness.launch import slurm
-from harness.launch.plan import share_of
+from harness.launch.grid import share_of
 from harness.launch.runner import Run, relabel
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from harness.settings.schema import MOST, Count, Natural, build, group, setting_of
+
+END_S = 120
+"""How long before its time is over a job is told to end, in seconds; Slurm may say so a minute earlier."""
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+}  # fmt: skip
+GONE = "GONE"
+"""In place of the state of a job that Slurm no longer knows."""
+
+
+class State(NamedTuple):
+    """Of one job: Slurm's word, the exit code of its script, and where it runs or why it does not."""
+
+    word: str
+    exit_code: int = 0
+    reason: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and does not begin again."""
+        return self.word in ENDED or self.word == GONE
+
+
+def script(options: Mapping[str, Any], jobs: Mapping[int, Sequence[str]], minutes: int, restarts: int) -> str:
+    """A script for `sbatch` with one element of an array for each of `jobs`, by its number.
+
+    Args:
+        options: of `sbatch`, by name; True for one without a value, None for one left out.
+        jobs: words of the command of each.
+        minutes: after which Slurm ends a job. Its command gets SIGTERM before, and then begins again.
+        restarts: how often. Those after a preemption, which are Slurm's own, count.
+    """
+    array = {
+        "array": ",".join(map(str, jobs)),
+        "time": minutes,
+        "signal": f"B:USR1@{END_S}",
+        "requeue": True,
+        "open-mode": "append",
+    }
+    given = ((name, value) for name, value in (array | dict(options)).items() if value is not None)
+    flags = [f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}") for name, value in given]
+    commands = [f"{number}) set -- {shlex.join(words)} ;;" for number, words in jobs.items()]
+    return "\n".join(["#!/bin/bash", *flags, "", "case $SLURM_ARRAY_TASK_ID in", *commands, "esac", ""]) + (
+        f"""
+export PYTHONUNBUFFERED=1 TQDM_MININTERVAL=60 OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
+trap : TERM  # Slurm sends it to the command as well, which this script has to outlive
+trap 'late=1; kill -TERM $!' USR1
+"$@" &
+until wait $!; code=$?; ! kill -0 $! 2>/dev/null; do :; done
+if [ -n "$late" ] && [ $code -ne 0 ]; then
+  if [ ${{SLURM_RESTART_COUNT:-0}} -lt {restarts} ]; then
+    echo "unfinished: the job's {minutes} minutes are over; it begins again and goes on"
+    scontrol requeue $SLURM_JOB_ID
+  else
+    echo "unfinished: the job's {minutes} minutes are over after {restarts} restarts; the same command goes on"
+  fi
+  code={UNFINISHED}
+fi
+exit $code
+"""
+    )
+
+
+def submit(path: Path) -> str:
+    """Hand a script to Slurm; returns the number of its array. UserError with Slurm's words where it refuses."""
+    answer = _call("sbatch", "--parsable", str(path))
+    if answer.returncode != 0:
+        said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in answer.stderr.splitlines()]
+        raise UserError(f"cluster=slurm: sbatch refuses: {'; '.join(filter(None, said)) or answer.returncode}")
+    return answer.stdout.strip().partition(";")[0]
+
+
+def states(array: str) -> dict[int, State] | None:
+    """The jobs of an array that Slurm knows, by number; None where it does not answer now."""
+    fields = "ArrayTaskID:12,State:20,exit_code:12,ReasonList:200"
+    answer = _call("squeue", "--noheader", "--array", "--states=all", f"--jobs={array}", f"--Format={fields}")
+    if answer.returncode != 0:
+        return {} if "Invalid job id" in answer.stderr else None
+    found = {}
+    for line in answer.stdout.splitlines():
+        number, word, status, *reason = line.split(None, 3)
+        why = " ".join(reason).strip().strip("()")
+        found[int(number)] = State(word, int(status) >> 8, "" if why == "None" else why)
+    return found
+
+
+def _call(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([program, *arguments], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"cluster=slurm: {program} is not on the PATH; start this on a machine of the cluster"
+        ) from error
+
+
+# The command's jobs
+
 
 POLL_S = 10.0
 """Between two questions to Slurm, in seconds."""
@@ -159,18 +260,18 @@ class Batch:
         }
         words = {number: [sys.executable, str(RUN), *job.overrides] for number, job in todo.items()}
         path = folder / "job.sh"
-        write_atomic(path, slurm.script(options, words, asked.minutes, asked.restarts))
-        array = slurm.submit(path)
+        write_atomic(path, script(options, words, asked.minutes, asked.restarts))
+        array = submit(path)
         write_atomic(folder / "array", array + "\n")
         logs = folder / f"{array}_*.log"
         print(f"job {array}, {len(todo)} of {len(self.jobs)} parts; scancel {array} ends it; logs: {logs}", flush=True)
         return array
 
-    def _wait(self, array: str) -> dict[int, slurm.State]:
+    def _wait(self, array: str) -> dict[int, State]:
         """The last state of each job; says when one changes."""
-        last: dict[int, slurm.State] = {}
+        last: dict[int, State] = {}
         while True:
-            gone = {number: slurm.State(slurm.GONE) for number, state in last.items() if not state.is_over}
+            gone = {number: State(GONE) for number, state in last.items() if not state.is_over}
             now = gone | _states(array)
             for number, state in sorted(now.items()):
                 if state != last.get(number):
@@ -180,9 +281,9 @@ class Batch:
                 return last
             time.sleep(POLL_S)
 
-    def _ends(self, array: str, ends: Mapping[int, slurm.State]) -> int:
+    def _ends(self, array: str, ends: Mapping[int, State]) -> int:
         """The exit code for what became of the jobs; says of each that failed why."""
-        is_well = {"COMPLETED"} | ({slurm.GONE} if all(job.is_done for job in self.jobs) else set())
+        is_well = {"COMPLETED"} | ({GONE} if all(job.is_done for job in self.jobs) else set())
         failed = {number: state for number, state in sorted(ends.items()) if state.word not in is_well}
         for number, state in failed.items():
             log = self._folder / f"{array}_{number}.log"
@@ -200,23 +301,23 @@ def own_overrides(overrides: Sequence[str]) -> list[str]:
     return [each for each in overrides if setting_of(each).partition(".")[0] != "cluster"]
 
 
-def _states(array: str) -> dict[int, slurm.State]:
+def _states(array: str) -> dict[int, State]:
     """The jobs of an array that Slurm knows, once it answers."""
-    while (known := slurm.states(array)) is None:
+    while (known := states(array)) is None:
         time.sleep(POLL_S)
     return known
 
 
-def _exit_code(state: slurm.State) -> int:
+def _exit_code(state: State) -> int:
     """What the end of a job is to its command: its own exit code, or something that the user can put right."""
     if state.word == "TIMEOUT":
         return UNFINISHED
     return state.exit_code if state.word == "FAILED" and state.exit_code in (BUG, UNFINISHED) else USERS
 
 
-def _said(state: slurm.State) -> str:
+def _said(state: State) -> str:
     """A state in words."""
-    if state.word == slurm.GONE:
+    if state.word == GONE:
         return "Slurm knows it no more"
     words = state.word.lower().replace("_", " ")
     if state.word == "FAILED":
