@@ -3,8 +3,10 @@
 import copy
 import csv
 import json
+import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +298,27 @@ def test_figures_of_speed_keep_their_shipped_cells(tmp_path: Path) -> None:
         ("ideal", "1", "yes"), ("ideal", "4", "yes"), ("infinigen", "4", ""), ("offload", "1", "yes"),
         ("offload", "4", "yes"),
     ]  # fmt: skip
+
+
+def test_processes_that_write_at_once_leave_the_rows_of_all_and_the_shipped_ones(tmp_path: Path, monkeypatch) -> None:
+    """The first to read the records would be the last to write."""
+    path, read = shipped(tmp_path), tables.read_records
+
+    def run(number: int) -> None:
+        time.sleep(0.2 * number)
+        monkeypatch.setattr(tables, "read_records", lambda *asked: (read(*asked), time.sleep(1.2 - 0.6 * number))[0])
+        save_task(tmp_path, "method=h2o", f"label=run {number}", text=number)
+        tables.update(tmp_path, "fig11")
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run, args=(number,)) for number in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 3
+    assert {row["label"] for row in rows(path)} == {"Full cache", "H2O", "run 0", "run 1", "run 2"}
+    assert {file.name for file in path.parent.iterdir()} == {"fig11.csv", "fig11.md"}
 
 
 def test_a_file_that_is_no_table_stays_and_is_named(tmp_path: Path) -> None:
