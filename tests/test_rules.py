@@ -26,7 +26,7 @@ from harness.model.prompt import PromptPass
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Rows
 from methods.infinigen import InfiniGen, Oracle
 from methods.pqcache import PQCache, kmeans
-from methods.projected import DoubleSparsity, Loki, SparQ
+from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
@@ -667,6 +667,32 @@ def test_channels_and_components_are_measured_on_the_calibration():
             assert np.allclose(worth[name][head], wanted, rtol=1e-5)
         variances = np.diag(rotation[head].T @ np.cov(keys.T) @ rotation[head])
         assert np.allclose(variances, np.linalg.eigvalsh(np.cov(keys.T))[::-1], rtol=1e-4)
+
+
+INDEXES = [
+    (DoubleSparsity(rank=0.25), 4 / 32),
+    (DoubleSparsity(rank=0.25, index_bits=4), 4 * (4 + 32 / 4) / 16 / 32),
+    (Loki(rank=0.3), 5 / 32),
+    (InfiniGen(index="balanced"), 5 / 32),
+    (InfiniGen(partial_weight_ratio=1.0, index_bits=4), 16 * (4 + 32 / 16) / 16 / 32),
+    (InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0), 16 * (2 + 32 / 16) / 16 / 32),
+]
+
+
+@pytest.mark.parametrize(("method", "tokens"), INDEXES)
+def test_what_is_read_of_an_index_by_hand(method, tokens):
+    """So many tokens' worth for each token, in two of four layers; a coded index lies coded on the device."""
+    seen = []
+    scores = PartialKeysState.scores
+
+    def noting(state, layer, rows):
+        seen.append(state.partial_keys[layer])
+        return scores(state, layer, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartialKeysState, "scores", noting)
+        assert run_ragged(MODELS["gqa"], Case(method)).reads.index_frac == pytest.approx(tokens / 2)
+    assert all((each.dtype == torch.uint8) == (method.index_bits is not None) for each in seen)
 
 
 # Limit cases
