@@ -22,9 +22,7 @@ from harness.model import gguf, source
 from harness.model.attach import attach
 from harness.model.families import families
 from harness.model.load import (
-    config_from,
     from_memory,
-    load_from,
     load_model,
     model_config,
     require_kernels,
@@ -237,22 +235,18 @@ def rescaled(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def test_a_model_is_named_by_a_string_or_given_as_it_is(model_dir):
+def test_a_model_is_loaded_from_a_folder_or_given_as_it_is(model_dir):
     model = tiny_model("llama", num_key_value_heads=2)
     byte_tokenizer().save_pretrained(model_dir)
-    loaded, given = load_from(str(model_dir), device="cpu"), from_memory(model, byte_tokenizer(), "mine")
+    loaded = load_model(configured(path=str(model_dir)))
+    given = from_memory(model, byte_tokenizer(), "mine")
     assert torch.equal(loaded.model(IDS).logits, given.model(IDS).logits)
-    assert (loaded.name, given.name, given.max_length) == ("model", "mine", loaded.max_length)
+    assert (loaded.name, given.name, given.max_length) == ("tiny", "mine", loaded.max_length)
     renamed = load_model(configured(path=str(model_dir), name="renamed"))
     assert renamed.fingerprint == loaded.fingerprint and given.fingerprint == from_memory(model).fingerprint
     rescaled(model).save_pretrained(model_dir)
-    assert load_from(str(model_dir), device="cpu").fingerprint != loaded.fingerprint
+    assert load_model(configured(path=str(model_dir))).fingerprint != loaded.fingerprint
     assert from_memory(model).fingerprint != given.fingerprint
-    assert config_from("org/tiny") == ModelConfig(name="tiny", hub_id="org/tiny")
-    assert config_from("smollm2-135m", device="cpu").shape["hidden_size"] == 576
-    for name in ("smollm2", "a/b/c", "./none"):
-        with pytest.raises(UserError, match=f"^model={re.escape(name)}: neither a folder nor organisation/name"):
-            load_from(name)
     with pytest.raises(UserError, match=r"its tokenizer has 49152 tokens, .* \(vocab_size=256\)"):
         from_memory(model, SimpleNamespace(vocab_size=49152, bos_token_id=1, eos_token_id=None))
 

@@ -1,8 +1,7 @@
 """Models, loaded the same way wherever they come from: evaluation mode, no gradients, in `model.dtype`.
 
-    load_from("smollm2-135m").model(input_ids).logits      # an entry of conf/model, a folder, a GGUF, an id of the hub
-    from_memory(model, tokenizer)                           # a model that transformers has loaded
-    load_model(ModelConfig(name="tiny", weights="random", shape={...}))
+    load_model(ModelConfig(name="tiny", weights="random", shape={...})).model(input_ids).logits
+    from_memory(model, tokenizer)  # a model that transformers has loaded
 
 What is wrong with a model is said before it runs, in one line: weights that are missing, not finite, quantized or too
 large for the memory, a tokenizer of another model, a device that is not there. Imports no torch.
@@ -13,14 +12,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import UserError, missing, nearest, reason, refused
+from harness.errors import UserError, missing, reason, refused
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model.gguf import converted
 from harness.model.shape import (
@@ -28,7 +26,6 @@ from harness.model.shape import (
     SIZES,
     as_config,
     count_weights,
-    read_yaml,
     require_filled,
     require_room,
     size,
@@ -44,8 +41,7 @@ from harness.model.source import (
     read_config,
     weight_files,
 )
-from harness.settings.config import CPU_DTYPE, ModelConfig
-from harness.settings.schema import CONF_DIR, options
+from harness.settings.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +76,7 @@ class LoadedModel:
     fingerprint: str
 
 
-# Three ways to have one
+# A model ready to run
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
@@ -106,32 +102,6 @@ def load_model(config: ModelConfig) -> LoadedModel:
             logging.enable_progress_bar()
     tokenizer = _tokenizer(directory, config, model)
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, config.name, _max_length(model), fingerprint)
-
-
-def load_from(source: str, **settings: Any) -> LoadedModel:
-    """Load a model by a plain string: an entry of `conf/model`, a folder or GGUF file, or an id of the hub.
-
-    settings: fields of `ModelConfig`, such as device="cuda" or dtype="bfloat16". An entry's own dtype holds where
-    CUDA is there, else float32. Raises UserError as `load_model`, and for a string that is none of the three.
-    """
-    return load_model(config_from(source, **settings))
-
-
-def config_from(source: str, **settings: Any) -> ModelConfig:
-    """The settings of the model that `source` names, as in `load_from`."""
-    import torch
-
-    if source in options("model"):
-        entry = dict(read_yaml(CONF_DIR / "model" / f"{source}.yaml"))
-        dtype = {} if torch.cuda.is_available() else {"dtype": CPU_DTYPE}
-        return ModelConfig(**{**entry, **dtype, **settings})
-    path = Path(source).expanduser()
-    if path.exists():
-        return ModelConfig(**{"name": path.stem, "path": str(path), **settings})
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
-        return ModelConfig(**{"name": source.partition("/")[2], "hub_id": source, **settings})
-    known = nearest(source, options("model"))
-    raise UserError(f"model={source}: neither a folder nor organisation/name on the hub; {known}")
 
 
 def from_memory(
