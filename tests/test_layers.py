@@ -18,7 +18,7 @@ LISTS_OF_METHODS = (
     "harness/model/families.py",
     "harness/paper/",
 )
-"""The defaults of the Python interface, the systems of speed runs, the check of families, and the paper's own analyses."""
+"""Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""
 GENERAL = [
     path
     for path in sorted((ROOT / "harness").rglob("*.py"))
