@@ -18,9 +18,11 @@ from tokens import byte_tokenizer
 
 from harness.launch.cli import main
 from harness.launch.grid import read_plan
+from harness.launch.runner import measure_settings, run_settings
 from harness.model import load as models
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
+from harness.resources import Resources
 from harness.settings.compose import compose
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
@@ -178,3 +180,16 @@ def test_choices_all_read_the_same_share():
     cells = cells_of("choices")
     assert len({cell.label for cell in cells}) == len(cells) == len({cell.method for cell in cells})
     assert {cell.size for cell in cells} == {0.2}
+
+
+def test_a_run_on_a_model_in_memory_returns_its_record(loaded, text):
+    """The weights give its identity. A second call reads the record; `measure_settings` writes nothing."""
+    files = [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
+    words = ["method=h2o", *files, *TOY["perplexity"]]
+    record = run_settings(words, Resources(loaded=loaded))
+    assert record["status"] == "finished" and record["inputs"]["model"] == loaded.fingerprint
+    assert record["config"]["model"]["name"] == loaded.name and Path("results/tables/perplexity.csv").is_file()
+    assert run_settings(words, Resources(loaded=loaded)) == record
+    before = sorted(Path("results").rglob("*"))
+    metrics = measure_settings([*words, "seed=1"], Resources(loaded=loaded))
+    assert metrics == record["metrics"] and sorted(Path("results").rglob("*")) == before
