@@ -174,7 +174,7 @@ def test_help_lists_the_systems(capsys):
     assert ", ".join(LABELS) in capsys.readouterr().out
 
 
-def test_a_defect_of_one_job_is_the_sweeps(runs, capsys):
+def test_a_bug_of_one_job_is_the_sweeps(runs, capsys):
     def fail(config):
         raise KeyError("a") if config.method_name == "full" else UserError("not well")
 
@@ -229,7 +229,7 @@ def break_down(config):
     raise AttributeError("a bug")
 
 
-def test_a_defect_is_one_line_and_exit_code_1(runs, capsys):
+def test_a_bug_is_one_line_and_exit_code_1(runs, capsys):
     runs.measure = break_down
     assert main([]) == 1
     assert only_error(capsys) == "error: a bug (AttributeError, a bug; HYDRA_FULL_ERROR=1 shows where)"

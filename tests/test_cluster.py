@@ -153,7 +153,7 @@ def test_every_failing_job_is_named_and_has_failed_for_slurm(fake, runs, capsys)
     assert end == "error: 2 of 2 jobs did not finish; the same command goes on"
 
 
-def test_a_defect_in_a_job_is_one_of_the_command(fake, runs, capsys):
+def test_a_bug_in_a_job_is_one_of_the_command(fake, runs, capsys):
     runs.measure = lambda config: 1 / 0
     assert main(["cluster=slurm", "method=h2o"]) == 1
     said = "error: job 1_1: failed, exit code 1; error: division by zero (ZeroDivisionError, a bug"

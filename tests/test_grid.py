@@ -445,7 +445,7 @@ def test_a_failing_cell_does_not_stop_the_grid(runs, small, capsys):
     assert "INT4" in printed.out and "fig11.png" in printed.out
 
 
-def test_a_defect_in_any_cell_is_the_grids(runs, small, capsys):
+def test_a_bug_in_any_cell_is_the_grids(runs, small, capsys):
     def fail(config):
         raise KeyError("a") if config.method_name == "int4" else UserError(f"{config.method_name} is not well")
 

@@ -116,7 +116,7 @@ def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, con
     assert run(todo, Resources(), since=failed + 1) == todo.path and len(runs.configs) == 2
 
 
-def test_a_child_tells_a_defect_from_what_a_user_can_mend(monkeypatch):
+def test_a_child_tells_a_bug_from_what_a_user_can_mend(monkeypatch):
     errors = [KeyError("a"), UserError("not well"), OSError(28, "disk full")]
     monkeypatch.setattr(apart, "run", lambda error, *_, **__: (_ for _ in ()).throw(error))
     sent = [apart._work(error, 0.0) for error in errors]
