@@ -98,7 +98,7 @@ def kinds() -> dict[str, Experiment]:
 
 def find(kind: str) -> Experiment:
     """The kind of run of that name. Raises UserError where there is none."""
-    if kind not in kinds():
+    if not isinstance(kind, str) or kind not in kinds():  # composed YAML, not checked yet
         raise UserError(f"kind={kind}: {nearest(kind, sorted(kinds()))}")
     return kinds()[kind]
 
