@@ -10,7 +10,7 @@ import torch
 from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import attached_with_link, force, largest_difference, open_live, tiny, token_batch
+from living import attached_with_link, force, open_live, tiny, token_batch
 from replaying import open_session
 
 from harness.model.attach import attach
@@ -47,7 +47,7 @@ def per_token(row: np.ndarray, bits: int, size: int) -> np.ndarray:
     return np.concatenate([coded(row[at : at + size], bits) for at in range(0, len(row), size)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(integer_names, group_sizes, shapes, seeds, st.sampled_from([1e-4, 1.0, 300.0]))
 def test_integer_codec_follows_its_definition(name, group_size, shape, seed, scale):
     x = rows(shape, seed, scale)
@@ -56,7 +56,7 @@ def test_integer_codec_follows_its_definition(name, group_size, shape, seed, sca
     assert torch.equal(codec.roundtrip(x), torch.tensor(np.stack(expected)).view(shape))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(CODEC_NAMES), group_sizes, shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)), st.booleans())
 def test_packed_rows_read_back_as_the_roundtrip(name, group_size, shape, seed, compute, turned):
     x = rows(shape, seed).to(FLOAT_DTYPES[compute])
@@ -78,12 +78,6 @@ def test_half_of_a_wider_row_and_a_strided_input_give_the_same(name):
     for half in slots.split(codec.row_bytes(96), dim=-1):
         assert torch.equal(codec.decode(half, 96, x.dtype), codec.roundtrip(x))
     assert torch.equal(codec.roundtrip(x), codec.roundtrip(x.contiguous()))
-
-
-@pytest.mark.parametrize("name", sorted(INTEGER_BITS))
-def test_a_constant_group_gives_its_value_rounded_to_fp16(name):
-    x = torch.tensor([0.0, -3.14159, 1e-9, 65000.3])[:, None].expand(4, 64)
-    assert torch.equal(Codec(name).roundtrip(x), x.half().float())
 
 
 SIZES = [
@@ -118,7 +112,7 @@ def test_bad_settings_name_the_setting_and_what_is_allowed(make, message):
         make()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     integer_names, st.sampled_from([1, 3, 4, 32]), st.integers(0, 3), st.integers(1, 100), seeds,
     st.sampled_from(sorted(FLOAT_DTYPES)), st.sampled_from([None, "hadamard"]),
@@ -151,22 +145,17 @@ def test_the_rotation_is_the_orthonormal_hadamard_matrix_of_each_block(head_dim,
     assert torch.allclose(hadamard(hadamard(x)), x, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(INTEGER_BITS))
-def test_a_rotated_codec_quantizes_what_is_rotated(name):
+def test_a_rotated_codec_quantizes_what_is_rotated():
     x = rows((4, 6, 64), 3)
-    plain, rotated = Codec(name, 32), Codec(name, 32, "hadamard")
+    plain, rotated = Codec("int4", 32), Codec("int4", 32, "hadamard")
     assert torch.equal(rotated.roundtrip(x), hadamard(plain.roundtrip(hadamard(x))))
     assert rotated.row_bytes(64) == plain.row_bytes(64) and rotated.bits_per_element(64) == plain.bits_per_element(64)
-    outlier = torch.randn(200, 64)
-    outlier[:, 5] += 40
-    errors = [float((codec.roundtrip(outlier) - outlier).norm()) for codec in (plain, rotated)]
-    assert name != "int4" or errors[1] < errors[0]
 
 
 # KIVI: keys per channel in groups of tokens, the last tokens exact
 
 GROUP, RESIDUAL, PROMPT, STEPS = 4, 8, 21, 20
-BATCHES = {"even": (PROMPT,), "padded": (PROMPT, 13, 5)}
+PADDED = (PROMPT, 13, 5)
 """Real prompt tokens; that of 5 is shorter than what stays exact."""
 
 
@@ -206,7 +195,7 @@ class Plain:
         return output
 
 
-def check(run, attached, prompts: tuple[int, ...], case: Case, handlers) -> None:
+def check(run, attached, case: Case, handlers) -> None:
     """Every decode row of every coded layer and head of `run()` is what the rule gives."""
     seen: dict[int, list[tuple]] = {}
 
@@ -222,31 +211,30 @@ def check(run, attached, prompts: tuple[int, ...], case: Case, handlers) -> None
         for handler in handlers:
             patch.setattr(handler, "attention", watching(handler.attention))
         run()
-    geometry, longest, bits = attached.geometry, max(prompts), case.codec.keys.bits
+    geometry, bits = attached.geometry, case.codec.keys.bits
     for layer in range(case.method.num_exempt_layers, geometry.num_layers):
         *parts, outputs = zip(*seen[layer], strict=True)
         query, key, value = (torch.cat(part, 2).numpy() for part in parts)
         output = torch.cat(outputs, 1).numpy()
-        for b, prompt in enumerate(prompts):
+        for b, prompt in enumerate(PADDED):
             for head in range(geometry.num_kv_heads):
                 group = slice(head * geometry.group, (head + 1) * geometry.group)
-                of_prompt = slice(longest - prompt, longest)
+                of_prompt = slice(PROMPT - prompt, PROMPT)
                 plain = Plain(bits, case.codec.residual, key[b, head, of_prompt], value[b, head, of_prompt])
-                for at in range(longest, key.shape[2]):
+                for at in range(PROMPT, key.shape[2]):
                     expected = plain.attend(query[b, group, at], key[b, head, at], value[b, head, at], geometry.scale)
                     assert np.abs(output[b, at, group] - expected).max() < 1e-5, (layer, b, head, at)
 
 
-KIVIS = {"int4": kivi(4), "int2": kivi(2, residual=16, exempt=0)}
-RUNS = [("gqa", "even", "int4"), ("gqa", "padded", "int4"), ("opt", "padded", "int2")]
+every_kivi = pytest.mark.parametrize(
+    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, exempt=0))], ids=["gqa", "opt"]
+)
 
 
-@pytest.mark.parametrize(("family", "batch", "name"), RUNS)
-@pytest.mark.parametrize("forks", [False, True])
-def test_kivi_in_replay_is_the_rule(family, batch, name, forks):
-    """In several calls, whose edges lie within groups; in a fork too."""
-    case, prompts = KIVIS[name], BATCHES[batch]
-    ids, real = token_batch(prompts, STEPS)
+@every_kivi
+def test_kivi_in_replay_is_the_rule(family, case):
+    """In several calls, whose edges lie within groups; in forks too."""
+    ids, real = token_batch(PADDED, STEPS)
     with attach(tiny(family)) as attached:
 
         def run() -> None:
@@ -255,36 +243,20 @@ def test_kivi_in_replay_is_the_rule(family, batch, name, forks):
             for begin, end in ((0, 7), (7, 8), (8, STEPS)):
                 columns = slice(PROMPT + begin, PROMPT + end)
                 session.decode(ids[:, columns], real[:, columns])
-                if forks:
-                    session = session.fork(torch.arange(len(prompts)), ids.shape[1])
+                session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
 
-        check(run, attached, prompts, case, (PromptPass, DecodePass))
+        check(run, attached, case, (PromptPass, DecodePass))
 
 
-@pytest.mark.parametrize(("family", "batch", "name"), RUNS)
-@pytest.mark.parametrize("placement", ["device", "host"])
-def test_kivi_live_is_the_rule(family, batch, name, placement):
-    case, prompts = KIVIS[name], BATCHES[batch]
+@every_kivi
+def test_kivi_live_is_the_rule(family, case):
     with attached_with_link(family) as (attached, link):
 
         def run() -> None:
-            with closing(open_live(attached, case, STEPS, placement=placement, link=link)) as session:
-                force(session, prompts, STEPS)
+            with closing(open_live(attached, case, STEPS, placement="host", link=link)) as session:
+                force(session, PADDED, STEPS)
 
-        check(run, attached, prompts, case, (PromptPass, DecodeStep))
-
-
-def decoded(case: Case, prompts: tuple[int, ...]) -> torch.Tensor:
-    with attached_with_link("gqa") as (attached, _), closing(open_live(attached, case, STEPS)) as session:
-        return force(session, prompts, STEPS)
-
-
-def test_kivis_limits_are_the_full_cache():
-    """With all tokens in the residual; and nearly, in eight bits."""
-    full = decoded(Case(Full()), BATCHES["padded"])
-    assert largest_difference(decoded(kivi(1, residual=PROMPT + STEPS + 3), BATCHES["padded"]), full) < 1e-5
-    errors = {bits: largest_difference(decoded(kivi(bits), BATCHES["padded"]), full) for bits in (8, 4, 2)}
-    assert errors[8] < 5e-3 < errors[4] < errors[2]
+        check(run, attached, case, (PromptPass, DecodeStep))
 
 
 def test_kivis_bytes_and_sizes_by_hand():
