@@ -35,7 +35,6 @@ from harness.replay import ReplaySession
 from harness.settings.config import ModelConfig
 from methods.base import Selection
 from methods.full import Full
-from methods.infinigen import InfiniGen
 from methods.quest import Quest, QuestState
 from tests.composed import load as composed
 
@@ -72,7 +71,7 @@ FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
 METHODS = ("full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "kivi", "following")
 
 
-PLACED = [*((name, "host") for name in METHODS), *((name, "device") for name in ("full", "int4", "infinigen"))]
+PLACED = [*((name, "host") for name in METHODS), ("int4", "device"), ("infinigen", "device")]
 
 
 def case_of(name: str) -> Case:
@@ -145,36 +144,18 @@ def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
             assert isinstance(session.loaded_bytes, int) or session.loaded_bytes.device == CUDA
 
 
-@pytest.fixture
-def answers(gpus, monkeypatch) -> None:
-    """The host may ask for values: what is known, or else zeros and yes."""
-    asked = gpus._value
+@needs_fakes
+@pytest.mark.parametrize("name", ["int4", "infinigen", "pool-counter", "shadowkv", "following"])
+def test_replay_mixes_no_devices(gpus, monkeypatch, name):
+    asked, case = gpus._value, case_of(name)
 
     def value(operation, args):
+        """The host may ask for values: what is known, or else zeros and yes."""
         if isinstance(args[0], torch.Tensor) and args[0] in gpus._known:
             return asked(operation, args)
         return len(args) > 1 or args[0].dtype == torch.bool
 
     monkeypatch.setattr(gpus, "_value", value)
-
-
-@needs_fakes
-def test_reading_and_checking_a_decoder_mixes_no_devices(gpus, answers):
-    model = spread_fake("llama", num_key_value_heads=2)
-    with attach(model) as attached:
-        assert attached.decoder.is_checked and attached.decoder.no_rehearsal is attached.decoder.no_padding is None
-        assert attached.devices == [CUDA, SECOND]
-        states = torch.empty(1, 2, 3, 16, device=SECOND)
-        assert (
-            attached.geometry.rotate(states, torch.ones(1, 3, dtype=torch.int64, device=SECOND), layer=3).device
-            == SECOND
-        )
-
-
-@needs_fakes
-@pytest.mark.parametrize("name", METHODS)
-def test_replay_mixes_no_devices(gpus, answers, name):
-    case = case_of(name)
     with followed(gpus) as (attached, measured, ids, real):
         lengths, columns = real.sum(-1) + 4, real.shape[1] + 4
         options = {"final_lengths": lengths, "num_columns": columns, "codec": case.codec, "calibration": measured}
@@ -184,6 +165,9 @@ def test_replay_mixes_no_devices(gpus, answers, name):
         hidden = session.decode(torch.empty(rows.shape, dtype=torch.int64, device=CUDA), rows)
         assert hidden.device == CUDA and attached.logits(hidden).device == CUDA
         assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
+    with attach(spread_fake("llama", num_key_value_heads=2)) as attached:
+        assert attached.decoder.is_checked and attached.decoder.no_rehearsal is attached.decoder.no_padding is None
+        assert attached.devices == [CUDA, SECOND]
 
 
 @needs_fakes
@@ -231,70 +215,40 @@ def split(family: str = "gqa") -> Iterator[Attached]:
             layer.device = torch.device("cpu")
 
 
-@contextmanager
-def links_of(attached: Attached) -> Iterator[dict[torch.device, EmulatedLink]]:
+def over_host(attached: Attached, case: Case) -> tuple[Any, list[tuple[int, int]]]:
+    """What it computes, and what crossed of each layer to the device and back."""
     with ExitStack() as stack:
-        yield {device: stack.enter_context(EmulatedLink(1e12)) for device in attached.devices}
+        links = {device: stack.enter_context(EmulatedLink(1e12)) for device in attached.devices}
+        link = links if len(links) > 1 else next(iter(links.values()))
+        computed = live(attached, case, PADDED, placement="host", link=link)
+        with closing(open_live(attached, case, placement="host", link=link)) as session:
+            force(session, PADDED)
+            session.drain()
+            buffers = [stage.fetcher.device_bytes for stage in session.stages.values()]
+            assert session.links == list(links.values()) and session.device_bytes >= sum(buffers) > 0
+            return computed, [(store.h2d_bytes, store.d2h_bytes) for store in session.stores]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_replay_gives_the_same(name):
+def test_numbers_and_bytes_are_those_of_one_device(name):
     case = case_of(name)
     with attach(tiny("gqa")) as attached:
-        whole = replay(attached, case, PADDED)
+        whole = replay(attached, case, PADDED), live(attached, case, PADDED), *over_host(attached, case)
     with split() as attached:
-        parts = replay(attached, case, PADDED)
-    assert torch.equal(parts.logits, whole.logits)
-    assert (parts.size, parts.device_frac) == (whole.size, whole.device_frac)
+        parts = replay(attached, case, PADDED), live(attached, case, PADDED), *over_host(attached, case)
+    for one, other in zip(whole[:3], parts[:3], strict=True):
+        assert torch.equal(one.logits, other.logits)
+        assert (one.size, one.device_frac) == (other.size, other.device_frac)
+    assert whole[3] == parts[3]
 
 
-@pytest.mark.parametrize(("name", "placement"), PLACED)
-def test_live_gives_the_same(name, placement):
-    case = case_of(name)
-    with attach(tiny("gqa")) as attached:
-        whole = live(attached, case, PADDED)
-    with split() as attached, links_of(attached) as links:
-        parts = live(attached, case, PADDED, placement=placement, link=links if placement == "host" else None)
-    assert torch.equal(parts.logits, whole.logits)
-    assert (parts.size, parts.device_frac) == (whole.size, whole.device_frac)
-
-
-@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest"])
-def test_each_link_moves_the_rows_of_its_layers_once(name):
-    with attach(tiny("gqa")) as attached, EmulatedLink(1e12) as link:
-        whole = moved(open_live(attached, case_of(name), placement="host", link=link))
-    with split() as attached, links_of(attached) as links:
-        session = open_live(attached, case_of(name), placement="host", link=links)
-        assert session.links == list(links.values())
-        assert moved(session) == whole
-
-
-def moved(session: LiveSession) -> list[tuple[int, int]]:
-    """What crossed of each layer, to the device and back."""
-    with closing(session):
-        force(session, PADDED)
-        session.drain()
-        return [(store.h2d_bytes, store.d2h_bytes) for store in session.stores]
-
-
-def test_what_layers_share_is_moved_or_refused(monkeypatch):
+def test_what_layers_share_or_managed_memory_is_refused(monkeypatch):
     monkeypatch.setattr(FollowingState, "handed_on", ())
-    with split() as attached, pytest.raises(UserError, match="FollowingState takes selections from earlier layers"):
-        replay(attached, FOLLOWING, PADDED)
-
-
-def test_each_device_is_asked_for_its_own_memory():
-    with split() as attached, links_of(attached) as links:
-        session = open_live(attached, Case(InfiniGen()), placement="host", link=links)
-        with closing(session):
-            force(session, PADDED)
-            buffers = [stage.fetcher.device_bytes for stage in session.stages.values()]
-            assert min(buffers) > 0 and session.device_bytes >= sum(buffers)
-
-
-def test_managed_memory_is_refused():
-    with split() as attached, pytest.raises(UserError, match="placement=managed: the model lies on several devices"):
-        open_live(attached, Case(Full()), placement="managed")
+    with split() as attached:
+        with pytest.raises(UserError, match="FollowingState takes selections from earlier layers"):
+            replay(attached, FOLLOWING, PADDED)
+        with pytest.raises(UserError, match="placement=managed: the model lies on several devices"):
+            open_live(attached, Case(Full()), placement="managed")
 
 
 # Time
@@ -337,16 +291,6 @@ def test_a_step_over_two_devices_is_timed_by_events_of_one_device_each(monkeypat
 # Loading
 
 
-def config(**options: Any) -> ModelConfig:
-    return ModelConfig(name="some", device="map", **options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_cuda_a_map_is_refused():
-    with pytest.raises(UserError, match="model.device=map: torch finds no CUDA device here; allowed: auto, cpu"):
-        load_model(config(weights="random", shape={"model_type": "llama"}))
-
-
 def test_a_map_needs_the_platform_cuda():
     with pytest.raises(UserError, match="model.device=map: needs platform=cuda; allowed on cpu: auto, cpu"):
         composed(["model.device=map"])
@@ -360,7 +304,11 @@ def test_layers_that_do_not_fit_on_the_devices_are_refused(weights, tmp_path, mo
     """Without a CUDA device accelerate leaves all layers in host memory."""
     model = tiny("gqa")
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(load, "_placement", lambda config: ([torch.device("cpu")], torch.float32))
     source = {"path": str(tmp_path)} if weights == "pretrained" else {"shape": model.config.to_dict()}
+    config = ModelConfig(name="some", device="map", weights=weights, **source)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="model.device=map: torch finds no CUDA device here; allowed: auto, cpu"):
+            load_model(config)
+    monkeypatch.setattr(load, "_placement", lambda config: ([torch.device("cpu")], torch.float32))
     with pytest.raises(UserError, match="^model.device=map: model some leaves .* in host memory or on disk; choose"):
-        load_model(config(weights=weights, **source))
+        load_model(config)

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +63,6 @@ PARAMETER_COUNTS = {
     "smollm3-3b": 3_075_098_624,
     "pythia-1.4b": 1_414_647_808,
 }
-MAX_LENGTHS = {"llama2-7b": 4096, "llama2-7b-32k": 32768, "llama3-8b-1048k": 1048576, "opt-13b": 2048}
 LAYERS = {
     "gemma3-12b": {"sliding_attention": 40, "full_attention": 8},
     "gpt-oss-20b": {"sliding_attention": 12, "full_attention": 12},
@@ -121,20 +119,15 @@ def test_a_shipped_shape_is_the_published_one(name):
     described = as_config(name, preset_shape(name))
     assert count_weights(name, described) == PARAMETER_COUNTS[name]
     assert described.model_type in families(), "whose tiny model runs in test_families.py or the command"
-    assert described.max_position_embeddings == MAX_LENGTHS.get(name, described.max_position_embeddings)
     if name in LAYERS:
         assert Counter(described.layer_types) == LAYERS[name]
-
-
-def test_a_shape_is_known_without_reading_weights(model_dir):
-    (model_dir / "model.safetensors").write_bytes(b"not weights")
-    assert model_config(configured(path=str(model_dir))).num_key_value_heads == 2
+    if name == "llama2-7b-32k":
+        assert described.max_position_embeddings == 32768
 
 
 DECODERS = r"allowed: decoders of transformers \d+\.\d+\.\d+ \(AutoModelForCausalLM\)$"
 NO_DECODERS = {
     "lama": rf"model_type=lama is not supported: did you mean 'llama' .*\? {DECODERS}",
-    "t5": f"model_type=t5 is not supported: it is an encoder-decoder; {DECODERS}",
     "bart": f"model_type=bart is not supported: it is an encoder-decoder; {DECODERS}",  # though it has a class of them
     "vit": f"model_type=vit is not supported: it is no decoder; {DECODERS}",
     "bert": "is_decoder=False of model_type=bert is not supported: tokens would attend to later ones",
@@ -153,10 +146,8 @@ def test_refuses_what_is_no_causal_decoder_of_transformers(model_type):
     ("shape", "attention", "max_length"),
     [
         ({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 96}, "sdpa", 96),
-        ({"model_type": "bert", "is_decoder": True, "hidden_size": 48, "num_hidden_layers": 2}, "sdpa", 512),
         ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}, "eager", 2**31 - 1),
     ],
-    ids=["gpt2", "bert", "bloom"],
 )
 def test_any_decoder_of_transformers_is_loaded(shape, attention, max_length):
     loaded = load_model(configured(weights="random", shape=shape))
@@ -166,37 +157,32 @@ def test_any_decoder_of_transformers_is_loaded(shape, attention, max_length):
 
 TEXT = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "sliding_window": None,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "sliding_window": 16,
 }  # fmt: skip
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def multimodal(model_type: str, folder: Path) -> PreTrainedModel:
+def multimodal(folder: Path) -> PreTrainedModel:
     """A tiny image and text model with random weights, as its checkpoint lies on the hub."""
-    text, vision = {"gemma3": ("gemma3_text", "siglip_vision_model"), "mistral3": ("mistral", "pixtral")}[model_type]
-    window = {"sliding_window": 16} if model_type == "gemma3" else {}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model(
-        model_type,
-        text_config={"model_type": text, **TEXT, **window},
-        vision_config={"model_type": vision, **VISION, "image_size": 28, "patch_size": 14},
-        tie_word_embeddings=model_type == "gemma3",
+        "gemma3",
+        text_config={"model_type": "gemma3_text", **TEXT},
+        vision_config={"model_type": "siglip_vision_model", **vision, "image_size": 28, "patch_size": 14},
+        tie_word_embeddings=True,
     )
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(folder)
     return model
 
 
-@pytest.mark.parametrize(("model_type", "text"), [("gemma3", "gemma3_text"), ("mistral3", "mistral")])
-def test_of_a_multimodal_checkpoint_the_text_decoder_is_loaded(model_type, text, tmp_path):
-    whole = multimodal(model_type, tmp_path / "model")
-    described = configured(path=str(tmp_path / "model"), shape={"model_type": text, **TEXT, "sliding_window": 16})
+def test_of_a_multimodal_checkpoint_the_text_decoder_is_loaded(tmp_path):
+    whole = multimodal(tmp_path / "model")
+    described = configured(path=str(tmp_path / "model"), shape={"model_type": "gemma3_text", **TEXT})
     loaded = load_model(described)
     assert torch.equal(loaded.model(IDS).logits, whole(input_ids=IDS).logits)
     assert loaded.model.num_parameters() < whole.num_parameters()
-    assert (loaded.model.config.model_type, loaded.max_length) == (text, 128)
-    shape = shape_mapping(described)
-    assert (shape["model_type"], shape["max_position_embeddings"]) == (text, 128)
-    assert model_config(configured(shape=shape)).to_dict() == model_config(described).to_dict()
+    assert (loaded.model.config.model_type, loaded.max_length) == ("gemma3_text", 128)
+    assert model_config(configured(shape=shape_mapping(described))).to_dict() == model_config(described).to_dict()
     other = replace(described, shape={**described.shape, "vocab_size": 300})
     refused("holds a model of vocab_size=256, and conf/model says vocab_size=300; ", other)
     file = tmp_path / "model" / "config.json"
@@ -212,49 +198,37 @@ def test_of_a_multimodal_checkpoint_the_text_decoder_is_loaded(model_type, text,
 def test_random_weights_follow_the_seed_and_leave_torchs_generator_alone():
     state = torch.get_rng_state()
     first, again = (load_model(configured(weights="random", shape=TINY_SHAPE)) for _ in range(2))
-    other = load_model(configured(weights="random", shape=TINY_SHAPE, seed=1))
+    other = load_model(configured(weights="random", shape=TINY_SHAPE, seed=1, dtype="bfloat16"))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(first.model(IDS).logits, again.model(IDS).logits)
-    assert not torch.equal(first.model(IDS).logits, other.model(IDS).logits)
     assert first.fingerprint == again.fingerprint != other.fingerprint
     assert (first.tokenizer, first.max_length) == (None, 128)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_cpu_computes_in_the_dtype_of_the_settings(dtype, model_dir):
-    loaded = load_model(configured(weights="random", shape=TINY_SHAPE, dtype=dtype))
-    for each in (loaded, load_model(configured(path=str(model_dir), dtype=dtype))):
-        assert {parameter.dtype for parameter in each.model.parameters()} == {getattr(torch, dtype)}
-    assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
-    assert loaded.model.config._attn_implementation == "sdpa"
-
-
-def rescaled(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.no_grad():
-        model.model.norm.weight.mul_(2)
-    return model
+    for each, dtype in ((first, torch.float32), (other, torch.bfloat16)):
+        assert {parameter.dtype for parameter in each.model.parameters()} == {dtype}
+        assert not each.model.training and not any(p.requires_grad for p in each.model.parameters())
+        assert each.model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_is_loaded_from_a_folder_or_given_as_it_is(model_dir):
-    model = tiny_model("llama", num_key_value_heads=2)
+    model, config = tiny_model("llama", num_key_value_heads=2), configured(path=str(model_dir))
     byte_tokenizer().save_pretrained(model_dir)
-    loaded = load_model(configured(path=str(model_dir)))
+    loaded = load_model(config)
     given = from_memory(model, byte_tokenizer(), "mine")
     assert torch.equal(loaded.model(IDS).logits, given.model(IDS).logits)
+    assert {p.dtype for p in load_model(replace(config, dtype="bfloat16")).model.parameters()} == {torch.bfloat16}
     assert (loaded.name, given.name, given.max_length) == ("tiny", "mine", loaded.max_length)
-    renamed = load_model(configured(path=str(model_dir), name="renamed"))
-    assert renamed.fingerprint == loaded.fingerprint and given.fingerprint == from_memory(model).fingerprint
-    rescaled(model).save_pretrained(model_dir)
-    assert load_model(configured(path=str(model_dir))).fingerprint != loaded.fingerprint
+    assert load_model(replace(config, name="renamed")).fingerprint == loaded.fingerprint
+    assert given.fingerprint == from_memory(model).fingerprint
+    identity = inputs.model(config)
+    (model_dir / "chat_template.jinja").write_text("{{ messages }}")
+    assert inputs.model(config) != identity, "a chat template is part of a model's identity"
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(model_dir)
+    assert load_model(config).fingerprint != loaded.fingerprint
     assert from_memory(model).fingerprint != given.fingerprint
     with pytest.raises(UserError, match=r"its tokenizer has 49152 tokens, .* \(vocab_size=256\)"):
         from_memory(model, SimpleNamespace(vocab_size=49152, bos_token_id=1, eos_token_id=None))
-
-
-def test_a_chat_template_is_part_of_a_models_identity(model_dir):
-    before = inputs.model(configured(path=str(model_dir)))
-    (model_dir / "chat_template.jinja").write_text("{{ messages }}")
-    assert inputs.model(configured(path=str(model_dir))) != before
 
 
 BAD_CONFIG = "cannot be read|is not supported|is not valid"
@@ -262,10 +236,8 @@ DAMAGE = {
     "no model at all": ({"config.json": None, "model.safetensors": None}, "neither a config.json nor a GGUF"),
     "a config that is no JSON": ({"config.json": "{"}, BAD_CONFIG),
     "a config that is a list": ({"config.json": "[1]"}, BAD_CONFIG),
-    "a config of nothing": ({"config.json": "{}"}, BAD_CONFIG),
     "a config of words": ({"config.json": '{"model_type": "llama", "num_attention_heads": "many"}'}, BAD_CONFIG),
     "a missing layer": ({"config.json": {"num_hidden_layers": 5}}, r"lacks \d+ weights"),
-    "another size": ({"config.json": {"intermediate_size": 96}}, r"lacks \d+ weights"),
     "a missing shard": (
         {"model.safetensors.index.json": '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'},
         "not all of its safetensors are here: model-2.safetensors",
@@ -286,13 +258,10 @@ def test_a_damaged_folder_is_refused(name, model_dir):
         else:
             whole = content if isinstance(content, str) else json.dumps(json.loads(file.read_text()) | content)
             file.write_text(whole)
+    if name == "truncated weights":
+        assert model_config(configured(path=str(model_dir))).num_key_value_heads == 2, "known without the weights"
     refused(message, configured(path=str(model_dir)))
-
-
-def test_refuses_a_model_without_any_source_or_device():
     refused("neither model.path nor model.hub_id", configured(shape=TINY_SHAPE))
-    if not torch.cuda.is_available():
-        refused("model.device=cuda", configured(weights="random", shape=TINY_SHAPE, device="cuda"))
 
 
 # GGUF
@@ -310,10 +279,10 @@ def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, 
     assert again.tokenizer.decode(again.tokenizer("abc").input_ids) == "abc"
 
 
-@pytest.mark.parametrize("keep", [0, 40, 0.5, 0.999])
+@pytest.mark.parametrize("keep", [0, 0.999])
 def test_refuses_a_truncated_gguf_and_leaves_no_copy(tiny_gguf, keep):
     content = tiny_gguf.read_bytes()
-    tiny_gguf.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    tiny_gguf.write_bytes(content[: int(keep * len(content))])
     refused("damaged or truncated GGUF", configured(path=str(tiny_gguf)))
     assert not list((files.cache_dir() / "gguf").iterdir())
 
@@ -360,22 +329,14 @@ def test_refuses_a_package_that_is_missing_or_damaged(tmp_path, monkeypatch):
 # Faults that a run would show later
 
 
-ODD = {
-    "rope_theta": [0.0, -1.0, float("nan"), 1e-300],
-    "rms_norm_eps": [float("nan"), float("inf"), -1.0],
-    "attention_factor": [float("nan"), float("inf"), 1e200],
-}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ODD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [("rope_theta", 0.0), ("rms_norm_eps", float("nan")), ("rms_norm_eps", -1.0)]
+)
 def test_an_odd_number_in_the_configuration_is_refused_in_one_line(name, value):
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    if name == "attention_factor":
-        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-    eps = {name: value} if name == "rms_norm_eps" else {}
-    model = tiny_model("llama", rope_parameters=rope if eps else rope | {name: value}, **eps)
+    shape = {"rope_parameters": rope | {name: value}} if name == "rope_theta" else {name: value}
     message = r"^.* not finite; look at its weights, and at the numbers in its configuration \(rope_parameters, eps"
-    with pytest.raises(UserError, match=message) as error, attach(model):
+    with pytest.raises(UserError, match=message) as error, attach(tiny_model("llama", **shape)):
         pass
     assert "\n" not in str(error.value)
 
@@ -390,7 +351,6 @@ def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
     ("error", "message"),
     [
         (RuntimeError("Failed to find C compiler."), "Failed to find C compiler.); it needs a C compiler"),
-        (subprocess.CalledProcessError(1, "gcc"), "it needs a C compiler, Python's headers"),
         (AssertionError("libcuda.so cannot found!"), "libcuda.so cannot found!"),
         (ModuleNotFoundError("No module named 'nothing'", name="nothing"), "needs the Python package nothing"),
     ],

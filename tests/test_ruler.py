@@ -1,6 +1,5 @@
 """RULER's six tasks: their rows are lm-eval's, whatever ran before; lengths that a task or the model cannot do."""
 
-import csv
 import importlib.util
 import inspect
 import random
@@ -22,10 +21,8 @@ from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
-from harness.records.record import SCHEMA, plain, record_path, write_record
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
 from harness.tables.rows import depth_rows
-from harness.tables.write import summary, update
 from tests.composed import load
 
 LENGTH = 800
@@ -64,32 +61,27 @@ def model_of(tokenizer, max_length: int = 4096):
 
 @pytest.mark.parametrize("task", RULER_TASKS)
 def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
+    """With the seeds of its evaluator, in which it has not drawn before."""
+    seeds = inspect.signature(simple_evaluate).parameters
+    assert (seeds["random_seed"].default, seeds["numpy_random_seed"].default) == (0, 1234)
     ours = make(task, LENGTH, 3, 0, tokenizer)
     tokenizer.save_pretrained(tmp_path)
     module, _, function = DATASETS[task].partition(".")
-    own = getattr(importlib.import_module(f"lm_eval.tasks.ruler.{module}"), function)
-    with ruler._generators(0), ruler._silence():
-        theirs = own(max_seq_lengths=[LENGTH], pretrained=str(tmp_path))["test"]
+    own = importlib.import_module(f"lm_eval.tasks.ruler.{module}")
+    random.seed(0), np.random.seed(1234)
+    if task == "ruler_cwe":
+        fresh = importlib.util.module_from_spec(own.__spec__)
+        own.__spec__.loader.exec_module(fresh)
+        own = fresh
+    with ruler._silence():
+        theirs = getattr(own, function)(max_seq_lengths=[LENGTH], pretrained=str(tmp_path))["test"]
     assert len(theirs) == 500 and ours == theirs.to_list()[:3]
-
-
-def test_the_generators_begin_as_in_lm_evals_evaluator():
-    seeds = inspect.signature(simple_evaluate).parameters
-    assert (seeds["random_seed"].default, seeds["numpy_random_seed"].default) == (0, 1234)
-    cwe = importlib.import_module("lm_eval.tasks.ruler.cwe_utils")
-    fresh = importlib.util.module_from_spec(cwe.__spec__)
-    cwe.__spec__.loader.exec_module(fresh)
-    with ruler._generators(0):
-        assert cwe.RNG.getstate() == fresh.RNG.getstate()
-        assert random.random() == random.Random(0).random()
-        assert np.random.rand() == np.random.RandomState(1234).rand()
 
 
 @pytest.mark.parametrize("task", RULER_TASKS)
 def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
     first = make(task, LENGTH, 2, 0, tokenizer)
-    for other in RULER_TASKS:
-        make(other, LENGTH + 100, 1, 7, tokenizer)
+    make("ruler_cwe" if task == "ruler_vt" else "ruler_vt", LENGTH + 100, 1, 7, tokenizer)
     random.random(), np.random.rand()
     state = random.getstate(), np.random.get_state()[1].tolist()
     assert make(task, LENGTH, 4, 0, tokenizer)[:2] == first
@@ -105,10 +97,8 @@ def test_rows_are_kept_and_a_damaged_file_is_made_again(tokenizer, own_cache, mo
     assert rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer) == rows[:2] and len(made) == 1
     assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows and len(made) == 2, "more than there are"
     (file,) = own_cache.iterdir()
-    for damage in ("", "[]", file.read_text()[:-9]):
-        file.write_text(damage)
-        assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows
-    assert len(made) == 5
+    file.write_text(file.read_text()[:-9])
+    assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows and len(made) == 3
     rows_of("ruler_fwe", LENGTH, 4, 1, tokenizer)
     assert len(list(own_cache.iterdir())) == 2, "a seed of its own"
 
@@ -151,18 +141,18 @@ def test_a_task_prompts_and_scores(task, tokenizer):
     assert some == 1 / len(doc["outputs"]), "the share of the right answers that the text holds"
 
 
-def test_depth_and_length(tokenizer):
-    for task in RULER_TASKS:
-        rows = make(task, LENGTH, 8, 0, tokenizer)
-        told = [facts(task, row) for row in rows]
-        assert {each["length"] for each in told} == {LENGTH}
-        if task not in NEEDLES:
-            assert {each["depth"] for each in told} == {None}
-            continue
-        assert len({each["depth"] for each in told}) > 2
-        for row, each in zip(rows, told, strict=True):
-            at = round(each["depth"] * len(row["input"]))
-            assert row["input"][at:].startswith(row["outputs"][0])
+@pytest.mark.parametrize("task", ["niah_single_1", "ruler_vt"])
+def test_depth_and_length(task, tokenizer):
+    rows = make(task, LENGTH, 8, 0, tokenizer)
+    told = [facts(task, row) for row in rows]
+    assert {each["length"] for each in told} == {LENGTH}
+    depths = {each["depth"] for each in told}
+    if task not in NEEDLES:
+        assert depths == {None}
+        return
+    assert len(depths) > 2
+    for row, each in zip(rows, told, strict=True):
+        assert row["input"][round(each["depth"] * len(row["input"])) :].startswith(row["outputs"][0])
 
 
 def test_how_many_questions_and_which_rows():
@@ -209,52 +199,17 @@ def test_rows_by_depth():
     assert not list(depth_rows("passkey", [{"acc": 1.0}]))
 
 
-def test_depths_are_in_the_table_and_not_in_the_terminal(tmp_path):
-    config = settings("method=full", "tasks=[niah_single_1]", f"results_dir={tmp_path}")
-    samples = [
-        {"question": number, "length": length, "depth": depth, str(length): 1.0}
-        for number, (length, depth) in enumerate([(1024, 0.9), (1024, 0.3), (512, 0.5)])
-    ]
-    metrics = {"1024": 1.0, "1024_stderr": 0.0, "512": 1.0, "512_stderr": None, "num_samples": 3, "size": 1.0}
-    record = {
-        "schema": SCHEMA, "run_id": "a", "settings_id": "a", "experiment": "tasks", "kind": "tasks",
-        "table": "accuracy", "status": "finished", "config": plain(config), "settings": {},
-        "metrics": {"niah_single_1": metrics},
-        "samples": {"niah_single_1": samples}, "chunks": [], "methods": {}, "started": "", "seconds": 1.0,
-        "error": None, "method_module": "methods.full", "method_file": None, "when": "kept", "inputs": {},
-        "environment": {},
-    }  # fmt: skip
-    write_record(record_path(tmp_path, "tasks", "a"), record)
-    table = update(tmp_path, "tasks")
-    tasks = [line["task"] for line in csv.DictReader(table.open())]
-    depths = ["niah_single_1[512, 40-60 %]", "niah_single_1[1024, 20-40 %]", "niah_single_1[1024, 80-100 %]"]
-    assert tasks == ["niah_single_1", "niah_single_1", *depths]
-    page = table.with_suffix(".md").read_text()
-    assert "niah_single_1: right answers (%) by length and depth of the needle" in page
-    assert "  512 tokens, 40-60 % |" in page
-    shown = summary([record])
-    assert shown.count("niah_single_1") == 2 and "[" not in shown, "the two lengths alone"
-
-
 # Refusals
 
 
-@pytest.mark.parametrize("length", [1, 40, 100, 150, 199])
+@pytest.mark.parametrize("length", [1, 150])
 @pytest.mark.parametrize("task", RULER_TASKS)
 def test_a_length_too_short(task, length, tokenizer):
-    if task in NEEDLES and length == 199:
-        assert make(task, length, 1, 0, tokenizer)
-        return
-    with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}"):
+    with pytest.raises(UserError, match=rf"^metadata.max_seq_lengths: {length} is too short for {task}") as refusal:
         make(task, length, 3, 0, tokenizer)
-
-
-@pytest.mark.parametrize("task", ["ruler_vt", "ruler_cwe", "ruler_fwe"])
-def test_the_least_length_is_enough(task, tokenizer):
-    with pytest.raises(UserError) as refusal:
-        make(task, 40, 1, 0, tokenizer)
-    least = int(re.search(r"needs (\d+)", str(refusal.value)).group(1))
-    assert len(make(task, least + 1, 20, 0, tokenizer)) == 20
+    if task not in NEEDLES:
+        least = int(re.search(r"needs (\d+)", str(refusal.value)).group(1))
+        assert len(make(task, least + 1, 20, 0, tokenizer)) == 20
 
 
 def test_a_length_beyond_the_model(tokenizer):

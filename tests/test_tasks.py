@@ -4,14 +4,11 @@ import hashlib
 import json
 import math
 import socket
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from lm_eval.api.metrics import mean_stderr
 from tokens import byte_tokenizer
 
@@ -39,6 +36,10 @@ def loaded() -> LoadedModel:
     return LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
 
 
+def refuse(*arguments):
+    raise AssertionError("the network was touched")
+
+
 @cache
 def defaults() -> RunConfig:
     return load(["experiment=tasks"])
@@ -60,57 +61,36 @@ def settings(*tasks: str, method=None, root: Path | None = None, **changes) -> R
 # Generated tasks
 
 
+FROZEN = {
+    "kv_recall": "311c755543d825ea5edfddd14569ba9687ab611d9fd7717251064e19ca44fe76",
+    "passkey": "6a359548e8f3686aec83767c7c9c8484f491e70cbc8c69db41921bb36350904b",
+}
+
+
 @pytest.mark.parametrize("task", CONTEXTS)
-def test_a_generated_question(task):
+def test_a_generated_question(task, monkeypatch):
+    """The same on every machine and Python; a change makes earlier records incomparable."""
+    sentences = [f"Sentence number {number} of a text." for number in range(40)]
+    monkeypatch.setattr(generated, "offline_sentences", lambda: sentences)
     made = questions(task, 24, seed=0)
+    assert hashlib.sha256(json.dumps(made[:16]).encode()).hexdigest() == FROZEN[task]
+    assert questions(task, 16, seed=0) == made[:16] and questions(task, 1, seed=1)[0].prompt != made[0].prompt
     for number, question in enumerate(made):
         context, asked = question.prompt.split(MARKER)
         assert question.context_id == number // 8
         assert len(set(question.choices)) == 4
         assert all(f" is{choice}." in context for choice in question.choices), "every choice occurs in the context"
         subject = asked.removeprefix(" What is the ").split("?")[0]
-        assert asked == f" What is the {subject}?\nAnswer: The {subject} is"
         assert f"The {subject} is{question.choices[question.gold]}." in context
         assert context == made[8 * question.context_id].prompt.split(MARKER)[0], "8 questions share a context"
-    assert len({question.prompt for question in made}) == 24
     assert {question.gold for question in made} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("task", CONTEXTS)
-def test_generated_questions_depend_on_the_seed_alone(task):
-    assert questions(task, 5, seed=0) == questions(task, 20, seed=0)[:5]
-    assert questions(task, 5, seed=0)[0].prompt != questions(task, 5, seed=1)[0].prompt
-
-
-def test_kv_recall_is_frozen():
-    """The same on every machine and Python; a change makes earlier records incomparable."""
-    assert questions("kv_recall", 1, seed=0)[0].prompt.startswith(
-        "Here is a list of items and their codes.\nThe code of the "
-    )
-    whole = json.dumps(questions("kv_recall", 16, seed=0))
-    assert (
-        hashlib.sha256(whole.encode()).hexdigest() == "311c755543d825ea5edfddd14569ba9687ab611d9fd7717251064e19ca44fe76"
-    )
-
-
-def test_passkey_is_frozen_up_to_the_text(monkeypatch):
-    sentences = [f"Sentence number {number} of a text." for number in range(40)]
-    monkeypatch.setattr(generated, "offline_sentences", lambda: sentences)
-    whole = json.dumps(questions("passkey", 16, seed=0))
-    assert (
-        hashlib.sha256(whole.encode()).hexdigest() == "6a359548e8f3686aec83767c7c9c8484f491e70cbc8c69db41921bb36350904b"
-    )
 
 
 # Metrics
 
 
-@given(st.lists(st.integers(0, 1), min_size=2, max_size=30))
-def test_stderr_of_independent_questions_is_lm_evals(values):
-    assert clustered_stderr(values, range(len(values))) == pytest.approx(mean_stderr(values))
-
-
 def test_stderr_of_clusters():
+    assert clustered_stderr([1, 0, 0, 1, 1], range(5)) == pytest.approx(mean_stderr([1, 0, 0, 1, 1])), "lm-eval's"
     # Two clusters that agree within: as two values of a mean, standard deviation / sqrt(2).
     assert clustered_stderr([1, 1, 0, 0], "aabb") == pytest.approx(0.5)
     assert clustered_stderr([1, 0, 1, 0], "aabb") == 0.0
@@ -119,15 +99,7 @@ def test_stderr_of_clusters():
     assert clustered_stderr([1, 0], "aa") is None
 
 
-@pytest.mark.parametrize(
-    ("method", "codec"),
-    [
-        (Full(), None),
-        (H2O(heavy_frac=0.1, recent_frac=0.1), None),
-        (InfiniGen(max_fetch_frac=0.2), None),
-        (Full(), "int2"),
-    ],
-)
+@pytest.mark.parametrize(("method", "codec"), [(Full(), None), (InfiniGen(max_fetch_frac=0.2), None), (Full(), "int2")])
 def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", refuse)
@@ -137,10 +109,8 @@ def test_generated_tasks_without_a_network(method, codec, loaded, monkeypatch, t
     assert list(outcome.metrics) == ["kv_recall", "passkey"]
     for task, metrics in outcome.metrics.items():
         samples = outcome.samples[task]
-        assert set(metrics) == {
-            "acc", "acc_stderr", "num_samples", "num_fewshot", "size", "size_artifact",
-            "device_frac", "resident_frac",
-        }  # fmt: skip
+        sizes = {"size", "size_artifact", "device_frac", "resident_frac"}
+        assert set(metrics) == {"acc", "acc_stderr", "num_samples", "num_fewshot"} | sizes
         assert (metrics["num_samples"], metrics["num_fewshot"]) == (12, 0)
         hits = [float(sample["predicted"] == sample["gold"]) for sample in samples]
         assert metrics["acc"] == sum(hits) / 12
@@ -167,15 +137,10 @@ def test_under_a_codec_every_row_of_the_artifacts_prompt_reads_coded_tokens(over
     assert prefill_of(task, "kv_recall", config).budget == budget
 
 
-def refuse(*arguments):
-    raise AssertionError("the network was touched")
-
-
-@pytest.mark.parametrize("target", [0.6, 0.8])
-def test_a_target_size_is_met_on_each_task(target, loaded):
-    outcome = run_tasks(settings("kv_recall", "passkey", method=H2O(), size=target), loaded)
+def test_a_target_size_is_met_on_each_task(loaded):
+    outcome = run_tasks(settings("kv_recall", "passkey", method=H2O(), size=0.6), loaded)
     for metrics in outcome.metrics.values():
-        assert metrics["size"] == pytest.approx(target, abs=0.01)
+        assert metrics["size"] == pytest.approx(0.6, abs=0.01)
 
 
 def test_mean_scoring(loaded):
@@ -184,23 +149,17 @@ def test_mean_scoring(loaded):
         assert [each / 5 for each in one["log_likelihoods"]] == pytest.approx(other["log_likelihoods"])
 
 
-def test_a_context_longer_than_the_model_takes(loaded):
-    with pytest.raises(
-        UserError, match=r"task kv_recall, question 0: context and answer have \d+ tokens, .* takes 64;"
-    ):
-        run_tasks(settings("kv_recall"), replace(loaded, max_length=64))
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "max_length", "message"),
     [
-        ({"num_fewshot": 2}, "num_fewshot=2: task kv_recall takes no examples"),
-        ({"prefill": "artifact", "size": 0.5}, "size=0.5: not with prefill=artifact"),
+        ({"num_fewshot": 2}, MAX_LENGTH, "num_fewshot=2: task kv_recall takes no examples"),
+        ({"prefill": "artifact", "size": 0.5}, MAX_LENGTH, "size=0.5: not with prefill=artifact"),
+        ({}, 64, r"task kv_recall, question 0: context and answer have \d+ tokens, .* takes 64;"),
     ],
 )
-def test_settings_a_generated_task_refuses(changes, message, loaded):
+def test_settings_a_generated_task_refuses(changes, max_length, message, loaded):
     with pytest.raises(UserError, match=message):
-        run_tasks(settings("kv_recall", method=H2O(), **changes), loaded)
+        run_tasks(settings("kv_recall", method=H2O(), **changes), replace(loaded, max_length=max_length))
 
 
 # Local rows
@@ -294,24 +253,16 @@ def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
     assert task.process_results(first[0].doc, worse)["acc"] == 0
 
 
-@pytest.mark.parametrize("name", ["copa", "openbookqa", "hellaswag", "lambada"])
-@pytest.mark.parametrize("prefill", ["artifact", "question"])
-def test_local_tasks_run(name, prefill, root, loaded):
-    config = settings(name, method=H2O(), root=root, num_samples=3, prefill=prefill)
-    if prefill == "question" and name not in PAPER_TASKS:
-        with pytest.raises(UserError, match="prefill=question needs"):
-            run_tasks(config, loaded)
-        return
-    outcome = run_tasks(config, loaded)
+@pytest.mark.parametrize("name", ["openbookqa", "lambada"])
+def test_local_tasks_run(name, root, loaded):
+    outcome = run_tasks(settings(name, method=H2O(), root=root, num_samples=3, prefill="artifact"), loaded)
     metrics, samples = outcome.metrics[name], outcome.samples[name]
     assert metrics["num_samples"] == 3 and 0.5 < metrics["size"] < 1
     assert metrics["num_fewshot"] == (5 if name in PAPER_TASKS else 0)
-    assert ("acc_norm" in metrics) == (name in ("openbookqa", "piqa", "hellaswag", "arc_easy"))
-    _, gold = PROMPTS[name]
+    assert ("acc_norm" in metrics) == (name == "openbookqa")
     for sample in samples:
-        assert sample["gold"] == gold
-        if name != "lambada":
-            assert sample["acc"] == float(sample["predicted"] == gold)
+        assert sample["gold"] == PROMPTS[name][1]
+        assert name == "lambada" or sample["acc"] == float(sample["predicted"] == sample["gold"])
 
 
 def test_examples_are_lm_evals_and_follow_the_seed(root):
@@ -329,46 +280,37 @@ def test_examples_are_lm_evals_and_follow_the_seed(root):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "validation.jsonl: the file is empty"),
-        ('{"premise": 1}\n', "validation.jsonl, line 1: field 'choice1' is missing"),
-        ("{good}\n", "validation.jsonl, line 1: not JSON"),
-        ("ROW\n\nROW\n", "validation.jsonl, line 2: empty line"),
-        ("ROW\n[1]\n", "validation.jsonl, line 2: expected an object with premise, choice1"),
-        ('ROW\n{"premise": "cut', "validation.jsonl, line 2: not JSON"),
+        (b"", "validation.jsonl: the file is empty"),
+        (b'{"premise": 1}\n', "validation.jsonl, line 1: field 'choice1' is missing"),
+        (b"ROW\n\nROW\n", "validation.jsonl, line 2: empty line"),
+        (b"ROW\n[1]\n", "validation.jsonl, line 2: expected an object with premise, choice1"),
+        (b'ROW\n{"premise": "cut', "validation.jsonl, line 2: not JSON"),
         (b"\xff\xfe\n", "validation.jsonl, line 1: not JSON"),
+        (None, "tasks=copa needs validation.jsonl"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_line(content, message, root, loaded):
     path = root / "copa" / "validation.jsonl"
-    path.write_bytes(
-        content if isinstance(content, bytes) else content.replace("ROW", json.dumps(ROWS["copa"])).encode()
-    )
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content.replace(b"ROW", json.dumps(ROWS["copa"]).encode()))
     with pytest.raises(UserError) as error:
         run_tasks(settings("copa", root=root), loaded)
-    assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and str(path.parent.parent) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_line_of_ten_megabytes_is_read_and_one_of_too_many_fields_is_refused_at_once(root):
-    path, wide = root / "copa" / "train.jsonl", {f"f{number}": 1 for number in range(100_000)}
-    long = ROWS["copa"] | {"premise": "x" * 10_000_000}
-    path.write_text(f"{json.dumps(long)}\n{json.dumps(ROWS['copa'])}\n")
-    began = time.monotonic()
-    assert len(load_task("copa", settings("copa", root=root, num_fewshot=1)).dataset["train"]["premise"][0]) == 10**7
-    for row, number in ((wide, 100_000), (ROWS["copa"] | {"more": wide}, 100_000)):
-        path.write_text(f"{json.dumps(ROWS['copa'])}\n{json.dumps(row)}\n")
-        with pytest.raises(UserError, match=f"train.jsonl, line 2: an object has {number} fields; allowed: up to 1000"):
+def test_rows_of_too_many_fields_are_refused(root):
+    path, wide = root / "copa" / "train.jsonl", {f"f{number}": 1 for number in range(2000)}
+    halves = [ROWS["copa"] | dict(list(wide.items())[at : at + 600]) for at in (0, 600)]
+    one_object = "line 2: an object has 2000 fields; allowed: up to 1000"
+    for first, second, message in (
+        (ROWS["copa"], wide, one_object),
+        (ROWS["copa"], ROWS["copa"] | {"more": wide}, one_object),
+        (*halves, "line 2: with it the rows have more than 1000 fields"),
+    ):
+        path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+        with pytest.raises(UserError, match=f"train.jsonl, {message}"):
             load_task("copa", settings("copa", root=root))
-    rows = [ROWS["copa"] | {f"f{at}": 1 for at in range(600 * part, 600 * (part + 1))} for part in (0, 1)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(UserError, match="train.jsonl, line 2: with it the rows have more than 1000 fields"):
-        load_task("copa", settings("copa", root=root))
-    assert time.monotonic() - began < 20
-
-
-def test_a_missing_file_says_where_it_may_lie(root, loaded):
-    (root / "copa" / "validation.jsonl").unlink()
-    with pytest.raises(UserError, match=r"tasks=copa needs validation.jsonl, .* in copa/ \(or aps/super_glue/copa/"):
-        run_tasks(settings("copa", root=root), loaded)
 
 
 @pytest.mark.parametrize(("task", "shots", "rows"), [("copa", 8, 8), ("hellaswag", 1, 0), ("lambada", 2, 0)])
