@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ import pandas as pd
 import pytest
 from test_tables import LATENCY_METRICS, TEXT_METRICS, save
 
-from harness.errors import UserError
 from harness.launch.cli import main
 from harness.paper import report
 from harness.paper.report.__main__ import main as report_main
@@ -144,7 +141,6 @@ def test_the_command_exports_to_a_file_or_a_folder(results, tmp_path, capsys):
         (["export=full", "results_dir=full"], "export=full: lies inside results_dir=full"),
         (["export=file/a.zip", "results_dir=full"], "export=file/a.zip: file: "),
         (["export=''", "results_dir=full"], "export=: must be a folder, or a file whose name ends with .zip"),
-        (["export=[a]", "results_dir=full"], "export=['a']: must be a folder, or a file whose name ends with .zip"),
     ],
 )
 def test_a_wrong_export_is_one_line_and_leaves_nothing(arguments, message, results, tmp_path, monkeypatch, capsys):
@@ -156,16 +152,6 @@ def test_a_wrong_export_is_one_line_and_leaves_nothing(arguments, message, resul
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(f"error: {message}") and captured.err.count("\n") == 1
     assert not list(tmp_path.rglob("*.zip*"))
-
-
-def test_export_and_compare_load_no_model_library():
-    code = (
-        "import sys, harness.launch.cli;"
-        "light = 'pandas' not in sys.modules; import harness.tables.compare;"
-        "print(light, [name for name in ('torch', 'transformers', 'lm_eval') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.strip() == "True []", result.stdout + result.stderr
 
 
 # Reading
@@ -212,24 +198,18 @@ def manifest(text: bytes) -> Callable[[dict[str, bytes]], object]:
 CSV, RECORD = "tables/fig11.csv", r"runs/fig11/.*"
 TAMPERED: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
     "changed": (lambda found: found.update({CSV: found[CSV][:-2] + b"9\n"}), f"{CSV} is not what the manifest says"),
-    "shorter": (lambda found: found.update({CSV: b""}), f"{CSV} is not what the manifest says"),
     "missing": (lambda found: found.pop(CSV), f"{CSV} is missing"),
     "added": (lambda found: found.update({"tables/x.csv": b""}), "tables/x.csv is not in the manifest"),
     "no manifest": (lambda found: found.pop(archive.MANIFEST), "it has no MANIFEST.json"),
-    "no JSON": (manifest(b"{"), "MANIFEST.json is damaged"),
     "deep JSON": (manifest(b"[" * 10**5), "MANIFEST.json is damaged"),
-    "a list": (manifest(b"[]"), "MANIFEST.json is damaged"),
     "no digests": (manifest(b'{"schema": 2}'), "MANIFEST.json is damaged"),
     "another schema": (manifest(b'{"schema": 9, "sha256": {}}'), "of schema 9; this"),
     "a record of nothing": (put(RECORD, b"{}"), "damaged record"),
-    "a record of deep JSON": (put(RECORD, b"[" * 10**5), "damaged record"),
     "absolute": (put("/tmp/x"), "unsafe name of a member, '/tmp/x'"),
     "upward": (put("tables/../../x"), "unsafe name of a member, 'tables/../../x'"),
     "a drive": (put("tables\\x"), "unsafe name of a member, 'tables\\\\x'"),
-    "a folder": (put("tables/"), "unsafe name of a member, 'tables/'"),
     "not to be shown": (put("tables/\x1b2J"), "unsafe name of a member, 'tables/\\x1b2J'"),
     "a file as a folder": (put(f"{CSV}/x"), "cannot be unpacked"),
-    "a long name": (put("x" * 300), "cannot be unpacked"),
     "no table": (put(CSV, b"no table"), f"changed.zip/{CSV}: not a table of results"),
 }  # fmt: skip
 
@@ -286,23 +266,6 @@ def test_what_is_no_archive_is_refused(tmp_path, packed, refused):
     for end in (len(data) // 2, len(data) - 5):
         (tmp_path / "half.zip").write_bytes(data[:end])
         assert "half.zip: not an archive of results, or damaged" in refused(tmp_path / "half.zip")
-
-
-def test_an_archive_with_one_other_byte_is_as_it_was_or_refused(packed, tmp_path):
-    expected = members(packed)
-    del expected[archive.MANIFEST]
-    for seed in range(40):
-        data = bytearray(packed.read_bytes())
-        at = seed * 7919 * 31 % len(data) if seed % 2 else len(data) - 1 - 37 * seed  # the directory is at the end
-        data[at] ^= 1 << seed % 8
-        path = tmp_path / "other.zip"
-        path.write_bytes(data)
-        try:
-            with archive.opened(path) as folder:
-                files = [file for file in folder.rglob("*") if file.is_file()]
-                assert {str(file.relative_to(folder)): file.read_bytes() for file in files} == expected, seed
-        except UserError as error:
-            assert "\n" not in str(error), seed
 
 
 # Comparing

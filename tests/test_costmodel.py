@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from harness.paper.costmodel import case as cases
 from harness.paper.costmodel import predict as counts
 from harness.paper.costmodel import published
 from harness.paper.costmodel.__main__ import main
-from harness.paper.costmodel.case import FITTED, SCHEMES, Case, Efficiency, load_platform
+from harness.paper.costmodel.case import FITTED, SCHEMES, Case, load_platform
 from harness.paper.costmodel.predict import (
     BlockTimes,
     Layer,
@@ -120,13 +118,6 @@ def test_layers_and_constants_are_those_of_the_harness():
     assert placements == ["managed", "pinned", "pageable", "device"]
 
 
-def test_the_cost_model_starts_light():
-    """The report reads the figures of the cost model; methods are loaded when something is predicted."""
-    code = "import sys, harness.paper.costmodel.published; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], cwd=CONF_DIR.parent, capture_output=True, text=True)
-    assert result.stdout.strip() == "False", result.stdout + result.stderr
-
-
 NAMED_BY = {  # qwen2.5-coder's file holds the tied head a second time
     "phi3-mini": "3.8b", "qwen2.5-coder-0.5b": "0.63b", "phi4": "14.7b", "mistral-small": "23.6b",
 }  # fmt: skip
@@ -146,24 +137,6 @@ def test_every_model_of_a_known_family_has_a_shape(name):
     assert load_shape(name).weight_bytes / 2e9 == pytest.approx(billions, rel=0.15)
 
 
-@pytest.mark.parametrize("name", sorted(MODELLED))
-def test_every_platform_has_plausible_rates(name):
-    """Compute is far above memory, memory above host memory and the link; pageable copies are slower than pinned."""
-    platform = load_platform(name)
-    assert platform.name == name and platform.source
-    assert 100 < platform.flops_per_s / platform.memory_bytes_per_s < 500
-    assert 30 < platform.memory_bytes_per_s / platform.link_bytes_per_s < 70
-    assert 0.25 < platform.pageable_bytes_per_s / platform.link_bytes_per_s < 0.5
-
-
-@pytest.mark.parametrize("label", ["offload", "offload-pageable"])
-def test_an_infinite_link_is_ideal(label):
-    fast = replace(A6000, link_bytes_per_s=1e30, host_channel_bytes_per_s=1e30)
-    predicted, ideal = predict(tiny(label, fast)), predict(tiny("ideal"))
-    assert predicted.total_s == pytest.approx(ideal.total_s, rel=1e-9)
-    assert predicted.exposed_transfer_s == pytest.approx(0, abs=1e-9 * ideal.total_s)
-
-
 @pytest.mark.parametrize("label", list(SCHEMES))
 def test_overlap_hides_transfer_and_nothing_else(label, monkeypatch):
     """More is never slower. With none, the second of two steps waits for its bytes, in and out, at the link's rate."""
@@ -179,13 +152,6 @@ def test_overlap_hides_transfer_and_nothing_else(label, monkeypatch):
     link = A6000.pageable_bytes_per_s if label == "offload-pageable" else A6000.link_bytes_per_s
     waited = both.exposed_transfer_s - first.exposed_transfer_s
     assert waited == pytest.approx(moved / link, rel=1e-6, abs=1e-9)
-
-
-def test_steady_state_of_offload_is_transfer_and_attention():
-    """The link of Fig 18 is never idle but for the attention: 8 * 2,046 tokens of 20,480 bytes at 12.4 GB/s."""
-    block = predict(opt13b("offload", gen_len=128)).block
-    assert sum(block.values()) == pytest.approx(8 * 2046 * 20_480 / 12.4e9 + block["attention"], rel=2e-3)
-    assert list(block) == ["attention", "ffn", "prediction", "other", "transfer"]
 
 
 def test_units_and_columns_of_a_row():
@@ -239,37 +205,9 @@ def test_every_published_time_is_within_20_percent(comparisons):
     assert metrics - {row.metric for row in comparisons} == inputs
 
 
-def test_repeated_numbers_follow_from_the_others(comparisons):
-    """Each by its arithmetic, as far as the rounding of what it is made of lets it."""
-    independent = [row for row in comparisons if row.independent]
-    assert len(independent) == 20 and len(comparisons) - len(independent) == len(published.REPEATED)
-    known = {(row.figure, row.series, row.x, row.metric): row.published for row in comparisons}
-
-    def rate(label: str, batch: int) -> float:
-        return known["fig15", label, str(batch), "tokens_per_s"]
-
-    infinigen_s = 20 * 128 / rate("infinigen", 20)
-    labels = ("infinigen", "offload+h2o", "offload+int4")
-    follows = {("fig14", label, "total_latency"): 20 * 128 / rate(label, 20) for label in labels}
-    follows["fig14", "infinigen", "speedup_min"] = rate("infinigen", 20) / rate("offload+h2o", 20)
-    follows["fig14", "infinigen", "speedup_max"] = known["fig14", "uvm", "20", "total_latency"] / infinigen_s
-    follows["fig15", "infinigen", "speedup_min"] = rate("infinigen", 4) / rate("offload+h2o", 4)
-    ideal = known["fig18", "ideal", "8", "block_latency"]
-    for label in ("infinigen", "offload+h2o", "offload"):
-        follows["fig18", label, "slowdown_vs_ideal"] = known["fig18", label, "8", "block_latency"] / ideal
-    repeated = {(row.figure, row.series, row.metric): row.published for row in comparisons if not row.independent}
-    assert follows == pytest.approx(repeated, rel=4e-3) and set(repeated) == set(published.REPEATED)
-
-
-def test_the_fit_gives_the_committed_constants_from_anywhere(comparisons):
+def test_the_fit_gives_the_committed_constants():
     found = published.fit()
     assert {name: round(value, 2) for name, value in vars(found).items()} == vars(FITTED)
-    far = published.fit(start=Efficiency(0.5, 0.6, 0.95))
-    assert vars(far) == pytest.approx(vars(found), rel=published.TOLERANCE)
-    for name in vars(FITTED):
-        for step in (-0.02, 0.02):
-            moved = published.calibrate(replace(FITTED, **{name: getattr(FITTED, name) + step}))
-            assert published.error(moved) > published.error(comparisons), name
 
 
 def test_calibrate_prints_every_number_the_fit_and_its_errors(capsys, comparisons):

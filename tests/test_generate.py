@@ -62,11 +62,9 @@ def test_full_prints_the_tokens_of_the_dense_model(tiny, capsys, settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        ["method=infinigen"],
         ["method=infinigen", "reuse=true", "codec=int8"],
         ["method=infinigen", "method.pool_frac=0.7"],
         ["method=h2o"],
-        ["method=streaming", "method.kept_frac=0.5"],
         ["method=int4"],
         ["method=oracle", "placement=device"],
     ],

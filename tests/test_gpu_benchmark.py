@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from fake_cuda import CUDA, FakeSlab, fake_gpu
 
-from benchmarks import gpu, live, timing
+from benchmarks import gpu, live
 from harness.offload import memory as pinned
 from harness.offload.memory import Tuning
 from harness.records.record import read_record
@@ -124,23 +123,6 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys,
     assert "h2d" in (tmp_path / "rates.csv").read_text(), "what came before a failure stays"
 
 
-def test_what_a_failure_held_is_gone_before_memory_is_given_back(tmp_path, monkeypatch):
-    class Held:
-        pass
-
-    def fails():
-        held = Held()
-        frames.append(weakref.ref(held))
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    frames: list[weakref.ref] = []
-    found = []
-    monkeypatch.setattr(gpu.gc, "collect", lambda: found.append(frames[0]()))
-    benchmark = gpu.Benchmark(gpu.parse(["--platform", "cpu", "--out", str(tmp_path)]), float("inf"))
-    benchmark.attempt("part", fails, 0)
-    assert (found, benchmark.problems) == ([None], [gpu.FAILED])
-
-
 def test_two_ways_that_differ_are_told(monkeypatch):
     monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload", "infinigen+reuse"))
     monkeypatch.setattr(gpu, "largest_difference", lambda *_: 1e-5)
@@ -205,16 +187,6 @@ def test_on_a_gpu_all_of_it_is_measured(tmp_path):
     assert run(tmp_path, *tiny_cells, *gpu.TINY[1:], platform="cuda") == 0
     assert {each["metrics"]["source"] for each in records(tmp_path)} == {"measured"}
     assert "page-locking" in (tmp_path / "rates.csv").read_text()
-
-
-def test_contestants_take_turns():
-    calls = []
-    contestants = {name: lambda name=name: calls.append(name) or name for name in ("ours", "slow", "quick")}
-    seconds, results = timing.in_turn(contestants, 2, warm_up=True)
-    assert calls == ["ours", "slow", "quick"] * 3 and results["slow"] == "slow"
-    assert {name: len(values) for name, values in seconds.items()} == dict.fromkeys(contestants, 2)
-    assert timing.fastest({"ours": [0.1], "slow": [3, 3, 1], "quick": [2, 2, 9]}, "ours") == "quick"
-    assert timing.spread([0.25, 0.5], 10) == "2.50 to 5.00"
 
 
 def test_our_step_is_timed_against_transformers(capsys):

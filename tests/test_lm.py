@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -12,7 +11,7 @@ from tokens import byte_tokenizer
 
 from harness.accuracy.evaluation import decode_rows
 from harness.accuracy.lm import Prefill, ReplayLM
-from harness.accuracy.requests import Request, share
+from harness.accuracy.requests import Request
 from harness.accuracy.scoring import Score, score
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -274,25 +273,6 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
 
 
 tokens = st.integers(0, 2)
-
-
-@given(st.lists(st.tuples(st.lists(tokens, min_size=3, max_size=8), st.integers(0, 2)), min_size=1, max_size=12))
-def test_the_tree_holds_every_request_once(drawn):
-    requests = [
-        Request(tuple(ids), 2, 1 + document % 2, 9 + document // 2, ("task", document)) for ids, document in drawn
-    ]
-    prompts = share(requests, lambda request: request.document)
-    held = [index for prompt in prompts for branch in prompt.branches for index in branch.requests]
-    assert sorted(held) == list(range(len(requests)))
-    assert len({(prompt.ids, prompt.final_length) for prompt in prompts}) == len(prompts)
-    for prompt, branch in ((each, branch) for each in prompts for branch in each.branches):
-        group = [requests[index] for index in branch.requests]
-        assert {request.final_length for request in group} == {prompt.final_length}
-        assert {request.document for request in group} == {group[0].document}
-        width = len(branch.shared)
-        assert all(request.prompt == prompt.ids and request.rows[:width] == branch.shared for request in group)
-        nexts = {request.rows[width : width + 1] for request in group}
-        assert len(group) == 1 or len(nexts) > 1 or () in nexts, "shared as far as possible"
 
 
 @pytest.mark.parametrize("max_length", [50, 512])

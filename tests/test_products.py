@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.model import attention
-from methods.attention import MANY_ROWS, attention_scores, by_matrix, hide, product
+from methods.attention import MANY_ROWS, attention_scores, by_matrix
 from methods.base import Geometry, Lengths, PromptRows, Rows
 from methods.infinigen import InfiniGen
 from methods.projected import SparQ
@@ -33,12 +33,6 @@ def test_scores_of_half_precision_are_as_exact_as_fp32(dtype, rows):
     scores = attention_scores(query, keys, SCALE)
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def test_fp32_factors_give_the_plain_product():
-    query, keys = queries_and_keys(torch.float32, 3)
-    assert torch.equal(product(query[:, ::GROUP], keys.mT), query[:, ::GROUP] @ keys.mT)
-    assert torch.equal(product(query[:, ::GROUP], keys.mT, SCALE), query[:, ::GROUP] @ (keys.mT * SCALE))
 
 
 def method_scores(method, query, keys):
@@ -87,17 +81,6 @@ def test_matrix_by_matrix_is_the_batched_product(rows):
     right = torch.randn(BATCH, KV_HEADS, TOKENS, 2 * HEAD_DIM, generator=generator)[..., :HEAD_DIM].mT
     torch.testing.assert_close(by_matrix(left, right), left @ right)
     torch.testing.assert_close(by_matrix(left, right[:1, :1]), left @ right[:1, :1])
-
-
-def test_hidden_scores_are_minus_infinity_and_the_others_untouched():
-    generator = torch.Generator().manual_seed(6)
-    scores = torch.randn(BATCH, KV_HEADS, GROUP, 5, 40, generator=generator)
-    visible = torch.rand(BATCH, KV_HEADS, 1, 5, 40, generator=generator) < 0.3
-    expected = scores.masked_fill(~visible, -torch.inf)
-    hide(scores, visible)
-    assert torch.equal(scores, expected)
-    hide(scores, visible)  # what is -inf already stays so
-    assert torch.equal(scores, expected)
 
 
 @pytest.mark.parametrize("read_ahead_bytes", [1, 2**18, 2**30])

@@ -4,8 +4,6 @@ import copy
 import csv
 import json
 import multiprocessing
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from harness.errors import UserError
 from harness.records import record as records
 from harness.records.samples import Baselines
 from harness.tables import write as tables
-from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, TABLES, names, read_table, shape_of, typed
+from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, TABLES, names, read_table, shape_of
 from harness.tables.pages import render_markdown, render_terminal, sheets_of
 from harness.tables.rows import rows_of
 from harness.tables.text import MAX_WIDTH
@@ -285,21 +283,6 @@ def test_a_series_of_an_analysis_is_replaced_whole(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_figures_of_speed_keep_their_shipped_cells(tmp_path: Path) -> None:
-    save_cells(tmp_path, [{"batch_size": batch} for batch in (1, 4)])
-    tables.update(tmp_path, "latency")
-    tables.ship(tmp_path)
-    for record in tmp_path.glob("runs/*/*/record.json"):
-        record.unlink()
-    save(tmp_path, ["experiment=latency", "label=infinigen", "batch_size=4"], LATENCY_METRICS)
-    tables.update(tmp_path, "latency")
-    found = [(row["label"], row["batch_size"], row["shipped"]) for row in rows(tmp_path / "tables" / "fig15.csv")]
-    assert found == [
-        ("ideal", "1", "yes"), ("ideal", "4", "yes"), ("infinigen", "4", ""), ("offload", "1", "yes"),
-        ("offload", "4", "yes"),
-    ]  # fmt: skip
-
-
 def test_processes_that_write_at_once_leave_the_rows_of_all_and_the_shipped_ones(tmp_path: Path, monkeypatch) -> None:
     """The first to read the records would be the last to write."""
     path, read = shipped(tmp_path), tables.read_records
@@ -417,13 +400,6 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path: Path) 
     assert (one, other) == ("smollm2-135m: GiB, by layer", "smollm2-135m: GiB")
 
 
-def test_a_column_has_one_name_and_a_heading() -> None:
-    every = {column for columns in TABLES.values() for column in columns}
-    assert len({column.name for column in every}) == len(every)
-    assert all(column.heading for column in every if column.digits is not None)
-    assert shape_of(["a", "b"]) is None and typed({"mine": "1", "value": ""}) == {"mine": "1", "value": None}
-
-
 # Figures of speed
 
 
@@ -461,8 +437,3 @@ def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path: Path) ->
             path.unlink()
     tables.update(tmp_path, "latency")
     assert not list((tmp_path / "tables").glob("fig16b.*")), "a table without rows"
-
-
-def test_tables_import_no_torch() -> None:
-    program = "import sys, harness.tables.write; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
