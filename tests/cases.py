@@ -123,12 +123,8 @@ class RestingState(QuestState):
 CASES = {
     "full": Case(Full()),
     "full+smooth": Case(Full(), Smooth()),
-    "int8": Case(Full(), Codec("int8")),
     "int4": Case(Full(), Codec("int4")),
-    "fp8": Case(Full(), Codec("fp8")),
-    "hadamard": Case(Full(), Codec("int8", rotation="hadamard")),
     "full+split": Case(Full(), SplitCodec(Codec("fp32"), Smooth())),
-    "residual": Case(Full(num_exempt_layers=0), SplitCodec(Smooth(), Smooth(), residual=5)),
     "residual-groups": Case(Full(), SplitCodec(SmoothGroups(), Smooth(), residual=8)),
     "residual-fills": Case(Full(num_exempt_layers=1), SplitCodec(SmoothGroups(span=6), Smooth(), residual=30)),
     "kivi": Case(Full(), SplitCodec(ChannelCodec("int4", 4), Codec("int4", 4), residual=8)),
@@ -139,26 +135,15 @@ CASES = {
     "h2o+smooth": Case(H2O(heavy_frac=0.15, recent_frac=0.1), Smooth()),
     "streaming": Case(Streaming(kept_frac=0.3, num_sinks=2)),
     "streaming-fills": Case(Streaming(kept_frac=0.9)),
-    "streaming+smooth": Case(Streaming(kept_frac=0.3, num_sinks=2), Smooth()),
     "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
-    "snapkv-avg": Case(SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0)),
-    "snapkv-pyramid": Case(SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", num_exempt_layers=1)),
-    "snapkv-adaptive": Case(SnapKV(kept_frac=0.5, window=3, heads="adaptive")),
     "snapkv-both": Case(SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive")),
     "tova": Case(TOVA(kept_frac=0.3)),
-    "tova-last": Case(TOVA(kept_tokens=6, protect_last=True, num_exempt_layers=0)),
     "knorm": Case(Knorm(kept_frac=0.4)),
     "keydiff": Case(KeyDiff(kept_frac=0.4)),
     "expected": Case(ExpectedAttention(kept_frac=0.5)),
     "rkv": Case(RKV(kept_tokens=8, divide_length=3, window=2, kernel=3)),
-    "rkv-share": Case(RKV(kept_frac=0.3, divide_length=5, window=1, mix_lambda=0.7, num_exempt_layers=0)),
-    "rkv+smooth": Case(RKV(kept_tokens=8, divide_length=4, window=2), Smooth()),
     "duo": Case(DuoAttention(num_sinks=2, num_recent=4)),
-    "duo-most": Case(DuoAttention(sparsity=0.75, num_sinks=1, num_recent=3, num_exempt_layers=0)),
     "quest": Case(Quest(read_frac=0.4, page_size=3)),
-    "quest-token": Case(Quest(read_frac=0.3, page_size=1, num_exempt_layers=0)),
-    "quest+smooth": Case(Quest(read_frac=0.5, page_size=4), Smooth()),
-    "quest-layer": Case(Quest(read_frac=0.4, page_size=3, covers="layer", group="sum_probs", num_sinks=4)),
     "quest-union": Case(Quest(read_frac=0.4, page_size=3, group="union", num_sinks=1, num_exempt_layers=0)),
     "quest-step": Case(Quest(read_frac=0.4, page_size=2, when="previous_step", group="max_logits")),
     "quest-rehearsed": Case(Quest(read_frac=0.4, page_size=2, when="previous_layer", recent_frac=0.5)),
@@ -170,7 +155,6 @@ CASES = {
     "shadowkv-step": Case(
         ShadowKV(read_frac=0.4, page_size=3, local_chunks=1, rank_frac=0.5, when="previous_step", num_exempt_layers=1)
     ),
-    "shadowkv-union": Case(ShadowKV(read_frac=0.2, page_size=2, local_chunks=0, rank_frac=0.1, group="union")),
     "shadowkv+smooth": Case(ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3), Smooth()),
     "doublesparsity": Case(DoubleSparsity(read_frac=0.4, rank=0.25)),
     "doublesparsity-coded": Case(
@@ -180,8 +164,6 @@ CASES = {
     "loki-step": Case(Loki(read_tokens=7, rank=0.1, when="previous_step", group="max_probs", num_exempt_layers=0)),
     "sparq": Case(SparQ(read_tokens=None, read_frac=0.4)),
     "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", num_sinks=2, num_exempt_layers=0)),
-    "sparq-rehearsed": Case(SparQ(read_tokens=8, mean_value=False, when="previous_layer", group="union")),
-    "sparq+smooth": Case(SparQ(read_tokens=5, recent_frac=0.0), Smooth()),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),
@@ -201,7 +183,6 @@ CASES = {
     "infinigen-final": Case(InfiniGen(alpha=0.6, max_fetch_frac=0.3, cap_of="final", round_columns="down")),
     "infinigen-coded": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, partial_weight_ratio=1.0, index_bits=4)),
     "infinigen-balanced": Case(InfiniGen(alpha=inf, max_fetch_frac=0.4, index="balanced")),
-    "infinigen-balanced-prompt": Case(InfiniGen(alpha=0.5, max_fetch_frac=0.5, index="balanced", statistics="prompt")),
     "infinigen+smooth": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Smooth()),
     "infinigen+int4": Case(InfiniGen(alpha=0.3, max_fetch_frac=0.4), Codec("int4")),
     "pool-fifo": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="fifo")),
@@ -211,13 +192,11 @@ CASES = {
     "pool-fills": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.85)),
     # One token is read, and the best of each of the group's heads ties at r = 0: the lowest position wins.
     "pool-tie": Case(InfiniGen(alpha=inf, max_fetch_frac=0.2, pool_tokens=4, protect_recent=0.0)),
-    "pool-coded": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, skew=False, index_bits=8)),
     "pool-balanced": Case(
         InfiniGen(
             alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, index="balanced", statistics="calibration", index_bits=2
         )
     ),
-    "pool+smooth": Case(InfiniGen(alpha=inf, max_fetch_frac=0.3, pool_frac=0.6, pool_policy="lru"), Smooth()),
 }
 
 
