@@ -13,7 +13,6 @@ from harness.data.text import offline_text
 from harness.errors import UserError
 from harness.files import text_sha256
 from harness.launch import runner
-from harness.launch.runner import Run
 from harness.model import source
 from harness.model.source import PACKAGED_SHA256
 from harness.records import code, environment, inputs
@@ -60,6 +59,9 @@ def identity(settings: str = "") -> str:
         ("", "seq_len=512", False),
         ("", "codec=int4", False),
         ("method=int4", "method=int4 group_size=32", False),
+        ("experiment=fig5", "experiment=fig5 seq_len=99", True),
+        ("experiment=fig5", "experiment=fig5 analysis.num_tokens=99", False),
+        ("method=full", "method=full analysis.num_tokens=99", True),
         ("", "size=0.2", False),
         ("", "experiment=fig12", False),
         ("", "model=opt-125m", False),
@@ -161,12 +163,9 @@ def rewritten(**changed):
 DAMAGED = {
     "truncated": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
-    "a list": lambda text: "[1]",
-    "binary": lambda text: "\x00" + text,
     "deep": lambda text: "[" * 10**5,
     "another run's": rewritten(run_id="0"),
     "a number changed": lambda text: text.replace('"nll": 2.5', '"nll": 2.4'),
-    "a setting changed": lambda text: text.replace('"heavy_frac": 0.1', '"heavy_frac": 0.2'),
     "without digest": lambda text: text.replace('"digest": "', '"other": "'),
     "not a number": lambda text: text.replace('"nll": 2.5', '"nll": NaN'),
     "an infinite number": lambda text: text.replace('"nll": 2.5', '"nll": 1e999'),
@@ -174,9 +173,6 @@ DAMAGED = {
     "an unknown status": rewritten(status="fine"),
     "no label": rewritten(config={"method_name": "h2o"}),
     "no inputs": rewritten(inputs=...),
-    "no settings": rewritten(settings=...),
-    "a module of another type": rewritten(method_module=3),
-    "metrics that are a list": rewritten(metrics=[1]),
     "chunks of another type": rewritten(chunks=[[1]]),
     "inputs without digests": rewritten(inputs={"model": None}),
     "another shape": rewritten(table="board"),
@@ -197,26 +193,6 @@ def test_a_damaged_record_is_named_kept_and_run_again(damage, runs, command, cap
     assert (path.parent / "record.damaged-1.json").read_text() == damaged
     said = capsys.readouterr().out
     assert said.startswith(f"{path}: damaged record") and "record.damaged-1.json" in said
-
-
-def test_two_processes_that_set_aside_at_once_keep_both(tmp_path, monkeypatch):
-    path = tmp_path / "record.json"
-    path.write_text("ours")
-    free, taken = records.aside, [True]
-
-    def aside(path):
-        kept = free(path)
-        if taken:
-            kept.write_text(f"theirs {taken.pop()}")  # between the look and the move
-        return kept
-
-    monkeypatch.setattr(records, "aside", aside)
-    assert records.set_aside(path).name == "record.damaged-2.json"
-    assert (tmp_path / "record.damaged-1.json").read_text() == "theirs True"
-    assert (tmp_path / "record.damaged-2.json").read_text() == "ours"
-    with pytest.raises(FileNotFoundError):
-        records.set_aside(path)
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 # How a run may end
@@ -301,32 +277,11 @@ def test_torch_says_what_we_listen_for():
     assert torch.OutOfMemoryError.__name__ == "OutOfMemoryError"
 
 
-def test_an_unwritable_results_folder_stops_before_any_work(runs, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="results_dir: .* cannot be written"):
-        start([f"results_dir={tmp_path / 'file'}"])
-    assert runs.loads == runs.configs == []
-
-
 def test_a_process_keeps_the_last_model(runs, command):
     resources = Resources()
     for more in ("method=full", "method=streaming", "model=opt-125m", "model=opt-125m method=full"):
         start([*command[:1], *more.split()], resources)
     assert runs.loads == ["smollm2-135m", "opt-125m"]
-
-
-def test_a_run_is_looked_at_once_which_changes_nothing(runs, command, monkeypatch):
-    """Neither a damaged record nor a new label is touched before the run begins."""
-    asked, digests = [], inputs.digests
-    monkeypatch.setattr(inputs, "digests", lambda config: asked.append(config) or digests(config))
-    path = start(command)
-    assert len(asked) == 1
-    before = path.read_bytes()
-    assert Run.of(load([*command, "label=mine"])).is_finished() and path.read_bytes() == before
-    path.write_text("{")
-    todo = Run.of(load(command))
-    assert not todo.is_finished() and "record.damaged-1.json, run again" in todo.why_again()
-    assert [file.name for file in path.parent.iterdir()] == ["record.json"] and path.read_text() == "{"
 
 
 # Code
@@ -350,40 +305,26 @@ def edit(file, text):
 MORE = "\nMORE = 1\n"
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "counts"),
-    [
+def test_the_code_that_makes_another_run_of_the_same_settings(sources):
+    config = load(["method=h2o"])
+    before = inputs.digests(config)
+    for file, text, counts in (
         ("methods/h2o.py", MORE, True),
-        ("methods/base.py", MORE, True),
         ("methods/codec.py", MORE, True),
         ("harness/accuracy/perplexity.py", MORE, True),
         ("harness/replay.py", MORE, True),
-        ("harness/model/decoder.py", MORE, True),
         ("harness/data/text.py", MORE, True),
         ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
         ("methods/streaming.py", MORE, False),
         ("harness/speed/cell.py", MORE, False),
-        ("harness/tables/write.py", MORE, False),
         ("harness/launch/runner.py", MORE, False),
-    ],
-)
-def test_the_code_that_makes_another_run_of_the_same_settings(sources, file, text, counts):
-    config = load(["method=h2o"])
-    before = inputs.digests(config)
-    edit(sources / file, text)
-    after = inputs.digests(config)
-    assert (records.run_id(config, before) != records.run_id(config, after)) == counts == (before != after)
-    assert records.settings_id(config, before) == records.settings_id(config, after)
-
-
-def test_a_method_is_its_module_with_those_it_imports_and_the_core_is_there():
-    names = {module: {file.stem for file in code.method_files(f"methods.{module}")} for module in ("h2o", "infinigen")}
-    assert {"h2o", "base"} <= names["h2o"] and not {"infinigen", "streaming"} & names["h2o"]
-    assert {"infinigen", "selection", "base"} <= names["infinigen"]
-    assert all((code.ROOT / "harness" / name).exists() for name in code.CORE)
-    found = {str(file.relative_to(code.ROOT)) for file in code.harness_files(["accuracy"])}
-    harness = {f"harness/{name}" for name in ("accuracy/scoring.py", "data/own_tasks.yaml", "offload/links.py")}
-    assert harness | {"methods/codec.py"} <= found
+    ):
+        unchanged = (sources / file).read_text()
+        edit(sources / file, text)
+        after = inputs.digests(config)
+        assert (records.run_id(config, before) != records.run_id(config, after)) == counts == (before != after), file
+        assert records.settings_id(config, before) == records.settings_id(config, after)
+        (sources / file).write_text(unchanged)
 
 
 def test_a_run_of_other_code_is_named_and_run_again(runs, command, sources, capsys):
@@ -418,8 +359,6 @@ def test_environment_is_json_and_knows_the_packages(monkeypatch, tmp_path):
     found = environment.describe(["cpu"])
     assert json.loads(json.dumps(found)) == found
     assert found["packages"]["torch"] and found["num_cores"] >= 1
-    assert environment.describe()["num_threads"] is None
-    monkeypatch.setattr(environment, "ROOT", tmp_path)  # no git, no /proc
-    monkeypatch.setattr(environment, "_from_proc", lambda *_: None)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)  # no git
     found = environment.describe()
-    assert (found["commit"], found["dirty"]) == (None, None) and found["memory_bytes"] > 2**20
+    assert (found["commit"], found["dirty"], found["num_threads"]) == (None, None, None)
