@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from contextlib import closing
-from dataclasses import replace
-from functools import cache
 
 import pytest
 import reference as plain
@@ -22,7 +19,6 @@ from harness.accuracy.long_decode import (
     Text,
     curve,
     decode_freely,
-    first_divergence,
     repetition,
     run_long_decode,
     summarize,
@@ -32,23 +28,20 @@ from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.live import generate
 from harness.resources import Kept
-from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
-from harness.settings.experiment import Outcome, find
+from harness.settings.config import RunConfig
+from harness.settings.experiment import find
 from methods.full import Full
 from methods.h2o import H2O
 from methods.streaming import Streaming
 from tests.composed import load
+from tests.windows import letters, metrics_of, on_text, stderr_of
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 128
 
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> str:
-    """A file of random letters; no cache outside the test's folder."""
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "text.txt"
-    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=300)))
-    return str(file)
+    return str(letters(tmp_path, monkeypatch, 300, "abcdefghijklmnopqrstuvwxyz"))
 
 
 @pytest.fixture
@@ -56,38 +49,15 @@ def loaded() -> LoadedModel:
     return LoadedModel(tiny("gqa"), byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
 
 
-@cache
-def defaults() -> RunConfig:
-    return load(["experiment=long_decode"])
-
-
 def settings(text: str, method=None, **changes) -> RunConfig:
-    method = method or Full()
-    values = {
-        "method": method,
-        "method_name": type(method).__name__.lower(),
-        "corpus": CorpusConfig("offline", path=text),
-        "calibration": CalibrationConfig(path=text, num_tokens=64),
-        "prefill_len": PROMPT,
-        "max_new_tokens": STEPS,
-        "num_windows": 3,
-    }
-    return replace(defaults(), **(values | changes))
-
-
-def metrics_of(outcome: Outcome) -> dict:
-    (metrics,) = outcome.metrics.values()
-    return metrics
+    lengths = {"prefill_len": PROMPT, "max_new_tokens": STEPS}
+    return on_text("long_decode", text, method or Full(), **(lengths | changes))
 
 
 def prompts_of(text: str, num: int = 3) -> list[list[int]]:
     with open(text) as file:
         ids = byte_tokenizer()(file.read(), add_special_tokens=False)["input_ids"]
     return [ids[first : first + PROMPT] for first in range(0, num * PROMPT, PROMPT)]
-
-
-def stderr_of(values: list[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest", "kivi", "shadowkv"])
@@ -204,13 +174,6 @@ def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, mo
 def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
     assert long_decode.GRAM == 4
     assert repetition(tokens) == (None if expected is None else pytest.approx(expected))
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "expected"), [([1, 2], [1, 2], 2), ([1, 2, 3], [1, 4, 3], 1), ([1], [2], 0), ([], [], 0)]
-)
-def test_texts_part_at_the_first_token_that_differs(one, two, expected):
-    assert first_divergence(one, two) == first_divergence(two, one) == expected
 
 
 def pair_of(tokens: list[int], others: list[int]) -> Pair:

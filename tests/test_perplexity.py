@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
-from dataclasses import replace
-from functools import cache
 
 import pytest
 import reference as plain
 import torch
 
 from harness.accuracy.evaluation import _lm_eval
-from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity, score_rows
+from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.errors import UserError
-from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.resources import Kept
-from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
+from harness.settings.config import CorpusConfig, RunConfig
 from harness.settings.experiment import find
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
-from tests.composed import load
+from tests.windows import ByteTokenizer, letters, metrics_of, on_text, stderr_of
 
 MAX_LENGTH = 512
 METRICS = {
@@ -34,21 +30,9 @@ METRICS = {
 }  # fmt: skip
 
 
-class ByteTokenizer:
-    """A token a byte."""
-
-    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
-        assert options["add_special_tokens"] is False
-        return {"input_ids": list(text.encode())}
-
-
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> str:
-    """A file of 1,500 random letters; no cache outside the test's folder."""
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "text.txt"
-    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1500)))
-    return str(file)
+    return str(letters(tmp_path, monkeypatch, 1500))
 
 
 @pytest.fixture
@@ -56,23 +40,8 @@ def loaded(tiny_gqa) -> LoadedModel:
     return LoadedModel(tiny_gqa, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
 
 
-@cache
-def defaults() -> RunConfig:
-    return load(["experiment=perplexity"])
-
-
 def settings(text: str, method=None, **changes) -> RunConfig:
-    method = method or Full()
-    values = {
-        "method": method,
-        "method_name": type(method).__name__.lower(),
-        "corpus": CorpusConfig("offline", path=text),
-        "calibration": CalibrationConfig(path=text, num_tokens=64),
-        "seq_len": 60,
-        "prefill_len": 20,
-        "num_windows": 3,
-    }
-    return replace(defaults(), **(values | changes))
+    return on_text("perplexity", text, method or Full(), **({"seq_len": 60, "prefill_len": 20} | changes))
 
 
 def windows(text: str, config: RunConfig) -> list[list[int]]:
@@ -102,20 +71,11 @@ def nll_of(log_probs: torch.Tensor, window, first: int) -> list[float]:
     return [-float(log_probs[t, window[t + 1]]) for t in range(first, len(window) - 1)]
 
 
-def stderr_of(values: list[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
 def absent(metrics: dict) -> set[str]:
     return {name for name, value in metrics.items() if value is None}
 
 
-def metrics_of(outcome) -> dict:
-    (metrics,) = outcome.metrics.values()
-    return metrics
-
-
-@pytest.mark.parametrize("prefill_len", [0, 1, 20, 57])
+@pytest.mark.parametrize("prefill_len", [0, 20, 57])
 @pytest.mark.parametrize("method", [Streaming(kept_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
 def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
     corpus = CorpusConfig("offline", path=text, offset_tokens=700)
@@ -225,18 +185,6 @@ def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp
     assert outcome["device_frac"] - outcome["size"] == pytest.approx(index)
     again = metrics_of(run_perplexity(settings(text, method, size=0.7), loaded))
     assert again == outcome and file.stat().st_mtime_ns == stamp
-
-
-def test_scores_do_not_depend_on_the_head_chunk(loaded, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    hidden, reference = torch.randn(2, 21, 64, generator=generator)
-    targets = torch.randint(0, 256, (21,), generator=generator)
-    with attach(loaded.model) as attached:
-        expected = score_rows(attached, hidden, targets, reference)
-        monkeypatch.setattr("harness.accuracy.perplexity.HEAD_CHUNK", 4)
-        got = score_rows(attached, hidden, targets, reference)
-    for ours, wanted in zip(got, expected, strict=True):
-        assert ours.dtype == torch.float64 and torch.allclose(ours, wanted, atol=1e-6)
 
 
 SINKS = Streaming(kept_frac=0.2, num_sinks=2)
