@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = dict[str, bytes]
@@ -52,14 +53,6 @@ class Repository:
         return next((files for name, files in self.branches.items() if revision in (name, commit(files))), None)
 
 
-class Fault(NamedTuple):
-    """What answers requests whose "METHOD path" matches; `left` counts down to none."""
-
-    pattern: re.Pattern[str]
-    answer: Callable[[Handler], None]
-    left: list[None]
-
-
 @dataclass
 class Hub:
     """What is served, and what was asked. token: that which opens gated repositories."""
@@ -69,12 +62,12 @@ class Hub:
     datasets: dict[str, Repository] = field(default_factory=dict)
     token: str = "hf_granted"
     requests: list[str] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[tuple[str, Iterator[Callable[[Handler], None]]]] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
 
     def disturb(self, pattern: str, answer: Callable[[Handler], None], times: int = 1000) -> None:
-        """Answer the next `times` requests that match `pattern` otherwise."""
-        self.faults.append(Fault(re.compile(pattern), answer, [None] * times))
+        """Answer the next `times` requests whose "METHOD path" matches `pattern` otherwise."""
+        self.faults.append((pattern, repeat(answer, times)))
 
     def asked(self, pattern: str) -> list[str]:
         """The requests that match."""
@@ -143,11 +136,10 @@ class Handler(BaseHTTPRequestHandler):
         request = f"{self.command} {path}"
         self.hub.requests.append(request)
         self.sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        fault = next((each for each in self.hub.faults if each.left and each.pattern.search(request)), None)
-        if fault is not None:
-            fault.left.pop()
-            fault.answer(self)
-        elif found := REPOSITORY.fullmatch(path):
+        for pattern, answers in self.hub.faults:
+            if re.search(pattern, request) and (answer := next(answers, None)) is not None:
+                return answer(self)
+        if found := REPOSITORY.fullmatch(path):
             self._describe(*found.groups())
         elif found := FILE.fullmatch(path):
             self._serve("datasets" if found[1] else "models", *found.groups()[1:])
@@ -172,23 +164,21 @@ class Handler(BaseHTTPRequestHandler):
     def _error(self, code: int, name: str, message: str) -> None:
         self.reply(code, b"", {"X-Error-Code": name, "X-Error-Message": message})
 
-    def _find(self, kind: str, name: str, revision: str) -> tuple[Repository, Files] | None:
-        """A repository and the files of a revision; None where the refusal was sent."""
+    def _find(self, kind: str, name: str, revision: str) -> tuple[Repository | None, Files]:
+        """A repository and the files of a revision; none where the refusal was sent."""
         repository = getattr(self.hub, kind).get(name)
         if repository is None:
             self._error(401, "RepoNotFound", "Invalid username or password.")
-            return None
-        files = repository.files(revision)
-        if files is None:
+        elif (files := repository.files(revision)) is not None:
+            return repository, files
+        else:
             self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-            return None
-        return repository, files
+        return None, {}
 
     def _describe(self, kind: str, name: str, what: str | None, revision: str | None, below: str | None) -> None:
-        found = self._find(kind, name, revision or "main")
-        if found is None:
+        repository, files = self._find(kind, name, revision or "main")
+        if repository is None:
             return
-        repository, files = found
         if what == "discussions":
             self._json({"discussions": repository.pull_requests, "count": len(repository.pull_requests), "start": 0})
         elif what == "tree":
@@ -206,10 +196,9 @@ class Handler(BaseHTTPRequestHandler):
             self._json({"id": name, "sha": commit(files), "gated": repository.gated, **tail})
 
     def _serve(self, kind: str, name: str, revision: str, path: str) -> None:
-        found = self._find(kind, name, revision)
-        if found is None:
+        repository, files = self._find(kind, name, revision)
+        if repository is None:
             return
-        repository, files = found
         brought = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if repository.gated and brought != self.hub.token:
             restricted = f"Access to model {name} is restricted"
@@ -219,30 +208,21 @@ class Handler(BaseHTTPRequestHandler):
             return self._error(401, "GatedRepo", f"{restricted}. You must have access to it. Please log in.")
         if path not in files:
             return self._error(404, "EntryNotFound", "Entry not found")
-        self._send_file(files[path], {"X-Repo-Commit": commit(files)})
-
-    def _send_file(self, content: bytes, headers: dict[str, str]) -> None:
-        headers |= {"ETag": f'"{blob(content)}"', "Accept-Ranges": "bytes"}
+        content = files[path]
+        headers = {"X-Repo-Commit": commit(files), "ETag": f'"{blob(content)}"', "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted is None:
             return self.reply(200, content, headers)
         first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
-        part = content[first : last + 1]
-        self.reply(206, part, headers | {"Content-Range": f"bytes {first}-{last}/{len(content)}"})
-
-
-class Server(ThreadingHTTPServer):
-    """One thread a connection; a client opens several at once."""
-
-    daemon_threads = True
-    request_queue_size = 64
+        headers |= {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        self.reply(206, content[first : last + 1], headers)
 
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """A hub without repositories, on a free port, until the block ends."""
+    """A hub without repositories, on a free port, until the block ends. A client opens several connections at once."""
     bound = type("Bound", (Handler,), {})
-    server = Server(("127.0.0.1", 0), bound)
+    server = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 64})(("127.0.0.1", 0), bound)
     bound.hub = hub = Hub(f"http://127.0.0.1:{server.server_port}")
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:

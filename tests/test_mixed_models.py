@@ -40,7 +40,7 @@ def test_blocks_of_rows_change_nothing(name):
 # Live is replay
 
 
-ON_EVERY_MODEL = ("full", "infinigen", "h2o", "quest", "snapkv", "int4", "full+smooth", "oracle")
+ON_EVERY_MODEL = ("full", "infinigen", "quest", "snapkv", "int4", "oracle")
 
 
 @pytest.mark.parametrize("case", ON_EVERY_MODEL)
@@ -65,23 +65,16 @@ def test_the_ring_stays_on_the_device(name):
     """Over the link go the four layers that see every token; a ring holds what the next row sees beside its own."""
     with attach(mixed(name)) as attached, EmulatedLink(1e12) as link:
         geometry, width = attached.geometry, Window(WINDOW, is_chunk=name == "llama4")
-        assert [layer.window for layer in attached.layers] == [width, None, None] * 2
         assert attached.numbers == [None, 0, 1, None, 2, 3]
         assert (geometry.num_layers, geometry.windows) == (4, (width, width))
         with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
             force(session, (PROMPT, PROMPT))
             rings = [cache for cache in session.caches if isinstance(cache, LocalCache)]
             assert [cache.keys.shape[2] for cache in rings] == [WINDOW - 1] * 2
-            assert len(session.stores) == 4
             assert session.h2d_bytes == 4 * HEADS * sum(range(PROMPT, PROMPT + STEPS)) * ROW
             assert session.d2h_bytes == 4 * HEADS * (PROMPT + STEPS) * ROW
-
-
-@local_models
-def test_a_layer_is_exempt_by_its_number_among_those_that_see_every_token(name):
-    with attach(mixed(name)) as attached:
         kinds = [policy.kind for policy in open_session(attached, CASES["h2o"], [20], 20).policies]
-    assert kinds == ["local", "full", "full", "local", "method", "method"]
+        assert kinds == ["local", "full", "full", "local", "method", "method"], "exempt by its number among them"
 
 
 def test_positions_counted_by_columns_are_refused_with_padding():
@@ -97,31 +90,26 @@ def test_positions_counted_by_columns_are_refused_with_padding():
 # States of recurrent layers
 
 
+def copies_of_states(session) -> list[torch.Tensor]:
+    """The recurrent states of a session, copied."""
+    return [state.clone() for states in session.model_cache._states() for state in states.values()]
+
+
 def test_a_fork_of_a_session_forks_the_states():
     """Children in another order and twice, of which one runs on before the other, and the trunk after both."""
     ids, valid = pad([token_ids(20), token_ids(13, 1)], left=True)
     rest = torch.tensor([token_ids(6, 2)] * 3)
     real = torch.ones_like(rest, dtype=torch.bool)
-    index = torch.tensor([1, 0, 1])
     with attach(mixed("qwen3_next")) as attached:
         trunk = open_session(attached, CASES["h2o"], [26, 19], 26)
         trunk.prefill(ids, valid)
         states = copies_of_states(trunk)
-        assert len(states) == 4, "two layers, a convolution's state and a recurrent one"
-        child, twin = (trunk.fork(index, 26) for _ in range(2))
+        child, twin = (trunk.fork(torch.tensor([1, 0, 1]), 26) for _ in range(2))
         first = attached.logits(child.decode(rest, real))
         assert all(torch.equal(*pair) for pair in zip(copies_of_states(trunk), states, strict=True))
-        assert not any(torch.equal(*pair) for pair in zip(copies_of_states(child), copies_of_states(twin), strict=True))
         assert torch.equal(attached.logits(twin.decode(rest, real)), first)
         own = attached.logits(trunk.decode(rest[:2], real[:2]))
-    assert_close(first[0], own[1])
-    assert_close(first[1], own[0])
-    assert_close(first[2], first[0], 1e-5)
-
-
-def copies_of_states(session) -> list[torch.Tensor]:
-    """The recurrent states of a session, copied."""
-    return [state.clone() for states in session.model_cache._states() for state in states.values()]
+    assert_close(first, own[[1, 0, 1]])
 
 
 def test_rows_of_padding_advance_no_state():
@@ -141,49 +129,21 @@ def test_rows_of_padding_advance_no_state():
         assert_close(both, torch.cat(alone), 1e-5)
 
 
-def test_live_steps_go_on_from_the_prompts_states():
-    """A prompt that serves several sessions gives each its own states."""
-    from harness.model.prompt import run_prompt
-    from harness.offload.live import LiveSession
-
-    ids, real = pad([token_ids(PROMPT), token_ids(15, 1)], left=True)
-    with attach(mixed("qwen3_next")) as attached:
-        prompt = run_prompt(attached, ids, real)
-        sessions = [LiveSession(attached, H2O(), max_new_tokens=4) for _ in range(2)]
-        logits = [[session.start(prompt)] for session in sessions]
-        for step in range(3):
-            for session, made in zip(sessions, logits, strict=True):
-                made.append(session.decode_step(torch.tensor([step + 5, step + 9])))
-    assert all(torch.equal(*pair) for pair in zip(*logits, strict=True))
-
-
 # Sizes, by hand
 
 
-def read_in_windows(cached: int) -> float:
-    """Of two sliding layers / the elements of the full cache, which has four layers beside them."""
-    held = 2 * min(cached, WINDOW - 1)
-    return held / (4 * cached + held)
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma2", "llama4"])
 def test_what_windows_read_by_hand(name):
     case, length = Case(H2O(heavy_frac=0.1, recent_frac=0.1)), 40
     reads = run_one(mixed(name), case, token_ids(length), 20).reads
     rows = range(20, length)
-    assert reads.window_frac == pytest.approx(sum(map(read_in_windows, rows)) / len(rows))
+    held = [t % WINDOW if name == "llama4" else min(t, WINDOW - 1) for t in rows]  # of each of two layers
+    of_windows = [2 * window / (4 * t + 2 * window) for t, window in zip(rows, held, strict=True)]
+    assert reads.window_frac == pytest.approx(sum(of_windows) / len(rows))
     budget = 4 + 4  # of 40 tokens, in two of the four layers
-    by_row = [(2 * t + 2 * budget + 2 * min(t, 15)) / (4 * t + 2 * min(t, 15)) for t in rows]
+    by_row = [(2 * t + 2 * budget + 2 * window) / (4 * t + 2 * window) for t, window in zip(rows, held, strict=True)]
     assert reads.size == pytest.approx(sum(by_row) / len(rows))
     assert reads.sizes["window_frac"] == reads.window_frac and "recurrent_bytes" not in reads.sizes
-
-
-def test_what_chunks_read_by_hand():
-    reads = run_one(mixed("llama4"), Case(Full()), token_ids(40), 20).reads
-    rows = range(20, 40)
-    expected = [2 * (t % WINDOW) / (4 * t + 2 * (t % WINDOW)) for t in rows]
-    assert reads.window_frac == pytest.approx(sum(expected) / len(rows))
-    assert reads.size == 1
 
 
 def test_recurrent_bytes_by_hand():
@@ -192,31 +152,22 @@ def test_recurrent_bytes_by_hand():
     channels = 2 * 2 * 16 + 4 * 16  # queries and keys of 2 heads, values of 4
     elements = 2 * (4 * 16 * 16 + channels * config.linear_conv_kernel_dim)
     for decode in (run_one, run_ragged):
-        reads = decode(mixed("qwen3_next"), CASES["h2o"]).reads
-        assert reads.sizes["recurrent_bytes"] == elements * 4
-        assert {"window_frac", "latent_bytes"}.isdisjoint(reads.sizes)
+        sizes = decode(mixed("qwen3_next"), CASES["h2o"]).reads.sizes
+        assert sizes["recurrent_bytes"] == elements * 4 and {"window_frac", "latent_bytes"}.isdisjoint(sizes)
 
 
 def test_a_latent_is_stored_once_for_all_heads_by_hand():
     """24 latent and 8 rotary elements a token and layer, of which the first 24 are the value as well."""
     with attach(mixed("deepseek_v3")) as attached, EmulatedLink(1e12) as link:
-        geometry = attached.geometry
-        shape = (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim, geometry.elements)
-        assert shape == (1, 32, 24, 32) and geometry.values_in_keys
         with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
             force(session, (PROMPT, PROMPT))
             assert session.h2d_bytes == 4 * 2 * sum(range(PROMPT, PROMPT + STEPS)) * 32 * 4
-            latents = session.stores[0].format.unpack(session.stores[0].slots)
-            assert latents.values.shape[3] == 24 and torch.equal(latents.values, latents.keys[..., :24])
+        with pytest.raises(UserError, match="in this model they hold the values"):
+            open_session(attached, CASES["shadowkv"], [20], 20)
     reads = run_one(mixed("deepseek_v3"), CASES["h2o"], token_ids(40), 20).reads
     assert reads.sizes["latent_bytes"] == 4 * 32 * 4  # layers, elements, fp32
     by_row = [(2 * t + 2 * (6 + 4)) / (4 * t) for t in range(20, 40)]  # floor(.15 * 40) + floor(.1 * 40)
     assert reads.size == pytest.approx(sum(by_row) / len(by_row))
-
-
-def test_a_method_that_keeps_the_keys_takes_no_latents():
-    with attach(mixed("deepseek_v3")) as attached, pytest.raises(UserError, match="in this model they hold the values"):
-        open_session(attached, CASES["shadowkv"], [20], 20)
 
 
 # Sinks and softcaps
@@ -241,16 +192,3 @@ def test_the_weights_that_a_method_sees_are_the_models(name):
         for number, layer in ((2, 4), (3, 5)):
             received = weights[layer][0].sum(1).view(2, 2, 20).sum(1)
             assert_close(state.worth[number][0, :, :20], received, 1e-5)
-
-
-def test_a_sink_takes_its_share_of_every_row():
-    """Of the model's own weights nothing else is missing to one, so that a forgotten sink shows."""
-    with attach(mixed("gpt_oss")) as attached:
-        softmax = attached.softmaxes[1]
-        scores = torch.randn(1, 2, 2, 3, 9, generator=torch.Generator().manual_seed(0))
-        weights = softmax.weights(scores.clone())
-    left = 1 - weights.sum(-1)
-    sinks = softmax.sinks.view(1, 2, 2, 1)
-    total = torch.logaddexp(torch.logsumexp(scores, -1), sinks)
-    assert_close(left, (sinks - total).exp())
-    assert float(left.min()) > 0.01

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -347,21 +346,12 @@ def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
         attached.forward(ids, torch.arange(3)[None], handler=None)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (RuntimeError("Failed to find C compiler."), "Failed to find C compiler.); it needs a C compiler"),
-        (AssertionError("libcuda.so cannot found!"), "libcuda.so cannot found!"),
-        (ModuleNotFoundError("No module named 'nothing'", name="nothing"), "needs the Python package nothing"),
-    ],
-)
-def test_a_gpu_on_which_kernels_cannot_be_launched_is_refused_in_a_line(error, message, monkeypatch):
+def test_a_gpu_on_which_kernels_cannot_be_launched_is_refused_in_a_line(monkeypatch):
     class Driver:
         @property
         def active(self):
-            raise error
+            raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(pytest.importorskip("triton.runtime"), "driver", Driver())
-    with pytest.raises(UserError, match=re.escape(message)) as raised:
+    with pytest.raises(UserError, match="^model.device=cuda: .*Failed to find C compiler.*; it needs a C compiler"):
         require_kernels()
-    assert str(raised.value).startswith("model.device=cuda: ") and "\n" not in str(raised.value)

@@ -157,11 +157,10 @@ def test_depth_and_length(task, tokenizer):
 
 def test_how_many_questions_and_which_rows():
     config = settings(f"tasks=[{','.join(RULER_TASKS)}]")
-    two = settings("metadata.max_seq_lengths=[500,600]", "num_samples=3")
-    assert two.num_samples_of("ruler_vt") == 2 * 3, "as many at each length"
     for task in RULER_TASKS:
         assert config.num_samples_of(task) == RULER_NUM_SAMPLES and config.prefill_of(task, writes=True) == "dense"
-    assert settings("prefill=question").prefill_of("ruler_vt") == "question"
+    two = settings("metadata.max_seq_lengths=[500,600]", "num_samples=3")
+    assert two.num_samples_of("ruler_vt") == 2 * 3, "as many at each length"
 
 
 def test_the_full_cache_writes_and_scores_as_stock_hflm():
@@ -214,8 +213,6 @@ def test_a_length_too_short(task, length, tokenizer):
 
 def test_a_length_beyond_the_model(tokenizer):
     limit = r"^metadata.max_seq_lengths: 800 is too long: {} takes {} tokens.*model tiny takes {}$"
-    with pytest.raises(UserError, match=limit.format("niah_single_1", LENGTH, 600)):
-        ruler.load("niah_single_1", settings("num_samples=2"), model_of(tokenizer, 600))
     # To its length lm-eval does not count what is generated.
     rows = rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer)
     taken = max(len(f"{row['input']} {row['gen_prefix']}".split()) for row in rows) + 50

@@ -299,42 +299,8 @@ def test_a_damaged_file_is_named_with_its_line(content, message, root, loaded):
     assert message in str(error.value) and str(path.parent.parent) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_rows_of_too_many_fields_are_refused(root):
+def test_a_row_of_too_many_fields_is_refused(root):
     path, wide = root / "copa" / "train.jsonl", {f"f{number}": 1 for number in range(2000)}
-    halves = [ROWS["copa"] | dict(list(wide.items())[at : at + 600]) for at in (0, 600)]
-    one_object = "line 2: an object has 2000 fields; allowed: up to 1000"
-    for first, second, message in (
-        (ROWS["copa"], wide, one_object),
-        (ROWS["copa"], ROWS["copa"] | {"more": wide}, one_object),
-        (*halves, "line 2: with it the rows have more than 1000 fields"),
-    ):
-        path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
-        with pytest.raises(UserError, match=f"train.jsonl, {message}"):
-            load_task("copa", settings("copa", root=root))
-
-
-@pytest.mark.parametrize(("task", "shots", "rows"), [("copa", 8, 8), ("hellaswag", 1, 0), ("lambada", 2, 0)])
-def test_too_few_examples(task, shots, rows, root, loaded):
-    message = f"num_fewshot={shots}: {task} has {rows} rows of its split train"
-    with pytest.raises(UserError, match=message):
-        run_tasks(settings(task, root=root, num_fewshot=shots), loaded)
-
-
-# The hub
-
-
-def test_hub_rows_under_lm_evals_own_task(monkeypatch):
-    import datasets
-
-    rows = datasets.Dataset.from_list([ROWS["lambada"]] * 3)
-    asked = []
-
-    def hub(path, name, **options):
-        asked.append((path, name))
-        return {"test": rows}
-
-    monkeypatch.setattr(datasets, "load_dataset", hub)
-    task = load_task("lambada", settings("lambada", data=DataConfig("hub")))
-    task.build_all_requests(limit=1)
-    assert asked == [("EleutherAI/lambada_openai", "default")]
-    assert task.instances[0].args == PROMPTS["lambada"][0][0]
+    path.write_text(f"{json.dumps(ROWS['copa'])}\n{json.dumps(ROWS['copa'] | {'more': wide})}\n")
+    with pytest.raises(UserError, match="train.jsonl, line 2: an object has 2000 fields; allowed: up to 1000"):
+        load_task("copa", settings("copa", root=root))
