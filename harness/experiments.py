@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Perplexity(Experiment):
     """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2)."""
 
-    heeds = ("corpus", "data", "calibration", "seq_len", "prefill_len", "num_windows")
+    depends_on = ("corpus", "data", "calibration", "seq_len", "prefill_len", "num_windows")
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:
@@ -46,14 +46,14 @@ class Perplexity(Experiment):
 
         return run_perplexity(config, resources.model(config.model), resources.references)
 
-    def lower(self, config: RunConfig) -> dict[str, Any]:
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         return {"seq_len": config.seq_len, "num_windows": config.num_windows}
 
 
 class Tasks(Experiment):
     """`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
 
-    heeds = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
+    depends_on = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:
@@ -73,7 +73,7 @@ class Tasks(Experiment):
 
         return run_tasks(config, resources.model(config.model))
 
-    def lower(self, config: RunConfig) -> dict[str, Any]:
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         return {"num_fewshot": config.num_fewshot}
 
 
@@ -84,7 +84,7 @@ LOWEST = {"prefill_len": 1, "max_new_tokens": 2}
 class LongDecode(Experiment):
     """`kind=long_decode`: greedy texts under a method and under the full cache, and how they part."""
 
-    heeds = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows")
+    depends_on = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows")
     code = ("accuracy",)
 
     def check(self, config: RunConfig) -> None:
@@ -100,14 +100,14 @@ class LongDecode(Experiment):
 
         return run_long_decode(config, resources.model(config.model), resources.references)
 
-    def lower(self, config: RunConfig) -> dict[str, Any]:
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         return {"max_new_tokens": config.max_new_tokens, "prefill_len": config.prefill_len}
 
 
 class Latency(Experiment):
     """`kind=latency`: one timed cell of the figures of speed (Figs 14 to 18)."""
 
-    heeds = ("platform", "placement", "reuse", "latency", "seed", "calibration")
+    depends_on = ("platform", "placement", "reuse", "latency", "seed", "calibration")
     table = "latency"
     code = ("speed",)
     live = True
@@ -123,7 +123,7 @@ class Latency(Experiment):
 
         return run_latency(config, resources.model(config.model), resources.prompts)
 
-    def lower(self, config: RunConfig) -> dict[str, Any]:
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         return {"batch_size": config.latency.batch_size, "prompt_len": config.latency.prompt_len}
 
     def process(self, config: RunConfig) -> Any:
@@ -136,7 +136,7 @@ class Latency(Experiment):
 class Generate(Experiment):
     """`kind=generate`: text, printed token by token, and what its cache moved."""
 
-    heeds = ("prompt", "max_new_tokens", "platform", "placement", "reuse", "calibration")
+    depends_on = ("prompt", "max_new_tokens", "platform", "placement", "reuse", "calibration")
     code = ("speed",)
     live = True
     keeps_record = False
@@ -153,14 +153,14 @@ class Generate(Experiment):
         print(f"\n\n{made.summary()}")
         return Outcome({})
 
-    def lower(self, config: RunConfig) -> dict[str, Any]:
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         return {"max_new_tokens": config.max_new_tokens}
 
 
 class Contract(Experiment):
     """`kind=contract`: whether a method keeps what every method must; see `harness.contract`."""
 
-    heeds = ("platform",)
+    depends_on = ("platform",)
     code = ("contract.py",)
     keeps_record = False
 
@@ -186,7 +186,7 @@ OF_THE_SHAPE = "memory"
 class Analysis(Experiment):
     """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7, 20, Table 1)."""
 
-    heeds = ("analysis", "corpus", "data", "calibration")
+    depends_on = ("analysis", "corpus", "data", "calibration")
     table = "analysis"
     code = ("paper/analysis", "model/shape.py")
 
@@ -219,14 +219,14 @@ class Analysis(Experiment):
 
         return run_analysis(config, resources.model(config.model))
 
-    def lower(self, config: RunConfig) -> dict[str, Any]:
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         return {"analysis.num_tokens": config.analysis.num_tokens}
 
 
 class Frontier(Experiment):
     """`kind=frontier`: the fastest setting of `tables/leaderboard.csv` over a link, within a bound of KL."""
 
-    heeds = ("link_gbps", "max_kl")
+    depends_on = ("link_gbps", "max_kl")
     keeps_record = False
 
     def check(self, config: RunConfig) -> None:

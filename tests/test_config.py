@@ -118,7 +118,7 @@ def test_the_platform_decides_device_and_precision(experiment):
 def test_a_kind_is_a_module_and_heeds_settings_that_there_are():
     names = {field.name for field in dataclasses.fields(RunConfig)}
     shown = {"label", "label_given", "results_dir", "tracker"}
-    heeded = {kind: {*COMMON, *find(kind).heeds} for kind in kinds()}
+    heeded = {kind: {*COMMON, *find(kind).depends_on} for kind in kinds()}
     assert set().union(*heeded.values()) == names - shown
     for kind, settings in heeded.items():
         assert foreign_settings(kind) == names - settings
@@ -126,10 +126,10 @@ def test_a_kind_is_a_module_and_heeds_settings_that_there_are():
 
 
 def test_a_new_kind_is_one_class(monkeypatch):
-    """It is found by its name in `KINDS`, checks and names what it heeds."""
+    """It is found by its name in `KINDS`, checks and names what it depends on."""
 
     class Counting(Experiment):
-        heeds = ("seed",)
+        depends_on = ("seed",)
 
         def check(self, config):
             if config.seed == 7:

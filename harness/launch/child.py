@@ -77,7 +77,7 @@ def _submit(pool: ProcessPoolExecutor, each: Run, since: float) -> Future[Path |
 
 
 def _why_it_died(run: Run, code: int | None) -> UserError:
-    lower = " or ".join(find(run.config.kind).lower(run.config))
+    lower = " or ".join(find(run.config.kind).memory_hints(run.config))
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         memory = ", as systems do where memory runs out" if -code == signal.SIGKILL else ""

@@ -307,7 +307,7 @@ def users_faults(config: RunConfig) -> Iterator[None]:
 def _as_user_error(error: Exception, config: RunConfig) -> UserError | None:
     said, kind = str(error), type(error).__name__
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
-        values = find(config.kind).lower(config).items()
+        values = find(config.kind).memory_hints(config).items()
         lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
         return UserError(f"out of memory: lower {lower}, or choose a smaller model")
     if isinstance(error, ValueError) and said.startswith("method."):

@@ -222,7 +222,7 @@ def _measured(record: Record, task: str, metric: str) -> Measured:
 
 def _same_questions(record: Record, full: Record) -> bool:
     """Whether two runs were asked the same questions of the same model. Each may have read further tasks."""
-    names = {"kind", "model", *find(record["kind"]).heeds} - MAY_DIFFER
+    names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
     own, other = (_settings(each["config"], names) for each in (record, full))
     read, also = (_data(each["inputs"]) for each in (record, full))
     return own == other and all(read[name] == also[name] for name in read.keys() & also.keys())

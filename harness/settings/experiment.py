@@ -1,4 +1,4 @@
-"""A kind of run, such as perplexity: which settings it heeds, what it reads, what it measures.
+"""A kind of run, such as perplexity: which settings it depends on, what it reads, what it measures.
 
 The kinds are in `harness/experiments.py`, which is imported by name since it lies above. Imports no torch.
 """
@@ -50,14 +50,14 @@ class Outcome:
 class Experiment:
     """A kind of run. Holds nothing: what lasts longer than a run is in `harness.resources.Resources`.
 
-    heeds: the settings that decide its numbers besides `COMMON`; any other makes no other run of it.
+    depends_on: the settings that decide its numbers besides `COMMON`; any other makes no other run of it.
     table: the shape of its rows in tables.
     code: the folders and modules of `harness` that make its numbers, besides the core that all kinds share.
     live: it decodes through two memories, so that its label may name a system (`harness.settings.systems`).
     keeps_record: its outcome is kept and skipped the next time; otherwise it is printed, and nothing else is.
     """
 
-    heeds: ClassVar[tuple[str, ...]] = ()
+    depends_on: ClassVar[tuple[str, ...]] = ()
     table: ClassVar[Literal["accuracy", "latency", "analysis"]] = "accuracy"
     code: ClassVar[tuple[str, ...]] = ()
     live: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class Experiment:
         """Measure. resources: the process's `harness.resources.Resources`."""
         raise NotImplementedError
 
-    def lower(self, config: RunConfig) -> dict[str, Any]:
+    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
         """The settings on which its memory depends most, as the user writes them, with their values."""
         return {}
 
@@ -105,4 +105,4 @@ def find(kind: str) -> Experiment:
 
 def foreign_settings(kind: str) -> set[str]:
     """Settings that play no part in a run of this kind."""
-    return {field.name for field in fields(RunConfig)}.difference(COMMON, find(kind).heeds)
+    return {field.name for field in fields(RunConfig)}.difference(COMMON, find(kind).depends_on)
