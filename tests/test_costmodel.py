@@ -16,7 +16,7 @@ from harness.paper.costmodel import case as cases
 from harness.paper.costmodel import predict as counts
 from harness.paper.costmodel import published
 from harness.paper.costmodel.__main__ import main
-from harness.paper.costmodel.case import FITTED, SCHEMES, Case, load_platform
+from harness.paper.costmodel.case import FITTED, SCHEMES, Case, Efficiency, load_platform
 from harness.paper.costmodel.predict import (
     BlockTimes,
     Layer,
@@ -205,9 +205,9 @@ def test_every_published_time_is_within_20_percent(comparisons):
     assert metrics - {row.metric for row in comparisons} == inputs
 
 
-def test_the_fit_gives_the_committed_constants():
-    found = published.fit()
-    assert {name: round(value, 2) for name, value in vars(found).items()} == vars(FITTED)
+def test_the_fit_gives_the_committed_constants_from_afar():
+    found = published.fit(start=Efficiency(0.5, 0.6, 0.95))
+    assert vars(found) == pytest.approx(vars(FITTED), abs=0.011)
 
 
 def test_calibrate_prints_every_number_the_fit_and_its_errors(capsys, comparisons):
