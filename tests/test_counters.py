@@ -24,6 +24,8 @@ from methods.quest import Quest
 HEADS = 2
 EXACT, INT4 = 2 * 16 * 4, 2 * (4 + 8)
 """Bytes of a token and KV head: 16 elements of K and of V in fp32; or lo, step and 16 half bytes, twice."""
+WIDTH = (4 + 32 / 16) / 16
+"""Of an int4 element, lo and step included, / 16 bits."""
 LENGTHS = 2 * 8
 """A state knows its sequence's prompt and T, int64 each."""
 LIMITS = 2 * 8 / HEADS
@@ -73,16 +75,10 @@ INFINIGEN = Hand(
     state=34 * COLUMNS * 4 + 16 * COLUMNS * 4,
     shared=CALIBRATION,
 )
+FULL = Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False)
 HANDS = {
-    "full": Hand(Case(Full()), read=lambda t, final: t, buffer=34, ahead=False, has_state=False),
-    "int4": Hand(
-        Case(Full(), Codec("int4")),
-        read=lambda t, final: t,
-        buffer=34,
-        row=INT4,
-        width=(4 + 32 / 16) / 16,
-        has_state=False,
-    ),
+    "full": FULL,
+    "int4": FULL._replace(case=Case(Full(), Codec("int4")), row=INT4, width=WIDTH, ahead=True),
     "h2o": Hand(
         Case(H2O(heavy_frac=0.15, recent_frac=0.1)),
         read=lambda t, final: BUDGET[final],
@@ -100,46 +96,39 @@ HANDS = {
         shared=35 * 8,  # pages read with 0 to 34 tokens cached
     ),
     "infinigen": INFINIGEN,
-    "infinigen+int4": INFINIGEN._replace(
-        case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=(4 + 32 / 16) / 16
-    ),
+    "infinigen+int4": INFINIGEN._replace(case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=WIDTH),
 }
 
-ROWS = {
-    "even": [(t, 34) for t in range(24, 34)],
-    "padded": [(t, 34) for t in range(24, 34)] + [(t, 25) for t in range(15, 25)],
-}
-"""(t, T) of the decode rows of a batch."""
+ROWS = [(t, 34) for t in range(24, 34)] + [(t, 25) for t in range(15, 25)]
+"""(t, T) of the decode rows of the batch."""
+PADDED = PROMPTS["padded"]
 
 every_hand = pytest.mark.parametrize("name", HANDS)
-every_padding = pytest.mark.parametrize("padding", PROMPTS)
 
 
-@every_padding
 @every_hand
 @pytest.mark.parametrize("run", [replay, live])
-def test_shares_by_hand(name, padding, run):
-    hand, rows = HANDS[name], ROWS[padding]
+def test_shares_by_hand(name, run):
+    hand, rows = HANDS[name], ROWS
     kv = [(2 + 2 * hand.width * hand.read(t, final) / t) / 4 for t, final in rows]
     index = [2 * hand.index(t, final) / (4 * t) for t, final in rows]
     resident = [2 * HEADS * hand.kept(final) / (4 * HEADS * 2 * 16 * 2 * final) for _, final in rows]
     with attached_with_link() as (attached, _):
-        found = run(attached, hand.case, PROMPTS[padding])
+        found = run(attached, hand.case, PADDED)
     assert found.size == pytest.approx(mean(kv), rel=1e-12)
     assert found.device_frac == pytest.approx(mean(kv) + mean(index), rel=1e-12)
     assert found.resident_frac == pytest.approx(mean(resident), rel=1e-12)
 
 
-@every_padding
 @every_hand
 @pytest.mark.parametrize("placement", ["host", "device"])
-def test_bytes_by_hand(name, padding, placement):
-    hand, rows, batch = HANDS[name], ROWS[padding], len(PROMPTS[padding])
+def test_bytes_by_hand(name, placement):
+    hand, rows, batch = HANDS[name], ROWS, len(PADDED)
     with (
         attached_with_link() as (attached, link),
         closing(open_live(attached, hand.case, placement=placement, link=link)) as session,
     ):
-        force(session, PROMPTS[padding])
+        force(session, PADDED)
         crossed, read, kept = int(session.loaded_bytes), float(session.reads.num_bytes), session.device_bytes
     selected = [hand.read(t, final) for t, final in rows]
     index = [hand.index(t, final) for t, final in rows]

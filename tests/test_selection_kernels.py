@@ -113,16 +113,16 @@ def test_the_largest_of_any_numbers(values, count):
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
-@pytest.mark.parametrize(("name", "prompts"), [("infinigen", "padded"), ("loki", "even"), ("pool-tokens", "even")])
-def test_live_decoding_by_the_kernels_is_that_by_torch(name, prompts, kernels, monkeypatch):
+@pytest.mark.parametrize("name", ["infinigen", "pool-tokens"])
+def test_live_decoding_by_the_kernels_is_that_by_torch(name, kernels, monkeypatch):
     served = []
     largest = kernels.largest
     monkeypatch.setattr(kernels, "largest", lambda *args, **named: served.append(1) or largest(*args, **named))
     with attached_with_link() as (attached, link):
         options = {"placement": "host", "link": link}
-        got = live(attached, CASES[name], PROMPTS[prompts], **options)
+        got = live(attached, CASES[name], PROMPTS["padded"], **options)
         monkeypatch.setattr(compiled, "COMPILED", set())
-        expected = live(attached, CASES[name], PROMPTS[prompts], **options)
+        expected = live(attached, CASES[name], PROMPTS["padded"], **options)
     assert served
     assert torch.equal(got.logits, expected.logits)
 
