@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -152,3 +154,21 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = T
     assert got.shape == expected.shape
     difference = float((got - expected).abs().max())
     assert difference <= tolerance, f"largest difference {difference:.3g}"
+
+
+@contextmanager
+def watched(note: Callable, handlers: Iterable) -> Iterator[None]:
+    """Calls note(layer, query, key, value, output) after each attention of `handlers`."""
+
+    def watching(attention):
+        def watch(handler, layer, query, key, value):
+            output = attention(handler, layer, query, key, value)
+            note(layer, query, key, value, output)
+            return output
+
+        return watch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for handler in handlers:
+            patch.setattr(handler, "attention", watching(handler.attention))
+        yield

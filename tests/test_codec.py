@@ -11,7 +11,7 @@ from cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import attached_with_link, force, open_live, tiny, token_batch
-from replaying import open_session
+from replaying import open_session, watched
 
 from harness.model.attach import attach
 from harness.model.prompt import PromptPass
@@ -199,17 +199,10 @@ def check(run, attached, case: Case, handlers) -> None:
     """Every decode row of every coded layer and head of `run()` is what the rule gives."""
     seen: dict[int, list[tuple]] = {}
 
-    def watching(attention):
-        def watched(handler, layer, query, key, value):
-            output = attention(handler, layer, query, key, value)
-            seen.setdefault(layer, []).append(tuple(part.clone() for part in (query, key, value, output)))
-            return output
+    def note(layer, *states):
+        seen.setdefault(layer, []).append(tuple(state.clone() for state in states))
 
-        return watched
-
-    with pytest.MonkeyPatch.context() as patch:
-        for handler in handlers:
-            patch.setattr(handler, "attention", watching(handler.attention))
+    with watched(note, handlers):
         run()
     geometry, bits = attached.geometry, case.codec.keys.bits
     for layer in range(case.method.num_exempt_layers, geometry.num_layers):

@@ -17,7 +17,7 @@ import reference as plain
 import torch
 from cases import CASES, Case
 from living import calibration
-from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_one, run_ragged, token_ids
+from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_one, run_ragged, token_ids, watched
 
 from harness import replay as passes
 from harness.model.attach import attach
@@ -36,6 +36,7 @@ from methods.tova import TOVA
 
 BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
 """(prompt, length) of the sequences of a padded batch."""
+REPLAYING = (PromptPass, passes.DecodePass)
 Read = list[list[set[int]]]
 """By KV head and decode row, the tokens read."""
 
@@ -72,12 +73,8 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
     seen: dict[int, list[tuple]] = {}
     selected: dict[int, list[tuple]] = {}
 
-    def note(attention):
-        def noting(handler, layer, query, key, value):
-            seen.setdefault(layer, []).append((query.double(), key.double(), value.double()))
-            return attention(handler, layer, query, key, value)
-
-        return noting
+    def note(layer, query, key, value, output):
+        seen.setdefault(layer, []).append((query.double(), key.double(), value.double()))
 
     def select(block, exact):
         selection = original(block, exact)
@@ -89,9 +86,7 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
     sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(BATCH)]
     first, valid = pad([ids[:prompt] for ids, (prompt, _) in zip(sequences, BATCH, strict=True)], left=True)
     rest, real = pad([ids[prompt:] for ids, (prompt, _) in zip(sequences, BATCH, strict=True)], left=False)
-    with pytest.MonkeyPatch.context() as patch, attach(model) as attached:
-        for handler in (PromptPass, passes.DecodePass):
-            patch.setattr(handler, "attention", note(handler.attention))
+    with pytest.MonkeyPatch.context() as patch, watched(note, REPLAYING), attach(model) as attached:
         original = passes._Block._select
         patch.setattr(passes._Block, "_select", select)
         session = open_session(attached, case, [length for _, length in BATCH], first.shape[1] + rest.shape[1])
@@ -513,22 +508,16 @@ def test_a_method_reads_what_its_plain_rule_reads(name, model, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["gqa", "opt"])
-def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model, monkeypatch):
+def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
     method = ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2, rank_frac=0.2)
     seen = []
 
-    def noting(attention):
-        def note(handler, at, query, key, value):
-            output = attention(handler, at, query, key, value)
-            if at == 3:
-                seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
-            return output
+    def note(layer, query, key, value, output):
+        if layer == 3:
+            seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
 
-        return note
-
-    for handler in (PromptPass, passes.DecodePass):
-        monkeypatch.setattr(handler, "attention", noting(handler.attention))
-    run_one(MODELS[model], Case(method))
+    with watched(note, REPLAYING):
+        run_one(MODELS[model], Case(method))
     query, key, value, output = (torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True))
     with attach(MODELS[model]) as attached:
         geometry, positions = attached.geometry, torch.arange(PROMPT)[None]
