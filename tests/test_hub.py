@@ -1,6 +1,5 @@
 """Models from a hub that answers over HTTP: the files that are fetched, later starts, and what a refusal says."""
 
-import json
 import re
 import time
 
@@ -11,7 +10,6 @@ from tokens import byte_tokenizer
 from harness.errors import UserError
 from harness.model import source
 from harness.model.load import load_model
-from harness.records import inputs
 from harness.settings.config import ModelConfig
 from tests.hub_standin import Files, Repository, break_off, commit, hang, stall, status
 
@@ -91,18 +89,6 @@ def test_a_download_cut_short_goes_on_at_the_next_start(lost, served):
     served.requests.clear()
     assert load_model(CONFIG).tokenizer is not None
     assert served.asked(rf"GET .*/{lost}$")
-
-
-def test_a_model_replaced_on_the_hub_is_another_model_once_it_is_fetched(served, files):
-    from huggingface_hub import snapshot_download
-
-    before = inputs.model(CONFIG)
-    assert before == {"model": commit(files)}
-    changed = files | {"tokenizer_config.json": json.dumps({"model_max_length": 7}).encode()}
-    served.models[ID] = Repository(changed)
-    assert inputs.model(CONFIG) == before, "what is cached stays"
-    snapshot_download(ID)
-    assert inputs.model(CONFIG) == {"model": commit(changed)}
 
 
 # Refusals

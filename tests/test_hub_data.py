@@ -14,34 +14,24 @@ from harness.data.hub import revision
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.launch.cli import main
-from harness.model import source
 from harness.model.tiny import tiny_model
 from harness.records import inputs
 from harness.records.record import read_records
 from harness.settings.compose import load
-from harness.settings.config import PAPER_TASKS, CorpusConfig, DataConfig
+from harness.settings.config import CorpusConfig, DataConfig
 from tests.hub_standin import Files, Repository, break_off, commit, status
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-TINY = {
-    "llama2-7b": SIZES | {"intermediate_size": 128, "num_key_value_heads": 4},
-    "opt-6.7b": SIZES | {"word_embed_proj_dim": 64, "ffn_dim": 128},
-}
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+NAME = "meta-llama/Llama-2-7b-hf"
 TASKS = {
     "aps/super_glue": (
         "copa",
         {"premise": "It rained", "choice1": "He stayed.", "choice2": "He left.", "question": "effect"},
     ),
-    "allenai/openbookqa": (
-        "main",
-        {"question_stem": "The sun is", "choices": {"text": ["a star", "wet"], "label": ["A", "B"]}, "answerKey": "A"},
-    ),
-    "allenai/winogrande": (
-        "winogrande_xl",
-        {"sentence": "Ann saw Bea as _ left.", "option1": "Ann", "option2": "Bea", "answer": "1"},
-    ),
-    "baber/piqa": (None, {"goal": "boil water", "sol1": "heat it", "sol2": "cool it"}),
     "nyu-mll/glue": ("rte", {"sentence1": "It rains.", "sentence2": "It is wet."}),
 }
 SHORT = "prefill_len=32 seq_len=96 num_windows=1 num_samples=1"
@@ -68,23 +58,21 @@ def wikitext(text: str = "A line.\n") -> Repository:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> dict[str, Files]:
-    """A model of each name with its entry's shape, but for its size."""
-    found = {}
-    for name, sizes in TINY.items():
-        entry = yaml.safe_load((ROOT / "conf" / "model" / f"{name}.yaml").read_text())
-        folder = tmp_path_factory.mktemp("tiny")
-        shape = entry["shape"] | sizes
-        tiny_model(shape.pop("model_type"), **shape).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-        found[entry["hub_id"]] = {path.name: path.read_bytes() for path in folder.iterdir()}
-    return found
+def weights(tmp_path_factory) -> Files:
+    """A model with its entry's shape, but for its size."""
+    entry = yaml.safe_load((ROOT / "conf" / "model" / "llama2-7b.yaml").read_text())
+    assert entry["hub_id"] == NAME
+    folder = tmp_path_factory.mktemp("tiny")
+    shape = entry["shape"] | SIZES
+    tiny_model(shape.pop("model_type"), **shape).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
 def served(hub_server, weights, tmp_path, monkeypatch):
     """The hub with the models and data sets, started from an empty folder."""
-    hub_server.models |= {name: Repository(files) for name, files in weights.items()}
+    hub_server.models[NAME] = Repository(weights)
     hub_server.datasets |= {name: data_set(*about) for name, about in TASKS.items()}
     hub_server.datasets[WIKITEXT_HUB[0]] = wikitext()
     monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
@@ -92,9 +80,9 @@ def served(hub_server, weights, tmp_path, monkeypatch):
     return hub_server
 
 
-def run(command: str, model: str = "llama2-7b") -> int:
+def run(command: str) -> int:
     """A command line; the shape's sizes are given with it, as those of the entry are the real model's."""
-    return main([*command.split(), *(f"model.shape.{name}={size}" for name, size in TINY[model].items())])
+    return main([*command.split(), *(f"model.shape.{name}={size}" for name, size in SIZES.items())])
 
 
 def test_tasks_from_the_hub_and_again_without_a_request(served, capfd):
@@ -102,24 +90,11 @@ def test_tasks_from_the_hub_and_again_without_a_request(served, capfd):
     shown = capfd.readouterr()
     assert all(task in shown.out for task in ("copa", "rte"))
     (record,) = read_records("results", "tasks")
-    assert record["inputs"]["model"] == commit(served.models["meta-llama/Llama-2-7b-hf"].branches["main"])
+    assert record["inputs"]["model"] == commit(served.models[NAME].branches["main"])
     served.requests.clear()
     assert run(f"{COMMAND} seed=1") == 0
     assert not served.requests
     assert "cached version" not in capfd.readouterr().err
-
-
-def test_cells_of_the_papers_grid_with_weights_that_only_a_bot_has_converted(served):
-    """Of `make accuracy MODEL=opt-6.7b DATA=hub`, whose other cells differ in methods alone."""
-    name = "facebook/opt-6.7b"
-    converted = served.models[name].branches["main"]
-    served.models[name] = Repository({"config.json": converted["config.json"], "pytorch_model.bin": b"a pickle"})
-    served.models[name].add_pull_request(4, source.CONVERTED_TITLE, source.CONVERTED_AUTHOR, converted)
-    assert run(f"experiment=fig11 method=full model=opt-6.7b data=hub {SHORT}", "opt-6.7b") == 0
-    (record,) = read_records("results", "fig11")
-    assert record["inputs"]["model"] == commit(converted)
-    assert set(record["metrics"]) == set(PAPER_TASKS)
-    assert not served.asked("pytorch_model.bin")
 
 
 CORPUS, HUB = CorpusConfig("wikitext2"), DataConfig("hub")
@@ -128,13 +103,12 @@ ROWS = r"GET .*/wikitext/resolve/.*/test.jsonl"
 
 def test_a_data_set_or_a_model_replaced_on_the_hub_is_another_run(served, capfd):
     """Once it is fetched anew; until then, offline too, it is what the cache holds."""
-    name = "meta-llama/Llama-2-7b-hf"
     command = f"method=full model=llama2-7b experiment=perplexity data=hub corpus=wikitext2 {SHORT}"
     assert run(command) == 0
     assert f"{WIKITEXT_HUB[0]}: fetching from " in capfd.readouterr().err
-    old, weights = served.datasets[WIKITEXT_HUB[0]].branches["main"], served.models[name].branches["main"]
+    old, weights = served.datasets[WIKITEXT_HUB[0]].branches["main"], served.models[NAME].branches["main"]
     served.datasets[WIKITEXT_HUB[0]] = wikitext("Another line.\n")
-    served.models[name] = Repository(changed := weights | {"config.json": weights["config.json"] + b"\n"})
+    served.models[NAME] = Repository(changed := weights | {"config.json": weights["config.json"] + b"\n"})
     served.requests.clear()
     assert run(command) == 0 and "finished before, skipped" in capfd.readouterr().out and not served.requests
     (record,) = read_records("results", "perplexity")

@@ -9,11 +9,10 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, force, largest_difference, live, of_codec, open_live, replay
 from mixed_models import LOCAL, SHAPES, WINDOW, mixed
-from replaying import assert_close, open_session, pad, run, run_one, run_ragged, token_ids
+from replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.tiny import tiny_model
 from harness.offload.cache import LocalCache
 from harness.offload.links import EmulatedLink
 from methods.base import Window
@@ -77,16 +76,6 @@ def test_the_ring_stays_on_the_device(name):
         assert kinds == ["local", "full", "full", "local", "method", "method"], "exempt by its number among them"
 
 
-def test_positions_counted_by_columns_are_refused_with_padding():
-    """Llama 4 scales queries by the column of the batch, not by the position."""
-    model_type, shape = SHAPES["llama4"]
-    tuned = {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.3}
-    with attach(tiny_model(model_type, **(shape | tuned))) as attached:
-        run(attached, CASES["h2o"], [token_ids(30)], [12])
-        with pytest.raises(UserError, match="^model family 'llama4_text' takes no batch of prompts of unequal length"):
-            run(attached, CASES["h2o"], [token_ids(30), token_ids(30, 1)], [12, 9])
-
-
 # States of recurrent layers
 
 
@@ -110,23 +99,6 @@ def test_a_fork_of_a_session_forks_the_states():
         assert torch.equal(attached.logits(twin.decode(rest, real)), first)
         own = attached.logits(trunk.decode(rest[:2], real[:2]))
     assert_close(first, own[[1, 0, 1]])
-
-
-def test_rows_of_padding_advance_no_state():
-    """Left of the prompt and right of the decode rows: the states are those of each sequence alone."""
-    sequences, prompts, ends = [token_ids(24), token_ids(22, 1)], [9, 4], [20, 6]
-
-    def states_after(which: list[int]) -> list[torch.Tensor]:
-        chosen = [(sequences[each], prompts[each], ends[each]) for each in which]
-        session = open_session(attached, Case(Full()), [len(ids) for ids, _, _ in chosen], 24)
-        session.prefill(*pad([ids[:prompt] for ids, prompt, _ in chosen], left=True))
-        session.decode(*pad([ids[prompt:end] for ids, prompt, end in chosen], left=False))
-        return copies_of_states(session)
-
-    with attach(mixed("qwen3_next")) as attached:
-        together, first, second = (states_after(which) for which in ([0, 1], [0], [1]))
-    for both, *alone in zip(together, first, second, strict=True):
-        assert_close(both, torch.cat(alone), 1e-5)
 
 
 # Sizes, by hand

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES, Case
 from mixed_models import SHAPES
-from replaying import assert_close, run_one, run_ragged, token_ids
+from replaying import assert_close, run_one, token_ids
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -36,8 +36,6 @@ def llama(fault: str = "") -> PreTrainedModel:
         model.config._attn_implementation = "capped"
     elif fault == "rows that mix elsewhere":
         mlp.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
-    elif fault == "a mean over the batch":
-        mlp.register_forward_hook(lambda module, args, output: output - 0.5 * output.mean(0))
     elif fault == "weights that are no numbers":
         mlp.up_proj.weight[3, 3] = torch.nan
     return model
@@ -77,14 +75,6 @@ def test_a_wrong_early_query_is_refused_to_rehearsals_alone(monkeypatch):
     for method in (InfiniGen(when="own_query"), InfiniGen(own_query_layers=2), Full()):
         run_one(model, Case(method))
     assert len(asked) == 1
-
-
-def test_rows_that_depend_on_the_batch_are_refused_with_padding_alone():
-    """A sequence alone has another mean over the batch."""
-    model = llama("a mean over the batch")
-    run_one(model, CASES["h2o"])
-    with pytest.raises(UserError, match="^model family 'llama' takes no batch of prompts of unequal lengths: "):
-        run_ragged(model, CASES["h2o"])
 
 
 class ChoosesBySign(nn.Module):
