@@ -95,6 +95,16 @@ def default_model():
 
 
 @pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """Stand-ins for model and experiments, in an empty current folder; processes ask for locks often."""
+    from tests.runs import stand_in
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("harness.files.POLL_S", 0.01)
+    return stand_in(monkeypatch)
+
+
+@pytest.fixture
 def hub_server(tmp_path, monkeypatch) -> Iterator[Hub]:
     """A hub on this machine, asked in place of the real one, and empty caches. Waiting between tries takes no time."""
     import datasets

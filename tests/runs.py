@@ -1,5 +1,6 @@
 """What tests of runs share: a model that costs nothing and experiments that return at once."""
 
+import random
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -13,11 +14,14 @@ from harness.data import hub as data_hub
 from harness.launch.runner import Run, run
 from harness.model import load as models
 from harness.model import source
+from harness.model.load import LoadedModel
+from harness.model.tiny import tiny_model
 from harness.resources import Resources
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
 from harness.settings.schema import CONF_DIR
 from tests.composed import load
+from tests.tokens import byte_tokenizer
 
 
 def outcome(config: RunConfig) -> Outcome:
@@ -66,6 +70,22 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
         setattr(module, f"run_{run_of_kind}", runs)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return runs
+
+
+def tiny_loaded() -> LoadedModel:
+    """A tiny Llama that reads bytes."""
+    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048)
+    return LoadedModel(model, byte_tokenizer(), "tiny", 2048, "f" * 64)
+
+
+def reading(monkeypatch: pytest.MonkeyPatch, folder: Path, loaded: LoadedModel) -> list[str]:
+    """Settings to read random letters, in `folder`; `loaded` in place of any other model, and a cache of its own."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(models, "load_model", lambda config: loaded)
+    file = folder / "text.txt"
+    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
+    return [f"corpus.path={file}", f"calibration.path={file}", "calibration.num_tokens=80"]
 
 
 def own_grids(monkeypatch: pytest.MonkeyPatch, conf: Path) -> Callable[[str, str], object]:

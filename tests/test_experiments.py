@@ -5,7 +5,6 @@ A new file in conf/experiment is a new test by itself.
 
 import csv
 import math
-import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ import pytest
 from matplotlib.axes import Axes
 from omegaconf import OmegaConf
 from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_latency
-from tokens import byte_tokenizer
 
 from harness.launch.cli import main
 from harness.launch.grid import read_plan
 from harness.launch.runner import measure_settings, run_settings
-from harness.model import load as models
 from harness.model.load import LoadedModel
-from harness.model.tiny import tiny_model
 from harness.resources import Resources
 from harness.settings.compose import compose
 from harness.settings.config import RunConfig
@@ -31,10 +27,10 @@ from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, OF_SOME_MODELS, 
 from methods.base import Row
 from plots.data import Tables
 from plots.drawing import DRAWINGS
+from tests.runs import reading, tiny_loaded
 
 FILES = {path.stem: OmegaConf.load(path) for path in sorted((CONF_DIR / "experiment").glob("*.yaml"))}
 KINDS = {name: node.kind for name, node in FILES.items()}
-MAX_LENGTH = 2048
 NUM_QUESTIONS = 8
 TOY = {
     "tasks": ["tasks=[kv_recall]", f"num_samples={NUM_QUESTIONS}"],
@@ -58,30 +54,22 @@ OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "ruler", "table2")
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=MAX_LENGTH)
-    return LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    return tiny_loaded()
 
 
 @pytest.fixture
-def text(loaded, monkeypatch, tmp_path) -> Path:
-    """Random letters to read; the tiny model in place of any other, and no cache outside the test's folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "load_model", lambda config: loaded)
-    file = tmp_path / "text.txt"
-    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
-    return file
+def texts(loaded, monkeypatch, tmp_path) -> list[str]:
+    return reading(monkeypatch, tmp_path, loaded)
 
 
-def start(name: str, text: Path) -> None:
-    files = [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
+def start(name: str, texts: list[str]) -> None:
     rate = ["platform.link_gbps=1"] if KINDS[name] in ("latency", "generate") else []
-    assert main([f"experiment={name}", *files, *rate, *TOY[KINDS[name]]]) == 0
+    assert main([f"experiment={name}", *texts, *rate, *TOY[KINDS[name]]]) == 0
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if find(kind).keeps_record])
-def test_every_experiment_makes_its_table_and_figure(name, text, capsys):
-    start(name, text)
+def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
+    start(name, texts)
     assert capsys.readouterr().out.startswith("smollm2-135m")
     columns, value = COLUMNS[KINDS[name]]
     table = FILES[name].experiment  # the figures of speed share one
@@ -98,8 +86,8 @@ def test_every_experiment_makes_its_table_and_figure(name, text, capsys):
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind == "generate"])
-def test_every_generation_prints_its_speed(name, text, capsys):
-    start(name, text)
+def test_every_generation_prints_its_speed(name, texts, capsys):
+    start(name, texts)
     printed = capsys.readouterr().out
     assert "3 new tokens" in printed and "tokens/s" in printed and not Path("results").exists()
 
@@ -160,32 +148,15 @@ def test_fig17_has_both_halves_of_every_setting_of_its_grid(tmp_path):
         assert len(values) == 5 and drawn_x(left) == {"accuracy": values} and drawn_x(right) == {"latency": values}
 
 
-def test_fig19_has_a_point_for_every_cell_of_its_grid(tmp_path):
-    cells = cells_of("fig19")
-    scores = [score_of(cell, metric) for cell in cells for metric in ("perplexity", "perplexity_full")]
-    write_accuracy(tmp_path, "fig19", scores)
-    sizes, lengths = (drawn_x(axes) for axes in draw("fig19", tmp_path).axes)
-    assert {name: len(x) for name, x in sizes.items()} == {"InfiniGen": 3, "H2O": 3, "INT4": 1}
-    kept = sorted({cell.seq_len for cell in cells if cell.label_given})
-    assert lengths == dict.fromkeys(("Full cache", "InfiniGen", "H2O"), kept) and kept[-1] == 8192
-
-
 def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
     for cell in (cell for cell in cells_of("fig19") if cell.label_given):
         assert cell.method.tokens_read(Row(cell.seq_len - 1, 256, cell.seq_len), 2) == 64
         assert cell.seq_len * cell.num_windows == 8192
 
 
-def test_choices_all_read_the_same_share():
-    cells = cells_of("choices")
-    assert len({cell.label for cell in cells}) == len(cells) == len({cell.method for cell in cells})
-    assert {cell.size for cell in cells} == {0.2}
-
-
-def test_a_run_on_a_model_in_memory_returns_its_record(loaded, text):
+def test_a_run_on_a_model_in_memory_returns_its_record(loaded, texts):
     """The weights give its identity. A second call reads the record; `measure_settings` writes nothing."""
-    files = [f"corpus.path={text}", f"calibration.path={text}", "calibration.num_tokens=80"]
-    words = ["method=h2o", *files, *TOY["perplexity"]]
+    words = ["method=h2o", *texts, *TOY["perplexity"]]
     record = run_settings(words, Resources(loaded=loaded))
     assert record["status"] == "finished" and record["inputs"]["model"] == loaded.fingerprint
     assert record["config"]["model"]["name"] == loaded.name and Path("results/tables/perplexity.csv").is_file()

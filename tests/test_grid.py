@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -16,7 +15,7 @@ from harness.records import inputs
 from harness.records import record as records
 from harness.settings.compose import Composer, compose
 from harness.settings.schema import CONF_DIR
-from tests.runs import outcome, own_grids, stand_in
+from tests.runs import outcome, own_grids
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
 
@@ -24,13 +23,6 @@ EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
 def main(argv):
     """As run.py calls it, but for the drawing."""
     return cli.main(argv, draw=lambda folder: [folder / "figures" / "fig11.png"])
-
-
-@pytest.fixture
-def runs(monkeypatch, tmp_path):
-    """Stand-ins for model and experiments, in an empty current folder."""
-    monkeypatch.chdir(tmp_path)
-    return stand_in(monkeypatch)
 
 
 @pytest.fixture
@@ -60,21 +52,17 @@ def read(*overrides) -> Plan:
 
 
 def test_alternatives_are_combined_and_the_last_key_varies_fastest():
-    entry = {"method": ["full", "h2o"], "seq_len": 512, "experiment": ["fig11", "fig12"]}
-    configs = made({"cells": [entry]})
-    assert [(c.method_name, c.experiment, c.seq_len) for c in configs] == [
-        ("full", "fig11", 512),
-        ("full", "fig12", 512),
-        ("h2o", "fig11", 512),
-        ("h2o", "fig12", 512),
-    ]
-
-
-def test_settings_named_together_vary_together():
-    entry = {"method": "h2o", "method.heavy_frac method.recent_frac": [[0.25, 0.5], [0.125, 0.0]]}
-    assert [(c.method.heavy_frac, c.method.recent_frac) for c in made({"cells": [entry]})] == [
-        (0.25, 0.5),
-        (0.125, 0.0),
+    """Settings that are named together vary together."""
+    pairs = {"method": "h2o", "method.heavy_frac method.recent_frac": [[0.25, 0.5], [0.125, 0.0]]}
+    first, second = made({"cells": [pairs]})
+    assert (first.method.heavy_frac, first.method.recent_frac) == (0.25, 0.5)
+    assert (second.method.heavy_frac, second.method.recent_frac) == (0.125, 0.0)
+    entry = {"method": ["full", "h2o"], "seq_len": 512, "tasks": [["kv_recall"], ["passkey", "kv_recall"]]}
+    assert [(c.method_name, c.seq_len, c.tasks) for c in made({"cells": [entry]})] == [
+        ("full", 512, ("kv_recall",)),
+        ("full", 512, ("passkey", "kv_recall")),
+        ("h2o", 512, ("kv_recall",)),
+        ("h2o", 512, ("passkey", "kv_recall")),
     ]
 
 
@@ -104,31 +92,7 @@ def test_many_are_composed_as_each_alone():
         assert str(among.value) == str(alone.value)
 
 
-def test_what_many_choose_is_read_once(monkeypatch):
-    read = []
-    monkeypatch.setattr("harness.settings.compose.compose", lambda given: read.append(given) or compose(given))
-    made({"cells": [{"method": ["full", "h2o"], "seq_len": [300, 400, 500]}]}, "seed=3")
-    assert read == [()]
-
-
-def test_values_of_every_type_arrive():
-    entry = {
-        "method.alpha": float("inf"),
-        "method.skew": False,
-        "label": None,
-        "tasks": [["kv_recall"], ["passkey", "kv_recall"]],
-    }
-    first, second = made({"cells": [entry]})
-    assert (first.method.alpha, first.method.skew, first.label, first.tasks) == (
-        float("inf"),
-        False,
-        "InfiniGen without skewing",
-        ("kv_recall",),
-    )
-    assert second.tasks == ("passkey", "kv_recall")
-
-
-@pytest.mark.parametrize("label", ["alpha=1", "InfiniGen, pool 80 %", "it's {a} [b]", r"a\b\'c\\", "null", "4"])
+@pytest.mark.parametrize("label", ["alpha=1, 80 %", r"it's {a} [b]\'c\\", "null"])
 def test_words_may_hold_what_the_command_line_reads_as_syntax(label):
     assert [config.label for config in made({"cells": [{"method": "full", "label": label}]})] == [label]
 
@@ -163,19 +127,13 @@ def test_a_method_limits_a_grid_of_methods_to_itself():
     ("grid", "message"),
     [
         ({}, "grid.cells: must be a list"),
-        ({"cells": []}, "grid.cells: must be a list"),
-        ({"cells": {"method": "full"}}, "grid.cells: must be a list"),
         ({"cells": ["method"]}, "grid.cells=method: must map settings to values"),
-        ({"grids": "accuracy"}, "grid.grids: must be a list"),
         ({"grids": ["acuracy"]}, "grid.grids=acuracy: did you mean 'accuracy'"),
-        ({"cells": [{}], "minutes": 5}, "grid.minutes=5: must map settings to values"),
         ({"cells": [{}], "minutes": {"fig12": 5}}, "grid.minutes.fig12=5: allowed: perplexity$"),
         ({"cells": [{}], "minutes": {"fig11": 0}}, "grid.minutes.fig11=0: must be a number above 0"),
-        ({"cells": [{}], "minutes": {"fig11": "long"}}, "grid.minutes.fig11=long: must be a number above 0"),
-        ({"cells": [{}], "minutes": {"fig11": True}}, "grid.minutes.fig11=True: must be a number above 0"),
         *(
             ({"cells": [{}], "share": share}, f"grid.share={share}: must be K/N with K from 1 to N")
-            for share in ("9/8", "0/2", "1/0", "2", "a/b", "-1/2", "1/2/3")
+            for share in ("9/8", "0/2", "2")
         ),
         ({"settings": [1], "cells": [{"method": "full"}]}, "grid.settings=.* must map settings to values"),
         (
@@ -192,6 +150,7 @@ def test_refuses_a_malformed_grid(grid, message):
 
 HUB = ["data=hub", "data.root=null"]
 PARTS = {name: list(OmegaConf.load(CONF_DIR / "grid" / f"{name}.yaml").get("grids", [])) for name in EVERY}
+"""A grid of grids is tested by its parts."""
 
 
 def with_hub(grid: str) -> Plan:
@@ -209,28 +168,13 @@ def test_every_grid_composes_and_repeats_nothing(grid, monkeypatch):
     assert max(ids.values()) == 1 and not any("is not given" in reason for _, reason in plan.left_out)
 
 
-@pytest.mark.parametrize("grid", [name for name in EVERY if PARTS[name] and name.startswith("paper")])
-def test_a_grid_of_grids_has_all_figures_and_repeats_nothing(grid, monkeypatch):
-    """Its cells by their overrides alone: each part is composed in a test of its own."""
-
-    def load(overrides, composed):
-        experiment = dict(override.split("=", 1) for override in overrides).get("experiment", "perplexity")
-        return SimpleNamespace(kind="perplexity", experiment=experiment.strip("'"), overrides=tuple(sorted(overrides)))
-
-    monkeypatch.setattr("harness.launch.grid.load", load)
-    plan = with_hub(grid)
-    assert max(Counter(cell.overrides for cell in plan.cells).values()) == 1 and plan.left_out == ()
-    figures = {f"fig{number}" for number in (2, 4, 5, 7, 11, 12, 13, 17, 19, 20)}
-    assert figures | {"table1", "table2", "latency"} <= {cell.experiment for cell in plan.cells}
-
-
 LLAMA = [(5, 0.2), (7, 0.2), (7, 0.6), (9, 0.6)], [(4096, 5.2)]
 OPT = [(2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6)], [(2048, 4)]
 
 
 @pytest.mark.parametrize(
     ("model", "expected"),
-    [("llama2-7b", LLAMA), ("opt-6.7b", OPT), ("pythia-1.4b", OPT), ("qwen2.5-0.5b", LLAMA), ("qwen3-next", LLAMA)],
+    [("llama2-7b", LLAMA), ("pythia-1.4b", OPT)],
 )
 def test_paper_grid_follows_the_family(model, expected):
     data = [f"model={model}", "data=hub"]
@@ -291,12 +235,6 @@ def test_an_entry_without_what_it_needs_is_left_out(library, runs, capsys, tmp_p
     assert lines[0] == lines[-1] == gap and lines.count(gap) == 2
 
 
-def test_a_grid_of_which_all_is_left_out_is_refused(library):
-    library("needy", "cells: [{experiment: fig11, when: '${grid.data_root}', method: h2o}]\ndata_root: null")
-    with pytest.raises(UserError, match=r"^nothing to run: left out, as grid.data_root is not given: .*fig11 \(1\)$"):
-        read("grid=needy")
-
-
 def test_the_outer_grid_says_how_many_minutes(library):
     library("inner", "cells: [{experiment: [fig11, fig12, fig13]}]\nminutes: {fig11: 3, fig12: 4, fig13: 5}")
     library("outer", "grids: [inner]\nminutes: {fig11: 7, fig12: null}")
@@ -320,19 +258,6 @@ def test_cells_timed_at_one_shape_stay_in_one_share():
         plan = plan_of({"cells": [entry], "share": f"{k}/2"})
         labels = Counter(config.latency.batch_size for config in plan.cells)
         assert set(labels.values()) == {2}
-
-
-def test_a_share_of_any_grid_can_be_asked_for(library):
-    library("pair", "cells: [{method: [full, h2o]}]")
-    library("outer", "grids: [pair]")
-    for grid in ("pair", "outer"):
-        assert [c.method_name for c in read(f"grid={grid}", "grid.share=2/2").cells] == ["h2o"]
-
-
-def test_a_share_without_a_grid_is_refused(runs, capsys):
-    assert main(["grid.share=1/2"]) == 2
-    assert capsys.readouterr().err == "error: grid.share=1/2: needs grid=NAME\n"
-    assert runs.configs == []
 
 
 # time allotments
@@ -367,17 +292,6 @@ def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, 
     assert [(config.experiment, config.method_name) for config in runs.configs] == [("fig11", "int4")]
 
 
-def test_a_failure_counts_for_more_than_what_is_put_off(library, runs, clock, capsys):
-    library("timed", "cells: [{method: [full, h2o]}]\nminutes: {perplexity: 1}")
-    runs.measure = lambda config, spend=runs.measure: spend(config) and break_down()
-    assert main(["grid=timed"]) == 2
-    assert "1 of 2 cells failed" in capsys.readouterr().err
-
-
-def break_down():
-    raise UserError("not well")
-
-
 # a grid from start to end
 
 
@@ -393,22 +307,6 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     assert printed.out.endswith("results/figures/fig11.png\n")
     assert "3/3" in printed.err, "the progress bar"
     assert Path("results/tables/fig12.csv").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_a_grid_on_a_platform_that_is_not_here_is_refused_once(runs, small, capsys):
-    assert main(["grid=accuracy", "platform=cuda"]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.splitlines()[1:] == ["error: platform=cuda: torch finds no CUDA device here; allowed: cpu"]
-    assert printed.out == "" and runs.configs == [] and not Path("results").exists()
-
-
-def test_a_grid_looks_at_each_cell_once(runs, small, monkeypatch):
-    asked = []
-    digests = inputs.digests
-    monkeypatch.setattr(inputs, "digests", lambda config: asked.append(config.method_name) or digests(config))
-    assert main(["grid=accuracy"]) == 0
-    assert asked == ["full", "h2o", "int4"]
 
 
 def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
@@ -430,19 +328,20 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
     assert "Full cache" in printed
 
 
-def test_a_failing_cell_does_not_stop_the_grid(runs, small, capsys):
+def test_a_failing_cell_does_not_stop_the_grid_and_is_named(runs, small, capsys):
     def fail(config):
-        if config.method_name == "h2o":
-            raise UserError("h2o is not well")
-        return outcome(config)
+        if config.method_name == "full":
+            return outcome(config)
+        raise UserError(f"{config.method_name} is not well")
 
     runs.measure = fail
     assert main(["grid=accuracy"]) == 2
-    assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
     printed = capsys.readouterr()
-    assert "failed: fig12 H2O: h2o is not well" in printed.out
-    assert printed.err.endswith("error: 1 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")
-    assert "INT4" in printed.out and "fig11.png" in printed.out
+    failed = ["failed: fig12 H2O: h2o is not well", "failed: fig12 INT4: int4 is not well"]
+    said = [line for line in printed.out.splitlines() if line.startswith("failed")]
+    assert said == [*failed, *failed], "when it happens, and at the end"
+    assert printed.err.endswith("error: 2 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")
+    assert "Full cache" in printed.out and "fig11.png" in printed.out
 
 
 def test_a_bug_in_any_cell_is_the_grids(runs, small, capsys):
@@ -457,18 +356,3 @@ def test_a_bug_in_any_cell_is_the_grids(runs, small, capsys):
     assert f"error: {said} (HYDRA_FULL_ERROR=1 shows where)\n" in printed.err
     errors = {record["error"] for record in records.read_records("results", "fig12")}
     assert errors == {"KeyError: 'a' (a bug)", "UserError: full is not well", "UserError: h2o is not well"}
-
-
-def test_each_failed_cell_is_named_at_the_end(runs, small, capsys):
-    def fail(config):
-        if config.method_name == "full":
-            return outcome(config)
-        raise UserError(f"{config.method_name} is not well")
-
-    runs.measure = fail
-    assert main(["grid=accuracy"]) == 2
-    printed = capsys.readouterr()
-    failed = ["failed: fig12 H2O: h2o is not well", "failed: fig12 INT4: int4 is not well"]
-    said = [line for line in printed.out.splitlines() if line.startswith("failed")]
-    assert said == [*failed, *failed], "when it happens, and at the end"
-    assert printed.err.endswith("error: 2 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")

@@ -3,7 +3,6 @@ write at the same time."""
 
 import csv
 import os
-import pickle
 import random
 import re
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 from tokens import byte_tokenizer
 
 from harness import files
-from harness.launch.cli import Jobs
 from harness.model.tiny import tiny_model
 from harness.records import record as records
 
@@ -51,19 +49,6 @@ def test_shares_of_a_grid_run_as_jobs(toy, tmp_path):
     assert done.returncode == 2 and re.match(said, done.stderr.splitlines()[-1]), done.stderr
 
 
-def test_a_copy_in_another_process_reports_by_itself(monkeypatch, capsys):
-    """It hands its error on as well, since the launcher's process decides on the exit code."""
-    copy = pickle.loads(pickle.dumps(Jobs(tracebacks=False)))
-    reports = []
-    monkeypatch.setattr(Jobs, "report", lambda self: reports.append(self))
-    monkeypatch.setattr(Jobs, "_execute", lambda self, config: 1 / 0)
-    Jobs(tracebacks=False)(None)
-    assert reports == []
-    with pytest.raises(ZeroDivisionError):
-        copy(None)
-    assert reports == [copy] and "a bug" in capsys.readouterr().err
-
-
 def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_path):
     """Two processes that end together: the one that writes the table last has read the other's record."""
     files.write_atomic(tmp_path / "a" / "record.json", "1")
@@ -78,19 +63,3 @@ def test_what_is_derived_is_derived_again_when_its_source_changed_meanwhile(tmp_
 
     assert files.until_settled(tmp_path, "*/record.json", derive) == ["2", "3"]
     assert seen == [["1"], ["1", "2"], ["2", "3"]]
-
-
-def test_what_goes_while_it_is_looked_at_is_derived_again(tmp_path, monkeypatch):
-    for name in "ab":
-        files.write_atomic(tmp_path / name / "record.json", name)
-    listed = Path.glob
-
-    def lists_one_that_goes(folder, pattern):
-        found = sorted(listed(folder, pattern))
-        (tmp_path / "b" / "record.json").unlink(missing_ok=True)
-        return found
-
-    monkeypatch.setattr(Path, "glob", lists_one_that_goes)
-    calls = []
-    files.until_settled(tmp_path, "*/record.json", lambda: calls.append(None))
-    assert len(calls) == 2

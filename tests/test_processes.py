@@ -4,8 +4,6 @@ nothing is computed twice, and the same command ends with the same tables."""
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,27 +13,18 @@ import pytest
 
 from harness import errors
 from harness.errors import BugError, UserError, interruptible
-from harness.files import HeldError
 from harness.launch import child as apart
 from harness.launch import grid, runner
-from harness.launch.cli import Jobs, main
+from harness.launch.cli import main
 from harness.launch.runner import Run, run
 from harness.records import record as records
 from harness.resources import Resources
 from tests.composed import load
 from tests.dying import linger
-from tests.runs import outcome, stand_in
+from tests.runs import outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("full", "h2o", "int4")
-
-
-@pytest.fixture
-def runs(monkeypatch, tmp_path):
-    """Stand-ins for model and experiments, in an empty current folder; processes ask for locks often."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("harness.files.POLL_S", 0.01)
-    return stand_in(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +44,6 @@ def whole_grid(configs) -> list[Path]:
 
 
 # one process at a time computes a record
-
-
-def test_what_another_process_is_at_is_left_to_it(runs, configs):
-    todo = Run.of(configs[0])
-
-    def meanwhile(config):
-        assert runner.is_held(todo.path)
-        with pytest.raises(HeldError):
-            run(todo, Resources(), since=0.0)
-        return outcome(config)
-
-    runs.measure = meanwhile
-    run(todo, Resources())
-    assert len(runs.configs) == 1 and todo.is_finished() and not runner.is_held(todo.path)
-    assert {path.name for path in todo.path.parent.iterdir()} == {"record.json"}
 
 
 def test_a_run_waits_for_another_process_and_takes_its_record(runs, configs):
@@ -116,16 +90,7 @@ def test_a_failure_of_another_process_is_not_repeated_by_the_same_grid(runs, con
     assert run(todo, Resources(), since=failed + 1) == todo.path and len(runs.configs) == 2
 
 
-def test_a_child_tells_a_bug_from_what_a_user_can_mend(monkeypatch):
-    errors = [KeyError("a"), UserError("not well"), OSError(28, "disk full")]
-    monkeypatch.setattr(apart, "run", lambda error, *_, **__: (_ for _ in ()).throw(error))
-    sent = [apart._work(error, 0.0) for error in errors]
-    assert [type(each) for each in sent] == [BugError, UserError, UserError]
-    assert str(sent[0]) == "'a' (KeyError, a bug)" and str(sent[1]) == "not well"
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_on_one_grid_end_with_the_tables_of_one(processes, runs, configs):
+def test_processes_on_one_grid_end_with_the_tables_of_one(runs, configs):
     alone = whole_grid(configs)
     expected = tables()
     for path in alone:
@@ -133,13 +98,13 @@ def test_processes_on_one_grid_end_with_the_tables_of_one(processes, runs, confi
     runs.configs.clear()
     runs.measure = lambda config: time.sleep(0.02) or outcome(config)
     found: list[list[Path]] = []
-    together = [threading.Thread(target=lambda: found.append(whole_grid(configs))) for _ in range(processes)]
+    together = [threading.Thread(target=lambda: found.append(whole_grid(configs))) for _ in range(3)]
     for each in together:
         each.start()
     for each in together:
         each.join()
     assert Counter(config.method_name for config in runs.configs) == Counter(METHODS), "each cell once"
-    assert [sorted(paths) for paths in found] == processes * [sorted(alone)] and tables() == expected
+    assert [sorted(paths) for paths in found] == 3 * [sorted(alone)] and tables() == expected
 
 
 def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog):
@@ -149,18 +114,6 @@ def test_a_file_system_without_locks_is_named(runs, configs, monkeypatch, caplog
     monkeypatch.setattr("fcntl.flock", refuse)
     assert len(whole_grid(configs)) == len(configs)
     assert caplog.text.count("results: its file system has no locks; start one process at a time") == 1
-
-
-def test_what_another_user_is_at_is_held(runs, configs, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    record = Path("results/runs/perplexity/theirs/record.json")
-    monkeypatch.setattr(runner, "lock_file", refuse)
-    assert not runner.is_held(record)
-    record.parent.mkdir(parents=True)
-    record.with_name(".lock").touch()
-    assert runner.is_held(record)
 
 
 # killed, or out of disk, at every write
@@ -267,23 +220,6 @@ def test_a_signal_ends_with_tables_and_an_interrupted_record(number, code, runs,
     assert "Full cache" in tables()["perplexity.md"] and "H2O" not in tables()["perplexity.md"]
     statuses = Counter(record["status"] for record in records.read_records("results", "perplexity"))
     assert statuses == {"finished": 1, "interrupted": 1}
-
-
-def test_a_second_signal_while_tables_are_written_is_one_line(runs, handlers, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    runs.measure = interrupt
-    monkeypatch.setattr(Jobs, "report", interrupt)
-    assert interruptible(lambda: main([])) == 130
-    assert set(capsys.readouterr().err.splitlines()) == {errors.INTERRUPTED}
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "what follows, at exit, ends without a traceback"
-
-
-def test_the_command_is_covered_before_anything_is_imported():
-    code = "import run, sys; print([name for name in ('hydra', 'omegaconf', 'psutil', 'plots') if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
 # the child of timed cells

@@ -2,9 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-from harness.errors import UserError
 from harness.resources import Kept, Resources
 from harness.settings.config import ModelConfig
 
@@ -18,13 +15,6 @@ def test_values_are_made_once_and_the_oldest_leaves_before_the_next_is_made():
     assert made == [("a", []), ("b", ["a"]), ("c", ["b"]), ("a", ["c"])]
 
 
-def test_what_cannot_be_made_is_not_kept():
-    kept = Kept()
-    with pytest.raises(ZeroDivisionError):
-        kept.get("a", lambda: 1 / 0)
-    assert kept.get("a", lambda: 1) == 1
-
-
 def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_along():
     loads = []
     resources = Resources(lambda config: loads.append(config.name) or SimpleNamespace(name=config.name))
@@ -34,17 +24,3 @@ def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_
     assert resources.references.get("window", lambda: 2) == 1
     assert resources.model(OTHER).name == "other" and loads == ["one", "other"]
     assert resources.references.get("window", lambda: 2) == 2
-
-
-def test_a_model_that_cannot_be_loaded_leaves_none():
-    def load(config):
-        if config == OTHER:
-            raise UserError("missing")
-        return SimpleNamespace(name=config.name)
-
-    resources = Resources(load)
-    resources.model(ONE)
-    for _ in range(2):
-        with pytest.raises(UserError, match="missing"):
-            resources.model(OTHER)
-    assert resources.model(ONE).name == "one"

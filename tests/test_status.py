@@ -12,13 +12,7 @@ from harness.launch.runner import Run, run
 from harness.records import record as records
 from harness.resources import Resources
 from tests.composed import load
-from tests.runs import outcome, stand_in
-
-
-@pytest.fixture
-def runs(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    return stand_in(monkeypatch)
+from tests.runs import outcome
 
 
 def started(runs, method: str, ends) -> Run:
@@ -65,28 +59,9 @@ def test_every_state_is_counted_and_named(some):
     assert named[1:] == ["failed: perplexity H2O: UserError: not well", "interrupted: perplexity INT4"]
 
 
-def test_a_damaged_record_is_named(some):
-    some[0].path.write_text("{")
-    text = status.render(status.of_runs(some[:1]))
-    assert row(text) == ["0", "0", "1", "0", "0", "?"] and f"{some[0].path}: damaged record" in text
-
-
 def test_a_folder_is_shown_without_its_grid(some, capsys):
     assert main(["status=true"]) == 0
     printed = capsys.readouterr()
     assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == ""
     assert main(["status=true", "results_dir=elsewhere"]) == 0
     assert capsys.readouterr().out == "nothing was started yet\n" and not Path("elsewhere").exists()
-
-
-def test_a_grid_is_shown_by_its_command(runs, capsys):
-    command = ["grid=index", "model=opt-125m"]
-    assert main([*command, "status=true"]) == 0
-    printed = capsys.readouterr().out
-    assert row(printed, "index")[:4] == ["0", "0", "0", "0"] and int(row(printed, "index")[4]) > 1
-    assert runs.configs == [] and not Path("results").exists()
-
-
-def test_a_wrong_status_is_one_line(runs, capsys):
-    assert main(["status=maybe"]) == 2
-    assert capsys.readouterr().err == "error: status=maybe: must be true or false\n"

@@ -1,15 +1,10 @@
 """Model files that somebody else made: damaged ones end in one line or in a model, and none of them runs code."""
 
-import errno
-import importlib.util
 import json
 import os
 import pickle
-import random
-import re
 import shutil
 import struct
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,22 +17,15 @@ from transformers import AutoTokenizer
 
 from harness import files
 from harness.errors import UserError
-from harness.launch.grid import read_plan
 from harness.model import gguf, source
 from harness.model.load import load_model
 from harness.model.source import num_elements
 from harness.model.tiny import tiny_model
 from harness.records import inputs
-from harness.settings.compose import compose
 from harness.settings.config import ModelConfig
-from tests.composed import load
 
 IDS = torch.arange(3, 35)[None]
 SIZES = {key: value for key, value in TINY_SHAPE.items() if key != "model_type"}
-HUGE = (0xFF, 2**16, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64 - 1)
-NUMBERS = ("0", "-1", "1e400", "1000000000", "99999999999999999999", "null", '"many"', "[]", "{}", "true", "0.5", "NaN")
-MUTATIONS = {"model.safetensors": 15, "config.json": 30, "tokenizer.json": 10, "tiny.gguf": 10}
-"""So many of each kind here; 250 of each were looked at once."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,56 +68,21 @@ def model_dir(sound, tmp_path) -> Path:
     return tmp_path / "model"
 
 
-def mutated(content: bytes, draw: random.Random) -> bytes:
-    """The content with bytes flipped, cut, repeated, or put in the place of lengths; in text, other numbers."""
-    data = bytearray(content)
-    numbers = list(re.finditer(rb"(?<=[ :,\[])-?\d[\d.e+-]*|true|false|null", content[:4096]))
-    for _ in range(draw.choice((1, 1, 1, 3))):
-        at = draw.randrange(max(1, min(len(data), draw.choice((64, 1024, len(data))))))
-        length = draw.choice((1, 2, 8, 64, 1000))
-        how = draw.choice(("flip", "cut", "repeat", "zero", "length", "number", "number"))
-        if how == "number" and numbers and content[:1] == b"{":
-            found = draw.choice(numbers)
-            return content[: found.start()] + draw.choice(NUMBERS).encode() + content[found.end() :]
-        if how == "flip":
-            data[at : at + 1] = bytes([data[at : at + 1][0] ^ (1 << draw.randrange(8)) if data else 0])
-        elif how == "cut":
-            del data[at : at + length if draw.random() < 0.5 else None]
-        elif how == "repeat":
-            data[at:at] = data[at : at + length]
-        elif how == "zero":
-            data[at : at + length] = bytes(min(length, len(data) - at))
-        else:
-            data[at : at + 8] = struct.pack("<Q", draw.choice(HUGE))
-    return bytes(data)
-
-
-def look_at(path: Path, target: Path, seed: str) -> str | None:
-    """Load the model at `path` after its file `target` was damaged: the refusal, None where it loads and computes."""
-    target.write_bytes(mutated(target.read_bytes(), random.Random(seed)))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loaded = load_model(configured(path))
-            loaded.model(IDS[:, : min(loaded.max_length, 16)])
-    except UserError as error:
-        assert "\n" not in str(error)
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_damaged_file_is_refused_in_a_line_or_loads(name, sound, tmp_path):
-    told = []
-    for number in range(MUTATIONS[name]):
-        folder = tmp_path / str(number)
-        if name.endswith(".gguf"):
-            folder.mkdir()
-            shutil.copy(sound / name, folder)
-        else:
-            shutil.copytree(sound / "model", folder)
-        told.append(look_at(folder, folder / name, f"{name} {number}"))
-    assert any(told), "damage that nothing notices is none"
+@pytest.mark.parametrize("how", ["cut", "shuffled", "of huge lengths"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tiny.gguf"])
+def test_a_damaged_file_is_refused_in_a_line(name, how, sound, model_dir):
+    if name.endswith(".gguf"):
+        shutil.rmtree(model_dir)
+        model_dir.mkdir()
+        shutil.copy(sound / name, model_dir)
+    content = (model_dir / name).read_bytes()
+    damaged = {
+        "cut": content[: len(content) // 2],
+        "shuffled": content[64:] + content[:64],
+        "of huge lengths": content[:8] + struct.pack("<Q", 2**63 - 1) + content[16:],
+    }
+    (model_dir / name).write_bytes(damaged[how])
+    refused("tiny|model|json|safetensors", configured(model_dir))
 
 
 # what a file says, and what is loaded
@@ -167,7 +120,7 @@ class Payload:
         return Path.touch, (self.file,)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "../outside.safetensors", "/etc/weights.safetensors"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "../outside.safetensors"])
 def test_an_index_names_safetensors_of_its_folder_and_nothing_else(name, model_dir, tmp_path):
     (model_dir / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     (model_dir / "model.safetensors").unlink()
@@ -176,12 +129,7 @@ def test_an_index_names_safetensors_of_its_folder_and_nothing_else(name, model_d
     assert not (tmp_path / "ran").exists()
 
 
-def test_pickled_weights_name_the_way_out(model_dir):
-    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
-    assert "save_pretrained" in refused("pickled weights are not loaded, as they can run code", configured(model_dir))
-
-
-@pytest.mark.parametrize("name", ["model-1.safetensors", "weights.safetensors", "sub/weights.safetensors"])
+@pytest.mark.parametrize("name", ["model-1.safetensors", "sub/weights.safetensors"])
 def test_the_shards_that_are_loaded_are_the_identity(name, model_dir):
     shard, config = with_index(model_dir, name), configured(model_dir)
     before, fingerprint = inputs.model(config), load_model(config).fingerprint
@@ -189,14 +137,6 @@ def test_the_shards_that_are_loaded_are_the_identity(name, model_dir):
     assert inputs.model(config) == before
     flip_last_byte(shard)
     assert inputs.model(config) != before and load_model(config).fingerprint != fingerprint
-
-
-def test_code_that_may_run_is_part_of_the_identity(model_dir):
-    configs = [configured(model_dir, trust_remote_code=trusted) for trusted in (True, False)]
-    before = [inputs.model(config) for config in configs]
-    (model_dir / "modeling_mine.py").write_text("raise SystemExit")
-    after = [inputs.model(config) for config in configs]
-    assert (before[0] != after[0], before[1] != after[1]) == (True, False)
 
 
 def test_remote_code_runs_only_where_it_is_trusted(model_dir, tmp_path):
@@ -217,17 +157,6 @@ def test_weights_that_changed_behind_the_clock_are_read_again(sound, tmp_path, m
     assert files.file_sha256(path) == files.content_sha256(path) != before
 
 
-def test_a_note_is_kept_only_of_a_file_that_has_settled(tmp_path, monkeypatch):
-    file = tmp_path / "file"
-    file.write_bytes(b"one")
-    files.file_sha256(file)
-    assert not list((files.cache_dir() / "digests").glob("*"))
-    monkeypatch.setattr(files, "SETTLED_S", -1.0)
-    files.file_sha256(file)
-    monkeypatch.setattr(files, "content_sha256", lambda path: pytest.fail("it is not read again"))
-    files.file_sha256(file)
-
-
 # what is refused before a run
 
 
@@ -244,19 +173,6 @@ def test_a_model_that_conf_model_does_not_describe_is_refused(model_dir, monkeyp
     refused("holds a model of model_type=opt, max_position_embeddings=64, and conf/model says model_type=llama", served)
 
 
-def test_a_grid_goes_by_the_family_of_the_model_that_is_given(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt", "max_position_embeddings": 2048}))
-    (tmp_path / "nested").mkdir()
-    of_pixels = {"model_type": "llava", "text_config": {"model_type": "gpt_neox", "hidden_size": 64}}
-    (tmp_path / "nested" / "config.json").write_text(json.dumps(of_pixels))
-    given = [([f"model.path={tmp_path}"], 2048), ([f"model.path={tmp_path / 'nested'}"], 2048)]
-    for overrides, seq_len in (*given, (["model=opt-125m"], 2048), (["model=gemma3-12b"], 4096), ([], 4096)):
-        settings = ["grid=accuracy-paper", "data=hub", *overrides]
-        grid = compose(settings).grid
-        grid.cells = [{"experiment": "fig11", "method": "full"}]
-        assert [cell.seq_len for cell in read_plan(grid, settings).cells] == [seq_len]
-
-
 @pytest.mark.parametrize("weights", ["random", "pretrained"])
 def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir, monkeypatch):
     config = configured(model_dir, weights=weights)
@@ -269,12 +185,7 @@ def test_weights_that_do_not_fit_are_refused_with_the_amounts(weights, model_dir
     load_model(replace(config, dtype="bfloat16"))
 
 
-def test_quantized_checkpoints_are_refused_in_words(model_dir):
-    edit(model_dir / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    refused(r"its weights are quantized \(gptq\), which is not supported", configured(model_dir))
-
-
-@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 1e5])
+@pytest.mark.parametrize("odd", [float("nan"), 1e5])
 def test_weights_that_are_not_finite_are_refused(odd, model_dir):
     tensors = load_file(model_dir / "model.safetensors")
     tensors["model.norm.weight"][3] = odd
@@ -291,25 +202,13 @@ def test_weights_that_are_not_finite_are_refused(odd, model_dir):
     ("sizes", "said"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number above 0"),
-        ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number above 0"),
-        ({"vocab_size": -5}, "vocab_size=-5 must be a whole number above 0"),
         ({"hidden_size": 2.5}, "hidden_size=2.5 must be a whole number above 0"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value"),
         ({"hidden_size": 33}, "its shape is not valid .*not a multiple"),
-        ({"hidden_act": "nothing"}, "describes no model"),
     ],
 )
 def test_sizes_that_no_model_has_are_refused(sizes, said):
     refused(said, ModelConfig(name="tiny", device="cpu", weights="random", shape={**TINY_SHAPE, **sizes}))
-
-
-@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "head_dim", "max_position_embeddings"])
-def test_a_configuration_of_more_than_the_files_hold_costs_nothing(key, model_dir):
-    edit(model_dir / "config.json", **{key: 10**9})
-    if key == "max_position_embeddings":  # a Llama has no table of them
-        assert load_model(configured(model_dir)).max_length == 10**9
-    else:
-        refused("far fewer than its configuration describes", configured(model_dir))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
@@ -318,19 +217,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
     ).save_pretrained(model_dir)
     refused(r"has 256 tokens, more than the model's embedding \(vocab_size=200\)", configured(model_dir))
     assert load_model(configured(model_dir, weights="random")).tokenizer is None
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sentencepiece") is not None, reason="is here")
-def test_a_tokenizer_that_needs_sentencepiece_says_so(model_dir):
-    (model_dir / "tokenizer.json").unlink()
-    (model_dir / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    refused("tokenizer.model needs the Python package sentencepiece, which is not installed", configured(model_dir))
-
-
-def test_a_loop_of_links_is_refused(tmp_path):
-    (tmp_path / "model").symlink_to(tmp_path / "model")
-    with pytest.raises(UserError, match="model.path=.*: no such file or folder"):
-        load([f"model.path={tmp_path / 'model'}"])
 
 
 # the cache of converted files
@@ -344,42 +230,13 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(sound, tmp_path):
     assert not left.exists()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")],
-)
-def test_a_full_cache_is_named_and_keeps_nothing_half_written(error, sound, monkeypatch):
+def test_a_full_cache_is_named_and_keeps_nothing_half_written(sound, monkeypatch):
     def fails(model, target, **settings):
         Path(target).mkdir(parents=True)
         (Path(target) / "model.safetensors").write_bytes(b"half")
-        raise error
+        raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", fails)
     said = refused("No space left on device", configured(sound / "tiny.gguf"))
     assert "KV_HARNESS_CACHE" in said and str(files.cache_dir()) in said
     assert not list((files.cache_dir() / "gguf").iterdir())
-
-
-# the sources
-
-DANGEROUS = re.compile(
-    r"\bpickle\b|\bdill\b|\bmarshal\b|\bshelve\b|torch\.load\b|(?<![.\w])(?:eval|exec)\(|yaml\.(?:unsafe_)?load\("
-    r"|shell=True|os\.system|allow_pickle|weights_only|__import__|extractall\(|import_module\(name\)|trust_remote_code=True"
-)
-ALLOWED = {
-    ("harness/settings/own_method.py", "import_module(name)"): "the user's own method, named on the command line"
-}
-"""What runs code, by file, and why it may."""
-
-
-def test_nothing_here_runs_what_a_file_says():
-    root = Path(__file__).resolve().parent.parent
-    sources = [root / "run.py"]
-    for folder in ("harness", "methods", "plots", "benchmarks"):
-        sources += (root / folder).rglob("*.py")
-    found = {
-        (str(file.relative_to(root)), match.group())
-        for file in sources
-        for match in DANGEROUS.finditer(file.read_text())
-    }
-    assert found == set(ALLOWED)
