@@ -13,7 +13,7 @@ from harness.errors import UserError
 from harness.launch.cli import in_words
 from harness.settings.compose import OF_THE_FILE, parse
 from harness.settings.config import PAPER_TASKS, RunConfig
-from harness.settings.experiment import COMMON, Experiment, find, foreign_settings, kinds
+from harness.settings.experiment import COMMON, find, foreign_settings, kinds
 from harness.settings.schema import CONF_DIR, options
 from tests.composed import composed, load
 
@@ -100,23 +100,6 @@ def test_a_kind_is_a_module_and_heeds_settings_that_there_are():
     for kind, settings in heeded.items():
         assert foreign_settings(kind) == names - settings
         assert all((CONF_DIR.parent / "harness" / name).exists() for name in find(kind).code)
-
-
-def test_a_new_kind_is_one_class(monkeypatch):
-    """It is found by its name in `KINDS`, checks and names what it depends on."""
-
-    class Counting(Experiment):
-        depends_on = ("seed",)
-
-        def check(self, config):
-            if config.seed == 7:
-                raise UserError("seed=7: must not be")
-
-    monkeypatch.setitem(kinds(), "counting", Counting())
-    assert load(["kind=counting"]).kind == "counting"
-    assert "seq_len" in foreign_settings("counting") and "seed" not in foreign_settings("counting")
-    with pytest.raises(UserError, match="seed=7: must not be"):
-        load(["kind=counting", "seed=7"])
 
 
 def test_yaml_defaults_are_the_dataclass_defaults():

@@ -80,17 +80,6 @@ def test_a_copy_that_fails_ends_the_decode_with_its_error(after, name, direction
         assert not any(store.slots.nbytes for store in session.stores) or not overlap
 
 
-def test_a_link_that_is_closed_under_a_decode_ends_it():
-    with attached_with_link() as (attached, link):
-        session = open_live(attached, CASES["full"], placement="host", link=link)
-        ids, real = token_batch(EVEN)
-        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        session.decode_step(ids[:, PROMPT])
-        link.close()
-        error = error_of(lambda: session.decode_step(ids[:, PROMPT + 1]))
-    assert isinstance(error, RuntimeError) and "link" in str(error)
-
-
 @pytest.mark.parametrize("name", ["full", "infinigen", "pool-lru"])
 def test_closing_in_the_middle_leaves_the_link_usable(name):
     with attached_with_link(bytes_per_s=2e7) as (attached, link):
