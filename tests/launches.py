@@ -67,11 +67,6 @@ def launch_attention() -> None:
     launch(Codec("int4"), torch.float16, 40, 40, 128)
 
 
-def launch_attention_of_others() -> None:
-    """Heads in groups, which do not fill their lanes."""
-    launch(Codec("int4"), torch.bfloat16, 32, 8, 96)
-
-
 def launch_selections() -> None:
     """A layer of OPT-13B, and the scores of one with grouped queries."""
     from methods.kernels.selection import largest, relative

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import reference as plain
 import torch
-from cases import CASES, WIDE, Case, smooth
+from cases import CASES, Case, smooth
 from living import calibration
 
 from harness.model.attach import attach
@@ -55,10 +55,6 @@ SELECTING = [name for name in REFERENCED if not CASES[name].method.reads_all]
 
 every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
 every_case = pytest.mark.parametrize("name", BATCHED)
-IN_A_MODEL = [(name, model) for name in BATCHED for model in (["gqa", "opt"] if name in WIDE else ["gqa"])]
-every_case_in_a_model = pytest.mark.parametrize(
-    ("name", "model"), [pytest.param(name, MODELS[model], id=f"{name}-{model}") for name, model in IN_A_MODEL]
-)
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 

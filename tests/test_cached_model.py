@@ -48,16 +48,6 @@ def test_full_generates_what_transformers_generates(family, padding, placement):
     assert (cached.usage.h2d_bytes > 0) == (cached.usage.d2h_bytes > 0) == (placement == "host")
 
 
-def test_sampling_and_several_returned_sequences_draw_what_transformers_draws():
-    ids, asked = prompts_of("padded")
-    asked |= {"do_sample": True, "top_p": 0.9, "temperature": 1.5, "num_return_sequences": 2}
-    torch.manual_seed(3)
-    expected = tiny("gqa").generate(ids, **asked)
-    with attached_with_link() as (attached, _):
-        torch.manual_seed(3)
-        assert torch.equal(CachedModel(attached, Full()).generate(ids, **asked), expected)
-
-
 @pytest.mark.parametrize(("name", "size"), [("infinigen", None), ("infinigen", 0.7), ("h2o", 0.75), ("quest", None)])
 def test_a_methods_tokens_are_those_of_replay_at_the_size_asked_for(name, size):
     ids, asked = prompts_of("padded")
@@ -98,13 +88,6 @@ def test_what_a_live_cache_does_not_take_is_refused_and_leaves_the_model_as_it_w
         CachedModel(attached, Full()).generate(ids, **({"max_new_tokens": NEW} | asked))
     assert "forward" not in model.__dict__ and model.config._attn_implementation == before
     assert model.generate(ids[:1], **plain).shape == (1, PROMPT + NEW)
-
-
-def test_settings_of_the_models_own_generation_config_count_too(monkeypatch):
-    monkeypatch.setattr(tiny("gqa").generation_config, "num_beams", 4)
-    ids, asked = prompts_of("even")
-    with attached_with_link() as (attached, _), pytest.raises(UserError, match="num_beams=4"):
-        CachedModel(attached, Full()).generate(ids, **asked)
 
 
 @pytest.mark.parametrize("name", ["full", "infinigen", "h2o", "kivi"])

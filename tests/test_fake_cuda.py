@@ -142,19 +142,6 @@ def test_the_trace_finds_what_it_is_for(gpu):
     assert len(Stream.waits) == 1
 
 
-def test_the_trace_looks_at_what_a_kernel_gets(gpu):
-    from harness.offload import store as gather
-
-    slots, rows = torch.empty(2, 2, 8, 64, dtype=torch.uint8, pin_memory=True), torch.empty(2, 2, 3, 64, device=CUDA)
-    index = torch.empty(2, 2, 3, dtype=torch.int64, device=CUDA)
-    rows = rows.to(torch.uint8)
-    gpu.restart()
-    gather.gather_rows(slots, index, rows)
-    assert gpu.faults == []
-    gather.gather_rows(torch.empty(slots.shape, dtype=torch.uint8), index, rows)
-    assert "not on the device" in gpu.faults[-1][1]
-
-
 def test_no_event_keeps_the_time_where_nobody_measures(gpu):
     method = InfiniGen()
     with opened(gpu, fake_tiny("llama"), PROMPTS["padded"], method, placement="host") as (session, token):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from launches import (
     COUNTS,
     launch_attention,
-    launch_attention_of_others,
     launch_lists,
     launch_narrow_moves,
     launch_wide_moves,
@@ -185,11 +184,6 @@ def test_lists_are_those_of_the_cpu(case, block):
     assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])
 
 
-def test_lists_take_a_mask_of_any_strides():
-    mask = (torch.rand(3, 40, 2) < 0.3).transpose(1, 2)
-    assert torch.equal(rows.indices(mask.to(DEVICE), 40).cpu(), lists.indices(mask, 40))
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the address space of a file is the host's")
 def test_rows_beyond_two_to_the_31_words_are_found(tmp_path):
     """Of a sparse file, which takes no memory: the last slots of either of two heads of 6 GiB. A word's number that
@@ -218,7 +212,6 @@ def compiled() -> dict[Launches, list[Binary]]:
             launch_narrow_moves: (90,),
             launch_lists: (80,),
             launch_attention: (89,),
-            launch_attention_of_others: (80,),
         }
     )
 
@@ -279,8 +272,3 @@ def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows
         assert binary.registers <= 128 and binary.spill_bytes == 0, binary
         if binary.kernel == "_attend_to_parts":  # a key's codes begin 8 bytes into a slot of 144
             assert binary.accesses["load 8"] >= 2, binary
-
-
-def test_other_shapes_spill_nothing(compiled):
-    binaries = compiled[launch_attention_of_others]
-    assert binaries and all(binary.spill_bytes == 0 for binary in binaries)

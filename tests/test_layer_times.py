@@ -13,14 +13,12 @@ from mixed_models import mixed
 from torch.nn.functional import pad
 
 from harness.contract import CHECKS, Trial
-from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
 from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
 from harness.offload.live import LiveSession
-from harness.setup import Setup
 from methods.base import Method, Selection, State
 from methods.infinigen import InfiniGen
 from methods.quest import Quest, QuestState
@@ -106,32 +104,25 @@ SHARED = {
 }
 
 
+def check_contract(made, method):
+    with attach(made) as attached, EmulatedLink(1e12) as link:
+        trial = Trial(attached, link, setup_of(attached, Case(method)), PROMPTS["padded"])
+        for check in CHECKS.values():
+            check(trial)
+        return largest_difference(replay(attached, CASES["full"], PROMPTS["padded"]).logits, trial.replayed.logits)
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_a_layer_reads_what_an_earlier_one_chose(name):
     """And keeps the whole contract."""
-    case = Case(SHARED[name])
-    with attached_with_link() as (attached, link):
-        trial = Trial(attached, link, Setup(case.method, None, None), PROMPTS["padded"])
-        for check in CHECKS.values():
-            check(trial)
-        full = replay(attached, CASES["full"], PROMPTS["padded"])
-    assert largest_difference(full.logits, trial.replayed.logits) > 1e-2
+    assert check_contract(tiny("gqa"), SHARED[name]) > 1e-2
 
 
 @pytest.mark.parametrize(
     ("model", "name"), zip(["gemma2", "gpt_oss", "qwen3_next", "deepseek_v3"], SHARED, strict=True)
 )
 def test_other_kinds_of_layer_lie_between(model, name):
-    with attach(mixed(model)) as attached, EmulatedLink(1e12) as link:
-        trial = Trial(attached, link, Setup(SHARED[name], None, None), PROMPTS["padded"])
-        for check in CHECKS.values():
-            check(trial)
-
-
-def test_a_layer_without_an_earlier_selection_fails_in_replay_too():
-    """Nothing that a step before left behind is read by mistake."""
-    with attached_with_link() as (attached, _), pytest.raises(UserError, match="select raised KeyError"):
-        replay(attached, Case(Shared(anchors=(3,))), PROMPTS["even"])
+    check_contract(mixed(model), SHARED[name])
 
 
 # InfiniGen whose layers select at several times
@@ -158,22 +149,11 @@ def test_each_layers_time_is_on_record(name):
     assert [policy.number for policy in policies] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("model", ["gemma2", "qwen3_next"])
-def test_the_first_layer_is_rehearsed_where_another_kind_of_layer_is_before_it(model):
-    with attach(mixed(model)) as attached:
-        policies = policies_of(attached, InfiniGen(num_exempt_layers=0))
-    under_method = [policy for policy in policies if policy.kind == "method"]
-    assert [policy.when for policy in under_method] == ["previous_layer"] * 4
-
-
-@pytest.mark.parametrize("model", ["gqa", "gemma2", "qwen3_next"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    ("name", "model"), [*((name, "gqa") for name in ROWS), ("both", "gemma2"), ("by the step before", "qwen3_next")]
+)
 def test_layers_that_select_at_several_times_keep_the_contract(name, model):
-    made = tiny(model) if model == "gqa" else mixed(model)
-    with attach(made) as attached, EmulatedLink(1e12) as link:
-        trial = Trial(attached, link, setup_of(attached, Case(ROWS[name][0])), PROMPTS["padded"])
-        for check in CHECKS.values():
-            check(trial)
+    check_contract(tiny(model) if model == "gqa" else mixed(model), ROWS[name][0])
 
 
 def test_live_selects_at_the_recorded_times(monkeypatch):

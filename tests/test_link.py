@@ -137,16 +137,6 @@ def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
     assert exposed[False] >= 0.05
 
 
-def test_a_write_back_is_awaited_at_once_without_overlap():
-    store, keys, values = filled_store()
-    rows = store.format.pack(keys, values)
-    with EmulatedLink(ALL_BYTES / 0.02, overlap=False) as link:
-        assert seconds_of(lambda: link.write_back(store, rows, at=0)) >= 0.02
-    with EmulatedLink(ALL_BYTES / 0.02) as link:
-        link.write_back(store, rows, at=0)
-        assert seconds_of(link.drain) > 0.01
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_failing_copy_ends_in_its_error_everywhere(overlap):
     store, _, _ = filled_store()
@@ -204,15 +194,6 @@ def test_an_interrupt_ends_a_wait_and_the_link(monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(waits) == 1 and 0 < waits[0] <= 600
-
-
-def test_the_worker_takes_no_compute_threads():
-    before = torch.get_num_threads()
-    with EmulatedLink(FAST) as link:
-        inside = []
-        link.start("h2d", lambda: inside.append(torch.get_num_threads()) or 0, [])
-        link.drain()
-    assert inside == [1] and torch.get_num_threads() == before
 
 
 def test_the_default_rate_is_the_copy_rate_over_the_papers_ratio():

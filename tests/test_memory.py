@@ -3,18 +3,14 @@
 CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
 """
 
-import gc
-import mmap
 import sys
-import weakref
 from contextlib import closing
 from dataclasses import replace
-from itertools import count, product
+from itertools import count
 
 import pytest
 import torch
-from cases import CASES, WIDE
-from conftest import HALF_ROTARY
+from cases import CASES
 from fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
 from held import Held
 from living import CPU, PROMPT, PROMPTS, attached_with_link, force, live, make_store, open_live, tiny, token_batch
@@ -64,33 +60,29 @@ def runtime():
 
 # What a session needs
 
-HOST = [
-    (name, reuse)
-    for name, reuse in product((*WIDE, "int4", "kivi", "shadowkv"), (False, True))
-    if CASES[name].method.when != "true_scores" and (CASES[name].method.names_rows or not reuse)
-]
 
-
-@pytest.mark.parametrize(("name", "reuse"), HOST)
-def test_a_session_on_the_host_needs_its_slots_there_and_its_buffers_on_the_device(name, reuse):
+@pytest.mark.parametrize(
+    ("name", "placement", "reuse"),
+    [
+        *((name, "device", False) for name in ("int4", "h2o", "infinigen", "oracle")),
+        *((name, "host", False) for name in ("full", "int4", "h2o", "shadowkv")),
+        *((name, "host", True) for name in ("infinigen", "quest", "shadowkv")),
+    ],
+)
+def test_a_session_needs_its_slots_and_buffers(name, placement, reuse):
     prompts = PROMPTS["padded"]
     with (
         attached_with_link() as (attached, link),
-        closing(open_live(attached, CASES[name], 3, placement="host", link=link, reuse=reuse)) as session,
+        closing(open_live(attached, CASES[name], 3, placement=placement, link=link, reuse=reuse)) as session,
     ):
         force(session, prompts, 3)
-        (stage,) = session.stages.values()
-        needed = stage.fetcher.device_bytes + prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
-        assert session.bytes_needed == SessionBytes(sum(aligned(store.nbytes) for store in session.stores), needed)
-        assert all(store.nbytes == store.slots.nbytes for store in session.stores)
-
-
-@pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen", "oracle"])
-def test_a_session_on_the_device_needs_its_slots_there(name):
-    with attached_with_link() as (attached, _), closing(open_live(attached, CASES[name])) as session:
-        force(session, PROMPTS["even"])
-        slots = sum(aligned(store.nbytes) for store in session.stores)
-        assert session.bytes_needed == SessionBytes(0, slots + prompt_bytes(attached, PROMPT) + state_bytes(session))
+        slots = sum(aligned(store.slots.nbytes) for store in session.stores)
+        needed = prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
+        if placement == "host":
+            (stage,) = session.stages.values()
+            assert session.bytes_needed == SessionBytes(slots, stage.fetcher.device_bytes + needed)
+        else:
+            assert session.bytes_needed == SessionBytes(0, slots + needed)
 
 
 def state_bytes(session) -> int:
@@ -128,11 +120,8 @@ def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatc
 LARGE = {"hidden_size": 256, "num_attention_heads": 16}
 MODELS = {
     "opt": ("opt", {"ffn_dim": 1024, "word_embed_proj_dim": 256}),
-    "llama": ("llama", {"intermediate_size": 704, "num_key_value_heads": 16}),
     "gqa": ("llama", {"intermediate_size": 896, "num_key_value_heads": 4}),
     "small ffn": ("qwen2", {"intermediate_size": 256, "num_key_value_heads": 16}),
-    "phi3": ("phi3", {"intermediate_size": 704, "num_key_value_heads": 16, "rope_parameters": HALF_ROTARY}),
-    "gpt_neox": ("gpt_neox", {"intermediate_size": 1024}),
 }
 
 
@@ -164,7 +153,6 @@ def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(famil
     ("needed", "device", "message"),
     [
         (SessionBytes(4 * GIB, 2 * GIB), CUDA, None),
-        (SessionBytes(5 * GIB, 2 * GIB), CUDA, r"needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"),
         (SessionBytes(4 * GIB, 3 * GIB), CUDA, r"needs 3\.0 GiB of cuda memory and 2\.0 .* lower batch_size, prompt_l"),
         (SessionBytes(3 * GIB, GIB), CPU, None),  # one memory for both
         (SessionBytes(3 * GIB, 2 * GIB), CPU, r"needs 5\.0 GiB of cpu memory and 4\.0 GiB are available"),
@@ -195,14 +183,13 @@ PARTIAL_KEYS = 800 * 39 * 2 * (1920 + 128 + 128)
 """Of 800 heads and a layer: 39 of 128 columns of every key, and the projection to them."""
 KEPT = {
     "offload+h2o": [800 * (204 + 204 + 2) * (4 + 4) + 20 * 2 * 8],
-    "infinigen": [PARTIAL_KEYS],
     "infinigen+reuse": [PARTIAL_KEYS],
 }
 """What a layer's state takes: of H2O a number and a worth of each token that is kept, and of two slots, and limits."""
 
 
 @pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of devices has another name here")
-@pytest.mark.parametrize("label", ["ideal", "offload", "offload+int4", "offload+h2o", "infinigen", "infinigen+reuse"])
+@pytest.mark.parametrize("label", ["ideal", "offload+int4", "offload+h2o", "infinigen+reuse"])
 def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
     pytest.importorskip("triton")
     asked = []
@@ -229,79 +216,30 @@ def test_the_refusal_knows_what_decoding_takes_of_a_gpu(label, monkeypatch):
 
 
 def test_pieces_are_aligned_zero_and_lie_in_what_was_locked(runtime):
-    shapes = [(2, 3, 5, 36), (1,), (4, 64)]
-    slab = PinnedSlab(sum(aligned(torch.Size(shape).numel()) for shape in shapes))
-    pieces = [slab.take(shape) for shape in shapes]
+    slab = PinnedSlab(1280 + 256 + 256)
+    pieces = [slab.take(shape) for shape in ((2, 3, 5, 36), (1,), (4, 64))]
     ((address, size),) = runtime.locked.items()
-    assert size == slab.nbytes == 1280 + 256 + 256 and address % mmap.PAGESIZE == 0
-    end = address
-    for piece, shape in zip(pieces, shapes, strict=True):
-        assert piece.shape == shape and piece.dtype == torch.uint8 and piece.is_contiguous() and not piece.any()
-        assert piece.data_ptr() % ALIGNMENT == 0 and piece.data_ptr() >= end
-        end = piece.data_ptr() + piece.nbytes
-        piece.fill_(7)
-    assert end <= address + size
+    assert size == slab.nbytes == 1792
+    assert [piece.data_ptr() - address for piece in pieces] == [0, 1280, 1536]
+    assert address % ALIGNMENT == 0 and not any(piece.any() for piece in pieces)
     with pytest.raises(AssertionError, match="as large as its pieces"):
         slab.take((1,))
     slab.close()
     slab.close()
     assert runtime.names == ["cudaHostRegister", "synchronize", "cudaHostUnregister"], "once, the device being done"
-    assert slab.nbytes == 0
 
 
-def test_a_slab_is_of_private_pages_that_may_be_huge_and_are_given_back(runtime, monkeypatch):
-    """Of no other process, whose pages are huge only where the system says so."""
-    pages, original = [], mmap.mmap
-
-    class Pages(original):
-        def __new__(cls, *arguments, **options):
-            made = super().__new__(cls, *arguments, **options)
-            pages.append((weakref.ref(made), options["flags"], advised := []))
-            made.advised = advised
-            return made
-
-        def madvise(self, advice):
-            self.advised.append(advice)
-
-    monkeypatch.setattr(mmap, "mmap", Pages)
-    slab = PinnedSlab(1 << 20)
-    (held, flags, advised), piece = pages[0], slab.take((1 << 20,))
-    assert flags == mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS and advised == [mmap.MADV_HUGEPAGE]
-    slab.close()
-    assert held() is not None, "a piece is still held"
-    del piece
-    gc.collect()
-    assert held() is None
-
-
-def test_a_slab_that_nobody_closes_is_unlocked_when_it_goes(runtime):
-    slab = PinnedSlab(4096)
-    del slab
-    gc.collect()
-    assert not runtime.locked
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "fails", "shown", "why"),
-    [(3 << 20, "cudaHostRegister", "0.0", "cudaHostRegister: out of memory"), (1 << 52, "", "4194304.0", "")],
-)
-def test_memory_that_cannot_be_locked_or_mapped_is_refused(runtime, num_bytes, fails, shown, why):
+@pytest.mark.parametrize(("num_bytes", "fails", "shown"), [(3 << 20, "cudaHostRegister", "0.0"), (1 << 52, "", "4194")])
+def test_memory_that_cannot_be_locked_or_mapped_is_refused(runtime, num_bytes, fails, shown):
     runtime.fails = fails
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"^platform.pinned=true: {shown}.* page-locked .*pinned=false$"):
         PinnedSlab(num_bytes)
-    text = str(refused.value)
-    assert text.startswith(f"platform.pinned=true: {shown} GiB of host memory cannot be page-locked (")
-    assert why in text
-    assert text.endswith("; lower batch_size, prompt_len or gen_len, or set platform.pinned=false")
-    assert runtime.names == (["cudaHostRegister", "cudaGetLastError"] if fails else []), (
-        "CUDA's last error is forgotten"
-    )
+    assert runtime.names == ["cudaHostRegister", "cudaGetLastError"] * bool(fails), "CUDA's last error is forgotten"
 
 
-@pytest.mark.parametrize("name", ["full", "int4", "infinigen", "h2o"])
-def test_a_session_locks_what_its_stores_take_and_no_more(runtime, name):
+def test_a_session_locks_what_its_stores_take_and_no_more(runtime):
     with attached_with_link() as (attached, link):
-        session = open_live(attached, CASES[name], placement="host", link=link)
+        session = open_live(attached, CASES["int4"], placement="host", link=link)
         assert session.pinned_bytes == 0 and not session.pinned, "nothing is locked for a CPU"
         session.pinned = True
         runtime.fails = "cudaHostRegister"
@@ -350,7 +288,6 @@ ON_CUDA = ["experiment=latency", "platform=cuda"]
     [
         (["experiment=latency", "placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
         (["experiment=latency", "label=uvm"], "placement=managed: needs platform=cuda"),
-        (["experiment=generate", "prompt=a", "placement=managed"], "placement=managed: needs platform=cuda"),
         ([*ON_CUDA, "placement=managed", "reuse=true"], "reuse=true: reuses selected tokens"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
         ([*ON_CUDA, "label=uvm", "codec=int4"], "codec=int4: label=uvm stands for codec=None"),
@@ -435,14 +372,7 @@ def test_a_smaller_card_leaves_what_is_asked_for(runtime, monkeypatch):
             pytest.fail("refused before")
 
 
-def test_nothing_of_cuda_is_imported_for_a_cache_elsewhere(monkeypatch):
-    monkeypatch.delitem(sys.modules, RUNTIME, raising=False)
-    with attached_with_link() as (attached, link):
-        live(attached, CASES["full"], PROMPTS["even"], placement="host", link=link)
-    assert RUNTIME not in sys.modules
-
-
-@pytest.mark.parametrize("name", ["full", "h2o", "int4", "kivi", "snapkv", "infinigen", "quest", "oracle"])
+@pytest.mark.parametrize("name", ["h2o", "kivi", "infinigen", "oracle"])
 def test_managed_is_the_device_bit_for_bit(name, anywhere):
     with attached_with_link() as (attached, _):
         expected = live(attached, CASES[name], PROMPTS["padded"], placement="device")
@@ -459,13 +389,9 @@ def test_a_session_asks_for_all_layers_at_once_and_counts_no_page(anywhere, monk
         session = open_live(attached, CASES["full"], placement="managed", link=link)
         force(session, PROMPTS["even"])
         slots = sum(aligned(store.nbytes) for store in session.stores)
-        assert asked == [slots] and sum(map(len, anywhere.blocks.values())) == sum(map(memory_of, session.stores))
+        assert asked == [slots]
         assert session.links == [] and session.h2d_bytes == session.d2h_bytes == session.device_bytes == 0
         session.close()
-
-
-def memory_of(store) -> int:
-    return store.slots.nbytes
 
 
 # Timing under managed memory
@@ -489,15 +415,7 @@ def test_what_the_driver_moves_is_not_measured(anywhere):
     assert _step(record, record) == {}, "the leaderboard's seconds go with bytes"
 
 
-def test_a_warm_up_leaves_the_memory_to_the_session_that_is_timed(anywhere, monkeypatch):
-    held = []
-    monkeypatch.setattr(memory, "require_managed", lambda *_: held.append(len(anywhere.blocks)))
-    with attach(tiny("gqa")) as attached:
-        time_cell(attached, torch.full((2, 20), 7), Cell(Full(), SHAPE, "managed"))
-    assert held == [0, 0] and not anywhere.blocks
-
-
-@pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (6, [3]), (10, [4, 1]), (None, [4, 4])])
+@pytest.mark.parametrize(("limit_s", "steps"), [(1, [1]), (10, [4, 1]), (None, [4, 4])])
 def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, limit_s, steps):
     """The clock goes on by two seconds whenever it is looked at: before the warm-up, after it, and after each timed
     step. A warm-up that takes all the time leaves one step."""

@@ -93,25 +93,6 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
         sized(Streaming(num_sinks=100), rows, 10, 0.5)
 
 
-@given(st.integers(0, 50), st.integers(1, 3000))
-def test_the_smallest_window_is_one_token_more_than_the_sinks(num_sinks, more):
-    method, length = Streaming(num_sinks=num_sinks), num_sinks + more
-    row = Row(length, 1, length)
-    assert method.with_size(method.min_size(row)).tokens_read(row, 2) == num_sinks + 1
-
-
-@given(st.integers(1, 50), st.integers(1, 3000))
-def test_the_smallest_share_of_a_prompt_is_one_token_more_than_the_window(window, more):
-    method, row = SnapKV(window=window), Row(window + more, window + more, window + more + 1)
-    assert method.with_size(method.min_size(row)).tokens_read(row, 2) == window + 1
-
-
-def test_rows_without_cached_tokens_count_nothing():
-    method = Streaming(kept_frac=0.5, num_sinks=1)
-    with_empty = {Row(0, 1, 10): 1, Row(5, 1, 10): 1}
-    assert expected_size(method, with_empty, 4) == expected_size(method, {Row(5, 1, 10): 1}, 4)
-
-
 def test_rows_count_as_often_as_they_occur():
     method = Streaming(kept_frac=0.5, num_sinks=1)
     one, other = (expected_size(method, {row: 1}, 4) for row in (Row(6, 1, 10), Row(9, 1, 10)))

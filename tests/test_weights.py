@@ -2,11 +2,10 @@
 
 import time
 from copy import deepcopy
-from functools import cache
 
 import pytest
 import torch
-from cases import CASES, Case
+from cases import CASES
 from fake_cuda import fake_runtime
 from living import FAMILIES, PROMPT, PROMPTS, STEPS, LatestLink, live, open_live, tiny, token_batch
 
@@ -16,18 +15,11 @@ from harness.model.tiny import tiny_model
 from harness.offload.links import EmulatedLink, open_link
 from harness.offload.step import Timeline
 from harness.offload.weights import StreamedWeights, streamed_weights
-from methods.full import Full
 
 FAST = 1e12  # bytes/s: costs nothing
 PADDED = PROMPTS["padded"]
-MODELS = (*FAMILIES, "qwen2", "qwen3", "mistral")
 MATRIX = 64 * 64 * 4
 """Bytes of a square matrix of the tiny models."""
-
-
-@cache
-def model_of(family):
-    return tiny(family) if family in FAMILIES else tiny_model(family, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +38,7 @@ def link():
 @pytest.fixture(autouse=True)
 def every_model_is_whole_again():
     """Whatever happens: the parameters have their values and memory of their own, and no hook is left."""
-    models = {family: model_of(family) for family in MODELS}
+    models = {family: tiny(family) for family in FAMILIES}
     before = {family: deepcopy(model.state_dict()) for family, model in models.items()}
     yield
     for family, model in models.items():
@@ -62,10 +54,10 @@ def every_model_is_whole_again():
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [*(("gqa", name) for name in ("full", "int4", "h2o", "quest")), *((family, "infinigen") for family in MODELS)],
+    [*(("gqa", name) for name in ("full", "int4")), *((family, "infinigen") for family in FAMILIES)],
 )
 def test_logits_are_those_of_the_whole_model(family, name, link):
-    with attach(model_of(family)) as attached:
+    with attach(tiny(family)) as attached:
         expected = live(attached, CASES[name], PADDED, placement="host", link=link).logits
         for share in (0.9, 0.5):
             with streamed_weights(attached, link, share) as weights:
@@ -74,32 +66,13 @@ def test_logits_are_those_of_the_whole_model(family, name, link):
             assert torch.equal(got, expected), share
 
 
-@pytest.mark.parametrize("num_layers", [2, 3])
-def test_buffers_take_turns_whatever_the_number_of_layers(num_layers, link):
-    case = Case(Full(num_exempt_layers=0))
-    with attach(tiny_model("opt", word_embed_proj_dim=64, num_hidden_layers=num_layers)) as attached:
-        expected = live(attached, case, PADDED).logits
-        with streamed_weights(attached, link, 0.3):
-            assert torch.equal(live(attached, case, PADDED).logits, expected)
-
-
-@pytest.mark.parametrize("name", ["full", "infinigen", "quest"])
+@pytest.mark.parametrize("name", ["full", "infinigen"])
 def test_weights_are_neither_read_too_early_nor_overwritten_too_early(attached, name):
     expected = live(attached, CASES[name], PADDED).logits
     link = LatestLink()
     with streamed_weights(attached, link, 0.5):
         late = live(attached, CASES[name], PADDED, placement="host", link=link).logits
     assert torch.equal(late, expected)
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_nothing_changes_without_overlap(attached, reuse):
-    case = CASES["infinigen"]
-    with EmulatedLink(FAST, overlap=False) as link:
-        expected = live(attached, case, PADDED, placement="host", link=link, reuse=reuse).logits
-        with streamed_weights(attached, link, 0.5, pinned=False):
-            got = live(attached, case, PADDED, placement="host", link=link, reuse=reuse).logits
-    assert torch.equal(got, expected)
 
 
 # What stays, and what crosses
@@ -109,7 +82,7 @@ def test_nothing_changes_without_overlap(attached, reuse):
 def test_the_share_is_met_within_a_matrix(family, link):
     with attach(tiny(family)) as attached:
         whole = sum(each.nbytes for layer in attached.decoder.blocks for each in layer.parameters())
-        for share in (0.95, 0.8, 0.6, 0.42):
+        for share in (0.95, 0.6, 0.42):
             with streamed_weights(attached, link, share) as weights:
                 assert share - 1e-9 <= weights.on_device < share + 2 * MATRIX / whole
                 assert weights.host_bytes == round((1 - weights.on_device) * whole)
@@ -123,13 +96,6 @@ def test_what_whole_matrices_leave_open_is_made_up_for_later(attached, link):
         chosen = [[names[id(each)] for each in layer.parameters] for layer in weights._layers]
         assert chosen == [[gate, key], [gate, key], [gate, output], [gate, key]]
         assert weights.host_bytes == 10.5 * MATRIX and weights.device_bytes == 2 * 3 * MATRIX
-
-
-def test_all_on_the_device_needs_no_link(attached):
-    with streamed_weights(attached, None, 1.0) as weights:
-        assert weights is None
-    with pytest.raises(ValueError, match="on_device=0.5: needs a link"), streamed_weights(attached, None, 0.5):
-        pass
 
 
 @pytest.mark.parametrize(("family", "least"), [("llama", 0.11), ("opt", 0.15), ("phi3", 0.23), ("gpt_neox", 0.39)])
@@ -233,12 +199,6 @@ def test_an_error_in_a_pass_leaves_the_model_whole_and_the_next_pass_right(attac
         raise KeyboardInterrupt
 
 
-def test_inference_mode_around_it_leaves_the_model_whole(attached, link):
-    expected = live(attached, CASES["infinigen"], PADDED).logits
-    with torch.inference_mode(), streamed_weights(attached, link, 0.5):
-        assert torch.equal(live(attached, CASES["infinigen"], PADDED).logits, expected)
-
-
 def test_a_transfer_that_fails_leaves_the_model_whole(attached):
     with (
         EmulatedLink(FAST) as link,
@@ -247,20 +207,6 @@ def test_a_transfer_that_fails_leaves_the_model_whole(attached):
     ):
         link.start("h2d", lambda: (_ for _ in ()).throw(MemoryError("gone")), ())
         live(attached, CASES["full"], PADDED)
-
-
-def test_weights_that_cannot_be_moved_leave_the_model_whole(attached, link, monkeypatch):
-    empty, made = torch.empty, []
-
-    def fail(*shape, **options):
-        made.append(shape)
-        if len(made) > 4:  # two buffers, two layers
-            raise RuntimeError("no memory")
-        return empty(*shape, **options)
-
-    monkeypatch.setattr(torch, "empty", fail)
-    with pytest.raises(RuntimeError, match="no memory"), streamed_weights(attached, link, 0.5):
-        pass
 
 
 # On a GPU
