@@ -1,13 +1,6 @@
-"""Triton kernels compiled ahead of time, for GPUs that need not be there, and what their machine code is like.
+"""Triton kernels compiled ahead of time for GPUs that need not be there, and facts of their machine code.
 
-    def launches():                       # at the top of a module that imports little, as `launches`
-        gather_rows(slots, index, rows)   # on CPU tensors
-
-    for binary in compile_launches({launches: (80,)})[launches]:
-        assert binary.registers <= 64
-
-The functions run in a process of their own, since Triton decides once in a process whether it interprets. There every
-launch is compiled instead, as it would be specialised and assembled on a GPU of that architecture.
+The launches of `launches` run in a process of their own, since Triton decides once in a process whether it interprets.
 """
 
 from __future__ import annotations
@@ -32,11 +25,10 @@ kernel for one of them: of another architecture its code differs in little."""
 
 @dataclass(frozen=True)
 class Binary:
-    """The machine code of one launch.
+    """The machine code of one launch; registers and spilled bytes of a thread.
 
-    registers: of a thread. spill_bytes: of a thread, stack included. accesses: instructions that access global memory,
-    by direction and bytes of a thread: {"load 16": 2, "store 16": 2}. offset_bits: widths of the integers that are
-    added to pointers. digest: of what was compiled; launches of a kernel that differ in it were compiled apart.
+    accesses: instructions on global memory by direction and bytes, as {"load 16": 2}. offset_bits: widths of integers
+    that are added to pointers. digest: of the compiled code.
     """
 
     kernel: str
@@ -52,11 +44,7 @@ Launches = Callable[[], object]
 
 
 def compile_launches(asked: Mapping[Launches, tuple[int, ...]]) -> dict[Launches, list[Binary]]:
-    """The binaries of all launches in each function of a module, for the architectures asked for: in order, for one
-    after another.
-
-    Raises AssertionError with what the process said where a launch does not compile.
-    """
+    """The binaries of all launches in each function, in order, for one architecture after another."""
     root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join([str(root), str(root / "tests")])

@@ -1,14 +1,10 @@
-"""A CUDA device that is not there: tensors without values, streams that keep time, kernels that are only counted.
+"""A CUDA device that is not there.
 
-What our code would do on a GPU is seen without one. Tensors are torch's fake ones of device `cuda`: shapes, dtypes and
-devices are right, nothing is stored or computed. Streams and events are vector clocks: they know what comes after what.
-Triton kernels are not compiled; their arguments are looked at. Every operation passes a `Trace`, which counts what
-would be launched and names, by file and line of ours, what would make the host wait.
+Tensors are torch's fake ones of device `cuda`. Streams and events are vector clocks. Triton kernels are not compiled,
+only their arguments are checked. A `Trace` counts launches and names what would make the host wait:
 
     with fake_gpu() as trace, trace.follow(fake_model("opt-13b", num_hidden_layers=4)) as attached:
-        ...
-        assert trace.faults == []
-    # `with real_tensors()` inside is as if outside
+        assert trace.faults == []  # `with real_tensors()` inside is as if outside
 """
 
 from __future__ import annotations
@@ -71,9 +67,9 @@ def place() -> str:
 
 
 class Stream:
-    """A vector clock: of each stream, by number, how many operations are over before the next one here begins.
+    """A vector clock: operations of each stream that end before the next one here begins.
 
-    host: what the host has waited for, which is over before whatever it queues from then on. waits: where it waited.
+    host: the clock that the host has waited for; waits: where it waited.
     """
 
     numbers = count()
@@ -103,13 +99,10 @@ class Stream:
 
 
 class Event:
-    """The clock of a stream when it was recorded. timed: how many were made that take the time, which costs."""
-
-    timed = 0
+    """The clock of a stream when it was recorded."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Counter[int] = Counter()
-        Event.timed += enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock = Counter((stream or Streams.current()).clock)
@@ -123,7 +116,7 @@ class Event:
 
 
 class CurrentDevice:
-    """torch.cuda.device: kernels are launched on the current one, and events recorded, wherever tensors lie."""
+    """torch.cuda.device."""
 
     index = 0
 
@@ -180,7 +173,7 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(torch.cuda, "synchronize", Streams.synchronize)
         patch.setattr(torch.Tensor, "record_stream", Streams.record)
         Streams.stack, Streams.recorded = [Stream()], set()
-        Stream.host, Stream.waits, Event.timed = Counter(), [], 0
+        Stream.host, Stream.waits = Counter(), []
         yield patch
 
 
@@ -188,11 +181,7 @@ def fake_streams() -> Iterator[pytest.MonkeyPatch]:
 
 
 class Runtime:
-    """`cuda.bindings.runtime` without CUDA: its managed memory is the host's, and a copy happens at once.
-
-    blocks: allocated memory by address; locked: bytes of page-locked memory by address; calls: (name, *arguments), in
-    order; fails: the function that does.
-    """
+    """`cuda.bindings.runtime` without CUDA; `fails` names the function that fails."""
 
     cudaError_t = SimpleNamespace(cudaSuccess=0)  # noqa: N815
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrConcurrentManagedAccess=89)  # noqa: N815
@@ -208,13 +197,12 @@ class Runtime:
     def __getattr__(self, name: str) -> Any:
         def called(*arguments: Any) -> tuple[Any, ...]:
             self.calls.append((name, *arguments))
-            return (2,) if name == self.fails else (0, *(getattr(self, f"_{name}", tuple_of_none)(*arguments) or ()))
+            return (2,) if name == self.fails else (0, *(getattr(self, f"_{name}", lambda *_: None)(*arguments) or ()))
 
         return called if name.startswith("cuda") else object.__getattribute__(self, name)
 
     @property
     def names(self) -> list[str]:
-        """Of the functions called."""
         return [name for name, *_ in self.calls]
 
     def cudaGetErrorString(self, error: int) -> tuple[int, bytes]:  # noqa: N802
@@ -252,10 +240,6 @@ class Runtime:
             ctypes.memmove(target + line * target_pitch, source + line * source_pitch, width)
 
 
-def tuple_of_none(*_: Any) -> tuple[()]:
-    return ()
-
-
 def host_tensor(block: Any, device: Any) -> Tensor:
     """A managed block as a tensor of the CPU, which keeps it as one of CUDA does."""
     view = SimpleNamespace(__array_interface__=block.__cuda_array_interface__ | {"version": 3}, block=block)
@@ -281,10 +265,7 @@ def fake_runtime(device_gib: float = 40, host_gib: float = 50) -> Iterator[Runti
 
 @contextmanager
 def device_guard() -> Iterator[None]:
-    """In a build of torch without CUDA, switches to a CUDA device and back like one to `meta`: nothing is done.
-
-    Fake tensors of device `cuda` need no more to pass through torch's bindings.
-    """
+    """Makes a switch to a CUDA device a no-op in a build of torch without CUDA."""
     cuda, meta = 1, 14  # c10::DeviceType
     registry = (ctypes.c_void_p * (meta + 1)).in_dll(
         ctypes.CDLL(str(LIBC10)), "_ZN3c104impl26device_guard_impl_registryE"
@@ -306,10 +287,8 @@ class Trace(TorchDispatchMode):
     """What the operations under it would do on a GPU.
 
     layer: whose attention began last, None before the first.
-    launches: kernels on the compute stream by (layer, name), views and allocations apart; an operation of torch counts
-        as one. link: calls on any other stream, alike.
-    faults: (layer, what and where): the host waits for a value of the device or works on the CPU, a copy between the
-        two is not asynchronous, a kernel gets what it cannot work on.
+    launches, link: kernels by (layer, name), on the compute stream and on any other.
+    faults: (layer, what and where): waits of the host, work on the CPU, wrong arguments of kernels.
     """
 
     def __init__(self) -> None:
@@ -352,8 +331,7 @@ class Trace(TorchDispatchMode):
         return Counter({name: number for (where, name), number in self.launches.items() if where == layer})
 
     def know(self, value: Tensor) -> Tensor:
-        """A tensor of the device that the host may ask for its values, and for those of whatever follows from such
-        tensors alone: the lengths of prompts, and arithmetic on them."""
+        """A tensor of the device whose value the host may read, as it may any value computed from such tensors."""
         tensor = torch.empty(value.shape, dtype=value.dtype, device=CUDA)
         self._known[tensor] = value
         return tensor

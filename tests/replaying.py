@@ -51,7 +51,6 @@ REFERENCED = [
 """Cases that the plain reference knows; others have one of their own."""
 BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
 """Cases that take the batch of `RAGGED`."""
-SELECTING = [name for name in REFERENCED if not CASES[name].method.reads_all]
 
 every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
 every_case = pytest.mark.parametrize("name", BATCHED)

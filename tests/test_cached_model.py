@@ -16,7 +16,6 @@ from living import (
 )
 
 from harness.errors import UserError
-from harness.model.attach import attach
 from harness.offload.cached_model import CachedModel
 from methods.full import Full
 
@@ -35,9 +34,10 @@ def prompts_of(padding):
     return ids, {"attention_mask": real.long(), "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("padding", PROMPTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "padding", "placement"),
+    [*((family, "padded", "host") for family in FAMILIES), ("gqa", "even", "device")],
+)
 def test_full_generates_what_transformers_generates(family, padding, placement):
     ids, asked = prompts_of(padding)
     expected = tiny(family).generate(ids, do_sample=False, **asked)
@@ -48,7 +48,7 @@ def test_full_generates_what_transformers_generates(family, padding, placement):
     assert (cached.usage.h2d_bytes > 0) == (cached.usage.d2h_bytes > 0) == (placement == "host")
 
 
-@pytest.mark.parametrize(("name", "size"), [("infinigen", None), ("infinigen", 0.7), ("h2o", 0.75), ("quest", None)])
+@pytest.mark.parametrize(("name", "size"), [("quest", None), ("infinigen", 0.7), ("h2o", 0.75)])
 def test_a_methods_tokens_are_those_of_replay_at_the_size_asked_for(name, size):
     ids, asked = prompts_of("padded")
     case = CASES[name]
@@ -90,9 +90,8 @@ def test_what_a_live_cache_does_not_take_is_refused_and_leaves_the_model_as_it_w
     assert model.generate(ids[:1], **plain).shape == (1, PROMPT + NEW)
 
 
-@pytest.mark.parametrize("name", ["full", "infinigen", "h2o", "kivi"])
-@pytest.mark.parametrize("decoding", [False, True])
-@pytest.mark.parametrize("opening", [False, True])
+@pytest.mark.parametrize("name", ["infinigen", "h2o", "kivi"])
+@pytest.mark.parametrize(("opening", "decoding"), [(True, False), (False, True)])
 def test_inference_mode_around_any_part_of_a_session_changes_nothing(name, opening, decoding):
     ids, real = token_batch(PROMPTS["padded"])
 
@@ -106,15 +105,3 @@ def test_inference_mode_around_any_part_of_a_session_changes_nothing(name, openi
         return torch.stack(logits)
 
     assert torch.equal(decoded(opening, decoding), decoded(False, False))
-
-
-def test_the_default_model_generates_what_transformers_generates(default_model, monkeypatch):
-    model, tokenizer = default_model.model, default_model.tokenizer
-    monkeypatch.setattr(tokenizer, "padding_side", "left")
-    prompts = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return"]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    expected = model.generate(**batch, max_new_tokens=32, do_sample=False)
-    with attach(model) as attached:
-        assert torch.equal(
-            CachedModel(attached, Full()).generate(**batch, max_new_tokens=32, do_sample=False), expected
-        )

@@ -32,6 +32,7 @@ from harness.offload.kernels import codes, rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=12, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
+CODECS = (Codec("int4"), Codec("int2"))
 DTYPES = [torch.float32, torch.float16]
 if DEVICE.type == "cuda":  # the interpreter cuts numbers off where a GPU rounds them
     DTYPES.append(torch.bfloat16)
@@ -110,27 +111,13 @@ def test_attention_is_that_of_the_torch_code(case, num_rows, programs, hidden, b
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_codes_are_decoded_to_the_last_bit(by_kernels):
-    """One row that is seen, far above the own one, is the output."""
-    for dtype in DTYPES:
-        case = {"codec": Codec("int4", 16), "head_dim": 96, "batch": 1, "num_kv_heads": 2, "seed": 3}
-        row_format, states = make(case, 4, dtype)
-        keys, values = row_format.unpack(packed := row_format.pack(*states))
-        own = KeyValue(-keys[:, :, 2:3], values[:, :, :1])
-        visible = torch.arange(4, device=DEVICE).eq(2)[None, None, None, None]
-        got = codes.attend(keys[:, :, 2:3], packed, own, visible, None, 1.0, case["codec"])
-        assert torch.equal(got[:, :, 0], values[:, :, 2:3])
-
-
 def test_formats_that_the_kernels_do_not_know_are_for_torch():
     def known(codec, device="cuda", **shape) -> bool:
         return RowFormat(codec, 64, torch.float16, **shape).has_kernels(torch.device(device))
 
     assert known(Codec("int4")) and known(Codec("int4"), value_dim=64)
-    assert not known(Codec("int4"), "cpu")
-    assert not known(Codec("int4"), value_dim=32) and not known(Codec("int4"), value_dim=32, values_in_keys=True)
-    half, turned, keys = Codec("fp16"), Codec("int8", rotation="hadamard"), ChannelCodec("int4", 4)
-    others = (half, turned, keys, SplitCodec(Codec("int4"), Codec("int2")), SplitCodec(keys, Codec("int4"), 8))
+    assert not known(Codec("int4"), "cpu") and not known(Codec("int4"), value_dim=32)
+    others = (Codec("fp16"), Codec("int8", rotation="hadamard"), ChannelCodec("int4", 4), SplitCodec(*CODECS))
     assert not any(map(known, others))
 
 
@@ -184,23 +171,6 @@ def test_lists_are_those_of_the_cpu(case, block):
     assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the address space of a file is the host's")
-def test_rows_beyond_two_to_the_31_words_are_found(tmp_path):
-    """Of a sparse file, which takes no memory: the last slots of either of two heads of 6 GiB. A word's number that
-    wrapped at 32 bits would fall into the 8 GiB before."""
-    capacity, slot_bytes, before = 6 * 2**30 // 512, 512, 8 * 2**30
-    size = before + 2 * capacity * slot_bytes
-    file = torch.from_file(str(tmp_path / "slots"), shared=True, size=size, dtype=torch.uint8)
-    slots = file[before:].view(1, 2, capacity, slot_bytes)
-    moved = torch.randint(256, (1, 2, 2, slot_bytes), dtype=torch.uint8)
-    index = torch.tensor([[[capacity - 1, 0], [5, capacity - 1]]])
-    back = torch.zeros_like(moved)
-    rows.scatter_rows(slots, index, moved, Tuning())
-    rows.gather_rows(slots, index, back, None, Tuning())
-    assert torch.equal(back, moved)
-    assert torch.equal(slots[0, 1, capacity - 1], moved[0, 1, 1])
-
-
 # Machine code, compiled by one process
 
 
@@ -216,52 +186,31 @@ def compiled() -> dict[Launches, list[Binary]]:
     )
 
 
-def by_launch(binaries: list[Binary]) -> list[Binary]:
-    """One binary of each architecture and launch, which every pair of `COUNTS` must share."""
-    assert len(binaries) % len(COUNTS) == 0
-    starts = range(0, len(binaries), len(COUNTS))
-    for start in starts:
-        digests = {binary.digest for binary in binaries[start : start + len(COUNTS)]}
-        assert len(digests) == 1, f"{binaries[start].kernel}: compiled anew for other counts"
-    return [binaries[start] for start in starts]
-
-
-def check_registers(binary: Binary) -> None:
-    assert binary.registers <= 64 and binary.spill_bytes == 0, binary
-
-
 def check_moves(binaries: list[Binary], width: int) -> None:
     """Those of one architecture and row width: a gather, one by place and a scatter, first as they are warmed."""
     warmed, later = binaries[:3], binaries[3:]
     assert [binary.digest for binary in later] == [binary.digest for binary in warmed] * len(COUNTS), "compiled anew"
     for binary in warmed:
-        check_registers(binary)
-        assert binary.offset_bits == [64], binary
-        lists = {"load 8"}  # the index, and the places
-        assert set(binary.accesses) == {f"load {width}", f"store {width}"} | lists, binary
+        assert binary.registers <= 64 and binary.spill_bytes == 0 and binary.offset_bits == [64], binary
+        assert set(binary.accesses) == {f"load {width}", f"store {width}", "load 8"}, binary  # 8 of the index
 
 
-def test_rows_are_moved_16_bytes_at_once_by_binaries_compiled_at_the_start(compiled):
-    binaries = compiled[launch_wide_moves]
-    each = len(binaries) // len(ARCHITECTURES)
-    for start in range(0, len(binaries), each):
-        check_moves(binaries[start : start + each], 16)
+def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(compiled):
+    wide, narrow = compiled[launch_wide_moves], compiled[launch_narrow_moves]
+    each = 3 + 3 * len(COUNTS)
+    for start in range(0, len(wide), each):
+        check_moves(wide[start : start + each], 16)
+    check_moves(narrow[:each], 8)
+    check_moves(narrow[each:], 4)
     wanted = Tuning().tile_bytes // (16 * 128)  # of a thread, under way at once
-    assert {binary.accesses["load 16"] for binary in binaries} == {wanted}
-
-
-def test_rows_of_other_widths_are_moved_8_or_4_bytes_at_once(compiled):
-    binaries = compiled[launch_narrow_moves]
-    half = len(binaries) // 2
-    check_moves(binaries[:half], 8)
-    check_moves(binaries[half:], 4)
+    assert len(wide) == each * len(ARCHITECTURES) and {binary.accesses["load 16"] for binary in wide} == {wanted}
 
 
 def test_lists_are_made_by_one_binary_of_few_registers(compiled):
-    binaries = by_launch(compiled[launch_lists])
-    assert [binary.kernel for binary in binaries] == ["_list_slots", "_list_missing"]
-    for binary in binaries:
-        check_registers(binary)
+    binaries = compiled[launch_lists]
+    assert [binary.kernel for binary in binaries] == ["_list_slots"] * len(COUNTS) + ["_list_missing"] * len(COUNTS)
+    assert len({binary.digest for binary in binaries}) == 2, "compiled anew for other counts"
+    assert all(binary.registers <= 64 and binary.spill_bytes == 0 for binary in binaries)
 
 
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows(compiled):

@@ -8,15 +8,14 @@ from math import inf
 import pytest
 import torch
 from cases import CASES, Case
-from living import PROMPTS, attached_with_link, largest_difference, live, replay, setup_of, tiny
+from living import PROMPTS, attached_with_link, largest_difference, replay, setup_of, tiny
 from mixed_models import mixed
 from torch.nn.functional import pad
 
 from harness.contract import CHECKS, Trial
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
-from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
 from harness.offload.live import LiveSession
 from methods.base import Method, Selection, State
@@ -154,28 +153,6 @@ def test_each_layers_time_is_on_record(name):
 )
 def test_layers_that_select_at_several_times_keep_the_contract(name, model):
     check_contract(tiny(model) if model == "gqa" else mixed(model), ROWS[name][0])
-
-
-def test_live_selects_at_the_recorded_times(monkeypatch):
-    """The layers in whose attention module a selection is asked for, layer by layer."""
-    asked: list[tuple[int, int]] = []
-    running: list[int] = []
-    begins, select = Attached._before, LayerCache.select
-
-    def before(attached, module, args, kwargs):
-        running[:] = [attached._index[id(module)]]
-        begins(attached, module, args, kwargs)
-
-    def noting(cache, query, true_scores):
-        asked.append((cache.index, running[0]))
-        return select(cache, query, true_scores)
-
-    monkeypatch.setattr(Attached, "_before", before)
-    monkeypatch.setattr(LayerCache, "select", noting)
-    with attached_with_link() as (attached, _):
-        live(attached, Case(InfiniGen(num_exempt_layers=0, own_query_layers=2)), PROMPTS["even"])
-    assert set(asked) == {(0, 0), (1, 1), (2, 1), (3, 2)}
-    assert asked[:4] == [(0, 0), (2, 1), (1, 1), (3, 2)], "a rehearsal comes before the layer's own selection"
 
 
 def test_replay_selects_block_by_block_and_layer_by_layer(monkeypatch):

@@ -1,4 +1,4 @@
-"""The emulated link: rows and order, pace, overlap and its absence, faults; the real one under CUDA.
+"""The emulated link: rows and order, pace, overlap and its absence, faults.
 
 Times are bounded from below exactly and from above loosely, since other processes share the cores.
 """
@@ -17,8 +17,6 @@ from living import make_store as store_of
 
 from harness.errors import UserError
 from harness.offload.links import EmulatedLink, open_link
-from harness.offload.memory import PinnedSlab, aligned
-from harness.offload.store import chosen as chosen_of
 from harness.speed.link_rate import default_bytes_per_s
 
 BATCH, HEADS, CAPACITY, HEAD_DIM = 2, 3, 64, 16
@@ -50,9 +48,8 @@ def no_thread_is_left():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-def test_rows_arrive_and_reads_see_earlier_writes(codec, overlap):
-    store, keys, values = filled_store(codec)
+def test_rows_arrive_and_reads_see_earlier_writes(overlap):
+    store, keys, values = filled_store("int4")
     new_keys, new_values = torch.randn(2, BATCH, HEADS, 1, HEAD_DIM).unbind()
     index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
     with EmulatedLink(FAST, overlap=overlap) as link:
@@ -95,11 +92,10 @@ def test_transfers_are_serial_at_the_given_rate_with_exact_bytes(moves, overlap)
     sizes = [BATCH * HEADS * num_rows * ROW_BYTES for _, num_rows in moves]
     assert [transfer.num_bytes for transfer in transfers] == sizes
     assert [transfer.direction for transfer in transfers] == ["d2h" if kind == "write" else "h2d" for kind, _ in moves]
-    of_kind = {
-        kind: sum(size for (each, _), size in zip(moves, sizes, strict=True) if each == kind) for kind, _ in moves
-    }
-    assert store.h2d_bytes - before == of_kind.get("read", 0) + of_kind.get("gather", 0), "of rows, not of tensors"
-    assert store.d2h_bytes - already == of_kind.get("write", 0)
+    written = sum(transfer.num_bytes for transfer in transfers if transfer.direction == "d2h")
+    copied = sum(size for (kind, _), size in zip(moves, sizes, strict=True) if kind == "copy")
+    assert store.d2h_bytes - already == written
+    assert store.h2d_bytes - before == sum(sizes) - written - copied, "of rows, not of tensors"
     for earlier, later in zip(transfers, transfers[1:], strict=False):
         assert later.start_s >= earlier.end_s
     for transfer in transfers:
@@ -110,18 +106,6 @@ def seconds_of(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def test_a_transfer_takes_its_bytes_over_the_rate_and_starting_waits_for_nothing():
-    store, _, _ = filled_store()
-    with EmulatedLink(ALL_BYTES / 0.05) as link:  # 50 ms a transfer
-        began, core_began = time.perf_counter(), time.process_time()
-        tickets = [prefetch(link, store, CAPACITY) for _ in range(3)]
-        assert time.perf_counter() - began < 0.1
-        for ticket in tickets:
-            ticket.wait()
-        assert 0.15 <= time.perf_counter() - began < 0.4
-        assert time.process_time() - core_began < 0.1, "a waiting thread leaves its core alone"
 
 
 def test_computing_hides_a_prefetch_and_hides_nothing_without_overlap():
@@ -205,50 +189,11 @@ def test_the_default_rate_is_the_copy_rate_over_the_papers_ratio():
 @pytest.mark.parametrize(
     ("device", "rate", "message"),
     [
-        ("cpu", 0.0, r"link_gbps=.* must be positive"),
-        ("cpu", -1e9, r"link_gbps=.* must be positive"),
-        ("cpu", float("nan"), r"link_gbps=.* must be positive"),
-        ("cuda", 12.4e9, r"link_gbps=12\.4 sets the emulated link of a CPU"),
+        ("cpu", 0.0, "must be positive"),
+        ("cpu", float("nan"), "must be positive"),
+        ("cuda", 1e9, "emulated link of a CPU"),
     ],
 )
 def test_rates_without_meaning_are_refused(device, rate, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"link_gbps=.* {message}"):
         open_link(torch.device(device), bytes_per_s=rate)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-@pytest.mark.parametrize(("overlap", "pinned"), [(True, True), (False, True), (False, False)])
-def test_cuda_link_moves_the_same_rows_without_a_sync(codec, overlap, pinned):
-    device = torch.device("cuda")
-    reference = make_store(codec)
-    slab = PinnedSlab(aligned(reference.nbytes)) if pinned else None
-    store = make_store(codec, device, slab=slab)
-    keys, values = torch.randn(2, BATCH, HEADS, CAPACITY, HEAD_DIM).unbind()
-    index = torch.tensor([[[5, 63, -1, 0]] * HEADS] * BATCH)
-    reference.write(reference.format.pack(keys, values), at=0)
-    on_device = [tensor.to(device) for tensor in (keys, values, index)]
-    with open_link(device, overlap=overlap) as link:
-        assert link.take_transfers() == []  # starts the recording
-        if pinned:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            link.write_back(store, store.format.pack(*on_device[:2]), at=0)
-            link.write_back(store, store.format.pack(on_device[0][:, :, :1], on_device[1][:, :, :1]), at=0)
-            chosen = prefetch(link, store, on_device[2])
-            first = prefetch(link, store, 7)
-            got = [store.format.unpack(chosen.wait()), store.format.unpack(first.wait())]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        transfers = link.take_transfers()
-    wanted = [torch.zeros(BATCH, HEADS, count, reference.slot_bytes, dtype=torch.uint8) for count in (4, 7)]
-    for request, rows in zip((index, 7), wanted, strict=True):
-        reference.load(request if isinstance(request, int) else chosen_of(request), rows)
-    for got_pair, want_pair in zip(got, map(reference.format.unpack, wanted), strict=True):
-        torch.testing.assert_close(got_pair.keys.cpu(), want_pair.keys)
-        torch.testing.assert_close(got_pair.values.cpu(), want_pair.values)
-    row_bytes = BATCH * HEADS * store.slot_bytes
-    assert [transfer.num_bytes for transfer in transfers] == [row_bytes * count for count in (CAPACITY, 1, 3, 7)]
-    assert (store.h2d_bytes, store.d2h_bytes) == (rows * 10, rows * (CAPACITY + 1))
-    if slab is not None:
-        slab.close()

@@ -6,7 +6,7 @@ CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
 import sys
 from contextlib import closing
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
@@ -47,8 +47,6 @@ from methods.codec import Codec
 from methods.full import Full
 from methods.h2o import H2O
 from tests.composed import load
-
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture
@@ -254,20 +252,14 @@ def test_a_session_locks_what_its_stores_take_and_no_more(runtime):
         assert not runtime.locked and session.pinned_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("device", "placement", "pinned", "expected"),
-    [
-        ("cuda", "host", True, True),
-        ("cuda", "host", False, False),
-        ("cuda", "device", True, False),
-        ("cpu", "host", True, False),
-    ],
-)
-def test_only_what_a_gpu_reads_over_the_link_is_locked(device, placement, pinned, expected, monkeypatch):
+def test_only_what_a_gpu_reads_over_the_link_is_locked(monkeypatch):
+    monkeypatch.setattr(sessions, "Timeline", lambda device: None)
     with attached_with_link() as (attached, link):
-        monkeypatch.setattr(attached, "device", torch.device(device))
-        monkeypatch.setattr(sessions, "Timeline", lambda device: None)
-        assert open_live(attached, CASES["full"], placement=placement, link=link, pinned=pinned).pinned is expected
+        for case in product(("cuda", "cpu"), ("host", "device"), (True, False)):
+            device, placement, pinned = case
+            monkeypatch.setattr(attached, "device", torch.device(device))
+            session = open_live(attached, CASES["full"], placement=placement, link=link, pinned=pinned)
+            assert session.pinned is (case == ("cuda", "host", True)), case
 
 
 # Managed memory
@@ -382,18 +374,6 @@ def test_managed_is_the_device_bit_for_bit(name, anywhere):
     assert "cudaMallocManaged" in anywhere.names and not anywhere.blocks
 
 
-def test_a_session_asks_for_all_layers_at_once_and_counts_no_page(anywhere, monkeypatch):
-    asked = []
-    monkeypatch.setattr(memory, "require_managed", lambda num_bytes, device: asked.append(num_bytes))
-    with attached_with_link() as (attached, link):
-        session = open_live(attached, CASES["full"], placement="managed", link=link)
-        force(session, PROMPTS["even"])
-        slots = sum(aligned(store.nbytes) for store in session.stores)
-        assert asked == [slots]
-        assert session.links == [] and session.h2d_bytes == session.d2h_bytes == session.device_bytes == 0
-        session.close()
-
-
 # Timing under managed memory
 
 SHAPE = LatencyConfig(2, 20, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
@@ -441,39 +421,3 @@ def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     assert (outcome.metrics["platform"], outcome.metrics["source"]) == ("cuda", "measured")
     assert outcome.metrics["h2d_bytes"] is None and outcome.metrics["size"] < 1
     assert not anywhere.blocks
-
-
-# On a GPU
-
-
-@gpu
-def test_managed_memory_is_the_gpus_in_place_and_is_given_back():
-    before = memory.available_bytes(CUDA)
-    memory.require_managed(GIB, CUDA)
-    tensor = memory.managed_empty((2, GIB // 2), CUDA)
-    assert tensor.device == CUDA and torch.cuda.memory_allocated() < GIB, "no copy"
-    tensor.fill_(3)
-    assert tensor[1].sum(dtype=torch.int64).item() == 3 * (GIB // 2)
-    assert memory.available_bytes(CUDA) < before - GIB // 2, "its pages are here"
-    del tensor
-    assert memory.available_bytes(CUDA) > before - GIB // 2
-
-
-@gpu
-def test_a_slab_is_page_locked_while_it_is_open():
-    slab = PinnedSlab(1 << 20)
-    piece = slab.take((1 << 20,))
-    assert piece.is_pinned()
-    on_device = torch.arange(256, device="cuda").to(torch.uint8).repeat(1 << 12)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        piece.copy_(on_device, non_blocking=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert torch.equal(piece, on_device.cpu())
-    with pytest.raises(RuntimeError, match="cudaHostRegister"):
-        memory.call_cuda("cudaHostRegister", piece.data_ptr(), piece.nbytes, 0)  # a second time
-    assert int(torch.ones(3, device="cuda").sum()) == 3, "the device is usable after a refusal"
-    slab.close()
-    assert not piece.is_pinned()

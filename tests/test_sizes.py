@@ -153,13 +153,10 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         # 2 of 4 layers; ceil(0.3 * 16) of 16 columns of every cached key, and no value
         (InfiniGen(skew=False, fixed_fetch=5), 2 / 4 * 5 / (2 * 16)),
         (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), 2 / 4 * 4 / (2 * 16)),
-        # of a pool of 20 tokens
         (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), 2 / 4 * 5 / 32 * mean(20 / t for t in CACHED)),
         # two vectors a full page
         (Quest(page_size=5), 2 / 4 * mean(t // 5 / t for t in CACHED)),
-        (Full(), 0),
         (H2O(), 0),
-        (Oracle(), 0),
     ],
     ids=lambda value: getattr(value, "title", None),
 )

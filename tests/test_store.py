@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.offload import store as rows_module
-from harness.offload.fetch import Fetcher, indices, missing_rows
+from harness.offload.fetch import Fetcher, missing_rows
 from harness.offload.links import EmulatedLink
 from harness.offload.memory import Tuning
 from harness.offload.store import KVStore
@@ -217,16 +217,6 @@ def masks(draw, min_slots=0):
     return torch.tensor([draw(head) for _ in range(batch * heads)], dtype=torch.bool).view(batch, heads, slots)
 
 
-@given(masks(), st.integers(0, 4))
-def test_indices_are_the_slots_in_order_and_minus_one_behind(mask, spare):
-    cap = int(mask.sum(-1).max()) + spare
-    got = indices(mask, cap)
-    assert got.dtype == torch.int64 and got.shape == (*mask.shape[:2], cap)
-    for head, row in zip(mask.flatten(0, 1), got.flatten(0, 1), strict=True):
-        wanted = head.nonzero().view(-1).tolist()
-        assert row.tolist() == wanted + [-1] * (cap - len(wanted))
-
-
 @given(masks(min_slots=1), st.data())
 def test_missing_rows_keep_what_is_there_and_fetch_the_rest_into_free_rows(mask, data):
     slots = mask.shape[-1]
@@ -307,24 +297,3 @@ def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, reuse):
         for other in (LatestLink(), slow):
             got = live(attached, CASES[name], prompts, placement="host", link=other, reuse=reuse)
             assert torch.equal(got.logits, expected.logits)
-
-
-@given(st.integers(1, 3), st.integers(1, 7), st.integers(0, 2), st.integers(1, 9))
-def test_parts_ahead_are_every_row_once(layers, count, spare, parts):
-    stores = [small_store(batch=2, heads=3, capacity=count + spare) for _ in range(layers + 1)]
-    for number, store in enumerate(stores):
-        store.slots.view(torch.float32).copy_(torch.arange(store.slots.numel() // 4).view(*store.slots.shape[:3], -1))
-        store.slots.view(torch.float32).add_(1000 * number)
-    with EmulatedLink(1e12) as link:
-        fetcher = Fetcher(link, reuse=False)
-        fetcher.plan(dict(enumerate(stores)), 1, num_ahead=layers)
-        fetcher.open()
-        for part in range(parts):
-            fetcher.request_ahead(count, part, parts)
-        for layer in range(layers):
-            got, moved = fetcher.take(layer), stores[layer].h2d_bytes
-            assert got.present is None and moved == 2 * 3 * count * stores[layer].slot_bytes
-            expected = loaded(stores[layer], count)
-            keys, values = stores[layer].format.unpack(got.rows)
-            assert torch.equal(keys, expected.keys) and torch.equal(values, expected.values)
-        assert not fetcher.is_pending(layers)
