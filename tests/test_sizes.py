@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 import torch
 from cases import Case
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, live, replay
 
@@ -56,6 +56,7 @@ sizeable = st.sampled_from(
 GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scale=1.0, family="llama")
 
 
+@settings(max_examples=40)
 @given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0), widths)
 def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, width):
     counted = Counter(rows)
