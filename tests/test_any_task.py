@@ -173,17 +173,14 @@ def test_a_name_is_refused_in_one_line(name, data, message, folder):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("member", "message"),
-    [
+def test_a_group_that_cannot_be_resolved(folder):
+    for member, message in (
         ("toy_colour", "its member toy_colour is unknown; did you mean 'toy_colours'"),
         ("circle", "its YAML cannot be read .RecursionError"),
-    ],
-)
-def test_a_group_that_cannot_be_resolved(member, message, folder):
-    write_yaml(folder, GROUP | {"group": "circle", "task": [member]})
-    with pytest.raises(UserError, match=f"^tasks=circle: {message}"):
-        plan(settings("circle", folder=folder, data=DataConfig("hub")))
+    ):
+        write_yaml(folder, GROUP | {"group": "circle", "task": [member]})
+        with pytest.raises(UserError, match=f"^tasks=circle: {message}"):
+            plan(settings("circle", folder=folder, data=DataConfig("hub")))
 
 
 def test_a_folder_comes_before_all(folder, root):
@@ -215,12 +212,6 @@ def test_rows_lie_where_the_hub_has_them(place, root, monkeypatch):
     assert len(task.instances) == 3 * 4
     assert task.instances[0].args[0].count("Answer:") == 3
     assert task.instances[0].args[0].startswith("The following are multiple choice questions")
-
-
-def test_a_named_part_is_not_taken_from_another(root):
-    write_rows(root / "mmlu/test.jsonl", [question(0)])
-    with pytest.raises(UserError, match=r"tasks=mmlu_abstract_algebra needs test.jsonl, .* in mmlu_abstract_algebra/"):
-        inputs.tasks(settings("mmlu", root=root))
 
 
 @pytest.mark.parametrize(
