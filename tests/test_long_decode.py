@@ -233,4 +233,5 @@ def test_bounds(loaded, text):
         with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
             load(["experiment=long_decode", f"{setting}={value}"])
         load(["experiment=long_decode", f"{setting}={value + 1}"])
-    assert find("long_decode").memory_hints(load(["experiment=long_decode"])) == {"max_new_tokens": 256, "prefill_len": 256}
+    hints = find("long_decode").memory_hints(load(["experiment=long_decode"]))
+    assert hints == {"max_new_tokens": 256, "prefill_len": 256}
