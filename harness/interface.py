@@ -12,7 +12,7 @@ allow (`size=nearest:0.16` of the command line); results say which it was. None 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,7 @@ from harness.settings.config import RunConfig
 from harness.settings.schema import options
 from harness.setup import calibrated, codec_of
 from harness.speed.generate import Generated, run_generate
-from harness.speed.latency import compute_threads, opened_links
-from harness.speed.link_rate import link_rate
+from harness.speed.latency import compute_threads, two_memories
 from harness.tables.rows import with_rows
 
 if TYPE_CHECKING:
@@ -195,38 +194,31 @@ def attach(
     Raises:
         UserError: the model is refused, a setting is wrong, or there is no tokenizer to calibrate with.
     """
-    chosen = model if isinstance(model, Model) else None
-    if chosen is None:
-        was_training = model.training  # type: ignore[union-attr]
-        chosen = Model(Resources(loaded=from_memory(model, tokenizer)), {})
-    config = chosen.configured(experiment="generate", prompt="-", method=method, size=size, **settings)
-    loaded = chosen.loaded
-    if config.method.needs_calibration and loaded.tokenizer is None:
-        loaded.tokenizer = _tokenizer_of(loaded, method)
-    try:
-        with attach_decoder(loaded.model) as attached, compute_threads(attached.device):
-            calibration = calibrated(config, config.method, loaded, attached)
-            rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
-            platform = config.platform
-            with (
-                opened_links(config, attached, rate) as link,
-                streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned),
-            ):
-                yield CachedModel(
-                    attached,
-                    config.method,
-                    size=config.size,
-                    nearest=config.sizing == "nearest",
-                    codec=codec_of(config),
-                    calibration=calibration,
-                    placement=config.placement,
-                    link=link,
-                    reuse=config.reuse,
-                    pinned=platform.pinned,
-                )
-    finally:
+    with ExitStack() as stack:
         if not isinstance(model, Model):
-            model.train(was_training)
+            stack.callback(model.train, model.training)
+            model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
+        config = model.configured(experiment="generate", prompt="-", method=method, size=size, **settings)
+        loaded, platform = model.loaded, config.platform
+        if config.method.needs_calibration and loaded.tokenizer is None:
+            loaded.tokenizer = _tokenizer_of(loaded, method)
+        attached = stack.enter_context(attach_decoder(loaded.model))
+        stack.enter_context(compute_threads(attached.device))
+        calibration = calibrated(config, config.method, loaded, attached)
+        _, link = stack.enter_context(two_memories(config, attached))
+        stack.enter_context(streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned))
+        yield CachedModel(
+            attached,
+            config.method,
+            size=config.size,
+            nearest=config.sizing == "nearest",
+            codec=codec_of(config),
+            calibration=calibration,
+            placement=config.placement,
+            link=link,
+            reuse=config.reuse,
+            pinned=platform.pinned,
+        )
 
 
 def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:

@@ -12,9 +12,9 @@ from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.settings.config import RunConfig
-from harness.sizes import code_width, sized
+from harness.sizes import sized_as_stored
 from methods.base import Calibration, Method, Row
-from methods.codec import AnyCodec, ChannelCodec, Codec, SplitCodec, without_keys
+from methods.codec import AnyCodec, ChannelCodec, Codec, SplitCodec
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,10 @@ def prepare(
 
     decode_rows: lists the rows that `size` is to be met on; called only where it is set.
     """
-    method, codec, geometry = config.method, codec_of(config), attached.geometry
+    method, codec = config.method, codec_of(config)
     if config.size is not None:
-        stored = without_keys(codec) if method.holds_keys else codec
-        try:
-            method = sized(
-                method, decode_rows(), geometry.num_layers, config.size, code_width(stored, geometry),
-                windows=geometry.windows, nearest=config.sizing == "nearest",
-            )  # fmt: skip
-        except UserError:
-            raise
-        except ValueError as error:
-            raise UserError(f"size={config.size:g}: method={config.method_name} cannot be sized so: {error}") from error
+        nearest = config.sizing == "nearest"
+        method = sized_as_stored(method, codec, attached.geometry, decode_rows(), config.size, nearest=nearest)
     return Setup(method, codec, calibrated(config, method, loaded, attached))
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from methods.base import Geometry, Method, Row, State, Window
-from methods.codec import AnyCodec
+from methods.codec import AnyCodec, without_keys
 
 TOLERANCE = 0.01
 FLOAT_BYTES = 2
@@ -315,6 +315,19 @@ def expected_size(
         total += multiplicity * (exempt * row.cached + width * read + local) / whole
         weight += multiplicity
     return total / weight
+
+
+def sized_as_stored(
+    method: Method, codec: AnyCodec | None, geometry: Geometry, rows: Sequence[Row], target: float, *, nearest: bool
+) -> Method:
+    """`sized` for rows that `codec` stores. Raises UserError where the method allows no such size."""
+    width = code_width(without_keys(codec) if method.holds_keys else codec, geometry)
+    try:
+        return sized(method, rows, geometry.num_layers, target, width, windows=geometry.windows, nearest=nearest)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"size={target:g}: method {method.title} cannot be sized so: {error}") from error
 
 
 def sized(

@@ -1,4 +1,4 @@
-"""The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL by link bytes and step time.
+"""The leaderboard and its fronts, from `leaderboard.csv`: every method by name, and KL by size and step time.
 
 Left, a line per method: its KL at each size, the closest to the full cache first; the fuller a marker, the larger the
 size. Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled.

@@ -79,6 +79,9 @@ def test_attach_decodes_with_transformers_generate_and_leaves_the_model(network,
         assert torch.equal(cached.generate(ids, **asked), expected)
         assert cached.usage.h2d_bytes > 0
     assert network.training and network.forward == forward
+    with pytest.raises(UserError, match="true scores"), harness.attach(network, method="oracle", **SHORT):
+        pytest.fail("refused")
+    assert network.training
     with harness.attach(
         network, byte_tokenizer(), method="infinigen", size=0.6, results_dir=str(tmp_path), **SHORT
     ) as cached:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
-from harness.sizes import TOLERANCE, code_width, expected_size, sized
+from harness.sizes import TOLERANCE, code_width, expected_size, sized, sized_as_stored
 from methods.base import Geometry, Lengths, Row
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
@@ -92,6 +92,8 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
     assert sized(Streaming(), rows, 10, smallest).tokens_read(Row(99, 50, 100), 2) == 5
     with pytest.raises(ValueError, match="num_sinks=100: must be below 100"):
         sized(Streaming(num_sinks=100), rows, 10, 0.5)
+    with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
+        sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
 def test_rows_count_as_often_as_they_occur():

@@ -24,9 +24,9 @@ from harness.model.decoder import ModelCache, replaced_forward
 from harness.offload.links import Links
 from harness.offload.live import LiveSession
 from harness.settings.config import Placement
-from harness.sizes import code_width, sized
+from harness.sizes import sized_as_stored
 from methods.base import Calibration, Method, Row
-from methods.codec import AnyCodec, without_keys
+from methods.codec import AnyCodec
 
 ONLY = {
     "num_beams": 1,
@@ -95,16 +95,13 @@ class CachedModel:
 
     def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
         """The session of a batch; real: bool [batch, prompt], False for padding."""
-        method, geometry = self.method, self.attached.geometry
+        method = self.method
         if self.size is not None:
-            codec = without_keys(self.codec) if method.holds_keys else self.codec
             prompts = real.sum(-1).tolist()
             steps = range(max(1, max_new_tokens - 1))
             rows = [Row(prompt + step, prompt, prompt + max_new_tokens) for prompt in prompts for step in steps]
-            width = code_width(codec, geometry)
-            method = sized(
-                method, rows, geometry.num_layers, self.size, width, windows=geometry.windows, nearest=self.nearest
-            )
+            geometry = self.attached.geometry
+            method = sized_as_stored(method, self.codec, geometry, rows, self.size, nearest=self.nearest)
         return LiveSession(
             self.attached, method, max_new_tokens=max_new_tokens, codec=self.codec, placement=self.placement,
             link=self.link, calibration=self.calibration, reuse=self.reuse, pinned=self.pinned,

@@ -18,12 +18,10 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.live import LiveSession, generate
-from harness.offload.memory import smaller_card
 from harness.offload.weights import streamed_weights
 from harness.settings.config import RunConfig
 from harness.setup import prepare
-from harness.speed.latency import SOURCES, compute_threads, opened_links
-from harness.speed.link_rate import link_rate
+from harness.speed.latency import SOURCES, compute_threads, two_memories
 from methods.base import Row
 
 MIB = 2**20
@@ -94,12 +92,10 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             f"together at most {loaded.max_length}, the limit of {loaded.name}"
         )
     with attach(loaded.model) as attached, compute_threads(attached.device):
-        rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
         setup = prepare(config, loaded, attached, lambda: [Row(n, len(ids), total) for n in range(len(ids), total - 1)])
         platform = config.platform
         with (
-            smaller_card(attached.device, platform.device_gib),
-            opened_links(config, attached, rate) as link,
+            two_memories(config, attached) as (_, link),
             streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned) as weights,
         ):
             session = LiveSession(

@@ -52,12 +52,10 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
             f"{loaded.max_length} tokens"
         )
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
-        rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
         setup = _setup(config, loaded, attached)
         pinned, on_device = config.platform.pinned, config.platform.weights_on_device
         cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, pinned, on_device)
-        card = smaller_card(attached.device, config.platform.device_gib)
-        with card, opened_links(config, attached, rate) as link:
+        with two_memories(config, attached) as (rate, link):
             prompt = _prompt(config, loaded, attached, Kept() if prompts is None else prompts)
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
     marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
@@ -80,8 +78,19 @@ def _late_frac(method: Method, result: LatencyResult) -> float:
 
 
 @contextmanager
-def opened_links(config: RunConfig, attached: Attached, rate: LinkRate) -> Iterator[dict[torch.device, Link] | None]:
-    """The link of each device under host placement, closed at the end; None under another placement."""
+def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRate, dict[torch.device, Link] | None]]:
+    """Device memory of the size that `platform.device_gib` gives, and a link from each device to host memory.
+
+    Yields the rate of the links, and the link of each device; None without host placement. They close at the end.
+    """
+    rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
+    card = smaller_card(attached.device, config.platform.device_gib)
+    with card, _opened_links(config, attached, rate) as links:
+        yield rate, links
+
+
+@contextmanager
+def _opened_links(config: RunConfig, attached: Attached, rate: LinkRate) -> Iterator[dict[torch.device, Link] | None]:
     if config.placement != "host":
         yield None
         return
