@@ -12,17 +12,6 @@ from pathlib import Path
 from harness.errors import UserError
 
 
-def main(results_dir: str | Path = "results") -> list[Path]:
-    """`draw_figures`; raises UserError as well where no figure has a table."""
-    paths = draw_figures(results_dir)
-    if not paths:
-        folder = Path(results_dir) / "tables"
-        tables = ", ".join(sorted(path.name for path in folder.glob("*.csv")))
-        found = f"no figure is drawn from {tables} alone" if tables else "no table yet"
-        raise UserError(f"{folder}: {found}; `make accuracy` or `python run.py experiment=fig11` makes one that is")
-    return paths
-
-
 def draw_figures(results_dir: str | Path) -> list[Path]:
     """Draw every figure whose table exists. One damaged table stops no other figure.
 
@@ -35,3 +24,14 @@ def draw_figures(results_dir: str | Path) -> list[Path]:
     from plots.drawing import draw_all  # here, since matplotlib takes a second to load
 
     return draw_all(Path(results_dir))
+
+
+def main(results_dir: str | Path = "results") -> list[Path]:
+    """`draw_figures`; raises UserError as well where no figure has a table."""
+    paths = draw_figures(results_dir)
+    if not paths:
+        folder = Path(results_dir) / "tables"
+        tables = ", ".join(sorted(path.name for path in folder.glob("*.csv")))
+        found = f"no figure is drawn from {tables} alone" if tables else "no table yet"
+        raise UserError(f"{folder}: {found}; `make accuracy` or `python run.py experiment=fig11` makes one that is")
+    return paths

@@ -1,12 +1,18 @@
-"""Figures of accuracy tables: 11, 12, 13, 17, 19, Table 2, InfiniGen's choices, its index, and long decoding."""
+"""Figures of accuracy tables: by size, by position in the text, InfiniGen's parts, and needles in a haystack."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from harness.tables import columns
 from plots import data, style
-from plots.analysis import looks
 
 AXES = {
     "acc": "accuracy (%)",
@@ -26,9 +32,19 @@ ASKED = ("num_samples", "num_fewshot", "seq_len")
 NAME = "InfiniGen"
 UNSKEWED = columns.WITHOUT_SKEWING
 MAX_TICKS = 6
-LATENCY_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 POOLS = {"full_pool": "100 %", "fifo": "80 % fifo", "lru": "80 % lru", "counter": "80 % counter"}
 """Table 2: the paper's pools, and how a label names them."""
+
+BAND = ["model", "setup", "needle"]
+SHOWN_BY_CELLS = r"(num_samples|metadata\.max_seq_lengths)=(\[[^\]]*\]|[^,]*)(, )?"
+"""Settings that the cells of `ruler` show by themselves."""
+COLOURS, PERCENT = colormaps["cividis"], Normalize(0, 100)
+LUMINANCE, LIGHT = np.array([0.21, 0.72, 0.07]), 0.45
+"""Weights of red, green and blue, and the luminance from which a cell's text is black."""
+CELL_INCHES = (0.52, 0.24)
+
+
+# By size
 
 
 def fig11(tables: data.Tables, name: str) -> Figure | None:
@@ -57,6 +73,44 @@ def fig11(tables: data.Tables, name: str) -> Figure | None:
     return style.draw_rows(rows, setup, draw, note=style.error_note(rows))
 
 
+def fig19(tables: data.Tables, name: str) -> Figure | None:
+    """Perplexity by size, one line per method, and by length with a fixed number of tokens kept, of the runs whose
+    label ends in "with N tokens". The full cache is that of the runs themselves, on the same windows."""
+    table = data.whole_texts(tables.accuracy(name))
+    rows = table.join(table.label.str.extract(columns.KEPT_LABEL))
+    rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
+
+    def draw_sizes(axes: Axes, panel: pd.DataFrame) -> None:
+        style.full_lines(axes, panel[panel.metric == "perplexity_full"])
+        style.size_lines(axes, panel[panel.metric == "perplexity"], codecs=style.joined(by_size.label))
+        style.log_y(axes, panel.value)
+        axes.set(xlabel=style.SIZE_AXIS, ylabel="perplexity")
+
+    def draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
+        full = panel[panel.metric == "perplexity_full"].assign(name=style.FULL).drop_duplicates("seq_len")
+        lines = pd.concat([full, panel[panel.metric == "perplexity"]])
+        for name in style.ordered(lines.name):
+            line = lines[lines.name == name].sort_values("seq_len")
+            style.error_line(axes, line.seq_len, line.value, line.stderr, name=name, like=style.look(name))
+        windows = panel.groupby("seq_len").num_samples.max()
+        style.log2_x(axes, windows.index)
+        axes.set_xticks(list(windows.index), [f"{length:,.0f}\nn = {count:.0f}" for length, count in windows.items()])
+        axes.minorticks_off()
+        axes.margins(x=0.1)
+        style.log_y(axes, panel.value)
+        axes.set(xlabel="tokens of the text", ylabel="perplexity")
+
+    by_size, by_length = rows[rows.kept.isna()], rows[rows.kept.notna()]
+    halves = (by_size, TEXTS, draw_sizes), (by_length, ("model", "task", "kept", "source"), draw_lengths)
+    parts = [(*data.split(half, setup), draw) for half, setup, draw in halves if len(half)]
+    panels = [(*panel, draw) for _, panels, draw in parts for panel in panels]
+    single = " (n = 1: a single window has none)" if by_length.num_samples.eq(1).any() else ""
+    return style.draw_cells(panels, "\n".join(shared for shared, *_ in parts) + f"; {style.error_note(rows)}{single}")
+
+
+# By position in the text
+
+
 def fig12(tables: data.Tables, name: str) -> Figure | None:
     """Perplexity by chunk of 256 tokens, one line per method and size."""
     rows = _chunks(tables.accuracy(name))
@@ -81,6 +135,32 @@ def long_decode(tables: data.Tables, name: str) -> Figure | None:
 
     note = "percentages: sizes; bars: one standard error over prompts"
     return style.draw_rows(rows, (*OF_CHUNKS, "metric"), draw, note=note)
+
+
+def _chunks(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of an accuracy table that are of ranges of a text, such as `offline[256:512]`, as corpus, start, end."""
+    chunks = table.task.str.extract(columns.CHUNK_TASK)
+    rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
+    return rows[rows.start.notna()]
+
+
+def _draw_chunks(axes: Axes, panel: pd.DataFrame) -> None:
+    """A line per method and size, each range of tokens at its middle, a missing range a gap."""
+    edges = sorted({*panel.start, *panel.end})
+    middles = pd.Index(sorted({*((panel.start + panel.end) / 2)}))
+    data.refuse_repeats(panel, ["label", "size", "start"])
+    for label in style.ordered(panel.label):
+        for _, line in panel[panel.label == label].groupby("size", dropna=False):
+            ranges = line.set_index((line.start + line.end) / 2).reindex(middles)
+            name = label if label == style.FULL else f"{label}, {100 * line['size'].iloc[0]:.0f} %"
+            look = style.look(label)
+            style.error_line(axes, middles.to_series(), ranges.value, ranges.stderr, name=name, like=look)
+    every = -(-len(edges) // MAX_TICKS)
+    axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))
+    style.log_y(axes, panel.value)
+
+
+# InfiniGen's parts
 
 
 def fig13(tables: data.Tables, name: str) -> Figure | None:
@@ -114,18 +194,37 @@ def fig13(tables: data.Tables, name: str) -> Figure | None:
     return style.draw_rows(rows, setup, draw, note=style.error_note(rows))
 
 
+def _pairs(panel: pd.DataFrame) -> pd.DataFrame:
+    """The rows that form pairs, numbered in `pair`; an unskewed run without partner is a pair of one."""
+    chosen = []
+    unskewed = panel[panel.label.str.endswith(UNSKEWED)]
+    for number, (_, row) in enumerate(unskewed.iterrows()):
+        skewed = _with_same(panel[panel.label == row.label.removesuffix(UNSKEWED)], row)
+        nearest = (skewed["size"] - row["size"]).abs().sort_values(kind="stable").index[:1]
+        chosen.append(pd.concat([row.to_frame().T.infer_objects(), skewed.loc[nearest]]).assign(pair=number))
+    return pd.concat(chosen)
+
+
+def _with_same(rows: pd.DataFrame, row: pd.Series, names: Sequence[str] = ("task", *ASKED)) -> pd.DataFrame:
+    """The rows with the same values as `row` in these columns; an empty cell equals an empty cell."""
+    same = pd.Series(True, rows.index)
+    for name in names:
+        same &= (rows[name] == row[name]) | (rows[name].isna() & pd.isna(row[name]))
+    return rows[same]
+
+
 def fig17(tables: data.Tables, name: str) -> Figure | None:
     """Accuracy, and seconds of decode from `fig17-latency.csv`, on two axes against alpha and against the partial
     weight ratio. Either table may be absent. A run's label says what it varies, such as `alpha=4`."""
     table = tables.accuracy(name)
     table = table[table.metric == "acc"]
-    accuracy, latency = _with_setting(table), _with_setting(tables.latency(f"{name}-latency"))
-    named = [setting for setting in columns.SWEPT if setting in {*accuracy.setting, *latency.setting}]
-    if not named:
+    accuracy, latency = map(_with_setting, (table, tables.read(f"{name}-latency", columns.LATENCY)))
+    swept = [setting for setting in columns.SWEPT if setting in {*accuracy.setting, *latency.setting}]
+    if not swept:
         return None
-    kinds = (("accuracy", accuracy, ("model", "task", *ASKED[:2], "source")), ("latency", latency, LATENCY_SETUP))
-    figure, all_axes = style.new(len(named), panel_inches=(4.2, 2.5))  # room for the second axis
-    for axes, setting in zip(all_axes, named, strict=True):
+    kinds = (("accuracy", accuracy, ("model", "task", *ASKED[:2], "source")), ("latency", latency, data.TIMED_SETUP))
+    figure, all_axes = style.new(len(swept), panel_inches=(4.2, 2.5))  # room for the second axis
+    for axes, setting in zip(all_axes, swept, strict=True):
         axes.set(xlabel=columns.SWEPT[setting], ylabel="accuracy (%)")
         style.full_lines(axes, table[table.label == style.FULL], 100)
         for task in sorted(set(table.task) & set(CHANCE)):
@@ -139,49 +238,19 @@ def fig17(tables: data.Tables, name: str) -> Figure | None:
                 axes.set_ylabel("latency, decode (s)")
                 axes.spines["right"].set_visible(True)
                 axes.grid(visible=False)
-            panels = data.split(rows, setup)
-            for title, group in zip(panels.titles, panels.frames, strict=True):
+            for title, group in data.split(rows, setup)[1]:
                 line = group.sort_values("x")
                 y, stderr = (100 * line.value, 100 * line.stderr) if word == "accuracy" else (line.decode_s, None)
-                style.error_line(axes, line.x, y, stderr, name=f"{word}, {title}" if title else word, like=word)
-    setups = [f"{word}: {data.split(rows, setup).shared}" for word, rows, setup in kinds if len(rows)]
+                name = f"{word}, {title}" if title else word
+                style.error_line(axes, line.x, y, stderr, name=name, like=style.look(word))
+    setups = [f"{word}: {data.split(rows, setup)[0]}" for word, rows, setup in kinds if len(rows)]
     return style.finish(figure, "\n".join(setups) + f"; {style.error_note(accuracy)}")
 
 
-def fig19(tables: data.Tables, name: str) -> Figure | None:
-    """Perplexity by size, one line per method, and by length with a fixed number of tokens kept, of the runs whose
-    label ends in "with N tokens". The full cache is that of the runs themselves, on the same windows."""
-    table = data.whole_texts(tables.accuracy(name))
-    rows = table.join(table.label.str.extract(columns.KEPT_LABEL))
-    rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
-
-    def draw_sizes(axes: Axes, panel: pd.DataFrame) -> None:
-        style.full_lines(axes, panel[panel.metric == "perplexity_full"])
-        style.size_lines(axes, panel[panel.metric == "perplexity"], codecs=style.joined(by_size.label))
-        style.log_y(axes, panel.value)
-        axes.set(xlabel=style.SIZE_AXIS, ylabel="perplexity")
-
-    def draw_lengths(axes: Axes, panel: pd.DataFrame) -> None:
-        full = panel[panel.metric == "perplexity_full"].assign(name=style.FULL).drop_duplicates("seq_len")
-        lines = pd.concat([full, panel[panel.metric == "perplexity"]])
-        for name in style.ordered(lines.name):
-            line = lines[lines.name == name].sort_values("seq_len")
-            style.error_line(axes, line.seq_len, line.value, line.stderr, name=name, like=name)
-        windows = panel.groupby("seq_len").num_samples.max()
-        style.log2_x(axes, windows.index)
-        axes.set_xticks(list(windows.index), [f"{length:,.0f}\nn = {count:.0f}" for length, count in windows.items()])
-        axes.minorticks_off()
-        axes.margins(x=0.1)
-        style.log_y(axes, panel.value)
-        axes.set(xlabel="tokens of the text", ylabel="perplexity")
-
-    by_size, by_length = rows[rows.kept.isna()], rows[rows.kept.notna()]
-    halves = (by_size, TEXTS, draw_sizes), (by_length, ("model", "task", "kept", "source"), draw_lengths)
-    parts = [(data.split(half, setup), draw) for half, setup, draw in halves if len(half)]
-    cells = [(*cell, draw) for panels, draw in parts for cell in panels.cells]
-    single = " (n = 1: a single window has none)" if by_length.num_samples.eq(1).any() else ""
-    note = f"; {style.error_note(rows)}{single}"
-    return style.draw_cells(cells, "\n".join(panels.shared for panels, _ in parts) + note)
+def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose label names a setting and a finite number, those in `setting` and `x`."""
+    parts = table.label.str.extract(columns.SETTING_LABEL)
+    return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
 
 
 def table2(tables: data.Tables, name: str) -> Figure | None:
@@ -195,33 +264,33 @@ def table2(tables: data.Tables, name: str) -> Figure | None:
         return None
     published = data.of_paper("table2")
     published = published[published.x == "wikitext2"]
-    panels = data.split(rows, ("model", "task", "num_samples", "seq_len", "source"))
+    published = published.assign(series=NAME, x=published.series.map(POOLS))
     others = [model for model in published.model.unique() if model not in set(rows.model)]
-    figure, all_axes = style.new(len(panels.frames) + len(others))
-
-    def mark(axes: Axes, found: dict[str, style.Slots], pools: list[str], models: set[str]) -> None:
-        own = published[published.model.isin(models)]
-        cells = zip(own.series.map(POOLS), own.value, own.kind, strict=True)
-        style.mark_published(axes, found, pools, [data.PublishedPoint(NAME, *cell) for cell in cells])
-
-    for axes, title, frame in zip(all_axes, panels.titles, panels.frames, strict=False):
+    shared, panels = data.split(rows, ("model", "task", "num_samples", "seq_len", "source"))
+    figure, all_axes = style.new(len(panels) + len(others))
+    for axes, (title, frame) in zip(all_axes, panels, strict=False):
         own, full = (frame[frame.metric == metric] for metric in ("perplexity", "perplexity_full"))
         data.refuse_repeats(own, ["label"])
         pools = [pool for pool in dict.fromkeys([*POOLS.values(), *own.pool]) if pool in set(own.pool)]
         found = style.bars_of_one(axes, own.set_index("pool").loc[pools], name=NAME, groups=_ticks(pools))
         style.full_lines(axes, full)
         if (frame.task == "wikitext2").all() and (frame.seq_len == 2048).all():
-            mark(axes, found, pools, set(frame.model))
+            style.mark_published(axes, found, pools, published[published.model.isin(frame.model)])
         axes.set_title(title or frame.model.iloc[0])
-    for axes, model in zip(all_axes[len(panels.frames) :], others, strict=True):
+    for axes, model in zip(all_axes[len(panels) :], others, strict=True):
         pools = list(POOLS.values())
-        mark(axes, style.slots(axes, [NAME], _ticks(pools)), pools, {model})
+        found, _ = style.places(axes, [NAME], _ticks(pools))
+        style.mark_published(axes, found, pools, published[published.model == model])
         axes.set_title(f"{model}, published")
     for axes in all_axes:
         axes.margins(y=0.1)
         axes.tick_params(axis="x", labelsize=5.5)  # with the artifact's evictions there are seven
         axes.set(xlabel="KV pool, of the sequence", ylabel="perplexity", ylim=(0, None))
-    return style.finish(figure, f"{panels.shared}; {style.error_note(rows)}. Published: WikiText-2, 2,048 tokens")
+    return style.finish(figure, f"{shared}; {style.error_note(rows)}. Published: WikiText-2, 2,048 tokens")
+
+
+def _ticks(pools: list[str]) -> list[str]:
+    return [pool.replace(" % ", " %\n").replace(" (", "\n(") for pool in pools]
 
 
 def choices(tables: data.Tables, name: str) -> Figure | None:
@@ -241,15 +310,15 @@ def choices(tables: data.Tables, name: str) -> Figure | None:
             style.full_lines(axes, _with_same(full, panel.iloc[0], TEXTS))
         axes.set_ylabel(AXES[panel.metric.iloc[0]])
 
-    sizes = " to ".join(dict.fromkeys(f"{100 * size:.0f}" for size in (table["size"].min(), table["size"].max())))
-    return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=f"size {sizes} %; {style.error_note(rows)}")
+    note = f"size {_sizes(table)} %; {style.error_note(rows)}"
+    return style.draw_rows(rows, (*TEXTS, "metric"), draw, note=note)
 
 
 def index(tables: data.Tables, name: str) -> Figure | None:
     """What an index on the device costs and gives: KL, and accuracy as the mean over the tasks, by the share of the
     full cache that the method keeps on the device; a line per label. The error takes tasks as independent."""
     rows = data.of_metrics(data.whole_texts(tables.accuracy(name)), ["kl_nats", "acc"])
-    chosen = looks(rows.label)
+    looks = style.in_sequence(rows.label)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
@@ -259,12 +328,9 @@ def index(tables: data.Tables, name: str) -> Figure | None:
             y=("value", "mean"),
             stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors)),
         )
-        for label, (color, marker, line, _) in chosen.items():
-            own = points[points.index.get_level_values("label") == label].sort_values("x")
-            axes.errorbar(
-                100 * own.x, factor * own.y, yerr=factor * own.stderr, label=label if len(own) else None,
-                color=color, marker=marker, linestyle=line, capsize=2, elinewidth=0.8,
-            )  # fmt: skip
+        for label in (label for label in looks if label in points.index):
+            own = points.loc[label].sort_values("x")
+            style.error_line(axes, 100 * own.x, factor * own.y, factor * own.stderr, name=label, like=looks[label])
         axes.set(ylabel=AXES[metric], xlabel="index on the device (% of full cache)")
 
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
@@ -272,52 +338,77 @@ def index(tables: data.Tables, name: str) -> Figure | None:
     return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
 
 
-def _chunks(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of an accuracy table that are of ranges of a text, such as `offline[256:512]`, as corpus, start, end."""
-    chunks = table.task.str.extract(columns.CHUNK_TASK)
-    rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
-    return rows[rows.start.notna()]
+def _sizes(rows: pd.DataFrame) -> str:
+    """The least and the largest size in percent, once where they are equal."""
+    return " to ".join(dict.fromkeys(f"{100 * size:.0f}" for size in (rows["size"].min(), rows["size"].max())))
 
 
-def _draw_chunks(axes: Axes, panel: pd.DataFrame) -> None:
-    """A line per method and size, each range of tokens at its middle, a missing range a gap."""
-    edges = sorted({*panel.start, *panel.end})
-    middles = pd.Index(sorted({*((panel.start + panel.end) / 2)}))
-    data.refuse_repeats(panel, ["label", "size", "start"])
-    for label in style.ordered(panel.label):
-        for _, line in panel[panel.label == label].groupby("size", dropna=False):
-            ranges = line.set_index((line.start + line.end) / 2).reindex(middles)
-            name = label if label == style.FULL else f"{label}, {100 * line['size'].iloc[0]:.0f} %"
-            style.error_line(axes, middles.to_series(), ranges.value, ranges.stderr, name=name, like=label)
-    every = -(-len(edges) // MAX_TICKS)
-    axes.set(xticks=edges[::every], xlim=(edges[0], edges[-1]))
-    style.log_y(axes, panel.value)
+# Needles in a haystack
 
 
-def _pairs(panel: pd.DataFrame) -> pd.DataFrame:
-    """The rows that form pairs, numbered in `pair`; an unskewed run without partner is a pair of one."""
-    chosen = []
-    unskewed = panel[panel.label.str.endswith(UNSKEWED)]
-    for number, (_, row) in enumerate(unskewed.iterrows()):
-        skewed = _with_same(panel[panel.label == row.label.removesuffix(UNSKEWED)], row)
-        nearest = (skewed["size"] - row["size"]).abs().sort_values(kind="stable").index[:1]
-        chosen.append(pd.concat([row.to_frame().T.infer_objects(), skewed.loc[nearest]]).assign(pair=number))
-    return pd.concat(chosen)
+def ruler(tables: data.Tables, name: str) -> Figure | None:
+    """The share of right answers by the prompt's length and the needle's depth.
+
+    A column per method, a row per task of needles and, where a method's runs differ in further settings, such as
+    `prefill`, per these. A cell holds the percentage and the number of questions: the fewer, the paler; without any it
+    is hatched. Colours: cividis, which colour-blind readers see as well, and which grows lighter in grey too.
+    """
+    table = tables.accuracy(name)
+    rows = table.join(table.task.str.extract(columns.NEEDLE_TASK)).dropna(subset="needle")
+    if rows.empty:
+        return None
+    rows = rows.astype({"length": int, "begin": int, "end": int}).assign(setup=_setups(rows))
+    data.refuse_repeats(rows, ["label", "model", "setup", "task"])
+    distinct = rows[BAND].drop_duplicates().itertuples(index=False, name=None)
+    bands = sorted(distinct, key=lambda band: band[:2])
+    labels, lengths = style.ordered(rows.label), sorted(set(rows.length))
+    parts = 100 // int((rows.end - rows.begin).min())
+    width, height = (size * count for size, count in zip(CELL_INCHES, (len(lengths), parts), strict=True))
+    size = (len(labels) * (width + 0.12) + 1.6, len(bands) * (height + 0.2) + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(bands), len(labels), squeeze=False, sharex=True, sharey=True)
+    by_kind = list(zip(*bands, strict=True))
+    for band, line in zip(bands, panels, strict=True):
+        own = rows[(rows[BAND] == band).all(axis=1)]
+        for label, axes in zip(labels, line, strict=True):
+            _draw_needles(axes, own[own.label == label], lengths, parts)
+        varying = [words for words, others in zip(band, by_kind, strict=True) if len({*others}) > 1]
+        line[0].set_ylabel("\n".join([*filter(None, varying), "depth (%)"]), fontsize=6)
+    for label, axes in zip(labels, panels[0], strict=True):
+        axes.set_title(f"{label}\nsize {_sizes(rows[rows.label == label])} %", fontsize=6.5)
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens", fontsize=6)
+    colours = ScalarMappable(PERCENT, COLOURS)
+    figure.colorbar(colours, ax=panels, label="right answers (%)", shrink=min(1.0, 2 / size[1]), aspect=12)
+    shared = [names[0] for names in (by_kind[0], by_kind[2]) if len({*names}) == 1]
+    notes = ["depth: where in the prompt the answer stands", "n: questions (the fewer, the paler; hatched: none)"]
+    return style.finish(figure, "; ".join([*shared, *notes]))
 
 
-def _with_same(rows: pd.DataFrame, row: pd.Series, names: tuple[str, ...] = ("task", *ASKED)) -> pd.DataFrame:
-    """The rows with the same values as `row` in these columns; an empty cell equals an empty cell."""
-    same = pd.Series(True, rows.index)
-    for name in names:
-        same &= (rows[name] == row[name]) | (rows[name].isna() & pd.isna(row[name]))
-    return rows[same]
+def _setups(rows: pd.DataFrame) -> pd.Series:
+    """By row, in words, the settings in which the runs of its label differ."""
+    words = rows.settings.fillna("").str.replace(SHOWN_BY_CELLS, "", regex=True).str.split(", ").map(tuple)
+    shared = {label: set.intersection(*map(set, own)) for label, own in words.groupby(rows.label)}
+    cells = zip(words, rows.label, strict=True)
+    return pd.Series([", ".join(word for word in own if word not in shared[label]) for own, label in cells], rows.index)
 
 
-def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose label names a setting and a finite number, those in `setting` and `x`."""
-    parts = table.label.str.extract(columns.SETTING_LABEL)
-    return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
-
-
-def _ticks(pools: list[str]) -> list[str]:
-    return [pool.replace(" % ", " %\n").replace(" (", "\n(") for pool in pools]
+def _draw_needles(axes: Axes, panel: pd.DataFrame, lengths: Sequence[int], parts: int) -> None:
+    cells = np.zeros((parts, len(lengths), 4))  # without a question a cell stays empty, and shows the hatch
+    for _, row in panel.iterrows():
+        part, column = parts * row.begin // 100, lengths.index(row.length)
+        weight = row.num_samples / (row.num_samples + 2)
+        color = 1 - weight * (1 - np.array(COLOURS(PERCENT(100 * row.value))[:3]))
+        cells[part, column] = (*color, 1)
+        black = color @ LUMINANCE > LIGHT
+        words: Mapping[str, Any] = {"ha": "center", "va": "center", "color": style.BLACK if black else "white"}
+        axes.text(column, part - 0.12, f"{100 * row.value:.0f}", fontsize=6.5, **words)
+        axes.text(column, part + 0.27, f"n = {row.num_samples:.0f}", fontsize=4.5, **words)
+    axes.imshow(cells, aspect="auto")
+    axes.patch.set(hatch="////", edgecolor=style.LIGHT_GREY, linewidth=0)
+    axes.grid(visible=False)
+    axes.hlines(np.arange(1, parts) - 0.5, -0.5, len(lengths) - 0.5, color="white", linewidth=0.8)
+    axes.vlines(np.arange(1, len(lengths)) - 0.5, -0.5, parts - 0.5, color="white", linewidth=0.8)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=5.5)
+    axes.set_yticks(np.arange(parts + 1) - 0.5, [f"{100 * edge // parts}" for edge in range(parts + 1)], fontsize=5.5)
+    axes.tick_params(length=2, pad=1.5)

@@ -1,6 +1,6 @@
 """Figures of the analyses, from tables of (series, x, value): 2, 4, 5, 7 and 20."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -8,36 +8,22 @@ from matplotlib.figure import Figure
 
 from harness.tables import columns
 from plots import data, style
-from plots.style import Look
 
 SETUP = ("model", "source", "run_id")
 """Runs of one model over different texts share no panel."""
-SEQUENCE = (
-    Look(style.BLUE, "o", "-", ""),
-    Look(style.VERMILION, "s", "--", "\\\\\\"),
-    Look(style.GREEN, "D", "-.", "xx"),
-    Look(style.ORANGE, "v", ":", "///"),
-    Look(style.PURPLE, "^", "-", ".."),
-    Look(style.SKY, "p", "--", "||"),
-    Look(style.BLACK, "X", "-.", "++"),
-    Look(style.GREY, "P", ":", "oo"),
-)
 MAX_MARKERS = 12
 OF_PG19 = "published (PG-19)"
-PAPER_FIG5 = {"model": "opt-6.7b"}
 
-Looks = Mapping[str, Look]
-
-
-def looks(series: Iterable[str]) -> Looks:
-    """A look for each series of a figure, the same in all its panels."""
-    return {name: SEQUENCE[index % len(SEQUENCE)] for index, name in enumerate(dict.fromkeys(series))}
+Looks = Mapping[str, style.Look]
 
 
-def draw_curves(axes: Axes, rows: pd.DataFrame, chosen: Looks) -> None:
-    """A line per series of one metric, with a band of one standard error; many points carry few markers."""
+def draw_curves(axes: Axes, rows: pd.DataFrame, looks: Looks, **labels: object) -> None:
+    """A line per series of one metric, with a band of one standard error; many points carry few markers.
+
+    labels: settings of the axes; y then begins at 0. They end its scaling, so they are left out where points follow.
+    """
     factor = columns.quantity(rows.metric.iloc[0]).factor
-    for name, (color, marker, line, _) in chosen.items():
+    for name, (color, marker, line, _) in looks.items():
         own = rows[rows.series == name].sort_values("x")
         if own.empty:
             continue
@@ -45,6 +31,8 @@ def draw_curves(axes: Axes, rows: pd.DataFrame, chosen: Looks) -> None:
         every = max(1, len(own) // MAX_MARKERS)
         axes.plot(own.x, y, label=name, color=color, marker=marker, linestyle=line, markevery=every)
         axes.fill_between(own.x, y - stderr, y + stderr, color=color, alpha=0.15, linewidth=0)
+    if labels:
+        axes.set(**{"ylim": (0, None)} | labels)
 
 
 def fig2(tables: data.Tables, name: str) -> Figure | None:
@@ -55,11 +43,11 @@ def fig2(tables: data.Tables, name: str) -> Figure | None:
     }
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        draw_curves(axes, panel, looks(["KV cache", "weights"]))
+        looks = style.in_sequence(["KV cache", "weights"])
+        draw_curves(axes, panel, looks, xlabel=words[panel.x_name.iloc[0]], ylabel="memory (GiB)")
         style.log2_x(axes, panel.x)
-        axes.set(xlabel=words[panel.x_name.iloc[0]], ylabel="memory (GiB)", ylim=(0, None))
 
-    return style.draw_rows(tables.analysis(name), (*SETUP, "x_name"), draw, note="fp16")
+    return style.draw_rows(tables.read(name, columns.ANALYSIS), (*SETUP, "x_name"), draw, note="fp16")
 
 
 def fig4(tables: data.Tables, name: str) -> Figure | None:
@@ -67,19 +55,19 @@ def fig4(tables: data.Tables, name: str) -> Figure | None:
     as many tokens anew at every step, is the paper's "Optimal"."""
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        draw_curves(axes, panel, {name: style.look(name) for name in style.ordered(panel.series)})
-        axes.set(xlabel="token", ylabel="cosine similarity", ylim=(None, 1.02))
+        looks = {name: style.look(name) for name in style.ordered(panel.series)}
+        draw_curves(axes, panel, looks, xlabel="token", ylabel="cosine similarity", ylim=(None, 1.02))
 
     note = "oracle: the paper's Optimal; bands: one standard error over heads"
-    return style.draw_rows(tables.analysis(name), (*SETUP, "layer"), draw, note=note)
+    return style.draw_rows(tables.read(name, columns.ANALYSIS), (*SETUP, "layer"), draw, note=note)
 
 
 def fig5(tables: data.Tables, name: str) -> Figure | None:
     """Key tokens that hold 0.9 of the attention weight: a histogram over queries and heads by layer, and the mean over
     heads at single queries. The paper's counts (OPT-6.7B, layer 18, PG-19) are hollow, on that layer of that model."""
 
-    def draw_histogram(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
-        for name, (color, _, line, _) in chosen.items():
+    def draw_histogram(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+        for name, (color, _, line, _) in looks.items():
             own = panel[panel.series == name].sort_values("x")
             if len(own) > 1:
                 edges = [*own.x, own.x.iloc[-1] + own.x.diff().iloc[-1]]
@@ -87,61 +75,59 @@ def fig5(tables: data.Tables, name: str) -> Figure | None:
         axes.set(xlabel="key tokens for 0.9 of the weight (tokens)", ylabel="queries and heads (%)")
         style.log_y(axes)  # most queries of a late layer need few tokens; the others would not be seen
 
-    def draw_counts(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
-        draw_curves(axes, panel, chosen)
+    def draw_counts(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
+        draw_curves(axes, panel, looks)
         measured = {f"layer{layer:.0f}" for layer in panel.layer}
-        for point in data.published("fig5", "key_tokens_for_0.9", panel, PAPER_FIG5):
-            if point.label in measured:
+        for point in data.published("fig5", "key_tokens_for_0.9", panel, {"model": "opt-6.7b"}).itertuples():
+            if point.series in measured:
                 axes.plot(point.x, point.value, marker="o", label=f"{OF_PG19}, {point.kind}", **style.HOLLOW)
         axes.set(xlabel="query token", ylabel="key tokens for 0.9\nof the weight (tokens)", ylim=(0, None))
 
     draws = {"share_of_queries": draw_histogram, "key_tokens_for_0.9": draw_counts}
-    return _draw_metrics(tables.analysis(name), draws, note="bands: one standard error over heads")
+    return _draw_metrics(tables, name, draws, note="bands: one standard error over heads")
 
 
 def fig7(tables: data.Tables, name: str) -> Figure | None:
     """Mean magnitude of the columns of Q and K before and after skewing, most important column first. Partial columns
     are the leftmost."""
-    words = {"query_magnitude": "mean |Q| of the column", "key_magnitude": "mean |K| of the column"}
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        draw_curves(axes, panel, looks(["before skewing", "after skewing"]))
-        ylabel = words[panel.metric.iloc[0]]
-        axes.set(xlabel="column of a head, by importance", ylabel=ylabel, ylim=(0, None))
+        looks = style.in_sequence(["before skewing", "after skewing"])
+        matrix = {"query_magnitude": "Q", "key_magnitude": "K"}[panel.metric.iloc[0]]
+        words = f"mean |{matrix}| of the column"
+        draw_curves(axes, panel, looks, xlabel="column of a head, by importance", ylabel=words)
 
     note = "columns in order of |Q| + |K|; bands: one standard error over KV heads"
-    return style.draw_rows(tables.analysis(name), (*SETUP, "layer", "metric"), draw, note=note)
+    return style.draw_rows(tables.read(name, columns.ANALYSIS), (*SETUP, "layer", "metric"), draw, note=note)
 
 
 def fig20(tables: data.Tables, name: str) -> Figure | None:
     """Share of the queries that attend to less than 1 % of the keys, by length, and the attention weight of sampled
     keys over time, in one head."""
 
-    def draw_shares(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
-        draw_curves(axes, panel, chosen)
-        style.log2_x(axes, panel.x)
+    def draw_shares(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         words = "queries that attend to\n< 1 % of the keys (%)"
-        axes.set(xlabel="sequence length (tokens)", ylabel=words, ylim=(0, None))
+        draw_curves(axes, panel, looks, xlabel="sequence length (tokens)", ylabel=words)
+        style.log2_x(axes, panel.x)
 
-    def draw_weights(axes: Axes, panel: pd.DataFrame, chosen: Looks) -> None:
-        draw_curves(axes, panel, chosen)
+    def draw_weights(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         where = f"query token, layer {panel.layer.iloc[0]:.0f}"
-        axes.set(xlabel=where, ylabel="attention weight of a key (%)", ylim=(0, None))
+        draw_curves(axes, panel, looks, xlabel=where, ylabel="attention weight of a key (%)")
 
-    note = "attends to: needs for 0.9 of its weight; bands: one standard error over heads"
     draws = {"share_of_sparse_queries": draw_shares, "attention_weight": draw_weights}
-    return _draw_metrics(tables.analysis(name), draws, note=note)
+    note = "attends to: needs for 0.9 of its weight; bands: one standard error over heads"
+    return _draw_metrics(tables, name, draws, note=note)
 
 
 def _draw_metrics(
-    rows: pd.DataFrame, draws: Mapping[str, Callable[[Axes, pd.DataFrame, Looks], None]], *, note: str
+    tables: data.Tables, name: str, draws: Mapping[str, Callable[[Axes, pd.DataFrame, Looks], None]], *, note: str
 ) -> Figure | None:
     """A panel per run and metric, drawn as `draws` says; a series looks the same in all panels."""
+    rows = tables.read(name, columns.ANALYSIS)
     metrics = [own.sort_values("layer", kind="stable") for _, own in rows.groupby("metric", sort=False)]
-    chosen = looks(name for own in metrics for name in own.series)
+    looks = style.in_sequence(name for own in metrics for name in own.series)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
-        metric = panel.metric.iloc[0]
-        draws[metric](axes, panel, chosen)
+        draws[panel.metric.iloc[0]](axes, panel, looks)
 
     return style.draw_rows(rows, (*SETUP, "metric"), draw, note=note)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -15,6 +15,8 @@ NAMES = (columns.LABEL.name, columns.MODEL.name, "series", "task")
 """Columns of words that figures show."""
 MAX_LETTERS = 44
 NARROW_SPACE = "\u2009"
+TIMED_SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
+"""The setup of a timed run."""
 SHAPE = ("model", "batch_size", "prompt_len", "gen_len")
 PHRASES = {"kept": "{} tokens kept"}
 """How a value reads that no table has as a column."""
@@ -44,14 +46,6 @@ class Tables:
         compared = paired.groupby([rows.model, rows.task, measured], dropna=False).transform("any")
         full = compared & ~paired & ((rows.method == "full") | (rows.metric == "perplexity_full"))
         return rows.assign(stderr=rows.stderr.where(~paired, rows.difference_stderr).mask(full))
-
-    def latency(self, name: str) -> pd.DataFrame:
-        """Rows of (source, model, shape, label) in seconds, with the segments of a block."""
-        return self.read(name, columns.LATENCY)
-
-    def analysis(self, name: str) -> pd.DataFrame:
-        """Rows of (model, run_id, metric, series, layer, x)."""
-        return self.read(name, columns.ANALYSIS)
 
     def read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
         """The rows of a table, with all of the `expected` columns."""
@@ -85,28 +79,17 @@ class Tables:
         return self._shown[name]
 
 
-class Panels(NamedTuple):
-    """One data frame per setup. A title says what tells its setup from the others; `shared` says the rest."""
+def split(frame: pd.DataFrame, setup: Sequence[str]) -> tuple[str, list[tuple[str, pd.DataFrame]]]:
+    """Part the rows by the columns of `setup`, so that different setups or sources never share a panel unmarked.
 
-    shared: str
-    titles: list[str]
-    frames: list[pd.DataFrame]
-
-    @property
-    def cells(self) -> list[tuple[str, pd.DataFrame]]:
-        """Title and frame of each panel."""
-        return list(zip(self.titles, self.frames, strict=True))
-
-
-def split(frame: pd.DataFrame, setup: Sequence[str]) -> Panels:
-    """Part the rows by the columns of `setup`, in the order in which the table has them.
-
-    Values of different setups or sources thus never share a panel unmarked.
+    Returns:
+        Words for what all setups share; title and rows of each setup in the order of the table. A title says what tells
+        its setup from the others.
     """
     varying = [name for name in setup if frame[name].nunique(dropna=False) > 1]
     shared = describe(frame.iloc[0], [name for name in setup if name not in varying])
     frames = [group for _, group in frame.groupby(list(setup), sort=False, dropna=False)]
-    return Panels(shared, [describe(group.iloc[0], varying) for group in frames], frames)
+    return shared, [(describe(group.iloc[0], varying), group) for group in frames]
 
 
 def describe(row: Mapping[Any, Any] | pd.Series, names: Sequence[str]) -> str:
@@ -148,32 +131,20 @@ def refuse_repeats(frame: pd.DataFrame, key: Sequence[str]) -> None:
         )
 
 
-class PublishedPoint(NamedTuple):
-    """A number that the paper gives for a label at `x` (a number, or a model). kind: `quoted`, `derived` or
-    `approximate`."""
-
-    label: str
-    x: float | str
-    value: float
-    kind: str
-
-
 def of_paper(figure: str) -> pd.DataFrame:
     """All rows of the paper's numbers for a figure or table; `value` is a number, all else is words."""
     rows = pd.DataFrame(columns.published_rows())
     return rows[rows.figure == figure].astype({"value": float})
 
 
-def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]) -> list[PublishedPoint]:
-    """The paper's numbers for a panel in the paper's `setup` (column: value), else none.
+def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str, object]) -> pd.DataFrame:
+    """The paper's numbers for a panel in the paper's `setup` (column: value), else no rows: `value` of the label
+    `series` at `x`, a number or a model.
 
     Only a panel measured, or modelled for the paper's machine, has them; an emulated panel never has.
     """
     on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM))
-    if not on_gpu.all() or not all((panel[name] == value).all() for name, value in setup.items()):
-        return []
+    known = on_gpu.all() and all((panel[name] == value).all() for name, value in setup.items())
     rows = of_paper(figure)
-    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model)]
-    numbers = pd.to_numeric(rows.x, errors="coerce").astype(object)
-    cells = zip(rows.series, numbers.fillna(rows.x), rows.value, rows.kind, strict=True)
-    return [PublishedPoint(*each) for each in cells]
+    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model) & known]
+    return rows.assign(x=pd.to_numeric(rows.x, errors="coerce").astype(object).fillna(rows.x))

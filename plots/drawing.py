@@ -1,10 +1,8 @@
 """All figures of `registry.yaml`, and their files, whose bytes depend on the drawing alone."""
 
-import contextlib
 import io
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from harness.errors import UserError, reason
+from harness.files import replacing
 from plots import style
 from plots.data import Tables
 
@@ -59,7 +58,9 @@ def draw_all(results: Path) -> list[Path]:
             except Exception as error:  # whatever an odd table leads matplotlib or pandas to
                 refusals.append(f"{name}: not drawn ({reason(error)})")
             else:
-                paths += save(files, results / "figures" / name)
+                for kind, data in files.items():
+                    paths.append(results / "figures" / f"{name}.{kind}")
+                    _save(paths[-1], data)
     if refusals:
         raise UserError("; ".join(dict.fromkeys(refusals)))  # several figures read one table
     return paths
@@ -77,23 +78,9 @@ def rendered(figure: Figure) -> dict[str, bytes]:
     return files
 
 
-def save(files: Mapping[str, bytes], stem: Path) -> list[Path]:
-    """Write what `rendered` gives as `stem`.png and so on, each whole or not at all.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full; no scratch file is left then.
-    """
-    paths = []
-    for kind, data in files.items():
-        path = stem.with_name(f"{stem.name}.{kind}")
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+def _save(path: Path, data: bytes) -> None:
+    try:
+        with replacing(path) as scratch:
             scratch.write_bytes(data)
-            scratch.replace(path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error
-        paths.append(path)
-    return paths
+    except OSError as error:
+        raise UserError(f"results_dir: cannot write {path} ({error.strerror})") from error

@@ -44,28 +44,25 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     points = rows[rows[KL] > LEAST_KL]
     if points.empty:
         return None
-    panels = data.split(rows, ["model", "source"])
-    costs = [[cost for cost, (column, *_) in COSTS.items() if frame[column].notna().any()] for frame in panels.frames]
+    shared, panels = data.split(rows, ["model", "source"])
+    costs = [[cost for cost, (column, *_) in COSTS.items() if frame[column].notna().any()] for _, frame in panels]
     heights = [
         max(LINE_INCHES * frame.label.nunique() + 0.8, COST_INCHES * len(own))
-        for frame, own in zip(panels.frames, costs, strict=True)
+        for (_, frame), own in zip(panels, costs, strict=True)
     ]
     figure = Figure(figsize=(sum(WIDTHS), sum(heights) + 0.6), layout="constrained")
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, title, frame, own in zip(parts, panels.titles, panels.frames, costs, strict=True):
-        axes = part.subplot_mosaic(
-            [["names", cost] for cost in own] or [["names"]], width_ratios=WIDTHS[: 1 + bool(own)]
-        )
+    for part, (title, frame), own in zip(parts, panels, costs, strict=True):
+        cells = [["names", cost] for cost in own] or [["names"]]
+        axes = part.subplot_mosaic(cells, width_ratios=WIDTHS[: len(cells[0])])
         _draw_names(axes["names"], frame)
         axes["names"].set_title(title)
         for cost in own:
             _draw_cost(axes[cost], frame, cost)
-    hollow = (rows.step_source == "modelled").any()
-    notes = [
-        "left: bold on a front, bars one standard error",
-        "right, hollow: modelled from a step timed at another size",
-    ]
-    return style.finish(figure, "; ".join([panels.shared, *notes[: 1 + hollow]]))
+    notes = [shared, "left: bold on a front, bars one standard error"]
+    if (rows.step_source == "modelled").any():
+        notes.append("right, hollow: modelled from a step timed at another size")
+    return style.finish(figure, "; ".join(notes))
 
 
 def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:

@@ -1,10 +1,11 @@
 """Figures of latency tables: 14, 15, 16 and 18. The paper's numbers (RTX A6000) are hollow markers on panels of its
 setup, measured, or modelled for that machine."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,7 +16,6 @@ from plots import data, style
 BASE = "offload"
 FAR = 2
 """A label that takes so many times as long as offload hides what is fast."""
-SETUP = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
 PAPER: Mapping[str, Mapping[str, Any]] = {
     "fig14": {"model": "opt-13b", "batch_size": 20, "prompt_len": 1920, "gen_len": 128},
     "fig15": {"model": "opt-13b", "prompt_len": 1920, "gen_len": 128},
@@ -43,10 +43,10 @@ def fig14(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         points = data.published("fig14", "total_latency", panel, PAPER["fig14"])
-        found = _stacked_times(axes, panel, points, group="", in_legend=False)
-        axes.set_xticks([slot.x[0] for slot in found.values()], style.wrapped(found), rotation=35, ha="right")
+        found = _stacked_times(axes, panel, points, in_legend=False)
+        style.name_bars(axes, (x[0] for x in found.values()), found)
 
-    return _draw_timed(tables.latency(name), SETUP, draw)
+    return _draw_timed(_timed(tables, name), data.TIMED_SETUP, draw)
 
 
 def fig15(tables: data.Tables, name: str) -> Figure | None:
@@ -55,16 +55,15 @@ def fig15(tables: data.Tables, name: str) -> Figure | None:
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         rates = data.published("fig15", "tokens_per_s", panel, PAPER["fig15"])
-        _stacked_times(axes, panel, [rate._replace(value=float(rate.x) * 128 / rate.value) for rate in rates])
+        _stacked_times(axes, panel, rates.assign(value=rates.x * 128 / rates.value))
         axes.set_xlabel("batch size (sequences)")
 
-    return _draw_timed(tables.latency(name), ("model", "platform", "source", "prompt_len", "gen_len"), draw)
+    return _draw_timed(_timed(tables, name), ("model", "platform", "source", "prompt_len", "gen_len"), draw)
 
 
 def fig16a(tables: data.Tables, name: str) -> Figure | None:
     """Speedup over offload by total length."""
-    table = tables.latency(name)
-    table = table.assign(total_len=table.prompt_len + table.gen_len).sort_values("total_len", kind="stable")
+    table = _timed(tables, name).sort_values("total_len", kind="stable")
     setup = ("model", "platform", "source", "batch_size", "gen_len")
     words = "prompt + generated tokens"
     return _draw_speedups("fig16a", table, setup, index="total_len", words=words, group="{:,.0f}")
@@ -73,7 +72,7 @@ def fig16a(tables: data.Tables, name: str) -> Figure | None:
 def fig16b(tables: data.Tables, name: str) -> Figure | None:
     """Speedup over offload by model. In the paper 30 % of OPT-30B's weights are in host memory, which the cost model
     takes and a timed run must have been given."""
-    table = tables.latency(name)
+    table = _timed(tables, name)
     billions = table.model.str.extract(r"([\d.]+)b\b", expand=False).astype(float)
     setup = ("platform", "source", "batch_size", "prompt_len", "gen_len")
     table = table.iloc[billions.argsort(kind="stable")]
@@ -83,31 +82,35 @@ def fig16b(tables: data.Tables, name: str) -> Figure | None:
 def fig18(tables: data.Tables, name: str) -> Figure | None:
     """Milliseconds of one transformer block in one decode step, by segment. Transfer is the wait for the link that no
     compute hides, so the segments sum to the block."""
-    table = tables.latency(name)
-    table = table.assign(total_len=table.prompt_len + table.gen_len)
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         data.refuse_repeats(panel, ["label"])
         rows = panel.set_index("label").loc[style.ordered(panel.label)]
-        width, bottom = 0.7, pd.Series(0.0, rows.index)
+        bottom = pd.Series(0.0, rows.index)
         for segment in columns.SEGMENTS:
             height = segment.factor * rows[segment.name].fillna(0)  # a segment that a method lacks
             color, hatch = SEGMENTS[segment.name]
             axes.bar(
-                range(len(rows)), height, width, bottom=bottom, label=segment.words, color=color, hatch=hatch,
+                range(len(rows)), height, 0.7, bottom=bottom, label=segment.words, color=color, hatch=hatch,
                 edgecolor="white", linewidth=0,
             )  # fmt: skip
             bottom += height
-        axes.set_xticks(range(len(rows)), style.wrapped(rows.index), rotation=35, ha="right")
+        style.name_bars(axes, range(len(rows)), rows.index)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel("time per block and step (ms)")
-        found = {label: style.Slots([index], width) for index, label in enumerate(rows.index)}
+        found = {label: np.array([index]) for index, label in enumerate(rows.index)}
         points = data.published("fig18", "block_latency", panel, PAPER["fig18"])
         style.mark_published(axes, found, [PAPER["fig18"]["batch_size"]], points)
         axes.use_sticky_edges = False  # an empty segment on top of the tallest stack would end the axis there
         axes.set_ylim(bottom=0)
 
-    return _draw_timed(table, SETUP, draw, note="transfer: the wait that compute does not hide")
+    note = "transfer: the wait that compute does not hide"
+    return _draw_timed(_timed(tables, name), data.TIMED_SETUP, draw, note=note)
+
+
+def _timed(tables: data.Tables, name: str) -> pd.DataFrame:
+    table = tables.read(name, columns.LATENCY)
+    return table.assign(total_len=table.prompt_len + table.gen_len)
 
 
 def _draw_timed(rows: pd.DataFrame, setup: Sequence[str], draw: style.DrawPanel, *, note: str = "") -> Figure | None:
@@ -115,31 +118,23 @@ def _draw_timed(rows: pd.DataFrame, setup: Sequence[str], draw: style.DrawPanel,
     labels that are never slower, whose bars the first shows too small."""
     if rows.empty:
         return None
-    panels = data.split(rows, setup)
+    shared, panels = data.split(rows, setup)
     cells = []
-    for title, frame in panels.cells:
+    for title, frame in panels:
         longest = frame.groupby("label").total_s.max()
         cells.append((title, frame, draw))
         if longest.max() > FAR * longest.get(BASE, float("nan")):
             near = frame[frame.label.map(longest) <= longest[BASE]]
             cells.append((", ".join(filter(None, [title, "offload and faster"])), near, draw))
-    return style.draw_cells(cells, "; ".join(filter(None, [panels.shared, note])))
+    return style.draw_cells(cells, "; ".join(filter(None, [shared, note])))
 
 
-def _stacked_times(
-    axes: Axes,
-    panel: pd.DataFrame,
-    points: Iterable[data.PublishedPoint],
-    *,
-    group: str = "{:.0f}",
-    in_legend: bool = True,
-) -> dict[str, style.Slots]:
-    """Prefill seconds, light, below decode seconds, a group of bars per batch size, which `group` words; the paper's
-    totals on the bars."""
+def _stacked_times(axes: Axes, panel: pd.DataFrame, points: pd.DataFrame, *, in_legend: bool = True) -> style.Places:
+    """Prefill seconds, light, below decode seconds, a group of bars per batch size; the paper's totals on the bars."""
     prefill, decode = (data.pivot(panel, "batch_size", part) for part in ("prefill_s", "decode_s"))
     batches = list(prefill.index)
-    found = style.slots(axes, style.ordered(prefill.columns), [group.format(batch) for batch in batches])
-    for label, (x, width) in found.items():
+    found, width = style.places(axes, style.ordered(prefill.columns), [f"{batch:.0f}" for batch in batches])
+    for label, x in found.items():
         color, _, _, hatch = style.look(label)
         axes.bar(x, prefill[label], width, **style.PREFILL_BAR)
         axes.bar(
@@ -172,7 +167,6 @@ def _draw_speedups(
             points = data.published(figure, "speedup_over_offload", panel, PAPER[figure])
             style.mark_published(axes, found, list(speedup.index), points)
 
-    panels = data.split(table, setup)
-    several = [(title, frame) for title, frame in panels.cells if (frame.label != BASE).any()]
-    cells = [(*cell, partial(draw, time=time)) for cell in several for time in TIMES]
-    return style.draw_cells(cells, panels.shared)
+    shared, panels = data.split(table, setup)
+    several = [panel for panel in panels if (panel[1].label != BASE).any()]
+    return style.draw_cells([(*panel, partial(draw, time=time)) for panel in several for time in TIMES], shared)

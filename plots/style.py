@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from plots.data import PublishedPoint, split
+from plots.data import split
 
 REGISTRY = Path(__file__).with_name("registry.yaml")
 SIZE_AXIS = "size: share of the cache read (%)"
@@ -53,7 +53,6 @@ RC: Any = {
     "svg.hashsalt": "kv-harness",  # equal names of parts on a rerun
     "text.parse_math": False,  # a dollar in a label is a dollar
 }
-
 
 DrawPanel = Callable[[Axes, pd.DataFrame], None]
 
@@ -103,6 +102,17 @@ LOOKS = {
     "accuracy": Look(BLUE, "o", "-", ""),
     "latency": Look(VERMILION, "s", "--", "\\\\\\"),
 }
+SEQUENCE = (
+    Look(BLUE, "o", "-", ""),
+    Look(VERMILION, "s", "--", "\\\\\\"),
+    Look(GREEN, "D", "-.", "xx"),
+    Look(ORANGE, "v", ":", "///"),
+    Look(PURPLE, "^", "-", ".."),
+    Look(SKY, "p", "--", "||"),
+    Look(BLACK, "X", "-.", "++"),
+    Look(GREY, "P", ":", "oo"),
+)
+"""For series that are no methods."""
 OTHERS = [
     Look(color, marker, line, hatch)
     for marker, line, hatch in (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))
@@ -141,9 +151,9 @@ def _listed(label: str) -> str:
     return QUANTIZED if re.fullmatch(r"INT\d(/\d)+", label) else label
 
 
-def wrapped(labels: Iterable[str]) -> list[str]:
-    """Labels below an axis, long ones in several lines."""
-    return [textwrap.fill(label, TICK_LETTERS) for label in labels]
+def in_sequence(series: Iterable[str]) -> dict[str, Look]:
+    """A look for each series of a figure, the same in all its panels."""
+    return {name: SEQUENCE[index % len(SEQUENCE)] for index, name in enumerate(dict.fromkeys(series))}
 
 
 def applied() -> AbstractContextManager[None]:
@@ -169,8 +179,8 @@ def draw_rows(rows: pd.DataFrame, setup: Sequence[str], draw: DrawPanel, *, note
     """A figure with a titled panel per setup; below the panels what they share, then `note`. None without rows."""
     if rows.empty:
         return None
-    panels = split(rows, setup)
-    return draw_cells([(*cell, draw) for cell in panels.cells], "; ".join(filter(None, [panels.shared, note])))
+    shared, panels = split(rows, setup)
+    return draw_cells([(*panel, draw) for panel in panels], "; ".join(filter(None, [shared, note])))
 
 
 def draw_cells(cells: Sequence[tuple[str, pd.DataFrame, DrawPanel]], note: str) -> Figure | None:
@@ -217,12 +227,11 @@ def error_note(rows: pd.DataFrame) -> str:
 
 
 def error_line(
-    axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: str, **other: Any
+    axes: Axes, x: pd.Series, y: pd.Series, stderr: pd.Series | None, *, name: str, like: Look, **other: Any
 ) -> None:
     """A line with markers and error bars of one standard error, broken where `y` is NaN; `other` changes its look."""
-    color, marker, line, _ = look(like)
-    looks: Any = {"color": color, "marker": marker, "linestyle": line, "capsize": 2, "elinewidth": 0.8} | other
-    axes.errorbar(x, y, yerr=stderr, label=name, **looks)
+    looks: Any = {"color": like.color, "marker": like.marker, "linestyle": like.line, "capsize": 2, "elinewidth": 0.8}
+    axes.errorbar(x, y, yerr=stderr, label=name, **looks | other)
 
 
 def joined(labels: Iterable[str]) -> str:
@@ -248,7 +257,7 @@ def size_lines(axes: Axes, rows: pd.DataFrame, factor: float = 1, *, codecs: str
             words = f"{name}, {NOT_ASKED}" if second else name
             look_of_second: Any = {"markerfacecolor": "white", "linestyle": ":"} if second else {}
             x, y, stderr = 100 * line["size"], factor * line.value, factor * line.stderr
-            error_line(axes, x, y, stderr, name=words, like=name, **look_of_second)
+            error_line(axes, x, y, stderr, name=words, like=look(name), **look_of_second)
     axes.set_xlim(left=0)
 
 
@@ -287,29 +296,23 @@ def chance_line(axes: Axes, value: float) -> None:
 
 # Bars
 
-
-class Slots(NamedTuple):
-    """Where the bars of one label stand, and how wide they are."""
-
-    x: Sequence[float] | np.ndarray
-    width: float
+Places = dict[str, np.ndarray]
+"""By label, the x of its bar in each group."""
 
 
-def slots(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> dict[str, Slots]:
-    """Place a bar per label into every group, and name the groups below the axis."""
+def places(axes: Axes, labels: Sequence[str], groups: Sequence[str]) -> tuple[Places, float]:
+    """Place a bar per label into every group, and name the groups below the axis; with the width of a bar."""
     width = FILLED / len(labels)
     centres = np.arange(len(groups))
     axes.set_xticks(centres, groups)
     axes.grid(visible=False, axis="x")
-    return {label: Slots(centres + (i - (len(labels) - 1) / 2) * width, width) for i, label in enumerate(labels)}
+    return {label: centres + (i - (len(labels) - 1) / 2) * width for i, label in enumerate(labels)}, width
 
 
-def grouped(
-    axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]
-) -> dict[str, Slots]:
+def grouped(axes: Axes, values: pd.DataFrame, *, errors: pd.DataFrame | None = None, groups: Sequence[str]) -> Places:
     """One bar per cell of `values` (a row per group, a column per label); NaN is a gap."""
-    found = slots(axes, ordered(values.columns), groups)
-    for label, (x, width) in found.items():
+    found, width = places(axes, ordered(values.columns), groups)
+    for label, x in found.items():
         color, _, _, hatch = look(label)
         axes.bar(
             x, values[label], width, yerr=None if errors is None else errors[label], capsize=2, label=label,
@@ -318,17 +321,22 @@ def grouped(
     return found
 
 
-def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> dict[str, Slots]:
+def bars_of_one(axes: Axes, rows: pd.DataFrame, *, name: str, groups: Sequence[str]) -> Places:
     """A bar with its standard error for each row, all in the look of the label `name`; `groups` names the bars."""
     values, errors = (rows[[column]].set_axis([name], axis=1) for column in ("value", "stderr"))
     return grouped(axes, values, errors=errors, groups=groups)
 
 
+def name_bars(axes: Axes, x: Iterable[float], labels: Iterable[str]) -> None:
+    """Slanted labels below single bars, long ones in several lines."""
+    axes.set_xticks([*x], [textwrap.fill(label, TICK_LETTERS) for label in labels], rotation=35, ha="right")
+
+
 def mark_published(
-    axes: Axes, found: Mapping[str, Slots], groups: Sequence[float | str], points: Iterable[PublishedPoint]
+    axes: Axes, found: Mapping[str, np.ndarray], groups: Sequence[float | str], points: pd.DataFrame
 ) -> None:
-    """The paper's numbers as hollow markers on the bars of the same label and group (its x), by kind."""
-    for point in points:
-        if point.label in found and point.x in groups:
-            x, marker = found[point.label].x[groups.index(point.x)], PUBLISHED_MARKERS[point.kind]
-            axes.plot(x, point.value, label=f"{OF_PAPER}, {point.kind}", marker=marker, **HOLLOW)
+    """The paper's numbers as hollow markers on the bars of the same label (series) and group (x), by kind."""
+    for point in points.itertuples():
+        if point.series in found and point.x in groups:
+            words, marker = f"{OF_PAPER}, {point.kind}", PUBLISHED_MARKERS[point.kind]
+            axes.plot(found[point.series][groups.index(point.x)], point.value, label=words, marker=marker, **HOLLOW)

@@ -4,6 +4,7 @@ import csv
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from harness.tables import columns
 from plots import accuracy, analysis, data, drawing, style
 from plots.drawing import DRAWINGS
 
-ROOT = Path(__file__).resolve().parent.parent
-Rows = Iterable[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Iterable[Row]
 
 SIZES = {"InfiniGen": (0.10, 0.16, 0.25), "H2O": (0.10, 0.16, 0.25), "INT8": (0.53,), "INT4": (0.28,), "INT2": (0.16,)}
+SIZED = [(label, size) for label, sizes in SIZES.items() for size in sizes]
 TIMES = {  # prefill and decode seconds at batch 1
     "ideal": (1.0, 1.0),
     "offload": (1.2, 9.0),
@@ -41,7 +43,7 @@ PAPER_SHAPE = {"model": "opt-13b", "platform": "cuda", "source": "measured", "pr
 # Small tables
 
 
-def write(results: Path, name: str, shape: Iterable[columns.Column], common: Mapping[str, Any], rows: Rows) -> None:
+def write(results: Path, name: str, shape: Iterable[columns.Column], common: Row, rows: Rows) -> None:
     path = results / "tables" / f"{name}.csv"
     path.parent.mkdir(exist_ok=True, parents=True)
     with path.open("w", newline="") as stream:
@@ -65,12 +67,9 @@ def write_analysis(results: Path, name: str, rows: Rows) -> None:
 
 def task_rows(task: str) -> list[dict[str, Any]]:
     common = {"task": task, "metric": "acc"}
-    rows = [common | {"method": "full", "label": "Full cache", "value": 0.85, "size": 1}]
-    for label, sizes in SIZES.items():
-        for size in sizes:
-            value = 0.8 - 0.02 / size if label == "InfiniGen" else 0.5 - 0.01 / size
-            rows.append(common | {"label": label, "value": value, "size": size})
-    return rows
+    values = {(label, size): 0.8 - 0.02 / size if label == "InfiniGen" else 0.5 - 0.01 / size for label, size in SIZED}
+    rows = [common | {"label": label, "value": value, "size": size} for (label, size), value in values.items()]
+    return [common | {"method": "full", "label": "Full cache", "value": 0.85, "size": 1}, *rows]
 
 
 def write_fig11(results: Path) -> None:
@@ -78,20 +77,17 @@ def write_fig11(results: Path) -> None:
     common = {"task": "offline", "seq_len": 1024, "num_samples": 3, "num_fewshot": None}
     rows = [{"label": "Full cache", "metric": "kl_nats", "value": 0}]
     rows.append({"label": "Full cache", "metric": "top1_agreement", "value": 1, "stderr": 0, "size": 1})
-    for label, sizes in SIZES.items():
-        for size in sizes:
-            kl = (0.01 if label == "InfiniGen" else 0.05) / size
-            rows.append({"label": label, "size": size, "metric": "kl_nats", "value": kl, "stderr": kl / 5})
-            rows.append({"label": label, "size": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01})
+    for label, size in SIZED:
+        kl = (0.01 if label == "InfiniGen" else 0.05) / size
+        rows.append({"label": label, "size": size, "metric": "kl_nats", "value": kl, "stderr": kl / 5})
+        rows.append({"label": label, "size": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01})
     write_accuracy(results, "perplexity", [common | row for row in rows])
 
 
 def chunk_rows(label: str, size: float, values: Mapping[int, float], **other: Any) -> list[dict[str, Any]]:
     common = {"label": label, "size": size, "metric": "perplexity", "seq_len": 1024, "num_samples": 3, "stderr": 1}
-    return [
-        common | {"task": f"offline[{256 * at}:{256 * at + 256}]", "value": value} | other
-        for at, value in values.items()
-    ]
+    tasks = {f"offline[{256 * at}:{256 * at + 256}]": value for at, value in values.items()}
+    return [common | {"task": task, "value": value} | other for task, value in tasks.items()]
 
 
 def write_fig12(results: Path) -> None:
@@ -166,12 +162,11 @@ def write_choices(results: Path) -> None:
 
 def write_index(results: Path) -> None:
     rows = []
-    for kind, gain in (("columns", 1.0), ("coded, 4 bits", 0.5)):
-        for ratio in (0.1, 0.3, 0.5):
-            common = {"label": kind, "size": 0.16, "resident_frac": gain * ratio / 2, "run_id": f"{kind}{ratio}"}
-            rows.append(common | {"task": "offline", "metric": "kl_nats", "value": gain * 0.02 / ratio})
-            for task in ("kv_recall", "passkey"):
-                rows.append(common | {"task": task, "metric": "acc", "value": 0.3 + ratio / gain / 3})
+    for (kind, gain), ratio in product((("columns", 1.0), ("coded, 4 bits", 0.5)), (0.1, 0.3, 0.5)):
+        common = {"label": kind, "size": 0.16, "resident_frac": gain * ratio / 2, "run_id": f"{kind}{ratio}"}
+        rows.append(common | {"task": "offline", "metric": "kl_nats", "value": gain * 0.02 / ratio})
+        for task in ("kv_recall", "passkey"):
+            rows.append(common | {"task": task, "metric": "acc", "value": 0.3 + ratio / gain / 3})
     write_accuracy(results, "index", rows)
 
 
@@ -179,12 +174,12 @@ def write_board(results: Path) -> None:
     """Methods of every family at three sizes, the step timed at the middle one, and a method with its own size."""
     rows: list[dict[str, Any]] = [{"label": "Full cache", "family": "reads all", "size": 1, "kl_nats": 0}]
     rows.append({"label": "INT4", "family": "codes", "size": 0.33, "kl_nats": 0.1})
-    for label, family, scale in (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "oracle", 0.3)):
-        for size in (0.10, 0.16, 0.25):
-            sized = {"label": label, "family": family, "asked_size": size, "size": size}
-            front = {"front": "size, step time" if size > 0.1 else "size"} if scale == 1 else {}
-            timed = {"step_source": "emulated" if size == 0.16 else "modelled"}
-            rows.append(sized | front | timed | {"kl_nats": 0.002 * scale / size**2})
+    families = (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "oracle", 0.3))
+    for (label, family, scale), size in product(families, (0.10, 0.16, 0.25)):
+        sized = {"label": label, "family": family, "asked_size": size, "size": size}
+        front = {"front": "size, step time" if size > 0.1 else "size"} if scale == 1 else {}
+        timed = {"step_source": "emulated" if size == 0.16 else "modelled"}
+        rows.append(sized | front | timed | {"kl_nats": 0.002 * scale / size**2})
     for row in rows:
         row["step_s"] = None if row["family"] == "oracle" else 0.02 + 0.1 * row["size"]
     write(results, "leaderboard", columns.BOARD, {"kl_nats_stderr": 0.001}, rows)
@@ -192,103 +187,98 @@ def write_board(results: Path) -> None:
 
 def write_needles(results: Path) -> None:
     rows = []
-    for label, prefill in (("Full cache", ""), ("H2O", "dense"), ("H2O", "question")):
+    for label, prefill, parts in (("Full cache", "", 5), ("H2O", "dense", 4), ("H2O", "question", 4)):
         # The cells show these by themselves: no band of their own.
         shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
         settings = f"alpha=4, {shown}, prefill={prefill}" if prefill else None
-        common = {"label": label, "settings": settings, "size": 1 if label == style.FULL else 0.16}
-        rows.append(common | {"task": "niah_single_1", "metric": "2048", "value": 0.5})
-        for part in range(5 if label == style.FULL else 4):
-            cell = {
-                "task": f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]",
-                "num_samples": 7 if part == 0 else 1,
-            }
-            rows.append(common | cell | {"metric": "2048", "value": part / 4})
+        common = {"label": label, "settings": settings, "size": 0.16 if prefill else 1, "metric": "2048"}
+        rows.append(common | {"task": "niah_single_1", "value": 0.5})
+        for part in range(parts):
+            task = f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]"
+            rows.append(common | {"task": task, "num_samples": 1 if part else 7, "value": part / 4})
     write_accuracy(results, "ruler", rows)
 
 
 def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[dict[str, Any]]:
-    rows = []
-    for label in labels:
-        prefill, decode = (scale * seconds for seconds in TIMES[label])
-        rows.append({"label": label, "prefill_s": prefill, "decode_s": decode, "total_s": prefill + decode} | shape)
-    return rows
+    times = [(label, scale * TIMES[label][0], scale * TIMES[label][1]) for label in labels]
+    return [{"label": at, "prefill_s": pre, "decode_s": post, "total_s": pre + post} | shape for at, pre, post in times]
 
 
-def write_fig16a(results: Path) -> None:
-    rows = [*time_rows(), *time_rows(["infinigen"], prompt_len=512)]  # no offload at 512
-    write_latency(results, "fig16a", rows)
+TIMED: dict[str, list[dict[str, Any]]] = {
+    "fig14": time_rows(),
+    "fig15": [*time_rows(batch_size=1), *time_rows(["ideal", "offload"], batch_size=8)],
+    "fig16a": [*time_rows(), *time_rows(["infinigen"], prompt_len=512)],  # no offload at 512
+    "fig16b": [row for each in ("13b", "30b", "6.7b") for row in time_rows(model=f"opt-{each}")],
+    "fig18": [
+        row
+        | {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001, "transfer_s": row["decode_s"] / 1000}
+        | ({"prediction_s": 0.0003} if row["label"] == "infinigen+int4" else {})
+        for row in time_rows()
+    ],
+}
 
 
-def write_fig16b(results: Path) -> None:
-    write_latency(results, "fig16b", (row for each in ("13b", "30b", "6.7b") for row in time_rows(model=f"opt-{each}")))
-
-
-def write_fig18(results: Path) -> None:
-    segments = {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001}
-    rows = [row | segments | {"transfer_s": row["decode_s"] / 1000} for row in time_rows()]
-    write_latency(results, "fig18", [*rows[:-1], rows[-1] | {"prediction_s": 0.0003}])
-
-
-def points(series: str, metric: str, x_name: str, values: Mapping[float, float], layer: int | None = None) -> Rows:
+def points(series: str, metric: str, x_name: str, values: Mapping[float, float], layer: int | None = None) -> list[Row]:
     common = {"series": series, "metric": metric, "x_name": x_name, "layer": layer}
     return [common | {"x": x, "value": value} for x, value in values.items()]
 
 
-def write_fig2(results: Path) -> None:
-    rows: list[Mapping[str, Any]] = []
-    for x_name, xs in (("seq_len", (1024, 2048, 4096)), ("batch_size", (1, 4, 16))):
-        rows += points("KV cache", "bytes", x_name, {x: x * 2.0**24 for x in xs})
-        rows += points("weights", "bytes", x_name, dict.fromkeys(xs, 2.0**31))
-    write_analysis(results, "fig2", (row | {"stderr": None, "source": "modelled"} for row in rows))
+def points_of(curves: Iterable[tuple], **other: Any) -> list[Row]:
+    return [row | other for curve in curves for row in points(*curve)]
 
 
-def write_fig4(results: Path) -> None:
-    values = {"H2O": {10: 1.0, 500: 0.9, 1990: 0.7}, "Oracle": {10: 1.0, 500: 0.99, 1990: 0.98}}
-    names = [(layer, name) for layer in (0, 18) for name in values]
-    rows = [row for layer, name in names for row in points(name, "cosine_similarity", "token", values[name], layer)]
-    write_analysis(results, "fig4", rows)
-
-
-def fig5_rows() -> list[Mapping[str, Any]]:
-    rows: list[Mapping[str, Any]] = []
-    for layer in (0, 18):
-        name = f"layer {layer}"
-        rows += points(name, "share_of_queries", "key_tokens", {0: 0.5, 32: 0.25, 64: 0.0, 96: 0.25}, layer)
-        rows += points(name, "key_tokens_for_0.9", "query_token", {500: 80.0, 1000: 140.0, 1500: 150.0}, layer)
-    return rows
-
-
-def write_fig7(results: Path) -> None:
-    rows: list[Mapping[str, Any]] = []
-    for metric in ("query_magnitude", "key_magnitude"):
-        rows += points("before skewing", metric, "column_rank", {0: 2.0, 1: 1.5, 2: 1.0}, 18)
-        rows += points("after skewing", metric, "column_rank", {0: 4.0, 1: 0.5, 2: 0.2}, 18)
-    write_analysis(results, "fig7", rows)
-
-
-def write_fig20(results: Path) -> None:
-    rows: list[Mapping[str, Any]] = []
-    for layer in (0, 18):
-        shares = {2048: 0.1, 4096: 0.2, 8192: 0.4}
-        rows += points(f"layer {layer}", "share_of_sparse_queries", "seq_len", shares, layer)
-    for key, value in ((7, 0.01), (1200, 0.02)):
-        rows += points(f"key {key}", "attention_weight", "query_token", {6000: value, 7000: 2 * value}, 18)
-    write_analysis(results, "fig20", rows)
-
+LENGTHS, BATCHES = (1024, 2048, 4096), (1, 4, 16)
+SIMILARITIES = {"H2O": {10: 1.0, 500: 0.9, 1990: 0.7}, "Oracle": {10: 1.0, 500: 0.99, 1990: 0.98}}
+SHARES, COUNTS = {0: 0.5, 32: 0.25, 64: 0.0, 96: 0.25}, {500: 80.0, 1000: 140.0, 1500: 150.0}
+MAGNITUDES = {"before skewing": {0: 2.0, 1: 1.5, 2: 1.0}, "after skewing": {0: 4.0, 1: 0.5, 2: 0.2}}
+ANALYSES = {
+    "fig2": points_of(
+        [
+            curve
+            for x_name, xs in (("seq_len", LENGTHS), ("batch_size", BATCHES))
+            for curve in (
+                ("KV cache", "bytes", x_name, {x: x * 2.0**24 for x in xs}),
+                ("weights", "bytes", x_name, dict.fromkeys(xs, 2.0**31)),
+            )
+        ],
+        stderr=None,
+        source="modelled",
+    ),
+    "fig4": points_of(
+        (name, "cosine_similarity", "token", values, layer)
+        for layer in (0, 18)
+        for name, values in SIMILARITIES.items()
+    ),
+    "fig5": points_of(
+        curve
+        for layer in (0, 18)
+        for curve in (
+            (f"layer {layer}", "share_of_queries", "key_tokens", SHARES, layer),
+            (f"layer {layer}", "key_tokens_for_0.9", "query_token", COUNTS, layer),
+        )
+    ),
+    "fig7": points_of(
+        (name, metric, "column_rank", values, 18)
+        for metric in ("query_magnitude", "key_magnitude")
+        for name, values in MAGNITUDES.items()
+    ),
+    "fig20": points_of(
+        [
+            *(
+                (f"layer {at}", "share_of_sparse_queries", "seq_len", {2048: 0.1, 4096: 0.2, 8192: 0.4}, at)
+                for at in (0, 18)
+            ),
+            ("key 7", "attention_weight", "query_token", {6000: 0.01, 7000: 0.02}, 18),
+            ("key 1200", "attention_weight", "query_token", {6000: 0.02, 7000: 0.04}, 18),
+        ]
+    ),
+}
 
 WRITERS = {
     "fig11": write_fig11,
     "fig12": write_fig12,
     "fig13": write_fig13,
-    "fig14": lambda results: write_latency(results, "fig14", time_rows()),
-    "fig15": lambda results: write_latency(
-        results, "fig15", [*time_rows(batch_size=1), *time_rows(["ideal", "offload"], batch_size=8)]
-    ),
-    "fig16a": write_fig16a,
-    "fig16b": write_fig16b,
     "fig17": write_fig17,
-    "fig18": write_fig18,
     "fig19": write_fig19,
     "table2": write_table2,
     "choices": write_choices,
@@ -296,11 +286,8 @@ WRITERS = {
     "frontier": write_board,
     "index": write_index,
     "ruler": write_needles,
-    "fig2": write_fig2,
-    "fig4": write_fig4,
-    "fig5": lambda results: write_analysis(results, "fig5", fig5_rows()),
-    "fig7": write_fig7,
-    "fig20": write_fig20,
+    **{name: lambda results, name=name: write_latency(results, name, TIMED[name]) for name in TIMED},
+    **{name: lambda results, name=name: write_analysis(results, name, ANALYSES[name]) for name in ANALYSES},
     **{f"{name}-modelled": costmodel.write_tables for name in costmodel.FIGURES},
 }
 
@@ -624,7 +611,7 @@ def test_figures_of_analyses(tmp_path) -> None:
     ],
 )
 def test_published_counts_only_of_the_same_layer_and_model(change, shown: bool, tmp_path) -> None:
-    write_analysis(tmp_path, "fig5", [dict(row) | change for row in fig5_rows()])
+    write_analysis(tmp_path, "fig5", [dict(row) | change for row in ANALYSES["fig5"]])
     found = [point for axes in draw("fig5", tmp_path).axes for point in hollow_points(axes, analysis.OF_PG19)]
     expected = {(500, 80), (1000, 146), (1500, 160), (2000, 164), (998, 172), (999, 164), (1001, 154), (1002, 140)}
     assert set(found) == (expected if shown else set())
@@ -667,7 +654,7 @@ def test_modelled_figures_have_their_own_rows_and_the_published_numbers(tmp_path
     costmodel.write_tables(tmp_path)
     tables = data.Tables(tmp_path / "tables")
     for name, cells in costmodel.FIGURES.items():
-        assert list(tables.latency(f"{name}-modelled").label) == [cell.label for cell in cells]
+        assert list(tables.read(f"{name}-modelled", columns.LATENCY).label) == [cell.label for cell in cells]
         assert "source: modelled" in note(draw(f"{name}-modelled", tmp_path))
         assert DRAWINGS[name](tables, name) is None, "a prediction is no timed cell"
     kinds = [f"{style.OF_PAPER}, {kind}" for kind in ("derived", "approximate")]
