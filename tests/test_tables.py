@@ -394,7 +394,8 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path: Path) 
         read, shape = read_table(path), SHAPES.get(name, "accuracy")
         assert shape_of(path.read_text().splitlines()[0].split(",")) == shape
         assert render_markdown(name, read) == path.with_suffix(".md").read_text(), name
-        assert tables.write_table(path, shape, read) == read and tables.render_csv(TABLES[shape][:5], read)
+        columns = [column for column in TABLES[shape] if column.name in read[0]]
+        assert tables.render_csv(columns, read) == path.read_text()
     assert "1,024" in render_terminal([row | {"x": 1024.0} for row in read if row["x"]])
     (one, other) = (sheet.title for sheet in sheets_of(read))
     assert (one, other) == ("smollm2-135m: GiB, by layer", "smollm2-135m: GiB")

@@ -7,12 +7,14 @@ import csv
 import io
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from harness.errors import UserError, reason
 
+T = TypeVar("T")
+K = TypeVar("K")
 TableRow = dict[str, Any]
 """A table row by column name: numbers, words, or None for an empty cell."""
 
@@ -47,31 +49,22 @@ class Column(NamedTuple):
         return self.heading.partition(" (")[0]
 
 
-EXPERIMENT, MODEL, METHOD, RUN_ID = (
-    Column("experiment"),
-    Column("model"),
-    Column("method"),
-    Column("run_id", phrase="run {}"),
-)
-PLATFORM = Column("platform")
-SOURCE = Column("source", phrase="source: {}")
-LABEL = Column("label", "label")
-SETTINGS = Column("settings", "settings")
+EXPERIMENT, MODEL, METHOD = Column("experiment"), Column("model"), Column("method")
+PLATFORM, SOURCE = Column("platform"), Column("source", phrase="source: {}")
+RUN_ID = Column("run_id", phrase="run {}")
 SHIPPED = Column("shipped")
 """`yes` for a row that came with the project; empty for one of the user's own runs (`harness.tables.write`)."""
-METRIC = Column("metric", phrase="")
-VALUE = Column("value", "value", 1, 3)
-STDERR = Column("stderr", "standard error", 1, 3)
-DIFFERENCE = Column("difference", "minus full cache", 1, 3)
-DIFFERENCE_STDERR = Column("difference_stderr", "standard error of the difference", 1, 3)
-DETECTABLE = Column("detectable", "smallest detectable difference", 1, 3)
+LABEL, SETTINGS = Column("label", "label"), Column("settings", "settings")
+METRIC, X_NAME = Column("metric", phrase=""), Column("x_name", phrase="")
+VALUE, STDERR = Column("value", "value", 1, 3), Column("stderr", "standard error", 1, 3)
 COMPARED = (
-    DIFFERENCE, DIFFERENCE_STDERR,
+    Column("difference", "minus full cache", 1, 3),
+    Column("difference_stderr", "standard error of the difference", 1, 3),
     Column("mcnemar_p", "McNemar's p", 1, 4),
     Column("gained", "right, full cache wrong", 1, 0),
     Column("lost", "wrong, full cache right", 1, 0),
-    DETECTABLE,
-)  # fmt: skip
+    Column("detectable", "smallest detectable difference", 1, 3),
+)
 """Difference to the full cache on the same questions or windows."""
 NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
@@ -86,10 +79,7 @@ OF_SOME_MODELS = (
     Column("latent_bytes", "latent per token (KiB)", 1 / 1024, 2),
 )
 """Columns of tables whose models have local layers, recurrent layers or latents."""
-DEVICE_READ_BYTES = Column("device_read_bytes", "read on device (GiB)", 1 / GIB, 3)
-DEVICE_KV_BYTES = Column("device_kv_bytes", "KV on device (MiB)", 1 / MIB, 1)
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
-X_NAME = Column("x_name", phrase="")
 BATCH_SIZE = Column("batch_size", "batch", 1, 0, "batch {:.0f}")
 PROMPT_LEN = Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}")
 LINK_BYTES_PER_S = Column("link_bytes_per_s", "link (GiB/s)", 1 / GIB, 2)
@@ -111,11 +101,6 @@ SEGMENTS = (
     Column("other_s", "other (ms)", 1e3, 3),
 )
 """Seconds of one block in one decode step (Fig 18); transfer is the time that no compute hides."""
-WEIGHTS = (
-    Column("weights_on_device", "weights on the device (%)", 100, 1),
-    Column("weight_bytes", "weights to device (GiB)", 1 / GIB, 3),
-)
-"""With streamed weights: the share of the decoder layers' weights kept on the device, and bytes over the link."""
 LATENCY = (
     EXPERIMENT, PLATFORM, SOURCE, MODEL, METHOD, LABEL, SETTINGS,
     BATCH_SIZE, PROMPT_LEN,
@@ -128,50 +113,48 @@ LATENCY = (
     Column("step_p95_s", "step p95 (ms)", 1e3, 2),
     Column("h2d_bytes", "to device (GiB)", 1 / GIB, 3),
     Column("d2h_bytes", "to host (GiB)", 1 / GIB, 3),
-    *WEIGHTS,
-    DEVICE_READ_BYTES, DEVICE_KV_BYTES,
+    Column("weights_on_device", "weights on the device (%)", 100, 1),
+    Column("weight_bytes", "weights to device (GiB)", 1 / GIB, 3),
+    Column("device_read_bytes", "read on device (GiB)", 1 / GIB, 3),
+    Column("device_kv_bytes", "KV on device (MiB)", 1 / MIB, 1),
     Column("exposed_transfer_s", "exposed transfer (ms)", 1e3, 1),
     LINK_BYTES_PER_S,
     Column("peak_device_bytes", "device peak (GiB)", 1 / GIB, 3),
     SIZE, DEVICE_FRAC, SHIPPED, RUN_ID, *SEGMENTS,
 )  # fmt: skip
 ANALYSIS = (
-    EXPERIMENT, MODEL,
-    Column("series"),
-    LAYER, X_NAME,
-    Column("x", "x", 1, 3),
+    EXPERIMENT, MODEL, Column("series"), LAYER, X_NAME, Column("x", "x", 1, 3),
     METRIC, VALUE, STDERR, NUM_SAMPLES, SOURCE, SHIPPED, RUN_ID,
 )  # fmt: skip
 """`value` of `series` at `x`, in the unit of `metric`."""
 ASKED_SIZE = Column("asked_size", "asked size (%)", 100, 0)
 NLL = Column("nll_difference", "NLL minus full cache (nats)", 1, 4)
 BOARD_TASKS = (Column("kv_recall", "kv_recall (%)", 100, 1), Column("passkey", "passkey (%)", 100, 1))
-COMPUTE, STEP = Column("compute_s", "compute (ms)", 1e3, 1), Column("step_s", "decode step (ms)", 1e3, 1)
-LINK_BYTES = Column("link_bytes", "link per step (MiB)", 1 / MIB, 2)
-LATE_BYTES = Column("late_bytes", "of which not hidden (MiB)", 1 / MIB, 2)
+STEP = Column("step_s", "decode step (ms)", 1e3, 1)
 STEP_SOURCE = Column("step_source")
-FAMILY, CODEC = Column("family"), Column("codec")
 FRONT = Column("front", "not beaten in")
-OUTSIDE = Column("outside", "outside the reference methods")
 
 
-def _and(shown: Column, name: str, words: str) -> Column:
-    return Column(f"{shown.name}_{name}", f"{shown.words}, {words}", shown.factor, shown.digits)
+def _with_parts(shown: Column, parts: Mapping[str, str]) -> Iterator[Column]:
+    yield shown
+    for name, words in parts.items():
+        yield Column(f"{shown.name}_{name}", f"{shown.words}, {words}", shown.factor, shown.digits)
 
 
+OF_TASK = {
+    "difference": "minus full cache", "stderr": "standard error of that",
+    "detectable": "smallest detectable difference", "size": "size",
+}  # fmt: skip
 BOARD = (
-    EXPERIMENT, MODEL, METHOD, CODEC, FAMILY, LABEL, SETTINGS, ASKED_SIZE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
-    *(column for shown in (KL, TOP1, NLL) for column in (shown, _and(shown, "stderr", "standard error"))),
-    *(
-        column
-        for task in BOARD_TASKS
-        for column in (
-            task, _and(task, "difference", DIFFERENCE.heading), _and(task, "stderr", "standard error of that"),
-            _and(task, "detectable", DETECTABLE.heading), _and(task, "size", "size"),
-        )
-    ),
-    PLATFORM, BATCH_SIZE, PROMPT_LEN, COMPUTE, LINK_BYTES, LATE_BYTES, LINK_BYTES_PER_S, STEP, STEP_SOURCE,
-    FRONT, OUTSIDE, SOURCE, SHIPPED,
+    EXPERIMENT, MODEL, METHOD, Column("codec"), Column("family"), LABEL, SETTINGS,
+    ASKED_SIZE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
+    *(column for shown in (KL, TOP1, NLL) for column in _with_parts(shown, {"stderr": "standard error"})),
+    *(column for task in BOARD_TASKS for column in _with_parts(task, OF_TASK)),
+    PLATFORM, BATCH_SIZE, PROMPT_LEN,
+    Column("compute_s", "compute (ms)", 1e3, 1),
+    Column("link_bytes", "link per step (MiB)", 1 / MIB, 2),
+    Column("late_bytes", "of which not hidden (MiB)", 1 / MIB, 2),
+    LINK_BYTES_PER_S, STEP, STEP_SOURCE, FRONT, Column("outside", "outside the reference methods"), SOURCE, SHIPPED,
 )  # fmt: skip
 """A method at a size. Seconds and bytes are of a decode step. `step_source`: whether `step_s` was timed at this size or
 modelled from the step at another size (`harness.tables.leaderboard`)."""
@@ -212,7 +195,6 @@ METRICS = {
     )
 }
 """The quantities of `value` by `metric`, in the order of the pages."""
-
 
 WITHOUT_SKEWING = " without skewing"
 """Suffix of a label."""
@@ -255,6 +237,14 @@ def has_any(rows: Iterable[TableRow], column: Column) -> bool:
     return any(row.get(column.name) is not None for row in rows)
 
 
+def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The rows by key, in the order in which the keys and the rows come."""
+    groups: dict[K, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
 def column(name: str) -> Column:
     """The column of this name in any table; a user's own column has only a name."""
     return _EVERY.get(name, Column(name))
@@ -271,13 +261,11 @@ def typed(row: Mapping[str, str]) -> TableRow:
 
     A number without a point stays an int, so the row is written as it was read.
     """
-    return {name: text if column(name).digits is None else _number(text) for name, text in row.items()}
 
+    def number(text: str) -> float | None:
+        return (int(text) if text.isdecimal() else float(text)) if text else None
 
-def _number(text: str) -> float | None:
-    if not text:
-        return None
-    return int(text) if text.isdecimal() else float(text)
+    return {name: text if column(name).digits is None else number(text) for name, text in row.items()}
 
 
 def read_table(path: Path) -> list[TableRow]:

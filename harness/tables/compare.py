@@ -20,7 +20,7 @@ import pandas as pd
 from harness.errors import UserError, exit_code, printable
 from harness.files import replacing
 from harness.records.archive import opened
-from harness.records.record import read_all
+from harness.records.record import CODE, read_all
 from harness.records.samples import Measured, paired
 from harness.tables.columns import (
     DEVICE_FRAC,
@@ -28,15 +28,11 @@ from harness.tables.columns import (
     MISSING,
     RESIDENT_FRAC,
     SIZE,
-    Column,
-    TableRow,
     column,
     quantity,
 )
 from harness.tables.rows import is_part, with_rows
 from harness.tables.text import aligned
-
-Record = Mapping[str, Any]
 
 NAMES = (
     "experiment", "platform", "source", "model", "method", "label", "settings", "task",
@@ -80,22 +76,19 @@ def compare(before: Path, after: Path) -> pd.DataFrame:
 
 
 def _numbers(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every number of a folder's finished runs, the oldest first."""
+    """Every number of a folder's finished runs, the oldest first: each column of a timed cell, else the value and, of a
+    whole task or text, the sizes."""
     for record, rows in sorted(with_rows(read_all(folder), weights=False), key=lambda pair: pair[0]["started"]):
         for row in rows:
-            for metric, value, stderr in _of_row(row):
-                key = {name: row.get(name) for name in NAMES} | {"metric": metric}
-                yield key | {"value": value, "stderr": stderr, "row": row, "record": record}
-
-
-def _of_row(row: TableRow) -> Iterator[tuple[str, float, float | None]]:
-    """Metric, value and standard error: each column of a timed cell, else the value and, of a whole task, the sizes."""
-    if isinstance(row.get("value"), int | float):
-        yield row["metric"], row["value"], row.get("stderr")
-    columns = LATENCY if "metric" not in row else SIZES if "task" in row and not is_part(row) else ()
-    for each in columns:
-        if each.digits is not None and each.name not in NAMES and isinstance(row.get(each.name), int | float):
-            yield each.name, row[each.name], None
+            found = {row["metric"]: (row["value"], row.get("stderr"))} if "metric" in row else {}
+            columns = LATENCY if "metric" not in row else SIZES if "task" in row and not is_part(row) else ()
+            for each in columns:
+                if each.digits is not None and each.name not in NAMES:
+                    found[each.name] = (row.get(each.name), None)
+            for metric, (value, stderr) in found.items():
+                if isinstance(value, int | float):
+                    key = {name: row.get(name) for name in NAMES} | {"metric": metric}
+                    yield key | {"value": value, "stderr": stderr, "row": row, "record": record}
 
 
 def _change(pair: Mapping[Any, Any]) -> dict[str, Any]:
@@ -104,64 +97,59 @@ def _change(pair: Mapping[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"before": before, "after": after, "distance": -1.0, "causes": [], "of_speed": False}
     if pair["_merge"] != "both":
         return found
-    stderr, num_pairs = _stderr(pair)
-    difference = after - before
-    sigmas = abs(difference) / stderr if stderr else None
+    one, two = pair["record_before"], pair["record_after"]
+    causes = _changed_inputs(one["inputs"], two["inputs"])
+    stderr, num_pairs = _stderr(pair, same_data="data" not in causes)
+    if one["config"]["model"].get("dtype") != two["config"]["model"].get("dtype"):
+        causes.append("precision")
+    if any(one["environment"].get(name) != two["environment"].get(name) for name in MACHINE):
+        causes.append("environment")
+    sigmas = abs(after - before) / stderr if stderr else None
     ratio = after / before if before > 0 and after > 0 else None
-    found |= {
-        "difference": difference, "stderr": stderr, "standard_errors": sigmas, "pairs": num_pairs or None,
-        "ratio": ratio, "of_speed": "metric" not in pair["row_before"],
-        "causes": _causes(pair["record_before"], pair["record_after"]),
-    }  # fmt: skip
     if not math.isclose(before, after, rel_tol=1e-9, abs_tol=1e-12):
         by_ratio = math.inf if ratio is None else abs(math.log(ratio))
         found["distance"] = by_ratio if sigmas is None else sigmas
-    return found
-
-
-def _stderr(pair: Mapping[Any, Any]) -> tuple[float | None, int]:
-    """The standard error of the difference, and how many windows or questions were paired."""
-    before, after = pair["record_before"], pair["record_after"]
-    if "data" not in _changed_inputs(before["inputs"], after["inputs"]):
-        sides = ("after", "before")
-        own, other = (Measured(pair[f"value_{side}"], _samples(pair, side)) for side in sides)
-        if found := paired(own, other, pair["metric"]):
-            return found.stderr, found.num_pairs
-    errors = [pair[f"stderr_{side}"] for side in ("before", "after")]
-    return (None, 0) if any(map(pd.isna, errors)) else (math.hypot(*errors), 0)
-
-
-def _samples(pair: Mapping[Any, Any], side: str) -> Sequence[Mapping[str, Any]]:
-    """The questions, windows or prompts behind a number; [] for a chunk of a text, or if the run keeps none."""
-    row, samples = pair[f"row_{side}"], pair[f"record_{side}"]["samples"]
-    if "task" not in row or is_part(row):
-        return []
-    return next((samples[name] for name in (row["task"], "windows", "prompts") if name in samples), [])
+    return found | {
+        "difference": after - before, "stderr": stderr, "standard_errors": sigmas, "pairs": num_pairs, "ratio": ratio,
+        "of_speed": "metric" not in pair["row_before"], "causes": causes,
+    }  # fmt: skip
 
 
 def _changed_inputs(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
     """In words, the inputs of both with different digests: code, weights, calibration, data."""
     names = [name for name in one if two.get(name, one[name]) != one[name]]
-    return list(dict.fromkeys("code" if name.startswith("code:") else INPUTS.get(name, "data") for name in names))
+    return list(dict.fromkeys("code" if name.startswith(CODE) else INPUTS.get(name, "data") for name in names))
 
 
-def _causes(before: Record, after: Record) -> list[str]:
-    causes = _changed_inputs(before["inputs"], after["inputs"])
-    if before["config"]["model"].get("dtype") != after["config"]["model"].get("dtype"):
-        causes.append("precision")
-    if any(before["environment"].get(name) != after["environment"].get(name) for name in MACHINE):
-        causes.append("environment")
-    return causes
+def _stderr(pair: Mapping[Any, Any], *, same_data: bool) -> tuple[float | None, int | None]:
+    """The standard error of the difference, and how many windows or questions were paired."""
+    own, other = (Measured(pair[f"value_{side}"], _samples(pair, side)) for side in ("after", "before"))
+    if same_data and (found := paired(own, other, pair["metric"])):
+        return found.stderr, found.num_pairs
+    errors = pair["stderr_before"], pair["stderr_after"]
+    return (None if any(map(pd.isna, errors)) else math.hypot(*errors)), None
+
+
+def _samples(pair: Mapping[Any, Any], side: str) -> Sequence[Mapping[str, Any]]:
+    """The questions, windows or prompts behind a number; [] for a chunk of a text, or if the run keeps none."""
+    row, samples = pair[f"row_{side}"], pair[f"record_{side}"]["samples"]
+    names = (row["task"], "windows", "prompts") if "task" in row and not is_part(row) else ()
+    return next((samples[name] for name in names if name in samples), [])
 
 
 def text_of(frame: pd.DataFrame) -> str:
     """For a terminal: the most significant changes, and the numbers of one of the two alone."""
     both = frame[frame["_merge"] == "both"]
     moved = both[both.distance >= 0]
-    names = _words(both)
+    names = (*WORDS, "model") if both.model.nunique() > 1 else WORDS
     lines = [f"{len(both)} numbers in both: {len(both) - len(moved)} equal, {len(moved)} moved"]
     for name, side in (("A", "left_only"), ("B", "right_only")):
-        lines += _listed(name, frame[frame["_merge"] == side], names)
+        alone = frame[frame["_merge"] == side]
+        if len(alone):
+            whole = [each for each in alone.to_dict("records") if "[" not in str(each["task"])]
+            owners = list(dict.fromkeys(_owner(each, names) for each in whole))
+            lines += [f"only in {name}: {len(alone)} numbers, of"]
+            lines += [*(_cut(f"  {owner}") for owner in owners[:MAX_NAMED]), *["  ..."] * (len(owners) > MAX_NAMED)]
     if len(moved):
         far = int((moved.standard_errors > FAR).sum())
         lines.append(f"moved by more than {FAR} standard errors: {far} (of many numbers 1 in 20 does by chance)")
@@ -175,30 +163,15 @@ def text_of(frame: pd.DataFrame) -> str:
         ("moved, without a standard error", moved[~known & ~moved.of_speed]),
         ("of speed, by ratio", moved[~known & moved.of_speed]),
     ):
-        lines += ["", *_table(title, own.to_dict("records"), names, everywhere)] if len(own) else []
+        if len(own):
+            lines += ["", *_table(title, own.to_dict("records"), names, everywhere)]
     return "\n".join(lines)
-
-
-def _words(frame: pd.DataFrame) -> Sequence[str]:
-    return (*WORDS, "model") if frame.model.nunique() > 1 else WORDS
 
 
 def _owner(number: Mapping[Any, Any], names: Sequence[str]) -> str:
     """The run and place of a number, as one line that a terminal shows as text, whoever wrote it."""
-    words = [
-        column(name).phrase.format(number[name]) for name in names if not pd.isna(number[name]) and number[name] != ""
-    ]
-    return printable(", ".join(words))
-
-
-def _listed(name: str, frame: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    """How many numbers are in one of the two alone, and the first owners of them."""
-    if frame.empty:
-        return []
-    whole = [each for each in frame.to_dict("records") if "[" not in str(each["task"])]
-    owners = list(dict.fromkeys(_owner(each, names) for each in whole))
-    more = ["  ..."] if len(owners) > MAX_NAMED else []
-    return [f"only in {name}: {len(frame)} numbers, of", *(_cut(f"  {owner}") for owner in owners[:MAX_NAMED]), *more]
+    known = {name: number[name] for name in names if not pd.isna(number[name]) and number[name] != ""}
+    return printable(", ".join(column(name).phrase.format(value) for name, value in known.items()))
 
 
 def _table(
@@ -209,20 +182,17 @@ def _table(
     header = ["B / A", "A", "B"] if of_speed else ["standard errors", "A", "B", "B minus A", "pairs"]
     lines = []
     for each in changes[:MAX_SHOWN]:
-        shown = _column(each)
+        shown = column(each["metric"])
+        shown = quantity(each["metric"]) if shown.digits is None else shown
         causes = [cause for cause in each["causes"] if cause not in everywhere]
         heading = f"{shown.heading} [{', '.join(causes)}]" if causes else shown.heading
-        values = [f"{shown.factor * each[side]:.5g}" for side in ("before", "after")]
+        cells = [f"{shown.factor * each[side]:.5g}" for side in ("before", "after")]
         if of_speed:
-            cells = [_or_missing(each["ratio"], ".3g"), *values]
+            cells = [_or_missing(each["ratio"], ".3g"), *cells]
         else:
             spread = "" if pd.isna(each["stderr"]) else f" ± {shown.factor * each['stderr']:.2g}"
-            values.append(f"{shown.factor * each['difference']:+.3g}{spread}")
-            cells = [
-                _or_missing(each["standard_errors"], ".1f"),
-                *values,
-                _or_missing(each["pairs"], ".0f"),
-            ]
+            difference = f"{shown.factor * each['difference']:+.3g}{spread}"
+            cells = [_or_missing(each["standard_errors"], ".1f"), *cells, difference, _or_missing(each["pairs"], ".0f")]
         lines.append([*cells, f"{heading}: {_owner(each, names)}"])
     sides = [*["right"] * len(header), "left"]
     yield from map(_cut, aligned(title, [*header, "of"], lines, sides).splitlines())
@@ -232,10 +202,6 @@ def _table(
 
 def _or_missing(number: float | None, form: str) -> str:
     return MISSING if number is None or pd.isna(number) else format(number, form)
-
-
-def _column(number: Mapping[Any, Any]) -> Column:
-    return quantity(number["metric"]) if column(number["metric"]).digits is None else column(number["metric"])
 
 
 def _cut(line: str) -> str:

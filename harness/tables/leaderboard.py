@@ -6,6 +6,7 @@ proportion to the size. As in live decoding, tokens that are selected a layer ah
 `late_bytes`, selected by a layer's own query, are waited for.
 """
 
+import itertools
 import json
 import logging
 import math
@@ -21,16 +22,15 @@ from harness.records.samples import Baselines, nll_difference
 from harness.tables.columns import (
     BOARD,
     BOARD_TASKS,
-    DEVICE_FRAC,
     KL,
     NLL,
-    RESIDENT_FRAC,
     SIZE,
     STEP,
     TOP1,
     Column,
     TableRow,
     check,
+    grouped,
 )
 
 log = logging.getLogger(__name__)
@@ -58,15 +58,25 @@ SAME_SIZE, SAME_STEP = 0.001, 0.01
 
 
 def board_rows(results_dir: str | Path) -> list[TableRow]:
-    """The leaderboard's rows of the records in a results folder."""
-    scores, times = (_by_age(current(read_records(results_dir, name))) for name in (SCORES, TIMES))
-    runs: dict[tuple[Any, ...], list[Record]] = {}
-    for record in scores:
-        runs.setdefault((_method(record["config"]), record["config"]["size"]), []).append(record)
+    """The leaderboard's rows of the records in a results folder. Of two runs for one cell the newer counts."""
+    scores, times = (
+        sorted(current(read_records(results_dir, name)), key=lambda record: record["started"])
+        for name in (SCORES, TIMES)
+    )
     full = Baselines(scores)
-    timed = {_method(record["config"]): record for record in times}
-    made = (_made(own, timed.get(method), full) for (method, _), own in runs.items())
-    return [row for row in made if row is not None]
+    timed = {_method(record): record for record in times}
+    rows = []
+    for (method, _), runs in grouped(scores, lambda record: (_method(record), record["config"]["size"])).items():
+        try:
+            row = _row(runs, full)
+            row |= _step(row, timed.get(method))
+            check(BOARD, [row])
+            rows.append(row)
+        except ODD as error:
+            used = (*runs, *filter(None, [timed.get(method)]))
+            named = ", ".join(f"{record['experiment']}/{record['run_id']}" for record in used)
+            log.warning("%s: damaged record (%r); left out of the leaderboard", named, error)
+    return rows
 
 
 def complete(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -76,12 +86,9 @@ def complete(rows: Sequence[TableRow]) -> list[TableRow]:
     """
     rows = sorted(rows, key=lambda row: (row["model"], row["asked_size"] or 1, row["label"], row["settings"]))
     candidates = [row for row in rows if row["method"] != REFERENCES["upper"] and has_its_size(row)]
-    found = {id(row): front for row, front in zip(candidates, fronts(candidates), strict=True)}
-    outside = [_outside(row, rows) if has_its_size(row) else () for row in rows]
-    return [
-        row | {"front": found.get(id(row), ""), "outside": "; ".join(words)}
-        for row, words in zip(rows, outside, strict=True)
-    ]
+    front = dict(zip(map(id, candidates), fronts(candidates), strict=True))
+    outside = ("; ".join(_outside(row, rows)) if has_its_size(row) else "" for row in rows)
+    return [row | {"front": front.get(id(row), ""), "outside": out} for row, out in zip(rows, outside, strict=True)]
 
 
 def frontier(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -98,20 +105,17 @@ def has_its_size(row: TableRow) -> bool:
 
 def size_of(row: TableRow, column: Column) -> float:
     """The size at which `column` was measured; NaN if it was not."""
-    name = f"{column.name}_{SIZE.name}" if column.name in TASKS else SIZE.name
-    return row[name] if row.get(name) is not None else math.nan
+    size = row.get(f"{column.name}_size" if column in BOARD_TASKS else "size")
+    return math.nan if size is None else size
 
 
 def fronts(rows: Sequence[TableRow]) -> list[str]:
     """For each row the costs for which no other row of its model beats it, as in "size, step time"."""
-    of_rows: list[list[str]] = [[] for _ in rows]
+    unbeaten = {}
     for words, cost in COSTS.items():
-        known = [row.get(cost) is not None and row.get(KL.name) is not None for row in rows]
-        points = [row for row, is_known in zip(rows, known, strict=True) if is_known]
-        for found, row, is_known in zip(of_rows, rows, known, strict=True):
-            if is_known and not any(_beats(other, row, cost) for other in points):
-                found.append(words)
-    return [", ".join(found) for found in of_rows]
+        points = [row for row in rows if row.get(cost) is not None and row.get(KL.name) is not None]
+        unbeaten[words] = {id(row) for row in points if not any(_beats(other, row, cost) for other in points)}
+    return [", ".join(words for words, found in unbeaten.items() if id(row) in found) for row in rows]
 
 
 def _beats(one: TableRow, other: TableRow, cost: str) -> bool:
@@ -128,25 +132,23 @@ def _beats(one: TableRow, other: TableRow, cost: str) -> bool:
 
 def _outside(row: TableRow, rows: Sequence[TableRow]) -> Iterator[str]:
     """In words, each score beyond a reference at the same size by more than two standard errors."""
-    for column in (KL, TOP1, *BOARD_TASKS):
-        for side, method in REFERENCES.items():
-            for reference in rows:
-                if reference["method"] != method or reference is row or not _comparable(row, reference, column):
-                    continue
-                lead = (row[column.name] - reference[column.name]) * (1 if column.name in HIGHER else -1)
-                errors = [each.get(f"{column.name}_stderr") for each in (row, reference)]
-                if None in errors:
-                    continue
-                error = math.hypot(*(each or 0 for each in errors))
-                if (lead if side == "upper" else -lead) > CERTAIN * error:
-                    gap = column._replace(heading="").show(abs(lead), error)
-                    yield f"{column.words} {'better' if lead > 0 else 'worse'} than {reference['label']} by {gap}"
-
-
-def _comparable(row: TableRow, reference: TableRow, column: Column) -> bool:
-    known = row.get(column.name) is not None and reference.get(column.name) is not None
-    same_model = row["model"] == reference["model"]
-    return known and same_model and abs(size_of(row, column) - size_of(reference, column)) <= EQUAL
+    for column, (side, method) in itertools.product((KL, TOP1, *BOARD_TASKS), REFERENCES.items()):
+        for reference in rows:
+            pair = (row, reference)
+            errors: list[Any] = [each.get(f"{column.name}_stderr") for each in pair]
+            if (
+                reference["method"] != method
+                or reference is row
+                or reference["model"] != row["model"]
+                or None in (*errors, *(each.get(column.name) for each in pair))
+                or not abs(size_of(row, column) - size_of(reference, column)) <= EQUAL
+            ):
+                continue
+            lead = (row[column.name] - reference[column.name]) * (1 if column.name in HIGHER else -1)
+            error = math.hypot(*errors)
+            if (lead if side == "upper" else -lead) > CERTAIN * error:
+                gap = column._replace(heading="").show(abs(lead), error)
+                yield f"{column.words} {'better' if lead > 0 else 'worse'} than {reference['label']} by {gap}"
 
 
 def step_seconds(row: Mapping[str, float], bytes_per_s: float) -> float:
@@ -165,31 +167,19 @@ def fastest(rows: Sequence[TableRow], bytes_per_s: float, max_kl: float) -> Tabl
     return min(within, key=lambda row: step_seconds(row, bytes_per_s))
 
 
-def _made(runs: Sequence[Record], timed: Record | None, full: Baselines) -> TableRow | None:
-    try:
-        row = _row(runs, full) | _step(runs[0], timed)
-        row |= _scaled(row)
-        check(BOARD, [row])
-        return row
-    except ODD as error:
-        named = ", ".join(f"{record['experiment']}/{record['run_id']}" for record in (*runs, *filter(None, [timed])))
-        log.warning("%s: damaged record (%r); left out of the leaderboard", named, error)
-        return None
-
-
-def _by_age(records: Sequence[Record]) -> list[Record]:
-    return sorted(records, key=lambda record: record["started"])
-
-
-def _method(config: Mapping[str, Any]) -> str:
+def _method(record: Record) -> str:
     """Model, method and codec, whatever the size, as words that compare."""
+    config = record["config"]
     names = ("method_name", "method", "codec", "value_codec", "group_size")
     return json.dumps([config["model"]["name"], *(config.get(name) for name in names)], sort_keys=True)
 
 
 def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
-    """Fidelity and tasks; of two runs for one cell the newer counts."""
+    """Fidelity and tasks. settings: all of the method's as it ran, and the codec."""
     config = runs[0]["config"]
+    scored = next((record for record in runs if record["kind"] != "tasks"), runs[0])
+    resolved = next(iter(scored["methods"].values()), scored["config"]["method"])
+    settings = {**resolved, **{name: scored["config"][name] for name in ("codec", "value_codec", "size")}}
     row: TableRow = {
         "experiment": NAME,
         "model": config["model"]["name"],
@@ -197,13 +187,16 @@ def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
         "family": _family(runs[0]),
         "label": config["label"],
         "codec": config["codec"],
-        "settings": _settings(next((record for record in runs if record["kind"] != "tasks"), runs[0])),
+        "settings": ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None),
         "asked_size": config["size"],
         "source": "measured",
     }
     for record in runs:
         for name, entries in record["metrics"].items():
-            row |= _task(record, name, entries, full) if record["kind"] == "tasks" else _text(record, entries)
+            if record["kind"] != "tasks":
+                row |= _text(record, entries)
+            elif name in TASKS:
+                row |= _task(record, name, entries, full)
     return row
 
 
@@ -217,18 +210,18 @@ def _family(record: Record) -> str:
 
 
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
-    shown = [column.name for column in (SIZE, DEVICE_FRAC, RESIDENT_FRAC, KL, TOP1)]
+    shown = (
+        "size",
+        "device_frac",
+        "resident_frac",
+        *(f"{each.name}{end}" for each in (KL, TOP1) for end in ("", "_stderr")),
+    )
     nll = nll_difference(record["samples"]["windows"])
-    return {name: entries.get(name) for name in (*shown, f"{KL.name}_stderr", f"{TOP1.name}_stderr")} | {
-        NLL.name: nll.value,
-        f"{NLL.name}_stderr": nll.stderr,
-    }
+    return {name: entries.get(name) for name in shown} | {NLL.name: nll.value, f"{NLL.name}_stderr": nll.stderr}
 
 
 def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines) -> TableRow:
     """A task's cells. The standard error is that of the difference to the full cache, or else that of the value."""
-    if name not in TASKS:
-        return {}
     cells: TableRow = {"stderr": entries.get("acc_stderr"), "size": entries["size"]}
     found = full.difference(record, name, "acc")
     if found is not None:
@@ -236,42 +229,31 @@ def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines
     return {name: entries["acc"]} | {f"{name}_{cell}": value for cell, value in cells.items()}
 
 
-def _step(scored: Record, timed: Record | None) -> TableRow:
-    """The timed decode step and its size; {} if none was timed or no transfer was counted."""
+def _step(row: TableRow, timed: Record | None) -> TableRow:
+    """The decode step: as timed, or modelled at the row's own size from a step that was timed at another size.
+
+    The bytes of the exempt layers, the only ones that a late method transfers ahead, are the same at any size. {} if no
+    step was timed or no transfer was counted.
+    """
     if timed is None or timed["metrics"]["h2d_bytes"] is None:
         return {}
     metrics, steps = timed["metrics"], timed["metrics"]["gen_len"] - 1
-    same_size = scored["config"]["size"] == timed["config"]["size"]
-    return {
-        **{name: metrics[name] for name in ("platform", "batch_size", "prompt_len", "link_bytes_per_s")},
+    step = {name: metrics[name] for name in ("platform", "batch_size", "prompt_len", "link_bytes_per_s")} | {
         "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
         "link_bytes": metrics["h2d_bytes"] / steps,
         "late_bytes": metrics["late_frac"] * metrics["h2d_bytes"] / steps,
-        "timed_step_s": metrics["decode_s"] / steps,
-        "step_s": metrics["decode_s"] / steps if same_size else None,
-        "step_source": metrics["source"] if same_size else "modelled",
-        "timed_size": metrics["size"],
+        "step_s": metrics["decode_s"] / steps,
+        "step_source": metrics["source"],
     }
-
-
-def _scaled(row: TableRow) -> TableRow:
-    """Bytes and seconds at the row's own size, from a step that was timed at another size.
-
-    The bytes of the exempt layers, the only ones that a late method transfers ahead, are the same at any size.
-    """
-    if row.get("step_source") != "modelled" or row.get("size") is None or not row["link_bytes_per_s"]:
-        return {}
-    link_bytes = row["link_bytes"] * row["size"] / row["timed_size"]
-    hidden = row["link_bytes"] - row["late_bytes"]
-    late_bytes = max(0.0, link_bytes - hidden) if row["late_bytes"] else 0.0
-    scaled = {"compute_s": row["compute_s"], "link_bytes": link_bytes, "late_bytes": late_bytes}
-    change = step_seconds(scaled, row["link_bytes_per_s"]) - step_seconds(row, row["link_bytes_per_s"])
-    return scaled | {"step_s": row["timed_step_s"] + change}
-
-
-def _settings(record: Record) -> str:
-    """All settings of the method as it ran, and the codec."""
-    config = record["config"]
-    resolved = next(iter(record["methods"].values()), config["method"])
-    others = {name: config[name] for name in ("codec", "value_codec", "size")}
-    return ", ".join(f"{name}={value}" for name, value in {**resolved, **others}.items() if value is not None)
+    if row["asked_size"] == timed["config"]["size"]:
+        return step
+    step["step_source"] = "modelled"
+    bytes_per_s = step["link_bytes_per_s"]
+    if row.get("size") is None or not bytes_per_s:
+        return step | {"step_s": None}
+    link_bytes = step["link_bytes"] * row["size"] / metrics["size"]
+    hidden = step["link_bytes"] - step["late_bytes"]
+    late_bytes = max(0.0, link_bytes - hidden) if step["late_bytes"] else 0.0
+    scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
+    change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
+    return scaled | {"step_s": step["step_s"] + change}

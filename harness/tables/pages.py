@@ -3,18 +3,16 @@
 Rows of a record and rows read from a CSV give the same pages. Seconds become ms and bytes GiB here, and only here.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from harness.records.samples import TWO_SIDED_5
 from harness.tables.columns import (
     ASKED_SIZE,
     BOARD_TASKS,
-    DETECTABLE,
     DEVICE_FRAC,
-    DIFFERENCE,
-    DIFFERENCE_STDERR,
     FRONT,
     KL,
     LABEL,
@@ -25,16 +23,15 @@ from harness.tables.columns import (
     NUM_FEWSHOT,
     NUM_SAMPLES,
     OF_SOME_MODELS,
-    OUTSIDE,
     RESIDENT_FRAC,
     SEQ_LEN,
     SETTINGS,
-    SHIPPED,
     SIZE,
     STEP,
     TOP1,
     Column,
     TableRow,
+    grouped,
     has_any,
     published_rows,
     quantity,
@@ -49,7 +46,7 @@ SCORES = ("acc", "exact_match", "perplexity")
 BRIEF = (*SCORES, "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
 """Metrics of `METRICS` that a terminal shows."""
 BRIEF_SPEED = ("prefill_s", "tokens_per_s", "step_p50_s", "h2d_bytes", "peak_device_bytes")
-BRIEF_SHAPE = ("batch_size", "prompt_len", "gen_len", SIZE.name)
+BRIEF_SHAPE = ("batch_size", "prompt_len", "gen_len", "size")
 MAX_COLUMNS = 6
 """Values of x that a page shows of an analysis."""
 OWN = "*"
@@ -87,25 +84,35 @@ MODELLED_NOTE = (
 
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """A table per model, source and shape of row; chunks of texts below, each quantity of an analysis apart."""
-    groups: dict[tuple[str, str], list[TableRow]] = {}
-    for row in rows:
-        groups.setdefault((_title(row), _shape(row)), []).append(row)
-    for title in dict.fromkeys(title for title, _ in groups):
-        for shape, make in SHAPES.items():
-            own = groups.get((title, shape), [])
-            if len({bool(row.get(SHIPPED.name)) for row in own}) > 1:
-                note = f"{OWN} One's own run; the other rows are shipped with the project."
-                name = "series" if shape == "analysis" else LABEL.name
-                marked = [row if row.get(SHIPPED.name) else row | {name: f"{row[name]} {OWN}"} for row in own]
-                yield from (sheet._replace(notes=[*sheet.notes, note]) for sheet in make(title, marked))
-            elif own:
-                yield from make(title, own)
+    for title, of_title in grouped(rows, _title).items():
+        for shape, own in grouped(of_title, _shape).items():
+            notes = []
+            if len({bool(row.get("shipped")) for row in own}) > 1:
+                notes = [f"{OWN} One's own run; the other rows are shipped with the project."]
+                name = "series" if shape == "analysis" else "label"
+                own = [row if row.get("shipped") else row | {name: f"{row[name]} {OWN}"} for row in own]
+            for sheet in SHAPES[shape](title, own):
+                yield sheet._replace(notes=[*sheet.notes, *notes])
+
+
+def _title(row: TableRow) -> str:
+    if row["source"] == "modelled" and "platform" in row:
+        return f"{row['model']} on {row['platform']}, modelled"
+    return f"{row['model']}, {row['source']}" if _shape(row) == "latency" else str(row["model"])
+
+
+def _shape(row: TableRow) -> str:
+    marks = {"series": "analysis", "metric": "accuracy", "asked_size": "board"}
+    return next((shape for mark, shape in marks.items() if mark in row), "latency")
 
 
 def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of a table, with the paper's numbers at its end."""
     note = NOTES[_shape(rows[0]) if rows else "accuracy"]
-    return markdown(name, note, [*sheets_of(rows), *_published(name)])
+    header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
+    lines = [[row[each] or MISSING for each in header] for row in published_rows() if row["figure"] == name]
+    published = [Sheet("the paper's numbers", header, lines)] if lines else []
+    return markdown(name, note, [*sheets_of(rows), *published])
 
 
 def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
@@ -134,134 +141,104 @@ def _is_among(names: Sequence[str], metric: str) -> bool:
     return name in names or name not in METRICS
 
 
-def _title(row: TableRow) -> str:
-    if row["source"] == "modelled" and "platform" in row:
-        return f"{row['model']} on {row['platform']}, modelled"
-    return f"{row['model']}, {row['source']}" if _shape(row) == "latency" else str(row["model"])
-
-
-def _shape(row: TableRow) -> str:
-    marks = {"series": "analysis", "metric": "accuracy", ASKED_SIZE.name: "board"}
-    return next((shape for mark, shape in marks.items() if mark in row), "latency")
-
-
-def _published(name: str) -> Iterator[Sheet]:
-    rows = [row for row in published_rows() if row["figure"] == name]
-    if rows:
-        header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
-        yield Sheet("the paper's numbers", header, [[row[each] or MISSING for each in header] for row in rows])
-
-
 # Accuracy: a line per method and settings, a column per task and metric
-
-
-class _Line(NamedTuple):
-    """identity: method, label and settings."""
-
-    identity: tuple[str, str, str]
-    cells: dict[tuple[str, str], TableRow]
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """The full cache first, then by label, size and length."""
-        rows = self.cells.values()
-        size = min(row[SIZE.name] or 0 for row in rows)
-        return (size < 1, self.identity[1], size, max(row[SEQ_LEN.name] or 0 for row in rows), self.identity[2])
 
 
 def _accuracy(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """Whole tasks and texts, then chunks of texts, then each task with needles by their depth."""
-    whole = [row for row in rows if not is_part(row)]
-    chunks = [row for row in rows if is_part(row) and not is_depth(row)]
-    depths = [row for row in rows if is_depth(row)]
-    if whole:
+    if whole := [row for row in rows if not is_part(row)]:
         yield _accuracy_sheet(title, whole)
-    if chunks:
+    if chunks := [row for row in rows if is_part(row) and not is_depth(row)]:
         yield _accuracy_sheet(f"{title}, by range of tokens", chunks)
-    for task in dict.fromkeys(row["task"].partition("[")[0] for row in depths):
-        own = [row for row in depths if row["task"].startswith(f"{task}[")]
-        yield _accuracy_sheet(f"{title}, {task}: right answers (%) by length and depth of the needle", own, _place)
+    for task, own in grouped(filter(is_depth, rows), lambda row: row["task"].partition("[")[0]).items():
+        yield _accuracy_sheet(f"{title}, {task}: right answers (%) by length and depth of the needle", own)
 
 
-def _heading(task: str, metric: str) -> str:
-    return f"{task} {quantity(metric).heading}"
+def _cell(row: TableRow) -> tuple[str, str]:
+    return row["task"], row["metric"]
 
 
-def _place(task: str, metric: str) -> str:
-    return f"{int(metric):,} tokens, {task.partition(', ')[2].removesuffix(']')}"
+def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
+    columns = grouped(rows, _cell)
+    shared = {key: _shared_settings(own) for key, own in columns.items()}
+    headings = {key: _heading(columns[key][0]) for key in sorted(columns, key=lambda key: rank(key[1]))}
+    _add_conditions(headings, columns)
+    lines: list[tuple[tuple[str, str, str], dict[tuple[str, str], TableRow]]] = []
+    for own in grouped(rows, lambda row: (row["run_id"], row["method"], row["label"], row["settings"])).values():
+        cells = {_cell(row): row for row in own}
+        settings = [pair for pair in _pairs(own[0]) if any(pair not in shared[key] for key in cells)]
+        identity = (own[0]["method"], own[0]["label"], ", ".join(settings))
+        for other, joined in lines:  # a run joins the first line of its identity whose cells are free
+            if other == identity and joined.keys().isdisjoint(cells):
+                joined.update(cells)
+                break
+        else:
+            lines.append((identity, cells))
 
+    def order(line: tuple[tuple[str, str, str], dict[tuple[str, str], TableRow]]) -> tuple[Any, ...]:
+        (_, label, settings), cells = line
+        size = min(row["size"] or 0 for row in cells.values())
+        return (size < 1, label, size, max(row["seq_len"] or 0 for row in cells.values()), settings)  # full cache first
 
-def _accuracy_sheet(title: str, rows: Sequence[TableRow], heading: Callable[[str, str], str] = _heading) -> Sheet:
-    cells: dict[tuple[str, str], list[TableRow]] = {}
-    for row in rows:
-        cells.setdefault((row["task"], row["metric"]), []).append(row)
-    shared = {key: _shared_settings(own) for key, own in cells.items()}
-    keys = sorted(cells, key=lambda key: rank(key[1]))
-    conditions = _conditions(cells)
-    headings = {key: heading(*key) + conditions[key] for key in keys}
     sizes = [SIZE, *(each for each in (*OF_SOME_MODELS, DEVICE_FRAC, RESIDENT_FRAC) if has_any(rows, each))]
-    lines = []
-    for line in sorted(_lines(rows, shared), key=lambda line: line.order):
-        ranges = [_range(each, list(line.cells.values())) for each in sizes]
-        values = [_value(line.cells[key]) if key in line.cells else MISSING for key in keys]
-        lines.append([line.identity[1], line.identity[2] or MISSING, *ranges, *values])
-    header = [LABEL.heading, SETTINGS.heading, *(each.heading for each in sizes), *headings.values()]
-    scores = [headings[key] for key in keys if _is_among(SCORES, key[1])]
-    said = dict.fromkeys(pair for own in shared.values() for pair in own)
-    return Sheet(title, header, lines, scores, notes=[f"Settings of all runs: {', '.join(said)}."] if said else [])
+    return Sheet(
+        title,
+        [LABEL.heading, SETTINGS.heading, *(each.heading for each in sizes), *headings.values()],
+        [
+            [
+                label, settings or MISSING,
+                *(_range(each, [row.get(each.name) for row in cells.values()]) for each in sizes),
+                *(_value(cells[key]) if key in cells else MISSING for key in headings),
+            ]
+            for (_, label, settings), cells in sorted(lines, key=order)
+        ],
+        scores=[heading for key, heading in headings.items() if _is_among(SCORES, key[1])],
+        notes=_note_on_settings(pair for own in shared.values() for pair in own),
+    )  # fmt: skip
 
 
-def _pairs(settings: str | None) -> list[str]:
-    """`a=[1, 2], b=3` as its parts."""
-    return [pair for pair in re.split(r", (?=[\w.]+=)", settings or "") if pair]
+def _heading(row: TableRow) -> str:
+    if is_depth(row):
+        return f"{int(row['metric']):,} tokens, {row['task'].partition(', ')[2].removesuffix(']')}"
+    return f"{row['task']} {quantity(row['metric']).heading}"
+
+
+def _pairs(row: TableRow) -> list[str]:
+    """The settings of a row, `a=[1, 2], b=3`, as its parts."""
+    return [pair for pair in re.split(r", (?=[\w.]+=)", row.get("settings") or "") if pair]
 
 
 def _shared_settings(rows: Sequence[TableRow]) -> list[str]:
     """Settings that all rows of a column share, if there are several; they tell none apart."""
-    first, *others = ([*_pairs(row[SETTINGS.name])] for row in rows)
+    first, *others = map(_pairs, rows)
     return [pair for pair in first if all(pair in other for other in others)] if others else []
 
 
-def _lines(rows: Sequence[TableRow], shared: Mapping[tuple[str, str], Sequence[str]]) -> list[_Line]:
-    """A run joins the first line of its method, label and settings whose cells are free."""
-    runs: dict[Any, list[TableRow]] = {}
-    for row in rows:
-        runs.setdefault((row["run_id"], row["method"], row["label"], row[SETTINGS.name]), []).append(row)
-    lines: list[_Line] = []
-    for (_, method, label, settings), own in runs.items():
-        cells = {(row["task"], row["metric"]): row for row in own}
-        told = [pair for pair in _pairs(settings) if any(pair not in shared[key] for key in cells)]
-        identity = (method, label, ", ".join(told))
-        free = (line for line in lines if line.identity == identity and line.cells.keys().isdisjoint(cells))
-        line = next(free, None)
-        if line is None:
-            lines.append(line := _Line(identity, {}))
-        line.cells.update(cells)
-    return lines
+def _note_on_settings(shared: Iterable[str]) -> list[str]:
+    said = ", ".join(dict.fromkeys(shared))
+    return [f"Settings of all runs: {said}."] if said else []
 
 
-def _range(column: Column, rows: Sequence[TableRow]) -> str:
+def _range(column: Column, values: Sequence[float | None]) -> str:
     """A size, or the smallest and the largest if they differ when rounded."""
-    sizes = [row[column.name] for row in rows if row.get(column.name) is not None]
-    return "-".join(dict.fromkeys(map(column.show, (min(sizes), max(sizes))))) if sizes else MISSING
+    known = [value for value in values if value is not None]
+    return "-".join(dict.fromkeys(map(column.show, (min(known), max(known))))) if known else MISSING
 
 
-def _conditions(cells: Mapping[tuple[str, str], Sequence[TableRow]]) -> dict[tuple[str, str], str]:
-    """For the headings: number of samples, shots and length that all cells of a column share, if columns differ."""
-    words = dict.fromkeys(cells, "")
+def _add_conditions(headings: dict[tuple[str, str], str], columns: Mapping[tuple[str, str], list[TableRow]]) -> None:
+    """Add number of samples, shots and length that all cells of a column share to the headings, if columns differ."""
     for condition in (NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN):
-        values = {key: {row.get(condition.name) for row in rows} for key, rows in cells.items()}
+        values = {key: {row.get(condition.name) for row in rows} for key, rows in columns.items()}
         shared = {key: found.pop() for key, found in values.items() if len(found) == 1 and found != {None}}
         if len(set(shared.values())) > 1:
             for key, value in shared.items():
-                words[key] += f", {condition.phrase.format(value)}"
-    return words
+                headings[key] += f", {condition.phrase.format(value)}"
 
 
 def _value(row: TableRow) -> str:
-    difference = row.get(DIFFERENCE.name)
-    stderr = row["stderr"] if difference is None else row.get(DIFFERENCE_STDERR.name)
-    return show_difference(quantity(row["metric"]), row["value"], stderr, difference, row.get(DETECTABLE.name))
+    difference = row.get("difference")
+    stderr = row["stderr"] if difference is None else row.get("difference_stderr")
+    return show_difference(quantity(row["metric"]), row["value"], stderr, difference, row.get("detectable"))
 
 
 def show_difference(
@@ -283,103 +260,100 @@ def show_difference(
 
 def _latency(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """The full cache first, then by label and shape. A column needs a number, `size` does not."""
-    numbers = [each for each in LATENCY if each.digits is not None]
-    shown = [each for each in dict.fromkeys((SIZE, DEVICE_FRAC, *numbers)) if each == SIZE or has_any(rows, each)]
-    shared = _shared_settings([row | {SETTINGS.name: row.get(SETTINGS.name)} for row in rows])
-    settings = [", ".join(pair for pair in _pairs(row.get(SETTINGS.name)) if pair not in shared) for row in rows]
-    words = [LABEL, SETTINGS] if any(settings) else [LABEL]
+    shared = _shared_settings(rows)
+    rows = [row | {"settings": ", ".join(pair for pair in _pairs(row) if pair not in shared)} for row in rows]
 
-    def order(at: int) -> tuple[Any, ...]:
-        row, size = rows[at], rows[at].get(SIZE.name) or 0
-        return (size < 1, row["label"], *(row[name] for name in BRIEF_SHAPE[:3]), size, settings[at])
+    def order(row: TableRow) -> tuple[Any, ...]:
+        size = row.get("size") or 0
+        return (size < 1, row["label"], row["batch_size"], row["prompt_len"], row["gen_len"], size, row["settings"])
 
-    lines = []
-    for at in sorted(range(len(rows)), key=order):
-        named = [rows[at]["label"], settings[at] or MISSING][: len(words)]
-        lines.append(named + [each.show(rows[at].get(each.name)) for each in shown])
-    notes = [f"Settings of all runs: {', '.join(shared)}."] if shared else []
-    yield Sheet(title, [each.heading for each in (*words, *shown)], lines, notes=notes)
+    words = [LABEL, SETTINGS] if any(row["settings"] for row in rows) else [LABEL]
+    numbers = [SIZE, DEVICE_FRAC, *(each for each in LATENCY if each.digits is not None)]
+    shown = [each for each in dict.fromkeys(numbers) if each == SIZE or has_any(rows, each)]
+    lines = [
+        [row[each.name] or MISSING for each in words] + [each.show(row.get(each.name)) for each in shown]
+        for row in sorted(rows, key=order)
+    ]
+    yield Sheet(title, [each.heading for each in (*words, *shown)], lines, notes=_note_on_settings(shared))
 
 
 # Analyses: a table per run and quantity, a line per series
 
 
 def _analysis(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    groups: dict[tuple[Any, ...], list[TableRow]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in ("run_id", "metric", "x_name")), []).append(row)
-    for (_, metric, x_name), own in groups.items():
+    for (_, metric, x_name), own in grouped(rows, lambda row: (row["run_id"], row["metric"], row["x_name"])).items():
+        shown = quantity(metric)
+        values = sorted({row["x"] for row in own if row["x"] is not None})
+        count = min(MAX_COLUMNS, len(values))
+        columns = [values[index * (len(values) - 1) // max(1, count - 1)] for index in range(count)] or [None]
+        layered = len({(row["series"], row["layer"]) for row in own}) > len({row["series"] for row in own})
+        lines: dict[str, dict[Any, TableRow]] = {}
+        for row in own:
+            of_layer = layered and x_name != "layer" and row["layer"] is not None
+            name = f"{row['series']}, {LAYER.phrase.format(row['layer'])}" if of_layer else row["series"]
+            lines.setdefault(name, {})[row["x"]] = row
+        cells = [
+            [name, *(shown.show(line[x]["value"], line[x]["stderr"]) if x in line else MISSING for x in columns)]
+            for name, line in lines.items()
+        ]
+        header = [LABEL.heading, *(shown.heading if x is None else f"{x:,g}" for x in columns)]
         by = f", by {x_name.replace('_', ' ')}" if x_name else ""
-        yield _analysis_sheet(f"{title}: {quantity(metric).heading}{by}", own, quantity(metric))
-
-
-def _analysis_sheet(title: str, rows: Sequence[TableRow], shown: Column) -> Sheet:
-    values = sorted({row["x"] for row in rows if row["x"] is not None})
-    count = min(MAX_COLUMNS, len(values))
-    columns = [values[index * (len(values) - 1) // max(1, count - 1)] for index in range(count)] or [None]
-    layered = len({(row["series"], row["layer"]) for row in rows}) > len({row["series"] for row in rows})
-    lines: dict[str, dict[Any, TableRow]] = {}
-    for row in rows:
-        of_layer = layered and row["x_name"] != "layer" and row["layer"] is not None
-        name = f"{row['series']}, {LAYER.phrase.format(row['layer'])}" if of_layer else row["series"]
-        lines.setdefault(name, {})[row["x"]] = row
-    header = [LABEL.heading, *(shown.heading if x is None else f"{x:,g}" for x in columns)]
-    cells = [
-        [name, *(shown.show(line[x]["value"], line[x]["stderr"]) if x in line else MISSING for x in columns)]
-        for name, line in lines.items()
-    ]
-    return Sheet(title, header, cells)
+        yield Sheet(f"{title}: {shown.heading}{by}", header, cells)
 
 
 # The leaderboard: a table per asked size
 
 
-class _Field(NamedTuple):
-    """A column of the page. best: one of its cells is in bold."""
-
-    heading: str
-    column: Column
-    show: Callable[[TableRow], str]
-    best: bool = True
-
-
 def _board(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
-    groups: dict[str, list[TableRow]] = {}
-    for row in rows:
-        groups.setdefault(_group(row), []).append(row)
-    for words, own in groups.items():
-        yield _board_sheet(f"{title}, {words}", sorted(own, key=lambda row: _or_last(row.get(KL.name))))
+    def words(row: TableRow) -> str:
+        if row["experiment"] == FRONTIER:
+            return "not beaten in size or in step time"
+        return "sizes of their own" if row["asked_size"] is None else f"size {ASKED_SIZE.show(row['asked_size'])} %"
+
+    for group, own in grouped(rows, words).items():
+        yield _board_sheet(f"{title}, {group}", sorted(own, key=lambda row: _or_last(row.get(KL.name))))
 
 
 def _or_last(value: float | None) -> float:
-    return float("inf") if value is None else value
-
-
-def _group(row: TableRow) -> str:
-    if row["experiment"] == FRONTIER:
-        return "not beaten in size or in step time"
-    return "sizes of their own" if row["asked_size"] is None else f"size {ASKED_SIZE.show(row['asked_size'])} %"
+    return math.inf if value is None else value
 
 
 def _board_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
-    fields = [field for field in FIELDS if any(row.get(field.column.name) not in (None, "") for row in rows)]
-    labels = [
-        row["label"] + OUTSIDE_MARK * bool(row.get(OUTSIDE.name)) + OTHER_SIZE * (not has_its_size(row)) for row in rows
+    shown = [
+        each
+        for each in (SIZE, KL, TOP1, *BOARD_TASKS, STEP, FRONT)
+        if any(row.get(each.name) not in (None, "") for row in rows)
     ]
-    lines = [[label, *(field.show(row) for field in fields)] for label, row in zip(labels, rows, strict=True)]
-    bold = {(line, 1 + at) for at, field in enumerate(fields) if field.best for line in _best(field.column, rows)}
+    labels = [
+        row["label"] + OUTSIDE_MARK * bool(row.get("outside")) + OTHER_SIZE * (not has_its_size(row)) for row in rows
+    ]
+    lines = [[label, *(_board_cell(each, row) for each in shown)] for label, row in zip(labels, rows, strict=True)]
     legend = {
         OUTSIDE_MARK: "Better than {upper} or worse than {lower}, the reference methods, by more than two standard "
         "errors in some column; the CSV says which, in the column outside.".format(**REFERENCES),
         OTHER_SIZE: "The method cannot have this size. It runs at the nearest one and is compared with no other.",
         MODELLED: "Modelled from the compute and the bytes of a step that was timed at another size.",
     }  # fmt: skip
-    shown = {cell[-1] for line in lines for cell in line} | {label[at] for label in labels for at in (-1, -2)}
+    marks = {cell[-1] for line in lines for cell in line} | {label[at] for label in labels for at in (-1, -2)}
     return Sheet(
-        title, [LABEL.heading, *(field.heading for field in fields)], lines, bold=bold,
-        notes=[f"{mark} {words}" for mark, words in legend.items() if mark in shown],
-        details=["; ".join(filter(None, [row["settings"], row.get(OUTSIDE.name)])) for row in rows],
+        title, [LABEL.heading, *(each.heading for each in shown)], lines,
+        bold={(line, 1 + at) for at, each in enumerate(shown) for line in _best(each, rows)},
+        notes=[f"{mark} {words}" for mark, words in legend.items() if mark in marks],
+        details=["; ".join(filter(None, [row["settings"], row.get("outside")])) for row in rows],
     )  # fmt: skip
+
+
+def _board_cell(column: Column, row: TableRow) -> str:
+    value, stderr = row.get(column.name), row.get(f"{column.name}_stderr")
+    if column == SIZE:  # that of the text and those of the tasks
+        sizes = [size_of(row, each) for each in (KL, *BOARD_TASKS)]
+        return _range(SIZE, [None if math.isnan(size) else size for size in sizes])
+    if column in BOARD_TASKS:
+        parts = (row.get(f"{column.name}_{part}") for part in ("difference", "detectable"))
+        return show_difference(column, value, stderr, *parts)
+    if column == STEP:
+        return STEP.show(value) + MODELLED * (row.get("step_source") == "modelled")
+    return value or MISSING if column == FRONT else column.show(value, stderr)
 
 
 def _best(column: Column, rows: Sequence[TableRow]) -> list[int]:
@@ -392,34 +366,10 @@ def _best(column: Column, rows: Sequence[TableRow]) -> list[int]:
         and row.get(column.name) is not None
         and has_its_size(row)
     }
-    best = (max if column.name in HIGHER else min)(values.values(), default=None)
+    if column in (SIZE, FRONT) or not values:
+        return []
+    best = (max if column.name in HIGHER else min)(values.values())
     return [line for line, value in values.items() if value == best]
 
 
-def _sizes(row: TableRow) -> str:
-    """The size, or the smallest and the largest over text and tasks."""
-    sizes = [size for size in (size_of(row, column) for column in (KL, *BOARD_TASKS)) if size == size]
-    return "-".join(dict.fromkeys(map(SIZE.show, (min(sizes), max(sizes))))) if sizes else MISSING
-
-
-def _plain(column: Column) -> Callable[[TableRow], str]:
-    return lambda row: column.show(row.get(column.name), row.get(f"{column.name}_stderr"))
-
-
-def _task(column: Column) -> Callable[[TableRow], str]:
-    parts = ("", "_stderr", "_difference", "_detectable")
-    return lambda row: show_difference(column, *(row.get(f"{column.name}{part}") for part in parts))
-
-
-def _step(row: TableRow) -> str:
-    return STEP.show(row.get(STEP.name)) + MODELLED * (row.get("step_source") == "modelled")
-
-
-FIELDS = (
-    _Field(SIZE.heading, SIZE, _sizes, best=False),
-    *(_Field(column.heading, column, _plain(column)) for column in (KL, TOP1)),
-    *(_Field(column.heading, column, _task(column)) for column in BOARD_TASKS),
-    _Field(STEP.heading, STEP, _step),
-    _Field(FRONT.heading, FRONT, lambda row: row.get(FRONT.name) or MISSING, best=False),
-)
 SHAPES = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis, "board": _board}

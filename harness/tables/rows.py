@@ -1,7 +1,6 @@
 """Table rows of records: one per timed cell, one per point of an analysis, else one per task and metric."""
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from harness.records.record import ODD, current
 from harness.records.samples import Baselines, Difference, clustered_stderr, of_windows
 from harness.settings.experiment import foreign_settings
-from harness.tables.columns import OF_SOME_MODELS, TABLES, TableRow, check
+from harness.tables.columns import OF_SOME_MODELS, TABLES, TableRow, check, grouped
 
 Record = Mapping[str, Any]
 Pairs = list[tuple[Record, list[TableRow]]]
@@ -67,11 +66,11 @@ def rows_of(record: Record, full: Baselines) -> list[TableRow]:
         "settings": ", ".join(f"{name}={value}" for name, value in record["settings"].items()),
         "run_id": record["run_id"],
     }
+    metrics = record["metrics"]
     if record["table"] == "latency":
-        return [common | dict(record["metrics"])]
+        return [common | metrics]
     if record["table"] == "analysis":
-        source = {"source": record["metrics"]["source"]}
-        return [common | source | dict(point) for point in record["metrics"]["points"]]
+        return [common | {"source": metrics["source"]} | point for point in metrics["points"]]
     return [common | row for row in _accuracy_rows(record, full)]
 
 
@@ -87,14 +86,12 @@ def is_depth(row: TableRow) -> bool:
 
 def _tell_weights(pairs: Pairs) -> None:
     """Add the weights to the settings if runs of one model name have different ones, as a model may be replaced."""
-    digests = defaultdict(set)
-    for record, _ in pairs:
-        digests[record["config"]["model"]["name"]].add(record["inputs"].get("model"))
-    for record, rows in pairs:
-        own = record["inputs"].get("model")
-        if own is not None and len(digests[record["config"]["model"]["name"]] - {None}) > 1:
-            for row in rows:
-                row["settings"] = ", ".join(filter(None, [row["settings"], f"weights={own[:8]}"]))
+    for of_model in grouped(pairs, lambda pair: pair[0]["config"]["model"]["name"]).values():
+        if len({record["inputs"].get("model") for record, _ in of_model} - {None}) > 1:
+            for record, rows in of_model:
+                if digest := record["inputs"].get("model"):
+                    for row in rows:
+                        row["settings"] = ", ".join(filter(None, [row["settings"], f"weights={digest[:8]}"]))
 
 
 def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
@@ -123,12 +120,13 @@ def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
 
 def depth_rows(task: str, samples: Sequence[Mapping[str, Any]]) -> Iterator[TableRow]:
     """A row for each length in tokens and depth of the needle; none for a task without needles."""
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for sample in samples:
-        if sample.get("depth") is not None:
-            part = min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
-            found[sample["length"], part].append(sample[str(sample["length"])])
-    for (length, part), values in sorted(found.items()):
+
+    def place(sample: Mapping[str, Any]) -> tuple[int, int]:
+        return sample["length"], min(int(NUM_DEPTHS * sample["depth"]), NUM_DEPTHS - 1)
+
+    needles = (sample for sample in samples if sample.get("depth") is not None)
+    for (length, part), own in sorted(grouped(needles, place).items()):
+        values = [sample[str(length)] for sample in own]
         yield {
             "task": f"{task}[{length}, {DEPTH_PERCENT * part}-{DEPTH_PERCENT * (part + 1)} %]",
             "metric": str(length),

@@ -14,10 +14,10 @@ import argparse
 import csv
 import io
 import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ from harness.tables import leaderboard
 from harness.tables.columns import (
     BOARD,
     OF_SOME_MODELS,
-    SHIPPED,
     TABLES,
     Column,
     TableRow,
+    grouped,
     has_any,
     names,
     rank,
@@ -58,7 +58,8 @@ IDENTITY = {
 """Columns that identify what was measured, by shape of table. A chunk or a depth has the identity of its task."""
 TIMED_CELLS = "latency"
 """The experiment whose records are the cells of all figures of speed."""
-SHAPE = ("model", "platform", "source", "batch_size", "prompt_len", "gen_len")
+MACHINE = ("model", "platform", "source")
+SHAPE = (*MACHINE, "batch_size", "prompt_len", "gen_len")
 
 
 def update(results_dir: str | Path, experiment: str) -> Path:
@@ -67,11 +68,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     `latency` also gives the tables of the figures of speed; the leaderboard's two experiments give the leaderboard. A
     damaged record is left out with a warning that names it. One process at a time writes the tables of a folder.
 
-    Returns:
-        The path of the CSV.
-
-    Raises:
-        UserError: the folder cannot be written, or the CSV there is no table of results.
+    Returns the path of the CSV. Raises UserError if the folder cannot be written, or the CSV is no table of results.
     """
     folder = Path(results_dir) / "tables"
     path = folder / f"{experiment}.csv"
@@ -79,9 +76,12 @@ def update(results_dir: str | Path, experiment: str) -> Path:
         pairs = with_rows(read_records(results_dir, experiment), partial(full_runs, results_dir))
         kind = kind_of(experiment)
         shape = find(kind).table if kind else pairs[0][0]["table"] if pairs else "accuracy"
-        rows = write_table(path, shape, [row for record, own in pairs if record["table"] == shape for row in own])
-        if experiment == TIMED_CELLS:
-            write_figures(folder, rows)
+        own = [row for record, rows in pairs if record["table"] == shape for row in rows]
+        rows = _ordered(shape, _merged(path, shape, own))
+        _write(path, shape, rows)
+        for figure, choose in CHOSEN.items() if experiment == TIMED_CELLS else ():
+            chosen = [{**row, "experiment": figure} for row in choose(rows)]
+            _write(path.with_stem(figure), "latency", chosen, keep_empty=False)
         if experiment in (leaderboard.SCORES, leaderboard.TIMES):
             _write_boards(Path(results_dir), leaderboard.board_rows(results_dir))
     return path
@@ -90,10 +90,8 @@ def update(results_dir: str | Path, experiment: str) -> Path:
 def summary(records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> str:
     """The records as a small table for a terminal: a line per method and settings, a column per metric.
 
-    elsewhere: returns further records, in which the full cache's are looked for too.
-
-    Returns:
-        Aligned text, without a final newline; "" if no record is finished.
+    elsewhere: returns further records, in which the full cache's are looked for too. Returns "" if no record is
+    finished.
     """
     pairs = with_rows(records, elsewhere)
     rows = {shape: [row for record, own in pairs if record["table"] == shape for row in own] for shape in TABLES}
@@ -109,39 +107,15 @@ def render_csv(columns: Sequence[Column], rows: Iterable[TableRow]) -> str:
     return text.getvalue()
 
 
-def write_table(path: Path, shape: str, own: TableRows) -> TableRows:
-    """Write one's own rows and the shipped rows of the CSV at `path`, and the page; returns all of them.
-
-    Raises:
-        UserError: as `update`.
-    """
-    rows = _ordered(shape, _merged(path, shape, own))
-    _write(path, shape, rows)
-    return rows
-
-
-def write_figures(folder: Path, rows: TableRows) -> None:
-    """The table of each figure of speed, chosen from the timed cells; a table without rows is removed."""
-    for figure, choose in CHOSEN.items():
-        path = folder / f"{figure}.csv"
-        chosen = [{**row, "experiment": figure} for row in choose(rows)]
-        if chosen:
-            _write(path, "latency", chosen)
-        else:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".md").unlink(missing_ok=True)
-
-
 def ship(results_dir: Path) -> None:
     """Mark all rows of the tables as shipped, but for those that the cost model predicts. Raises UserError."""
     board = results_dir / "tables" / f"{leaderboard.NAME}.csv"
     for path in sorted(set((results_dir / "tables").glob("*.csv")) - {board, board.with_stem(leaderboard.FRONTIER)}):
         rows = read_table(path)
-        shape = shape_of(tuple(rows[0])) if rows and rows[0]["source"] != "modelled" else None
-        if shape is not None:
-            _write(path, shape, _ordered(shape, [row | {SHIPPED.name: "yes"} for row in rows]))
+        if rows and rows[0]["source"] != "modelled" and (shape := shape_of(tuple(rows[0]))):
+            _write(path, shape, _ordered(shape, [row | {"shipped": "yes"} for row in rows]))
     if board.exists():
-        _write_boards(results_dir, [row | {SHIPPED.name: "yes"} for row in read_table(board)])
+        _write_boards(results_dir, [row | {"shipped": "yes"} for row in read_table(board)])
 
 
 @contextmanager
@@ -164,7 +138,7 @@ def _merged(path: Path, shape: str, own: TableRows) -> TableRows:
     """One's own rows, and the shipped rows at `path` that they do not replace."""
     replaced = {_identity(shape, row) for row in own}
     there = read_table(path) if path.exists() else []
-    kept = [row for row in there if row.get(SHIPPED.name) and _identity(shape, row) not in replaced]
+    kept = [row for row in there if row.get("shipped") and _identity(shape, row) not in replaced]
     return [*kept, *own]
 
 
@@ -173,7 +147,12 @@ def _identity(shape: str, row: TableRow) -> tuple[Any, ...]:
     return tuple(whole.get(name) or "" for name in IDENTITY[shape])
 
 
-def _write(path: Path, shape: str, rows: TableRows) -> None:
+def _write(path: Path, shape: str, rows: TableRows, *, keep_empty: bool = True) -> None:
+    """Write the CSV and the page. A table without rows is removed, unless `keep_empty`."""
+    if not rows and not keep_empty:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".md").unlink(missing_ok=True)
+        return
     columns = [column for column in TABLES[shape] if column not in OF_SOME_MODELS or has_any(rows, column)]
     write_atomic(path, render_csv(columns, rows))
     write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
@@ -204,50 +183,31 @@ def _sort_key(row: TableRow) -> tuple[Any, ...]:
 # The rows of each figure of speed. One cell serves several figures. Each model and machine has a sweep of its own.
 
 
-CHOSEN: Mapping[str, Callable[[TableRows], TableRows]] = {
-    "fig14": lambda rows: _largest(_widest_sweep(rows, "batch_size"), "batch_size"),
-    "fig15": lambda rows: _widest_sweep(rows, "batch_size"),
-    "fig16a": lambda rows: _widest_sweep(rows, "prompt_len"),
-    "fig16b": lambda rows: _of_several_models(_widest_sweep(rows, "model")),
-    "fig18": lambda rows: _largest(_widest_sweep(rows, "prompt_len"), "prompt_len"),
-}
-"""By figure, the rows of `latency` that it draws. As in the paper, 14 has the largest batch of 15, 18 the longest
-prompt of 16a."""
-
-
-def _of_several_models(rows: TableRows) -> TableRows:
-    pairs = {(_setup(row, "model"), row["model"]) for row in rows}
-    models = Counter(setup for setup, _ in pairs)
-    return [row for row in rows if models[_setup(row, "model")] > 1]
-
-
-def _widest_sweep(rows: TableRows, axis: str) -> TableRows:
-    """The rows of the setups, all of a shape but `axis`, with the most values of it on their machine."""
-    values: dict[Any, set[Any]] = defaultdict(set)
-    for row in rows:
-        values[_setup(row, axis)].add(row[axis])
-    most: dict[Any, int] = defaultdict(int)
-    for row in rows:
-        machine = _machine(row, axis)
-        most[machine] = max(most[machine], len(values[_setup(row, axis)]))
-    return [row for row in rows if len(values[_setup(row, axis)]) == most[_machine(row, axis)]]
+def _widest_sweep(rows: TableRows, axis: str, least: int = 1) -> TableRows:
+    """The rows of the setups, all of a shape but `axis`, with the most values of it on their machine, and `least`."""
+    setup = itemgetter(*(name for name in SHAPE if name != axis))
+    machine = itemgetter(*(name for name in MACHINE if name != axis))
+    values = {key: len({row[axis] for row in own}) for key, own in grouped(rows, setup).items()}
+    most = {key: max(values[setup(row)] for row in own) for key, own in grouped(rows, machine).items()}
+    return [row for row in rows if values[setup(row)] == max(least, most[machine(row)])]
 
 
 def _largest(rows: TableRows, axis: str) -> TableRows:
     """The rows with the largest value of `axis` in each setup."""
-    largest: dict[Any, Any] = {}
-    for row in rows:
-        setup = _setup(row, axis)
-        largest[setup] = max(largest.get(setup, row[axis]), row[axis])
-    return [row for row in rows if row[axis] == largest[_setup(row, axis)]]
+    setup = itemgetter(*(name for name in SHAPE if name != axis))
+    largest = {key: max(row[axis] for row in own) for key, own in grouped(rows, setup).items()}
+    return [row for row in rows if row[axis] == largest[setup(row)]]
 
 
-def _setup(row: TableRow, axis: str) -> tuple[Any, ...]:
-    return tuple(row[name] for name in SHAPE if name != axis)
-
-
-def _machine(row: TableRow, axis: str) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("model", "platform", "source") if name != axis)
+CHOSEN: Mapping[str, Callable[[TableRows], TableRows]] = {
+    "fig14": lambda rows: _largest(_widest_sweep(rows, "batch_size"), "batch_size"),
+    "fig15": lambda rows: _widest_sweep(rows, "batch_size"),
+    "fig16a": lambda rows: _widest_sweep(rows, "prompt_len"),
+    "fig16b": lambda rows: _widest_sweep(rows, "model", least=2),
+    "fig18": lambda rows: _largest(_widest_sweep(rows, "prompt_len"), "prompt_len"),
+}
+"""By figure, the rows of `latency` that it draws. As in the paper, 14 has the largest batch of 15, 18 the longest
+prompt of 16a."""
 
 
 if __name__ == "__main__":
