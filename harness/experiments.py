@@ -188,7 +188,7 @@ class Analysis(Experiment):
 
     depends_on = ("analysis", "corpus", "data", "calibration")
     table = "analysis"
-    code = ("paper/analysis", "model/shape.py")
+    code = ("paper/analysis.py", "model/shape.py")
 
     def check(self, config: RunConfig) -> None:
         statistic = config.analysis.statistic
@@ -212,10 +212,10 @@ class Analysis(Experiment):
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         if not self.needs_weights(config):
-            from harness.paper.analysis.study import run_memory
+            from harness.paper.analysis import run_memory
 
             return run_memory(config)
-        from harness.paper.analysis.study import run_analysis
+        from harness.paper.analysis import run_analysis
 
         return run_analysis(config, resources.model(config.model))
 

@@ -19,8 +19,8 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel, model_config
 from harness.model.shape import as_config
 from harness.model.tiny import MAX_LENGTH, tiny_model
-from harness.paper.analysis import dense
-from harness.paper.analysis.study import kv_bytes, run_analysis, run_memory
+from harness.paper import analysis
+from harness.paper.analysis import kv_bytes, run_analysis, run_memory
 from harness.resources import Resources
 from harness.settings.config import RunConfig
 from methods.attention import Softmax
@@ -37,7 +37,7 @@ Points = dict[tuple[str, int | None, str, float | None], dict]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks that do not divide the length."""
-    monkeypatch.setattr(dense, "MAX_CHUNK", 7)
+    monkeypatch.setattr(analysis, "MAX_CHUNK", 7)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -207,7 +207,7 @@ def test_layer_inputs_are_the_direct_ones(model, text):
 
 
 def test_sparse_queries_are_the_direct_ones(tiny_gqa, text, monkeypatch):
-    monkeypatch.setattr("harness.paper.analysis.attention.SMALL", 0.75)  # 1 % of so few keys is none
+    monkeypatch.setattr("harness.paper.analysis.SMALL", 0.75)  # 1 % of so few keys is none
     points = measured(tiny_gqa, settings(text, "fig20", "analysis.layers=[0,3]", num_tokens=MAX_LENGTH))
     weights = attention_weights(tiny_gqa, ids_of(text, MAX_LENGTH))
     for layer in (0, 3):

@@ -12,22 +12,26 @@ import pytest
 
 from harness.errors import UserError
 from harness.model.shape import FFN_MATRICES, ModelShape, load_shape, read_yaml
-from harness.paper.costmodel import case as cases
 from harness.paper.costmodel import predict as counts
 from harness.paper.costmodel import published
 from harness.paper.costmodel.__main__ import main
-from harness.paper.costmodel.case import FITTED, SCHEMES, Case, Efficiency, load_platform
 from harness.paper.costmodel.predict import (
+    FITTED,
+    SCHEMES,
     BlockTimes,
+    Case,
+    Efficiency,
     Layer,
+    Platform,
     Work,
     block_ends,
     decode_block,
     layers_of,
+    load_platform,
     predict,
     prefill_block,
 )
-from harness.settings.schema import CONF_DIR
+from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS
 from harness.tables.columns import LATENCY, PUBLISHED_CSV, names
 from methods.base import Method, Row
@@ -104,13 +108,13 @@ def test_layers_and_constants_are_those_of_the_harness():
     assert layers_of(tiny("infinigen")) == [Layer(True), Layer(True, True), Layer(predicts=True), Layer()]
     infinigen = InfiniGen()
     scheme = SCHEMES["infinigen"]
-    read = {cached: scheme.tokens_read(cached, 4096) for cached in (100, 512, 768, 2048, 4000)}
+    read = {cached: scheme.tokens(cached, 4096)[0] for cached in (100, 512, 768, 2048, 4000)}
     assert read == {100: infinigen.max_fetch_frac * 100, 512: 37, 768: 48.5, 2048: 73, 4000: 73}, "the paper's, capped"
     assert Method().num_exempt_layers == scheme.num_exempt_layers == 2
-    assert infinigen.partial_weight_ratio == cases.partial_weight_ratio() == 0.3
+    assert infinigen.partial_weight_ratio == 0.3
     assert Codec("int4").bits_per_element(128) / 16 == counts.INT4_SHARE
     for cached in (30, 2000):
-        assert SCHEMES["offload+h2o"].tokens_read(cached, 2048) == H2O().tokens_read(Row(cached, 1920, 2048), 2)
+        assert SCHEMES["offload+h2o"].tokens(cached, 2048)[0] == H2O().tokens_read(Row(cached, 1920, 2048), 2)
     for label, each in SCHEMES.items():
         assert each.system is LABELS[label]
         assert (each.system.overlap and each.placement != "managed") or each.overlap == "none"
@@ -146,7 +150,7 @@ def test_overlap_hides_transfer_and_nothing_else(label, monkeypatch):
         totals.append(predict(opt13b(label)).total_s)
     assert totals == sorted(totals, reverse=True)
     monkeypatch.setitem(SCHEMES, label, replace(SCHEMES[label], overlap="none"))
-    case = opt13b(label, efficiency=replace(FITTED, row_fetch=1.0))
+    case = opt13b(label, efficiency=FITTED._replace(row_fetch=1.0))
     both, first = predict(case), predict(replace(case, gen_len=2))
     moved = both.h2d_bytes + both.d2h_bytes - first.h2d_bytes - first.d2h_bytes
     link = A6000.pageable_bytes_per_s if label == "offload-pageable" else A6000.link_bytes_per_s
@@ -162,7 +166,7 @@ def test_units_and_columns_of_a_row():
     assert row["decode_s"] == pytest.approx(sum(predicted.step_s)) and len(predicted.step_s) == 4
     assert row["tokens_per_s"] == pytest.approx(8 * 5 / row["total_s"])
     steps = range(1920, 1924)
-    dense, fetched = 2 * sum(steps), 38 * sum(SCHEMES["infinigen"].tokens_read(t, 0) for t in steps)
+    dense, fetched = 2 * sum(steps), 38 * sum(SCHEMES["infinigen"].tokens(t, 0)[0] for t in steps)
     assert row["h2d_bytes"] == pytest.approx(8 * 20_480 * (dense + fetched), abs=1)
     assert row["d2h_bytes"] == 8 * 20_480 * 40 * 1924
     assert row["size"] == pytest.approx((dense + fetched) / (40 * sum(steps)), rel=1e-6)
@@ -207,7 +211,7 @@ def test_every_published_time_is_within_20_percent(comparisons):
 
 def test_the_fit_gives_the_committed_constants_from_afar():
     found = published.fit(start=Efficiency(0.5, 0.6, 0.95))
-    assert vars(found) == pytest.approx(vars(FITTED), abs=0.011)
+    assert found == pytest.approx(FITTED, abs=0.011)
 
 
 def test_calibrate_prints_every_number_the_fit_and_its_errors(capsys, comparisons):
@@ -255,10 +259,10 @@ def test_bad_names_rates_and_folders_are_refused(capsys, monkeypatch, tmp_path):
         load_shape("opt-14b")
     with pytest.raises(UserError, match="model=qwen3-next: the cost model knows opt, .*, and not qwen3_next"):
         load_shape("qwen3-next")
-    with pytest.raises(UserError, match=r"platform\.link_bytes_per_s=0 of a6000-pcie3"):
-        replace(A6000, link_bytes_per_s=0.0)
+    with pytest.raises(UserError, match=r"platform\.link_bytes_per_s=0.0: must be above 0"):
+        build(Platform, vars(A6000) | {"link_bytes_per_s": 0.0}, "platform")
     (tmp_path / "platform").mkdir()
     (tmp_path / "platform" / "cuda.yaml").write_text("name: cuda\nkind: measured\n")
-    monkeypatch.setattr(cases, "CONF_DIR", tmp_path)
+    monkeypatch.setattr(counts, "CONF_DIR", tmp_path)
     with pytest.raises(UserError, match="platform=cuda: is measured"):
         load_platform("cuda")

@@ -7,14 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from harness.errors import exit_code
-from harness.paper.costmodel.published import (
-    PAPER_PLATFORM,
-    calibrate,
-    figure_rows,
-    render,
-    render_errors,
-    write_tables,
-)
+from harness.paper.costmodel import published
 from harness.tables.columns import LATENCY
 from harness.tables.write import render_csv
 
@@ -26,18 +19,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted.add_argument("--calibrate", action="store_true", help="compare with every published number")
     wanted.add_argument("--figure", help="print a figure's rows as CSV, in the columns of the latency table")
     wanted.add_argument("--write", action="store_true", help="write DIR/tables/<figure>-modelled.csv")
-    parser.add_argument("--platform", default=PAPER_PLATFORM, help=f"not with --calibrate (default {PAPER_PLATFORM})")
+    default = published.PAPER_PLATFORM
+    parser.add_argument("--platform", default=default, help=f"not with --calibrate (default {default})")
     parser.add_argument("--results-dir", default="results", metavar="DIR", help="with --write (default results)")
     args = parser.parse_args(argv)
-    return exit_code(lambda: print(_asked_for(args)))
 
+    def act() -> None:
+        if args.calibrate:
+            print(published.render(published.calibrate()), published.render_errors(), sep="\n\n")
+        elif args.write:
+            print(*published.write_tables(args.results_dir, args.platform), sep="\n")
+        else:
+            print(render_csv(LATENCY, published.figure_rows(args.figure, args.platform)), end="")
 
-def _asked_for(args: argparse.Namespace) -> str:
-    if args.calibrate:
-        return f"{render(calibrate())}\n\n{render_errors()}"
-    if args.write:
-        return "\n".join(map(str, write_tables(args.results_dir, args.platform)))
-    return render_csv(LATENCY, figure_rows(args.figure, args.platform)).removesuffix("\n")
+    return exit_code(act)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, astuple
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 from harness.errors import UserError, nearest
 from harness.files import write_atomic
 from harness.model.shape import load_shape
-from harness.paper.costmodel.case import FITTED, Case, Efficiency, load_platform
-from harness.paper.costmodel.predict import Prediction, predict
+from harness.paper.costmodel.predict import FITTED, Case, Efficiency, Prediction, load_platform, predict
 from harness.tables.columns import LATENCY, published_rows
 from harness.tables.pages import render_modelled
 from harness.tables.write import render_csv
@@ -69,22 +67,6 @@ LEFT_OUT = (("fig14", "fig15"), ("fig16a",), ("fig16b",), ("fig18",))
 """Figures that are left out of the fit together: fig 14 shows runs of fig 15."""
 MAX_STEPS, TOLERANCE, DIFFERENCE = 20, 0.01, 0.01
 """Of the search, in logs; it ends with a step under TOLERANCE."""
-
-
-class Timed(Protocol):
-    """Seconds of a run from which the paper's numbers are made; predicted, or read from a table."""
-
-    @property
-    def total_s(self) -> float:
-        """Prefill and decode."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens over `total_s`."""
-
-    @property
-    def block(self) -> Mapping[str, float]:
-        """One block in one decode step, by segment."""
 
 
 class Comparison(NamedTuple):
@@ -159,17 +141,18 @@ def render(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], Timed]) -> float | None:
+def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], Any]) -> float | None:
     """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit; None if the row is
     not about time.
 
-    timed: returns our run of a cell of the paper. Its exceptions are passed on.
+    timed: returns our run of a cell of the paper, with `total_s`, `tokens_per_s` and `block` as a `Prediction` has
+    them. Its exceptions are passed on.
     """
     figure, series, metric = row["figure"], row["series"], row["metric"]
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
     batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
 
-    def run(label: str, batch: int = batch_size) -> Timed:
+    def run(label: str, batch: int = batch_size) -> Any:
         return timed(PaperCell(label, row["model"], batch, total_len))
 
     def block_s(label: str) -> float:
@@ -192,30 +175,9 @@ def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], Timed]) -> flo
 
 @cache
 def _predict(cell: PaperCell, platform: str, efficiency: Efficiency) -> Prediction:
-    return predict(
-        Case(
-            platform=load_platform(platform),
-            shape=load_shape(cell.model),
-            label=cell.label,
-            batch_size=cell.batch_size,
-            prompt_len=cell.total_len - GEN_LEN,
-            gen_len=GEN_LEN,
-            efficiency=efficiency,
-        )
-    )
-
-
-class HeldOut(NamedTuple):
-    """Figures, the efficiencies fitted without them, and their numbers as predicted by these."""
-
-    figures: tuple[str, ...]
-    efficiency: Efficiency
-    comparisons: list[Comparison]
-
-    @property
-    def worst(self) -> float:
-        """The largest deviation of a number, relative to the published one."""
-        return max(abs(comparison.ratio - 1) for comparison in self.comparisons)
+    sizes = {"batch_size": cell.batch_size, "prompt_len": cell.total_len - GEN_LEN, "gen_len": GEN_LEN}
+    shape = load_shape(cell.model)
+    return predict(Case(load_platform(platform), shape, cell.label, efficiency=efficiency, **sizes))
 
 
 def fit(
@@ -230,7 +192,7 @@ def fit(
         compared = calibrate(Efficiency(*np.exp(logs).tolist()), figures)
         return np.array([math.log(each.ratio) for each in compared if each.independent or not independent_only])
 
-    logs = np.log(astuple(start))
+    logs = np.log(start)
     off = log_ratios(logs)
     slopes = np.transpose([(off - log_ratios(logs - move)) / DIFFERENCE for move in DIFFERENCE * np.eye(len(logs))])
     for _ in range(MAX_STEPS):
@@ -242,15 +204,6 @@ def fit(
         off = log_ratios(logs)
         slopes += np.outer(off - last - slopes @ step, step) / (step @ step)
     return Efficiency(*np.exp(logs).tolist())
-
-
-def held_out() -> list[HeldOut]:
-    """Each figure predicted by a fit to the others."""
-    results = []
-    for figures in LEFT_OUT:
-        efficiency = fit([figure for figure in FIGURES if figure not in figures])
-        results.append(HeldOut(figures, efficiency, calibrate(efficiency, figures)))
-    return results
 
 
 def render_errors() -> str:
@@ -266,11 +219,14 @@ def render_errors() -> str:
         "",
         f"{'predicted by a fit to the other figures':59} {'rms':>6} {'worst':>6}",
     ]
-    for result in held_out():
-        name = f"{' and '.join(result.figures):15} ({_words(result.efficiency, 2)})"
-        lines.append(f"{name:59} {error(result.comparisons):6.1%} {result.worst:6.1%}")
+    for figures in LEFT_OUT:
+        efficiency = fit([figure for figure in FIGURES if figure not in figures])
+        left_out = calibrate(efficiency, figures)
+        worst = max(abs(comparison.ratio - 1) for comparison in left_out)
+        name = f"{' and '.join(figures):15} ({_words(efficiency, 2)})"
+        lines.append(f"{name:59} {error(left_out):6.1%} {worst:6.1%}")
     return "\n".join(lines)
 
 
 def _words(efficiency: Efficiency, digits: int) -> str:
-    return ", ".join(f"{name} {value:.{digits}f}" for name, value in asdict(efficiency).items())
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in efficiency._asdict().items())

@@ -1,0 +1,529 @@
+"""Why the method works: statistics of a model's attention, hidden states and sizes (Figs 2, 4, 5, 7, 20, Table 1).
+
+Each comes from one dense pass, in chunks of query tokens. Memory is linear in the length.
+
+    python run.py experiment=fig5 analysis.num_tokens=4096 analysis.layers=[0,10,20]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.data.text import calibration_ids, corpus_ids, first_window_offset
+from harness.errors import UserError, refused
+from harness.files import cache_dir
+from harness.model.attach import Attached, attach
+from harness.model.calibration import cached_calibration
+from harness.model.load import LoadedModel, model_config
+from harness.model.prompt import PromptPass
+from harness.model.shape import WEIGHT_BYTES, count_weights
+from harness.replay import MAX_CHUNK, SCORES_PER_CHUNK
+from harness.settings.config import RunConfig
+from harness.settings.experiment import Outcome
+from methods.attention import Softmax
+from methods.base import Geometry, Lengths, Method, PromptRows, Row, Rows
+from methods.infinigen import InfiniGen, Oracle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MASS = 0.9
+SMALL = 0.01
+"""Share of the keys that counts as few."""
+SIMILARITY_LAYERS, KEY_TOKENS_LAYERS, COLUMN_LAYERS, SPARSITY_LAYERS = (0, 8, 16, 24), (0, 18), (0, 18), (0, 12, 24, 30)
+"""Of the paper's 32 layers. For the similarity it shows several, layer 0 among them, and does not say which others."""
+WATCHED_LAYER, WATCHED_HEAD, PAPER_NUM_HEADS = (18,), 30, 32
+QUERIES = (500, 998, 999, 1000, 1001, 1002, 1500, 2000)
+"""Queries whose numbers the paper gives, as far as the text goes."""
+SIMILARITY_BINS, HISTOGRAM_BINS, WATCHED_BINS = 100, 64, 128
+MIN_LENGTH = 256
+NUM_SAMPLED, NUM_SHOWN = 64, 4
+INPUTS = ("block_input_prev", "attn_out_prev", "ffn_out_prev")
+BATCH_SIZE, SEQ_LEN = 16, 2048
+SEQ_LENS = (256, 512, 1024, 2048, 4096, 8192)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+# Points and the dense pass
+
+
+@dataclass(frozen=True)
+class Point:
+    """A number of series `series` at `x`, a value of the quantity `x_name`: one row of an analysis table.
+
+    layer: None for the whole model. stderr: standard error over the num_samples heads or layers of which `value` is
+    the mean; None for a single one.
+    """
+
+    series: str
+    metric: str
+    value: float
+    x_name: str | None = None
+    x: float | None = None
+    layer: int | None = None
+    stderr: float | None = None
+    num_samples: int = 1
+
+
+def mean_point(
+    values: Tensor,
+    series: str,
+    metric: str,
+    x_name: str | None = None,
+    x: float | None = None,
+    layer: int | None = None,
+) -> Point:
+    """The mean of `values` [heads or layers] as a point."""
+    known = values.double()
+    stderr = float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else None
+    return Point(series, metric, float(known.mean()), x_name, x, layer, stderr, len(known))
+
+
+def binned(values: Tensor, first: int, num_bins: int) -> Iterator[tuple[float, Tensor]]:
+    """Means over at most `num_bins` runs of tokens: the middle token of each, and the means [n].
+
+    values: [n, tokens], of the tokens from `first` on.
+    """
+    width = -(-values.shape[-1] // num_bins)
+    for index, part in enumerate(values.split(width, -1)):
+        yield first + index * width + (part.shape[-1] - 1) / 2, part.double().mean(-1)
+
+
+class Block(NamedTuple):
+    """Query tokens `start` to `stop` of a layer, over the keys before `stop`. Valid during the call only.
+
+    query: [1, heads, tokens, head_dim], before the softmax scale; key, value: [1, num_kv_heads, stop, head_dim];
+    scores: scaled, fp32 [1, num_kv_heads, group, tokens, stop], -inf for later keys; read-only.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    softmax: Softmax
+
+    def probs(self) -> Tensor:
+        """Attention weights by query head: fp32 [heads, tokens, stop]."""
+        return self.softmax.weights(self.scores.clone()).flatten(1, 2)[0]
+
+
+Observer = Callable[[Block], None]
+"""Gathers a statistic of one layer from its blocks, which come in order."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An attached model with a text, ids [1, num_tokens] on the model's device. Valid while `attached` is."""
+
+    config: RunConfig
+    loaded: LoadedModel
+    attached: Attached
+    ids: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text."""
+        return self.ids.shape[1]
+
+    def layers(self, paper_layers: tuple[int, ...]) -> tuple[int, ...]:
+        """The layers to look at, `paper_layers` unless set; see `AnalysisConfig.layers_of`."""
+        return self.config.analysis.layers_of(self.attached.geometry.num_layers, paper_layers, self.loaded.name)
+
+    def run(self, keep: Callable[[int, Tensor, Tensor, Tensor], None] | None = None) -> None:
+        """One dense pass. keep: takes the number, query, key and value of each layer that sees every token, the layers
+        that methods number."""
+
+        def numbered(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+            number = self.attached.numbers[layer]
+            if keep is not None and number is not None:
+                keep(number, query, key, value)
+
+        positions = torch.arange(self.num_tokens, device=self.ids.device)[None]
+        self.attached.forward(self.ids, positions, PromptPass(self.attached, keep=numbered))
+
+    def observe(self, observers: Mapping[int, Sequence[Observer]]) -> None:
+        """One dense pass that shows the layers in `observers` to them, block by block."""
+        softmaxes = {self.attached.numbers[layer]: each for layer, each in enumerate(self.attached.softmaxes)}
+
+        def show(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+            heads, tokens = query.shape[1:3]
+            size = max(1, min(MAX_CHUNK, SCORES_PER_CHUNK // (heads * tokens)))
+            for start in range(0, tokens if layer in observers else 0, size):
+                stop = min(start + size, tokens)
+                rows, seen = query[:, :, start:stop], key[:, :, :stop]
+                scores = softmaxes[layer].scores(rows, seen)
+                column = torch.arange(stop, device=scores.device)
+                later = column[start:] > column[start:, None]  # keys before `start` are visible to the whole block
+                scores[..., start:].masked_fill_(later, float("-inf"))
+                block = Block(layer, start, stop, rows, seen, value[:, :, :stop], scores, softmaxes[layer])
+                for see in observers[layer]:
+                    see(block)
+
+        self.run(show)
+
+
+# Attention: similarity under a smaller cache (Fig 4), key tokens (Fig 5), sparsity (Fig 20)
+
+
+def similarity(subject: Subject) -> list[Point]:
+    """Figure 4: cosine similarity of attention weights to the full cache's, token by token, under a method that evicts
+    and under the oracle (the paper's "Optimal"), which picks as many tokens anew from the whole history at every step.
+
+    Queries and keys are the full cache's own, so only the choice of tokens is compared. Leaving tokens out of a softmax
+    scales the remaining weights alike; with a the full cache's weights and S the tokens read, own token included, the
+    cosine is therefore sqrt(sum over S of a^2 / sum of a^2).
+
+    Raises UserError where `analysis.kept_frac` of the text is too small for the method.
+    """
+    kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
+    method = subject.config.method.with_size(kept)
+    budget = method.tokens_read(Row(num_tokens, 1, num_tokens), method.num_exempt_layers)
+    if not budget:
+        raise UserError(f"analysis.kept_frac={kept}: keeps none of {num_tokens} tokens; raise one of them")
+    methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
+    observers = {
+        layer: [Similarity(each, geometry, subject.ids) for each in methods]
+        for layer in subject.layers(SIMILARITY_LAYERS)
+    }
+    subject.observe(observers)
+    return [
+        mean_point(heads, each.title, "cosine_similarity", "token", x, layer)
+        for layer, pair in observers.items()
+        for each, seen in zip(methods, pair, strict=True)
+        for x, heads in binned(seen.cosines[:, 1:], 1, SIMILARITY_BINS)
+    ]
+
+
+class Similarity:
+    """Observer: `cosines`, fp32 [heads, tokens], of a layer under `method`, which starts with the first token."""
+
+    def __init__(self, method: Method, geometry: Geometry, ids: Tensor) -> None:
+        self.num_tokens = ids.shape[1]
+        final = torch.tensor([self.num_tokens], device=ids.device)
+        self.state = method.new_state(geometry, Lengths(torch.ones_like(final), final))
+        self.cosines = torch.ones(geometry.num_heads, self.num_tokens)
+
+    def __call__(self, block: Block) -> None:
+        """Select for the block's queries and compare."""
+        if block.start == 0:  # the first token has nothing to leave out: it is the prompt
+            real = torch.ones(1, 1, dtype=torch.bool, device=block.query.device)
+            prompt = PromptRows(real, self.num_tokens)
+            query, key, value = (part[:, :, :1] for part in (block.query, block.key, block.value))
+            self.state.prompt(block.layer, query, key, value, prompt)
+        first = max(block.start, 1)
+        if first == block.stop:
+            return
+        scores = block.scores[:, :, :, first - block.start :]
+        own = torch.arange(first, block.stop, device=scores.device)
+        rows = Rows(  # a slot is a token's position
+            query=block.query[:, :, -len(own) :],
+            positions=own[None],
+            real=torch.ones_like(own, dtype=torch.bool)[None],
+            slot_positions=torch.arange(block.stop, device=own.device)[None, None],
+            own_slots=own[None, None],
+            true_scores=lambda: scores,
+        )
+        mask = self.state.select(block.layer, rows).mask
+        assert mask is not None, "a method that evicts names what it reads"
+        read = mask.clone()
+        read.diagonal(first, -2, -1).fill_(True)
+        squares = scores.softmax(-1).square()
+        cosines = ((squares * read.unsqueeze(2)).sum(-1) / squares.sum(-1)).sqrt()
+        self.cosines[:, first : block.stop] = cosines.flatten(1, 2)[0].cpu()
+
+
+def key_tokens(subject: Subject) -> list[Point]:
+    """Figure 5: how many key tokens hold 0.9 of a query's attention weight, own token included.
+
+    A histogram over all queries and heads, and the mean over heads at single queries: the number differs by layer,
+    head and query, even from one query to the next.
+    """
+    counts, observers = counters(subject, KEY_TOKENS_LAYERS)
+    subject.observe(observers)
+    width = 2 ** max(0, (subject.num_tokens // HISTOGRAM_BINS).bit_length() - 1)
+    points = []
+    for layer, of_layer in counts.items():
+        series = f"layer {layer}"
+        num_bins = max(2, int(of_layer.max()) // width + 1)
+        bins = torch.stack([torch.bincount(head // width, minlength=num_bins) for head in of_layer])
+        for index, share in enumerate((bins.double() / subject.num_tokens).unbind(-1)):
+            points.append(mean_point(share, series, "share_of_queries", "key_tokens", index * width, layer))
+        for query in (query for query in QUERIES if query < subject.num_tokens):
+            metric = f"key_tokens_for_{MASS:g}"
+            points.append(mean_point(of_layer[:, query], series, metric, "query_token", query, layer))
+    return points
+
+
+def counters(subject: Subject, layers: tuple[int, ...]) -> tuple[dict[int, Tensor], dict[int, list[Observer]]]:
+    """By layer: `tokens_for_mass` of every query, int32 [heads, tokens], and the observer that fills it in."""
+    shape = subject.attached.geometry.num_heads, subject.num_tokens
+    counts = {layer: torch.zeros(shape, dtype=torch.int32) for layer in subject.layers(layers)}
+
+    def count(block: Block) -> None:
+        counts[block.layer][:, block.start : block.stop] = tokens_for_mass(block.probs()).int()
+
+    return counts, {layer: [count] for layer in counts}
+
+
+def tokens_for_mass(probs: Tensor, mass: float = MASS) -> Tensor:
+    """The fewest key tokens that hold `mass` of each query's attention.
+
+    probs: [..., keys], summing to 1 along the last axis; returns int64 [...] on the CPU.
+    """
+    ascending = np.sort(probs.cpu().numpy(), axis=-1)  # vectorised, unlike torch's on the CPU
+    dropped = np.cumsum(ascending, axis=-1, dtype=np.float64) <= 1 - mass
+    return torch.from_numpy(ascending.shape[-1] - dropped.sum(-1))
+
+
+def sparsity(subject: Subject) -> list[Point]:
+    """Figure 20: longer sequences attend to a smaller share of their keys, and the important keys change.
+
+    (a) By layer and length, the share of queries that need less than 1 % of the keys for 0.9 of their attention weight
+    (as in Fig 5). A sequence's first tokens are those of a longer one, so one pass gives all lengths.
+    (b) Attention weight of sampled keys over the last quarter of the queries, in the layer and head at the place of the
+    paper's; of the keys whose weight varies most.
+    """
+    num_tokens = subject.num_tokens
+    counts, observers = counters(subject, SPARSITY_LAYERS)
+    watched_layer = subject.layers(WATCHED_LAYER)[-1]
+    head = WATCHED_HEAD * subject.attached.geometry.num_heads // PAPER_NUM_HEADS
+    first = num_tokens - max(1, num_tokens // 4)
+    generator = torch.Generator().manual_seed(subject.config.seed)
+    keys = torch.randperm(first, generator=generator)[:NUM_SAMPLED].sort().values
+    weights = torch.zeros(len(keys), num_tokens - first)
+
+    def watch(block: Block) -> None:
+        begin = max(block.start, first)
+        if begin < block.stop:
+            probs = block.probs()[head, begin - block.start :].cpu()
+            weights[:, begin - first : block.stop - first] = probs[:, keys].T
+
+    observers.setdefault(watched_layer, []).append(watch)
+    subject.observe(observers)
+    lengths = [num_tokens]
+    while lengths[0] // 2 >= MIN_LENGTH:
+        lengths.insert(0, lengths[0] // 2)
+    points = []
+    for layer, of_layer in counts.items():
+        few = of_layer < SMALL * torch.arange(1, num_tokens + 1)
+        for length in lengths:
+            shares, metric = few[:, :length].double().mean(-1), "share_of_sparse_queries"
+            points.append(mean_point(shares, f"layer {layer}", metric, "seq_len", length, layer))
+    varying = weights.std(-1, correction=0).argsort(descending=True)[:NUM_SHOWN].sort().values
+    for x, means in binned(weights[varying], first, WATCHED_BINS):
+        for key, mean in zip(keys[varying].tolist(), means.tolist(), strict=True):
+            points.append(Point(f"key {key}", "attention_weight", mean, "query_token", x, watched_layer))
+    return points
+
+
+# Hidden states: columns of Q and K before and after skewing (Fig 7), layer inputs (Table 1)
+
+
+def columns(subject: Subject) -> list[Point]:
+    """Figure 7: magnitude of the columns of Q and K, in the model's own basis and in that of the calibrated rotation.
+
+    A column's magnitude is the mean over tokens of its absolute values; Q's is the mean over the group's heads. The
+    columns of a KV head are ordered by |q| + |k|, as InfiniGen chooses partial columns, which are the leftmost.
+    """
+    loaded = subject.loaded
+    ids = calibration_ids(subject.config.calibration, loaded.tokenizer)
+    folder = cache_dir() / "calibration"
+    calibration = cached_calibration(subject.attached, InfiniGen(), ids, loaded.fingerprint, folder)
+    layers = subject.layers(COLUMN_LAYERS)
+    points: list[Point] = []
+
+    def keep_magnitudes(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if layer not in layers:
+            return
+        rotation = calibration["rotation"][layer].to(query.device)
+        own_basis = torch.eye(query.shape[-1], device=query.device).expand_as(rotation)
+        for series, basis in (("before skewing", own_basis), ("after skewing", rotation)):
+            pair = magnitudes(query[0], key[0], basis)
+            for metric, found in zip(("query_magnitude", "key_magnitude"), pair, strict=True):
+                for rank, heads in enumerate(found.unbind(-1)):
+                    points.append(mean_point(heads, series, metric, "column_rank", rank, layer))
+
+    subject.run(keep_magnitudes)
+    return points
+
+
+def magnitudes(query: Tensor, key: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean absolute value of each column of Q and of K in `basis`, most important column first.
+
+    query: [heads, tokens, head_dim]; key: [num_kv_heads, tokens, head_dim]; basis: [num_kv_heads, head_dim, head_dim].
+    Returns two tensors [num_kv_heads, head_dim].
+    """
+    stacked = query.reshape(len(key), -1, query.shape[-1])
+    of_query, of_key = ((part.float() @ basis).abs().mean(1) for part in (stacked, key))
+    order = (of_query + of_key).argsort(-1, descending=True)
+    return of_query.gather(-1, order), of_key.gather(-1, order)
+
+
+def layer_inputs(subject: Subject) -> list[Point]:
+    """Table 1: cosine similarity of a layer's block input to the previous layer's block input, attention output and FFN
+    output. The first is why the attention input of one layer can stand in for the next one's.
+
+    Mean over tokens; by layer, and over layers with their standard error; layers from the second on, unless
+    `analysis.layers` names some. The FFN output is the gain of the residual stream beyond the attention output, so no
+    family's module names are needed.
+
+    Raises UserError for layer 0, which has none before it, and for a model that norms after the residual sum.
+    """
+    decoder, name = subject.attached.decoder, subject.loaded.name
+    if not getattr(subject.loaded.model.config, "do_layer_norm_before", True):
+        raise UserError(f"model {name}: norms after the residual sum; Table 1 needs a model that norms before it")
+    num_layers = len(decoder.layers)
+    if len(decoder.blocks) != num_layers:
+        raise UserError(f"model {name}: Table 1 needs a model of which every layer attends, once")
+    chosen = subject.layers(()) or tuple(range(1, num_layers))
+    if 0 in chosen:
+        raise UserError("analysis.layers: layer 0 has no layer before it; name layers from 1 on")
+    stream = _ResidualStream()
+    hooks = []
+    try:
+        for layer in decoder.layers:
+            hooks.append(layer.block.register_forward_pre_hook(stream.enter, with_kwargs=True))
+            hooks.append(layer.module.register_forward_hook(stream.attended))
+            hooks += [each.register_forward_hook(stream.computed) for each in layer.block.modules()]
+        subject.run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    similarities = torch.stack(stream.similarities)[[layer - 1 for layer in chosen]]  # [layers, 3]
+    metric = "cosine_similarity"
+    points = [mean_point(found, name, metric) for name, found in zip(INPUTS, similarities.T, strict=True)]
+    for number, row in zip(chosen, similarities.tolist(), strict=True):
+        points += [Point(name, metric, value, "layer", number, number) for name, value in zip(INPUTS, row, strict=True)]
+    return points
+
+
+class _ResidualStream:
+    """Hooks that compare each block input with the input and the outputs of the block before it.
+
+    similarities: for each layer from the second on, fp32 [3] in the order of `INPUTS`. outputs: of the submodules of
+    the block under way.
+    """
+
+    def __init__(self) -> None:
+        self.similarities: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.block_input: Tensor | None = None  # [tokens, hidden_size]
+        self.attn_out: Tensor | None = None
+
+    def enter(self, module: Any, args: tuple[Any, ...], call: Mapping[str, Any]) -> None:
+        """A decoder layer has its input."""
+        hidden = (args[0] if args else call["hidden_states"])[0].float()
+        before, attn_out = self.block_input, self.attn_out
+        if before is not None and attn_out is not None:
+            ffn_out = hidden - before - attn_out
+            self._require_ffn(ffn_out)
+            earlier = (before, attn_out, ffn_out)
+            cosines = [torch.cosine_similarity(hidden, other, dim=-1).mean() for other in earlier]
+            self.similarities.append(torch.stack(cosines).cpu())
+        self.block_input = hidden
+        self.outputs.clear()
+
+    def attended(self, module: Any, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """An attention module has its output, which the residual stream is about to take in."""
+        self.attn_out = output[0][0].float()
+
+    def computed(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        """A submodule of the block has an output."""
+        if isinstance(output, Tensor):
+            self.outputs.append(output)
+
+    def _require_ffn(self, ffn_out: Tensor) -> None:
+        """UserError where no submodule's output is the FFN output: the model then adds something else to the residual
+        stream, or scales or norms it first."""
+        close = 1e-2 * float(ffn_out.abs().max())
+        candidates = (each.float().reshape(ffn_out.shape) for each in self.outputs if each.numel() == ffn_out.numel())
+        if not any(torch.allclose(each, ffn_out, atol=close) for each in candidates):
+            raise UserError(
+                "Table 1 needs a model whose residual stream takes in the outputs of its attention and its FFN as "
+                "they are"
+            )
+
+
+# Runs
+
+STATISTICS: Mapping[str, Callable[[Subject], list[Point]]] = {
+    "similarity": similarity,
+    "key_tokens": key_tokens,
+    "columns": columns,
+    "layer_inputs": layer_inputs,
+    "sparsity": sparsity,
+}
+"""By `analysis.statistic`; `memory` is `run_memory`, which needs no weights."""
+
+
+def run_analysis(config: RunConfig, loaded: LoadedModel) -> Outcome:
+    """The statistic of `config`, as points.
+
+    Raises UserError for a text or a model shorter than `analysis.num_tokens`, a layer that the model does not have, or
+    a model that the statistic is not defined for.
+    """
+    num_tokens = config.analysis.num_tokens
+    if num_tokens > loaded.max_length:
+        raise UserError(f"analysis.num_tokens={num_tokens}: {loaded.name} takes at most {loaded.max_length} tokens")
+    offset = first_window_offset(config.corpus, config.calibration)
+    ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)[offset:]
+    if len(ids) < num_tokens:
+        raise UserError(
+            f"analysis.num_tokens={num_tokens}: the text has {len(ids)} tokens from token {offset} on; choose a "
+            "longer one"
+        )
+    assert config.analysis.statistic is not None, "RunConfig checks it"
+    with attach(loaded.model) as attached:
+        attached.require_length(num_tokens)
+        tokens = torch.tensor([ids[:num_tokens]], device=attached.device)
+        points = STATISTICS[config.analysis.statistic](Subject(config, loaded, attached, tokens))
+    return Outcome({"source": "measured", "points": [asdict(point) for point in points]})
+
+
+def run_memory(config: RunConfig) -> Outcome:
+    """Figure 2: bytes of the KV cache beside those of the weights, in fp16: (a) against the sequence length at batch
+    16, (b) against the batch size at 2,048 tokens, as in the paper.
+
+    No weights are read: the model is built without memory to count them. UserError where its shape is not known.
+    """
+    name, described = f"model {config.model.name}", model_config(config.model)
+    weights = WEIGHT_BYTES * count_weights(name, described)
+    cells = [("seq_len", seq_len, BATCH_SIZE, seq_len) for seq_len in SEQ_LENS]
+    cells += [("batch_size", batch_size, batch_size, SEQ_LEN) for batch_size in BATCH_SIZES]
+    points = []
+    with refused(f"{name}: its configuration does not tell the size of its KV cache"):
+        for x_name, x, batch_size, seq_len in cells:
+            points.append(Point("KV cache", "bytes", kv_bytes(described, batch_size, seq_len), x_name, x))
+            points.append(Point("weights", "bytes", weights, x_name, x))
+    return Outcome({"source": "modelled", "points": [asdict(point) for point in points]})
+
+
+def kv_bytes(described: PreTrainedConfig, batch_size: int, seq_len: int) -> int:
+    """Bytes of the full KV cache of `batch_size` sequences of `seq_len` tokens.
+
+    A sliding layer caches its window only; multi-head latent attention caches one latent and one rotary key for all
+    heads. A recurrent layer (linear attention, state space) caches no tokens, and its state is not counted.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    elements = 0
+    for layer, cached in zip(described.per_layer_config, DynamicCache(config=described).layers, strict=True):
+        if not isinstance(cached, DynamicLayer):
+            continue
+        heads = layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        of_token = 2 * (getattr(layer, "num_key_value_heads", None) or heads) * head_dim
+        if latent := getattr(layer, "kv_lora_rank", None):
+            of_token = latent + layer.qk_rope_head_dim
+        elements += of_token * min(seq_len, getattr(cached, "sliding_window", None) or seq_len)
+    return batch_size * elements * WEIGHT_BYTES
