@@ -323,13 +323,13 @@ def index(tables: data.Tables, name: str) -> Figure | None:
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
         factor = columns.METRICS[metric].factor
-        points = panel.groupby(["label", "run_id"], sort=False).agg(
+        points = panel.groupby(["label", "run_id"], sort=False, as_index=False).agg(
             x=(columns.RESIDENT_FRAC.name, "mean"),
             y=("value", "mean"),
             stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors)),
         )
-        for label in (label for label in looks if label in points.index):
-            own = points.loc[label].sort_values("x")
+        for label in (label for label in looks if label in set(points.label)):
+            own = points[points.label == label].sort_values("x")
             style.error_line(axes, 100 * own.x, factor * own.y, factor * own.stderr, name=label, like=looks[label])
         axes.set(ylabel=AXES[metric], xlabel="index on the device (% of full cache)")
 

@@ -144,7 +144,7 @@ def published(figure: str, metric: str, panel: pd.DataFrame, setup: Mapping[str,
     Only a panel measured, or modelled for the paper's machine, has them; an emulated panel never has.
     """
     on_gpu = (panel.source == "measured") | ((panel.source == "modelled") & (panel.get("platform") == PAPER_PLATFORM))
-    known = on_gpu.all() and all((panel[name] == value).all() for name, value in setup.items())
+    known = bool(on_gpu.all()) and all((panel[name] == value).all() for name, value in setup.items())
     rows = of_paper(figure)
-    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model) & known]
+    rows = rows[(rows.metric == metric) & rows.model.isin(panel.model if known else [])]
     return rows.assign(x=pd.to_numeric(rows.x, errors="coerce").astype(object).fillna(rows.x))

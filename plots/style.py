@@ -336,7 +336,7 @@ def mark_published(
     axes: Axes, found: Mapping[str, np.ndarray], groups: Sequence[float | str], points: pd.DataFrame
 ) -> None:
     """The paper's numbers as hollow markers on the bars of the same label (series) and group (x), by kind."""
-    for point in points.itertuples():
+    for _, point in points.iterrows():
         if point.series in found and point.x in groups:
             words, marker = f"{OF_PAPER}, {point.kind}", PUBLISHED_MARKERS[point.kind]
             axes.plot(found[point.series][groups.index(point.x)], point.value, label=words, marker=marker, **HOLLOW)

@@ -14,7 +14,7 @@ from test_tables import LATENCY_METRICS, save
 
 import plots.drawing
 from harness.errors import UserError
-from harness.paper.report import contents
+from harness.paper.report import page
 from harness.records import record as records
 from harness.records.record import read_record, read_records
 from harness.tables import write as tables
@@ -119,7 +119,7 @@ def test_a_damaged_table_is_refused_or_drawn_and_shown(tmp_path, monkeypatch):
         WRITERS[name](tmp_path)
         path = tmp_path / "tables" / f"{'leaderboard' if name == 'frontier' else name}.csv"
         path.write_bytes(with_damage(path.read_bytes(), seed))
-        for read in (lambda: plots.draw_figures(tmp_path), lambda path=path: contents.sheets(path, read_table(path))):
+        for read in (lambda: plots.draw_figures(tmp_path), lambda path=path: page.sheets(path, read_table(path))):
             try:
                 read()
             except UserError as refusal:

@@ -25,8 +25,8 @@ from harness.paper.costmodel import published
 from harness.paper.report import page as report_page
 from harness.paper.report.__main__ import main as report_main
 from harness.paper.report.compared import main_scores, main_times, published_sheet, side_by_side
-from harness.paper.report.contents import MODELLED, REGISTRY, entries_of
 from harness.paper.report.explorer import explorer
+from harness.paper.report.page import MODELLED, REGISTRY, entries_of
 from harness.tables import write as tables
 from harness.tables.columns import ACCURACY, BOARD, MISSING, names, typed
 from plots import drawing
@@ -270,7 +270,7 @@ def test_main_results_are_the_closest_methods_and_those_of_the_paper():
     assert main_scores([typed(place("A", asked_size=""))]) is None
     times = {"label": "offload", "total_s": 9.0, "model": "m", "batch_size": 1, "prompt_len": 8, "gen_len": 2}
     times |= {"source": "emulated"}
-    sheet = main_times({"fig14": [times, times | {"label": "infinigen", "total_s": 3.0}], "other": []})
+    sheet = main_times([[times, times | {"label": "infinigen", "total_s": 3.0}], []])
     assert sheet.lines[1] == ["infinigen", "m, batch 1, 8 + 2 tokens, emulated", "3.0", "3.0"]
 
 

@@ -1,6 +1,6 @@
 """Numbers beside numbers: the paper's beside ours, one model's beside another's, and the main results of all."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -136,10 +136,10 @@ def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     return Sheet(title, ["method", *(column.heading for column in shown)], lines)
 
 
-def main_times(tables: Mapping[str, Sequence[TableRow]]) -> Sheet | None:
-    """The overview's table of times: seconds of a run and the speedup over offload, of each figure in `tables`."""
+def main_times(tables: Iterable[Sequence[TableRow]]) -> Sheet | None:
+    """The overview's table of times: seconds of a run and the speedup over offload, of each table."""
     lines = []
-    for rows in tables.values():
+    for rows in tables:
         seconds = {row["label"]: row for row in rows if row.get("total_s") is not None}
         for row in (seconds[label] for label in SYSTEMS if {label, SYSTEMS[0]} <= set(seconds)):
             shape = f"batch {row['batch_size']:.0f}, {row['prompt_len']:,.0f} + {row['gen_len']:.0f} tokens"
