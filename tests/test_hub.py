@@ -85,7 +85,7 @@ def test_a_pickle_is_never_fetched_but_the_conversion_bots_branch(served, files)
 @pytest.mark.parametrize("lost", ["tokenizer.json", "config.json"])
 def test_a_download_cut_short_goes_on_at_the_next_start(lost, served):
     served.disturb(rf"HEAD .*/{lost}$", status(404, "Entry not found", X_Error_Code="EntryNotFound"), times=1)
-    assert f"the hub answered 404 to /{ID}/resolve/" in (message := refused()) and f"/{lost}: Entry" in message
+    assert re.search(f"the hub refused: 404 .*Entry Not Found for .*/{lost}", refused())
     served.requests.clear()
     assert load_model(CONFIG).tokenizer is not None
     assert served.asked(rf"GET .*/{lost}$")
@@ -96,8 +96,7 @@ def test_a_download_cut_short_goes_on_at_the_next_start(lost, served):
 
 def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(served, monkeypatch):
     served.models[ID].gated = True
-    message = refused()
-    assert f"Access to model {ID} is restricted." in message and "hf auth login" in message
+    assert f"Access to model {ID} is restricted. You must have access to it. Please log in." in refused()
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
     assert f"Visit https://huggingface.co/{ID} to ask for access." in refused()
     monkeypatch.setenv("HF_TOKEN", served.token)
@@ -107,38 +106,34 @@ def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(ser
 @pytest.mark.parametrize(
     ("asked", "answer", "words"),
     [
-        (API, status(401, "Invalid credentials in header"), "answered 401 to .* Invalid credentials .*HF_TOKEN="),
-        (TREE, status(403, "Forbidden by your organisation"), "answered 403 to .*: Forbidden by your organisation"),
-        (FILE, status(429, "We had to rate limit you"), "answered 429 to .*: We had to rate limit you"),
-        (API, status(500), "answered 500 to .*: Internal Server Error"),
+        (API, status(401, "Invalid credentials in header"), "401 .*Invalid credentials"),
+        (TREE, status(403, "Forbidden by your organisation"), "403 .*Forbidden by your organisation"),
+        (FILE, status(429, "We had to rate limit you"), "429 .*We had to rate limit you"),
+        (API, status(500), "500 .*Internal Server Error"),
         (FILE, break_off, "peer closed connection"),
-        (FILE, stall, "gave no answer in time"),
-        (API, hang, "gave no answer in time"),
+        (FILE, stall, "timed out"),
+        (API, hang, "timed out"),
     ],
 )
 def test_a_refusal_says_what_the_hub_answered(asked, answer, words, served, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     served.disturb(asked, answer)
     message = refused()
-    assert re.search(words, message) and "unreachable" not in message
+    assert re.search(words, message)
     assert len(served.asked(asked)) <= 14, "given up"
 
 
-def test_other_refusals(served, files, monkeypatch):
-    assert "no such repository, or a private one (the hub answered 401 to /api/models/org/no:" in refused("org/no")
-    served.models["org/odd"] = Repository(
-        files | {"model.safetensors.index.json": b'{"weight_map": {"a": "other.safetensors"}}'}
-    )
-    assert "its weights are not all in files named model*.safetensors" in refused("org/odd")
+def test_other_refusals(served, monkeypatch):
+    assert re.search("Repository Not Found .* make sure you are authenticated", refused("org/no"))
     with pytest.raises(UserError, match="^model.hub_id=a/b/c: not a repository id; expected organisation/name"):
         source.snapshot("a/b/c")
     served.requests.clear()
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        assert "HF_HUB_OFFLINE is set" in refused() and not served.requests
+        assert "HF_HUB_OFFLINE" in refused() and not served.requests
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
     began = time.monotonic()
-    assert "http://127.0.0.1:9 is unreachable" in refused() and time.monotonic() - began < 5
+    assert "the connection to http://127.0.0.1:9 failed" in refused() and time.monotonic() - began < 5
 
 
 # Transfers

@@ -165,7 +165,7 @@ def test_the_revision_is_that_of_the_newest_whole_rows(path, part, has_options, 
     [
         (ROWS, break_off, "peer closed connection"),
         ("/wikitext", status(403, "Visit the page to ask for access.", X_Error_Code="GatedRepo"), "ask for access"),
-        ("/wikitext", status(503, "The hub is being updated"), "answered 503 .* being updated"),
+        ("/wikitext", status(503, "The hub is being updated"), "503 .*being updated"),
     ],
 )
 def test_a_refused_data_set_says_what_the_hub_answered(asked, answer, words, served):

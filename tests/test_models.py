@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from harness import files
 from harness.errors import UserError
-from harness.model import gguf, source
+from harness.model import source
 from harness.model.attach import attach
 from harness.model.families import families
 from harness.model.load import (
@@ -238,7 +238,7 @@ DAMAGE = {
     "a config of words": ({"config.json": '{"model_type": "llama", "num_attention_heads": "many"}'}, BAD_CONFIG),
     "a missing layer": ({"config.json": {"num_hidden_layers": 5}}, r"lacks \d+ weights"),
     "a missing shard": (
-        {"model.safetensors.index.json": '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'},
+        {"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"b": "model-2.safetensors"}}'},
         "not all of its safetensors are here: model-2.safetensors",
     ),
     "truncated weights": ({"model.safetensors": -100}, "cannot be loaded"),
@@ -271,7 +271,7 @@ def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, 
     first = load_model(configured(path=str(tiny_gguf)))
     assert torch.equal(first.model(IDS).logits, origin.eval()(IDS).logits)
     assert str(files.cache_dir()) in capsys.readouterr().err
-    monkeypatch.setattr(gguf, "_convert", None)  # a second conversion would fail
+    monkeypatch.setattr(source, "_convert", None)  # a second conversion would fail
     again = load_model(configured(path=str(tiny_gguf.parent)))
     assert torch.equal(again.model(IDS).logits, first.model(IDS).logits)
     assert again.fingerprint == first.fingerprint == files.file_sha256(tiny_gguf)

@@ -20,27 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import UserError, missing, reason, refused
 from harness.files import file_sha256, files_sha256, text_sha256
-from harness.model.gguf import converted
-from harness.model.shape import (
-    NESTED,
-    SIZES,
-    as_config,
-    count_weights,
-    require_filled,
-    require_room,
-    size,
-)
-from harness.model.source import (
-    CONFIG,
-    PACKAGE,
-    PACKAGED_NAME,
-    cached_snapshot,
-    has_tokenizer,
-    located,
-    num_elements,
-    read_config,
-    weight_files,
-)
+from harness.model import source
+from harness.model.shape import NESTED, SIZES, as_config, require_room, size
 from harness.settings.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -76,9 +57,6 @@ class LoadedModel:
     fingerprint: str
 
 
-# A model ready to run
-
-
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the model that `config` describes.
 
@@ -89,12 +67,15 @@ def load_model(config: ModelConfig) -> LoadedModel:
     from transformers.utils import logging
 
     devices, dtype = _placement(config)
+    directory: Path | None
     if config.weights == "random":
-        directory, shape = _tokenizer_directory(config), model_config(config)
-        fingerprint = _random_fingerprint(shape, config.seed)
-        model = _random(config, shape, devices, dtype)
+        described = model_config(config)
+        values = {k: v for k, v in described.to_dict().items() if k not in ("transformers_version", "dtype")}
+        text = json.dumps(values, sort_keys=True, default=str)
+        directory, fingerprint = _tokenizer_directory(config), text_sha256("random", text, str(config.seed))
+        model = _random(config, described, devices, dtype)
     else:
-        directory, fingerprint = find_source(config)
+        directory, fingerprint = _found(config)
         logging.disable_progress_bar()
         try:
             model = _pretrained(config, directory, devices, dtype)
@@ -113,41 +94,23 @@ def from_memory(
     the sha256 of configuration and weights. Raises UserError for a tokenizer with more tokens than the model has
     embeddings.
     """
+    import torch
+
     name = name or Path(model.name_or_path or model.config.model_type).name
     if tokenizer is not None:
         _require_embeddings(f"model {name}: its tokenizer", tokenizer, model)
-    return LoadedModel(model.eval(), tokenizer, name, _max_length(model), _memory_fingerprint(model))
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    for key, weight in model.named_parameters():
+        digest.update(f"{key} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return LoadedModel(model.eval(), tokenizer, name, _max_length(model), digest.hexdigest())
 
 
 def _max_length(model: PreTrainedModel) -> int:
     return size(model.config, "max_position_embeddings") or UNLIMITED
 
 
-def _memory_fingerprint(model: PreTrainedModel) -> str:
-    import torch
-
-    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
-    for name, weight in model.named_parameters():
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-# Sources and shapes
-
-
-def find_source(config: ModelConfig) -> tuple[Path, str]:
-    """Find a model's pretrained weights; a GGUF is converted, and a model of the hub downloaded.
-
-    Returns the folder with config, safetensors and perhaps a tokenizer, and the weights' fingerprint: the sha256 of the
-    GGUF, of the folder's files, or of hub id and revision.
-    """
-    found = located(config)
-    if found.suffix == ".gguf":
-        return converted(found), file_sha256(found)
-    if config.path:
-        return found, files_sha256([found / CONFIG, *weight_files(found)])
-    return found, text_sha256(str(config.hub_id), found.name)  # a snapshot is named by its revision
+# Shapes
 
 
 def model_config(config: ModelConfig) -> PreTrainedConfig:
@@ -166,26 +129,11 @@ def shape_mapping(config: ModelConfig) -> dict[str, Any]:
     return _of_decoder(config.name, _mapping(config))
 
 
-def require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
-    """Raise UserError where the config.json beside the weights, `found`, says another family or size than
-    `config.shape`, by which grids and estimates go."""
-    if not config.shape:
-        return
-    expected, found = _of_decoder(config.name, config.shape), _of_decoder(config.name, found)
-    other = [key for key in ("model_type", *SIZES) if key in expected and key in found and found[key] != expected[key]]
-    if other:
-        holds, says = (", ".join(f"{key}={each[key]}" for key in other) for each in (found, expected))
-        raise UserError(
-            f"model={config.name}: {config.path or config.hub_id or PACKAGE} holds a model of {holds}, and "
-            f"conf/model says {says}; model.shape=null takes it as it is"
-        )
-
-
 def _mapping(config: ModelConfig) -> dict[str, Any]:
     if config.shape and not config.path:
         return dict(config.shape)
-    found = located(config, weights=False)
-    return read_config(converted(found) if found.suffix == ".gguf" else found)
+    found = source.located(config, weights=False)
+    return source.read_config(source.converted(found) if found.suffix == ".gguf" else found)
 
 
 def _of_decoder(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,43 +186,33 @@ def _require_on_devices(name: str, left: Sequence[str]) -> None:
         )
 
 
-# Random weights
+# Weights
 
 
 def _random(
-    config: ModelConfig, shape: PreTrainedConfig, devices: Sequence[torch.device], dtype: torch.dtype
+    config: ModelConfig, described: PreTrainedConfig, devices: Sequence[torch.device], dtype: torch.dtype
 ) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
     what, is_spread = f"model {config.name}", config.device == "map"
+    require_room(what, described, dtype, devices)
     device = torch.device("cpu") if is_spread else devices[0]
-    num_weights = count_weights(what, shape)
-    require_room(what, num_weights, dtype, devices)
-    require_room(what, num_weights, dtype, [device])
+    if is_spread:
+        require_room(what, described, dtype, [device])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=_attention(shape))
-    if is_spread:
-        _spread(config.name, model)
+        model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation=_attention(described))
+    if is_spread:  # from host memory to all CUDA devices, as `device_map="auto"` places a loaded one
+        from accelerate import dispatch_model, infer_auto_device_map
+        from accelerate.utils import get_balanced_memory
+
+        whole = sorted(model._no_split_modules or ())
+        room = get_balanced_memory(model, no_split_module_classes=whole)
+        device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
+        _require_on_devices(config.name, [module for module, place in device_map.items() if place in ("cpu", "disk")])
+        dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
     return model
-
-
-def _spread(name: str, model: PreTrainedModel) -> None:
-    """Move a model from host memory to all CUDA devices, as `device_map="auto"` places a loaded one."""
-    from accelerate import dispatch_model, infer_auto_device_map
-    from accelerate.utils import get_balanced_memory
-
-    whole = sorted(model._no_split_modules or ())
-    room = get_balanced_memory(model, no_split_module_classes=whole)
-    device_map = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-    _require_on_devices(name, [module for module, device in device_map.items() if device in ("cpu", "disk")])
-    dispatch_model(model, device_map, skip_keys=sorted(model._skip_keys_device_placement or ()))
-
-
-def _random_fingerprint(shape: PreTrainedConfig, seed: int) -> str:
-    values = {key: value for key, value in shape.to_dict().items() if key not in ("transformers_version", "dtype")}
-    return text_sha256("random", json.dumps(values, sort_keys=True, default=str), str(seed))
 
 
 def _attention(described: PreTrainedConfig) -> str:
@@ -284,21 +222,34 @@ def _attention(described: PreTrainedConfig) -> str:
     return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]._supports_sdpa else "eager"
 
 
-# Pretrained weights
+def _found(config: ModelConfig) -> tuple[Path, str]:
+    """The folder with a model's config, safetensors and perhaps a tokenizer, and the weights' fingerprint: the sha256
+    of the GGUF, of the folder's files, or of hub id and revision."""
+    found = source.located(config)
+    if found.suffix == ".gguf":
+        return source.converted(found), file_sha256(found)
+    if config.path:
+        return found, files_sha256([found / source.CONFIG, *source.weight_files(found)])
+    return found, text_sha256(str(config.hub_id), found.name)  # a snapshot is named by its revision
 
 
 def _pretrained(
     config: ModelConfig, directory: Path, devices: Sequence[torch.device], dtype: torch.dtype
 ) -> PreTrainedModel:
+    import torch
     from transformers import AutoModelForCausalLM
 
-    mapping = read_config(directory)
-    require_as_described(config, mapping)
-    _require_floats(config.name, mapping)
+    mapping = source.read_config(directory)
+    _require_as_described(config, mapping)
     described = as_config(config.name, mapping)
-    num_weights = num_elements(weight_files(directory))
-    require_filled(str(directory), described, num_weights)
-    require_room(f"model {config.name}", num_weights, dtype, devices)
+    if quantized := mapping.get("quantization_config") or mapping.get(NESTED, {}).get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise UserError(
+            f"model {config.name}: its weights are quantized ({method}), which is not supported; choose its checkpoint "
+            "in float16 or bfloat16, or a GGUF"
+        )
+    source.weight_files(directory)
+    require_room(f"model {config.name}", described, dtype, devices)
     multimodal = described.model_type != mapping["model_type"]  # of which the text decoder alone is loaded
     with refused(f"model {config.name}: {directory} cannot be loaded"):
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -312,40 +263,36 @@ def _pretrained(
             output_loading_info=True,
             **({"config": described, "key_mapping": TEXT_WEIGHTS} if multimodal else {}),
         )
+    names, weights = zip(*model.named_parameters(), strict=True)
     if config.device == "map":
-        _require_on_devices(config.name, [key for key, each in model.named_parameters() if not each.is_cuda])
+        _require_on_devices(config.name, [key for key, each in zip(names, weights, strict=True) if not each.is_cuda])
     lacking = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if lacking:
         raise UserError(
             f"model {config.name}: {directory} lacks {len(lacking)} weights of the shape in its config.json, "
             f"such as {lacking[0]}"
         )
-    _require_finite(config.name, model)
+    bounds = torch.stack([torch.stack(torch.aminmax(each)).float().to(weights[0].device) for each in weights])
+    odd = (~bounds.isfinite().all(1)).nonzero().flatten().tolist()
+    if odd:
+        said = f"{len(odd)} of its weights are not finite in {config.dtype}, such as {names[odd[0]]}"
+        raise UserError(f"model {config.name}: {said}")
     return model
 
 
-def _require_floats(name: str, mapping: Mapping[str, Any]) -> None:
-    """Raise UserError where a config.json says that its weights are quantized: methods compute with floats."""
-    nested = mapping.get(NESTED)
-    parts = [mapping, nested] if isinstance(nested, Mapping) else [mapping]
-    for quantized in filter(None, (part.get("quantization_config") for part in parts)):
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+def _require_as_described(config: ModelConfig, found: Mapping[str, Any]) -> None:
+    """Raise UserError where the config.json beside the weights, `found`, says another family or size than
+    `config.shape`, by which grids and estimates go."""
+    if not config.shape:
+        return
+    expected, found = _of_decoder(config.name, config.shape), _of_decoder(config.name, found)
+    other = [key for key in ("model_type", *SIZES) if key in expected and key in found and found[key] != expected[key]]
+    if other:
+        holds, says = (", ".join(f"{key}={each[key]}" for key in other) for each in (found, expected))
         raise UserError(
-            f"model {name}: its weights are quantized ({method}), which is not supported; choose its checkpoint in "
-            "float16 or bfloat16, or a GGUF"
+            f"model={config.name}: {config.path or config.hub_id or source.PACKAGE} holds a model of {holds}, and "
+            f"conf/model says {says}; model.shape=null takes it as it is"
         )
-
-
-def _require_finite(name: str, model: PreTrainedModel) -> None:
-    """Raise UserError where a weight is infinite or NaN in the precision it was loaded in."""
-    import torch
-
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    bounds = torch.stack([torch.stack(torch.aminmax(each)).float().to(parameters[0].device) for each in parameters])
-    odd = (~bounds.isfinite().all(1)).nonzero().flatten().tolist()
-    if odd:
-        dtype = str(parameters[odd[0]].dtype).removeprefix("torch.")
-        raise UserError(f"model {name}: {len(odd)} of its weights are not finite in {dtype}, such as {names[odd[0]]}")
 
 
 # The tokenizer
@@ -357,42 +304,41 @@ def _tokenizer_directory(config: ModelConfig) -> Path | None:
         path = Path(config.path)
         return path if path.is_dir() else path.parent
     if config.hub_id:
-        return cached_snapshot(config.hub_id)
-    packaged = config.name == PACKAGED_NAME and importlib.util.find_spec(PACKAGE)
-    return find_source(config)[0] if packaged else None
+        return next(source.cached_snapshots(config.hub_id), None)
+    packaged = config.name == source.PACKAGED_NAME and importlib.util.find_spec(source.PACKAGE)
+    return _found(config)[0] if packaged else None
 
 
 def _tokenizer(directory: Path | None, config: ModelConfig, model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights; None where there is none, or random weights have too few embeddings for it."""
     from transformers import AutoTokenizer
 
-    if directory is None or not has_tokenizer(directory):
+    if directory is None or not source.has_tokenizer(directory):
         return None  # asked anyway, transformers would make up an empty one
-    lacks, files = "", {path.name for path in directory.iterdir()}
-    if "tokenizer.model" in files - {"tokenizer.json"} and importlib.util.find_spec("sentencepiece") is None:
-        lacks = ": tokenizer.model needs the Python package sentencepiece, which is not installed, or a tokenizer.json"
-    with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{lacks}"):
+    files = {path.name for path in directory.iterdir()}
+    slow = "tokenizer.model" in files and "tokenizer.json" not in files
+    needs = ": tokenizer.model needs the Python package sentencepiece; or add a tokenizer.json" if slow else ""
+    with refused(f"model {config.name}: the tokenizer in {directory} cannot be loaded{needs}"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-    if config.weights == "random":
-        return tokenizer if _num_tokens(tokenizer) <= _num_embeddings(model) else None
-    _require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, model)
+    try:
+        _require_embeddings(f"model {config.name}: the tokenizer in {directory}", tokenizer, model)
+    except UserError:
+        if config.weights == "random":
+            return None
+        raise
     return tokenizer
 
 
 def _require_embeddings(what: str, tokenizer: Any, model: PreTrainedModel) -> None:
-    tokens, embeddings = _num_tokens(tokenizer), _num_embeddings(model)
+    """Raise UserError where texts are made of more tokens than the model has embeddings.
+
+    Added tokens may lie beyond, as one that transformers adds to a GGUF's tokenizer: a text with such a token is
+    refused when it is run.
+    """
+    tokens = max(tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0))
+    embeddings = model.get_input_embeddings().weight.shape[0]
     if tokens > embeddings:
         raise UserError(
             f"{what} has {tokens} tokens, more than the model's embedding (vocab_size={embeddings}); give it its own "
             "tokenizer"
         )
-
-
-def _num_tokens(tokenizer: Any) -> int:
-    """Tokens that texts are made of, with the first and the last one. Added tokens may lie beyond, as one that
-    transformers adds to a GGUF's tokenizer: a text with such a token is refused when it is run."""
-    return max(tokenizer.vocab_size, 1 + (tokenizer.bos_token_id or 0), 1 + (tokenizer.eos_token_id or 0))
-
-
-def _num_embeddings(model: PreTrainedModel) -> int:
-    return model.get_input_embeddings().weight.shape[0]

@@ -142,67 +142,49 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
 def as_config(name: str, mapping: Mapping[str, Any]) -> PreTrainedConfig:
     """The text decoder that a config.json or a `shape` describes; raises as `model_config`."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto import modeling_auto as auto
 
     settings = dict(mapping)
     model_type = settings.pop("model_type", None)
+    decoders = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    def unsupported(why: str) -> UserError:
+        allowed = f"decoders of transformers {__version__} (AutoModelForCausalLM)"
+        return UserError(f"model {name}: model_type={model_type} is not supported: {why}allowed: {allowed}")
+
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise _unsupported(name, model_type, question(model_type, CAUSAL) if model_type else "")
+        raise unsupported(question(model_type, decoders) if model_type else "")
     nested = settings.get(NESTED)
-    _require_sizes(name, settings)
-    _require_sizes(name, nested if isinstance(nested, Mapping) else {})
+    for part in (settings, nested if isinstance(nested, Mapping) else {}):
+        for key in SIZES:
+            if isinstance(part.get(key), int) and part[key] < 1:
+                raise UserError(f"model {name}: its shape is not valid: {key}={part[key]} must be above 0")
     with refused(f"model {name}: its shape is not valid"):
         whole = CONFIG_MAPPING[model_type](**settings)
         text = whole.get_text_config(decoder=True)
-    described = text if text.model_type in CAUSAL else whole
+    described = text if text.model_type in decoders else whole
     if whole.is_encoder_decoder:
-        raise _unsupported(name, model_type, "it is an encoder-decoder; ")
-    if described.model_type not in CAUSAL:
-        raise _unsupported(name, model_type, "it is no decoder; ")
-    _require_causal(name, described)
+        raise unsupported("it is an encoder-decoder; ")
+    if described.model_type not in decoders:
+        raise unsupported("it is no decoder; ")
     heads, kv_heads = size(described, "num_attention_heads"), size(described, "num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         several = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
         raise UserError(f"model {name}: its shape is not valid: {several}")
-    return described
-
-
-def _require_sizes(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise UserError where a size is no whole number above 0, or a list of such numbers, one for each layer."""
-    for key in SIZES:
-        given = settings.get(key)
-        sizes = given if isinstance(given, list) and given else [given]
-        if given is not None and not all(type(each) is int and each >= 1 for each in sizes):
-            raise UserError(f"model {name}: its shape is not valid: {key}={given} must be a whole number above 0")
-
-
-def _unsupported(name: str, model_type: object, why: str) -> UserError:
-    """The refusal of a model_type that is no decoder of transformers."""
-    from transformers import __version__
-
-    decoders = f"decoders of transformers {__version__} (AutoModelForCausalLM)"
-    return UserError(f"model {name}: model_type={model_type} is not supported: {why}allowed: {decoders}")
-
-
-def _require_causal(name: str, described: PreTrainedConfig) -> None:
-    """Raise UserError where tokens attend to later ones.
-
-    Those of BERT and its kin do unless `is_decoder` is set. GPT-NeoX has the same setting and is causal either way; it
-    has no class for masked language modelling.
-    """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
-
-    settings = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
-    if described.model_type in MASKED or described.model_type == "bert-generation":
-        settings["is_decoder"] = (False,)
-    for setting, bidirectional in settings.items():
+    looks_ahead = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
+    # BERT and its kin are causal if `is_decoder` is set. GPT-NeoX has the setting, no masked language modelling, and is
+    # causal either way.
+    if described.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or described.model_type == "bert-generation":
+        looks_ahead["is_decoder"] = (False,)
+    for setting, bidirectional in looks_ahead.items():
         value = getattr(described, setting, None)
         if value in bidirectional:
             raise UserError(
                 f"model {name}: {setting}={value} of model_type={described.model_type} is not supported: tokens would "
                 "attend to later ones; allowed: causal attention"
             )
+    return described
 
 
 # Do the weights fit?
@@ -217,20 +199,9 @@ def count_weights(what: str, described: PreTrainedConfig) -> int:
         return AutoModelForCausalLM.from_config(described).num_parameters()
 
 
-def require_filled(what: str, described: PreTrainedConfig, num_weights: int) -> None:
-    """Raise UserError where files hold less than half of the weights that their configuration describes: transformers
-    would make up the rest in memory.
-
-    A layer of any decoder holds more than hidden_size squared: so too many layers are refused without building them.
-    """
-    layers, hidden_size = (size(described, name) or 0 for name in ("num_hidden_layers", "hidden_size"))
-    if layers * hidden_size**2 > 2 * num_weights or count_weights(what, described) > 2 * num_weights:
-        raise UserError(f"{what}: holds {num_weights} weights, far fewer than its configuration describes")
-
-
-def require_room(what: str, num_weights: int, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
-    """Raise UserError where so many weights do not fit into the free memory of all `devices` together."""
-    needed, available = num_weights * dtype.itemsize, sum(map(available_bytes, devices))
+def require_room(what: str, described: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device]) -> None:
+    """Raise UserError where a model's weights do not fit into the free memory of all `devices` together."""
+    needed, available = count_weights(what, described) * dtype.itemsize, sum(map(available_bytes, devices))
     if needed <= available:
         return
     word = str(dtype).removeprefix("torch.")

