@@ -15,7 +15,7 @@ from harness.files import text_sha256
 from harness.launch import runner
 from harness.model import source
 from harness.model.source import PACKAGED_SHA256
-from harness.records import code, environment, inputs
+from harness.records import environment, inputs
 from harness.records import record as records
 from harness.resources import Resources
 from harness.settings.experiment import Outcome
@@ -291,8 +291,8 @@ def test_a_process_keeps_the_last_model(runs, command):
 def sources(monkeypatch, tmp_path):
     """A copy of the sources whose digests count; the real ones run."""
     for name in ("harness", "methods"):
-        shutil.copytree(code.ROOT / name, tmp_path / "sources" / name)
-    monkeypatch.setattr(code, "ROOT", tmp_path / "sources")
+        shutil.copytree(inputs.ROOT / name, tmp_path / "sources" / name)
+    monkeypatch.setattr(inputs, "ROOT", tmp_path / "sources")
     return tmp_path / "sources"
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from harness.errors import UserError, again, line_in, one_line, reason, recorded
 from harness.files import HeldError, lock_file, until_settled
 from harness.launch import tracking
-from harness.records import code, environment, inputs
+from harness.records import environment, inputs
 from harness.records import record as records
 from harness.records.samples import full_runs
 from harness.resources import Resources
@@ -171,7 +171,7 @@ def run(todo: Run, resources: Resources, *, since: float | None = None, say: Cal
         if not is_cell and (why := todo.why_again()):
             say(why)
         if todo.found()[1] is not None:
-            records.set_aside(todo.path)
+            todo.path.replace(records.aside(todo.path))
         _record(todo, resources)
     return todo.path
 
@@ -245,7 +245,7 @@ def _unfinished(todo: Run) -> dict[str, Any]:
     """The record of a run that has not ended: what a killed one leaves."""
     config = todo.config
     module = type(config.method).__module__
-    file = code.own_file(module)
+    file = inputs.own_file(module)
     return {
         "schema": records.SCHEMA,
         "run_id": todo.path.parent.name,
@@ -324,7 +324,7 @@ def _of_own_code(config: RunConfig, error: BaseException, said: str) -> UserErro
 
     Where an own method returned something that only our code stumbles over, the line is that of its class.
     """
-    own = code.own_file(type(config.method).__module__)
+    own = inputs.own_file(type(config.method).__module__)
     if own is not None and (line := line_in(error, set(map(str, own.parent.glob("*.py"))))):
         return UserError(f"method={config.method_name}: {line}: {said}")
     folder = config.task.include_path

@@ -66,7 +66,12 @@ def pack(results_dir: Path, target: Path) -> Packed:
     """
     records = sorted(results_dir.glob(RECORDS))
     derived = sorted(path for pattern in DERIVED for path in results_dir.glob(pattern) if path.is_file())
-    chosen = [path for path in tqdm(records, unit="record", delay=1, leave=False) if _has_ended(path)]
+    chosen = []
+    for path in tqdm(records, unit="record", delay=1, leave=False):
+        try:
+            chosen += [path] if read_record(path)["status"] != "interrupted" else []
+        except UserError as error:
+            log.warning("%s; left out of the archive", error)
     if not chosen and not derived:
         raise UserError(f"results_dir={results_dir}: nothing to share, neither finished run nor table")
     digests: dict[str, str] = {}
@@ -86,14 +91,6 @@ def pack(results_dir: Path, target: Path) -> Packed:
 def sha256(data: bytes) -> str:
     """A member's digest in the manifest, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
-
-
-def _has_ended(path: Path) -> bool:
-    try:
-        return bool(read_record(path)["status"] != "interrupted")
-    except UserError as error:
-        log.warning("%s; left out of the archive", error)
-        return False
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,65 +16,44 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Interpreter, machine, packages and commit.
+    """Interpreter, machine, packages and commit, as a flat, JSON-able mapping; None for the unknown.
 
-    Args:
-        devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
-
-    Returns:
-        A flat, JSON-able mapping; what this machine does not tell is None.
+    devices: the torch devices the model was on, such as "cuda:0"; none where none was loaded.
     """
+    gpus = []
+    if devices:
+        import torch
+
+        gpus = [torch.cuda.get_device_name(each) for each in devices if each.startswith("cuda")]
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")  # what runs write
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": processor(),
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "num_threads": _num_threads() if devices else None,
+        "num_threads": torch.get_num_threads() if devices else None,
         "memory_bytes": total_memory(),
         "device": ", ".join(devices) or None,
-        "device_name": ", ".join(_device_name(each) for each in devices if each.startswith("cuda")) or None,
+        "device_name": ", ".join(gpus) or None,
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": _is_dirty(),
+        "dirty": None if changed is None else bool(changed),
     }
 
 
 def processor() -> str | None:
     """The processor's name, where the system tells it."""
-    return _from_proc("/proc/cpuinfo", "model name") or platform.processor() or None
-
-
-def _from_proc(file: str, key: str) -> str | None:
-    try:
-        lines = Path(file).read_text().splitlines()
-    except OSError:
-        return None  # not Linux
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), None)
-
-
-def _num_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device)
+    with suppress(OSError):  # only Linux has it
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _is_dirty() -> bool | None:
-    """Whether tracked files differ from the commit; what runs write under results/ does not count."""
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
-    return None if changed is None else bool(changed)
+    return None
 
 
 def _git(*arguments: str) -> str | None:

@@ -1,13 +1,18 @@
 """The sha256 of every input of a run, code included, taken before a model loads: a change makes another run.
 
-Files of the Hugging Face hub are identified by their revision. Missing ones are downloaded first.
+Files of the Hugging Face hub are identified by their revision. Missing ones are downloaded first. The code is that of
+the method and of the harness. It is read, not imported; comments, docstrings, layout and Python's version do not count.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from importlib.util import resolve_name
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.data import hub as data_hub
 from harness.data import ruler
@@ -15,7 +20,6 @@ from harness.data.rows import find_files, hub_options
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
-from harness.records import code
 from harness.settings.config import (
     OFFLINE_TASKS,
     RULER_TASKS,
@@ -30,6 +34,17 @@ from harness.settings.experiment import find
 if TYPE_CHECKING:
     from harness.data.lm_tasks import Leaf
 
+CODE = "code:"
+"""Prefix of the inputs that are code."""
+ROOT = Path(__file__).resolve().parents[2]
+CORE = (
+    "offload", "data", "replay.py", "setup.py", "sizes.py",
+    "model/attach.py", "model/attention.py", "model/calibration.py", "model/decoder.py", "model/policies.py",
+    "model/prompt.py",
+)  # fmt: skip
+"""Files and folders of `harness` that all kinds of run share."""
+METHODS = "methods"
+
 
 def digests(config: RunConfig) -> dict[str, str]:
     """sha256 by name: the code, the model, the method's file, and what its kind of run reads.
@@ -40,7 +55,7 @@ def digests(config: RunConfig) -> dict[str, str]:
     experiment = find(config.kind)
     of_model = model(config.model, weights=experiment.needs_weights(config))
     of_method = {} if config.method.file is None else {"method": files_sha256([Path(config.method.file)])}
-    of_code = code.digests(type(config.method).__module__, experiment.code)
+    of_code = code(type(config.method).__module__, experiment.code)
     return of_code | of_model | of_method | experiment.inputs(config)
 
 
@@ -74,43 +89,125 @@ def tasks(config: RunConfig) -> dict[str, str]:
 
     Data that a task's own Python fetches is not read: its code counts. All files of a user's own folder count.
     """
-    made = {name: _source(name) for name in config.tasks if name in OFFLINE_TASKS}
-    if len(made) == len(config.tasks) and config.task.include_path is None:
-        return made  # spares loading lm-eval
+
+    def generated(name: str) -> str:
+        return ruler.digest() if name in RULER_TASKS else text_sha256(offline_text())
+
+    found = {name: generated(name) for name in config.tasks if name in OFFLINE_TASKS}
+    folder = config.task.include_path
+    if len(found) == len(config.tasks) and folder is None:
+        return found  # spares loading lm-eval
     from harness.data.lm_tasks import digest_of, plan
 
     planned = plan(config)
-    read = {name: _task(leaf, config.data) if leaf.config else _source(name) for name, leaf in planned.leaves.items()}
-    groups = {name: digest_of(group.to_dict() or {}) for name, group in planned.groups.items()}
-    return made | read | groups | _folder(config.task.include_path)
+    for name, leaf in planned.leaves.items():
+        found[name] = _leaf(leaf, config.data) if leaf.config else generated(name)
+    found |= {name: digest_of(group.to_dict() or {}) for name, group in planned.groups.items()}
+    if folder is not None:
+        own = sorted(path for path in Path(folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        found["include_path"] = text_sha256(*(f"{path.relative_to(folder)} {file_sha256(path)}" for path in own))
+    return found
 
 
-def _source(task: str) -> str:
-    return ruler.digest() if task in RULER_TASKS else text_sha256(offline_text())
-
-
-def _task(leaf: Leaf, data: DataConfig) -> str:
+def _leaf(leaf: Leaf, data: DataConfig) -> str:
     if leaf.makes_rows or data.name == "offline":
         return leaf.digest
-    if data.name == "hub":
-        return text_sha256(leaf.digest, _revision(leaf))
-    files = find_files(str(data.root), leaf.task_name, leaf.config)
-    return text_sha256(leaf.digest, *(f"{split} {files_sha256(paths)}" for split, paths in sorted(files.items())))
+    if data.name == "local":
+        files = find_files(str(data.root), leaf.task_name, leaf.config)
+        return text_sha256(leaf.digest, *(f"{split} {files_sha256(paths)}" for split, paths in sorted(files.items())))
 
-
-def _revision(leaf: Leaf) -> str:
     def fetch() -> None:
         from harness.data.suite import hub_rows
 
         hub_rows(leaf.task_name, leaf.config)
 
     path, part = str(leaf.config.get("dataset_path")), leaf.config.get("dataset_name")
-    return data_hub.revision(path, part, fetch, has_options=bool(hub_options(leaf.config)))
+    return text_sha256(leaf.digest, data_hub.revision(path, part, fetch, has_options=bool(hub_options(leaf.config))))
 
 
-def _folder(include_path: str | None) -> dict[str, str]:
-    if include_path is None:
-        return {}
-    root = Path(include_path)
-    files = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {"include_path": text_sha256(*(f"{path.relative_to(root)} {file_sha256(path)}" for path in files))}
+# Code
+
+
+def code(method_module: str, own: Sequence[str]) -> dict[str, str]:
+    """The method's module with all of `methods` that it imports, and the core with the codecs and `own`.
+
+    own: folders and modules of `harness` that only one kind of run uses.
+    """
+    harness = {ROOT / METHODS / "codec.py"}
+    for name in (*CORE, *own):
+        path = ROOT / "harness" / name
+        found = [path] if path.is_file() else path.rglob("*")
+        harness |= {file for file in found if file.suffix in (".py", ".yaml")}
+    files = {"method": _method_files(method_module), "harness": harness}
+    return {
+        f"{CODE}{name}": text_sha256(*(f"{file.name} {_read(file)[0]}" for file in sorted(found)))
+        for name, found in files.items()
+    }
+
+
+def own_file(module: str) -> Path | None:
+    """The file of a user's own method; None for a shipped one, or if it is not loaded."""
+    file = None if module.partition(".")[0] == METHODS else getattr(sys.modules.get(module), "__file__", None)
+    return Path(file) if file else None
+
+
+def _method_files(module: str) -> set[Path]:
+    """The source of a method's module and of the modules of `methods` that it imports, directly or not.
+
+    For a user's own method also the imported modules of its outermost package; nothing if it is not loaded.
+    """
+    own = own_file(module)
+    home = own.parents[module.count(".") + (own.stem == "__init__")] if own else None
+    found: dict[str, Path] = {}
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        folder = ROOT if name.partition(".")[0] == METHODS else home
+        if folder is None or name in found:
+            continue
+        path = folder.joinpath(*name.split("."))
+        file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+        if file is not None:
+            found[name] = file
+            package = name if file.stem == "__init__" else name.rpartition(".")[0]
+            todo += [resolve_name(other, package) for other in _read(file)[1] if package or other[0] != "."]
+    return set(found.values())
+
+
+def _read(file: Path) -> tuple[str, list[str]]:
+    """Digest of the content, and names of the imported modules and of what is taken from them, maybe modules too."""
+    stat = file.stat()
+    return _read_version(file, stat.st_mtime_ns, stat.st_size)
+
+
+@cache
+def _read_version(file: Path, mtime_ns: int, size: int) -> tuple[str, list[str]]:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return text_sha256(text), []
+    tree = ast.parse(text)
+    return text_sha256(repr(_plain(tree))), list(_imports(tree))
+
+
+def _plain(node: Any) -> Any:
+    """A tree without docstrings and without empty fields, whose number depends on the version of Python."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node if not _is_docstring(item)]
+    if not isinstance(node, ast.AST):
+        return node
+    values = [(name, getattr(node, name, None)) for name in node._fields]
+    return (type(node).__name__, [(name, _plain(value)) for name, value in values if value not in (None, [])])
+
+
+def _is_docstring(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            names = [f"{origin}.{alias.name}" if node.module else f"{origin}{alias.name}" for alias in node.names]
+            yield from [origin, *names] if node.module else names

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harness.errors import UserError, reason
 from harness.files import text_sha256, write_atomic
-from harness.records import code
+from harness.records.inputs import CODE, code
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find, foreign_settings
 from harness.settings.schema import CONF_DIR
@@ -31,8 +30,6 @@ LOCATIONS = {
     "model": ("path",), "data": ("root",), "corpus": ("path",), "calibration": ("path",), "task": ("include_path",),
 }  # fmt: skip
 """Settings that say where a file lies. The sha256 of its content enters a run's identity instead."""
-CODE = "code:"
-"""Prefix of the inputs that are code."""
 IN_COLUMNS = {
     "experiment", "kind", "label", "label_given", "method_name", "model", "tasks", "sizing", "results_dir", "tracker",
     "corpus.name", "corpus.path", "platform.name", "data.name", "data.root", "task.include_path",
@@ -102,11 +99,15 @@ def plain(config: RunConfig) -> dict[str, Any]:
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a `plain` configuration that decide numbers: those its kind of run depends on, without paths."""
     foreign = foreign_settings(config["kind"])
-    settings = {name: value for name, value in config.items() if name not in foreign}
-    for group, names in LOCATIONS.items():
-        if group in settings:
-            settings[group] = {name: value for name, value in settings[group].items() if name not in names}
-    return settings
+    return without_paths({name: value for name, value in config.items() if name not in foreign})
+
+
+def without_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without `LOCATIONS`."""
+    found = dict(settings)
+    for group in LOCATIONS.keys() & settings:
+        found[group] = {name: value for name, value in settings[group].items() if name not in LOCATIONS[group]}
+    return found
 
 
 def flat(settings: Mapping[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
@@ -134,29 +135,18 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in fields(RunConfig):
-        value = getattr(config, each.name)
-        found[each.name] = _fields(type(value)) if is_dataclass(value) else _default(each)
-    own = _method_file(config.method_name)
+    """By flat name: of the dataclasses, and for a shipped method of its file in `conf/method`."""
+
+    def of(group: Any) -> dict[str, Any]:
+        return {each.name: None if each.default is MISSING else each.default for each in fields(group)}
+
+    found = of(config)
+    found |= {name: of(getattr(config, name)) for name in found if is_dataclass(getattr(config, name))}
+    path = CONF_DIR / "method" / f"{config.method_name}.yaml"
+    own = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     found |= {name: value for name, value in own.items() if name in found}
     found["method"] |= {name: value for name, value in own.items() if name in found["method"]}
     return flat(jsonable(found))
-
-
-def _fields(cls: Any) -> dict[str, Any]:
-    return {each.name: _default(each) for each in fields(cls)}
-
-
-def _default(field: Any) -> Any:
-    return None if field.default is MISSING else field.default
-
-
-@cache
-def _method_file(name: str) -> dict[str, Any]:
-    """The entry of `conf/method`; {} for a user's own method."""
-    path = CONF_DIR / "method" / f"{name}.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def settings_id(config: RunConfig, inputs: Mapping[str, str]) -> str:
@@ -251,45 +241,26 @@ def made_by_other_code(path: Path) -> str | None:
 
 def current(records: Iterable[Record]) -> list[Record]:
     """Finished records, in order, one for each run of settings and data: made by the present code, else the newest."""
+
+    def rank(record: Record) -> tuple[bool, str]:
+        try:
+            here = code(record["method_module"], find(record["kind"]).code)
+        except (UserError, OSError):  # its method or kind no longer exists
+            return False, record["started"]
+        return here.items() <= record["inputs"].items(), record["started"]
+
     best: dict[tuple[str, str], Record] = {}
-    for record in (record for record in records if record["status"] == "finished"):
+    for record in records:
         key = (record["experiment"], record["settings_id"])
-        if key not in best or _rank(record) > _rank(best[key]):
+        if record["status"] == "finished" and (key not in best or rank(record) > rank(best[key])):
             best[key] = record
     return list(best.values())
-
-
-def _rank(record: Record) -> tuple[bool, str]:
-    return _is_of_this_code(record), record["started"]
-
-
-def _is_of_this_code(record: Record) -> bool:
-    try:
-        here = code.digests(record["method_module"], find(record["kind"]).code)
-    except (UserError, OSError):
-        return False  # its method or kind no longer exists
-    return here.items() <= record["inputs"].items()
 
 
 def aside(path: Path) -> Path:
     """Path for keeping a damaged record: the first free `record.damaged-N.json` beside it."""
     candidates = (path.with_name(f"record.damaged-{number}.json") for number in itertools.count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
-
-
-def set_aside(path: Path) -> Path:
-    """Move a damaged record to `aside(path)`; returns the new path. Overwrites nothing, even if two processes do it."""
-    while True:
-        kept = aside(path)
-        try:
-            kept.open("x").close()
-        except FileExistsError:
-            continue  # another process has just taken it
-        try:
-            return path.replace(kept)
-        except FileNotFoundError:  # another process has just moved the record
-            kept.unlink()
-            raise
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -6,12 +6,13 @@ its standard error and the smallest difference that would have been detected; se
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.records.record import CODE, LOCATIONS, current, read_all
+from harness.records.inputs import CODE
+from harness.records.record import current, read_all, without_paths
 from harness.settings.experiment import COMMON, find
 
 Record = Mapping[str, Any]
@@ -91,12 +92,12 @@ def mcnemar_p(gained: int, lost: int) -> float:
 
 def nll_difference(windows: Sequence[Sample]) -> Difference:
     """Difference of the mean negative log-likelihood, nats per token, over equally long windows of a text."""
-    return _of_means(_nlls(windows), range(len(windows)))
+    return _of_means([(window["nll"], window["nll_full"]) for window in windows], range(len(windows)))
 
 
 def perplexity(windows: Sequence[Sample]) -> Difference:
     """Difference of the perplexity, exp of the mean negative log-likelihood, over equally long windows of a text."""
-    return _of_exponentials(_nlls(windows), range(len(windows)))
+    return _of_exponentials([(window["nll"], window["nll_full"]) for window in windows], range(len(windows)))
 
 
 def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
@@ -122,17 +123,18 @@ def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
     return (_of_exponentials if metric in EXPONENTIAL else _of_means)(pairs, contexts)
 
 
-def _nlls(windows: Sequence[Sample]) -> Pairs:
-    return [(window["nll"], window["nll_full"]) for window in windows]
-
-
 def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     differences = [one - other for one, other in pairs]
+    values = [value for pair in pairs for value in pair]
     stderr = clustered_stderr(differences, contexts)
     detectable = _detectable(stderr)
-    if stderr == 0 and all(0 <= value <= 1 for pair in pairs for value in pair):
+    if stderr == 0 and all(0 <= value <= 1 for value in values):
         detectable = RULE_OF_THREE / len(pairs)
-    return Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs), _flips(pairs))
+    flips = None
+    if all(value in (0, 1) for value in values):
+        gained, lost = (sum(difference == sign for difference in differences) for sign in (1, -1))
+        flips = Flips(gained, lost, mcnemar_p(gained, lost))
+    return Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs), flips)
 
 
 def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
@@ -141,13 +143,6 @@ def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     slope, slope_other = (math.exp(sum(values) / len(pairs)) for values in zip(*pairs, strict=True))
     stderr = clustered_stderr([slope * one - slope_other * other for one, other in pairs], contexts)
     return Difference(slope - slope_other, stderr, _detectable(stderr), len(pairs))
-
-
-def _flips(pairs: Pairs) -> Flips | None:
-    if not all(value in (0, 1) for pair in pairs for value in pair):
-        return None
-    gained, lost = (sum(one == won and other != won for one, other in pairs) for won in (1, 0))
-    return Flips(gained, lost, mcnemar_p(gained, lost))
 
 
 def _detectable(stderr: float | None) -> float | None:
@@ -175,11 +170,7 @@ class Baselines:
 
     def __init__(self, records: Iterable[Record], elsewhere: Callable[[], Iterable[Record]] = tuple) -> None:
         self._here = _newest_first(records)
-        self._elsewhere = elsewhere
-
-    @cached_property
-    def _further(self) -> list[Record]:
-        return _newest_first(self._elsewhere())
+        self._elsewhere = cache(lambda: _newest_first(elsewhere()))
 
     def difference(self, record: Record, task: str, metric: str) -> Difference | None:
         """Difference of `metric` on a task or text to the full cache.
@@ -192,17 +183,11 @@ class Baselines:
         own = _measured(record, task, metric)
         if is_full(record) or not any(metric in sample for sample in own.samples):
             return None
-        for full in self._candidates(record):
-            if _same_questions(record, full) and (found := paired(own, _measured(full, task, metric), metric)):
-                return found
+        for candidates in (lambda: self._here, self._elsewhere):
+            for full in sorted(candidates(), key=lambda full: full["experiment"] != record["experiment"]):
+                if _same_questions(record, full) and (found := paired(own, _measured(full, task, metric), metric)):
+                    return found
         return None
-
-    def _candidates(self, record: Record) -> Iterator[Record]:
-        def is_foreign(full: Record) -> bool:
-            return bool(full["experiment"] != record["experiment"])
-
-        yield from sorted(self._here, key=is_foreign)
-        yield from sorted(self._further, key=is_foreign)
 
 
 def of_windows(record: Record, windows: Sequence[Sample]) -> Difference | None:
@@ -223,17 +208,7 @@ def _measured(record: Record, task: str, metric: str) -> Measured:
 def _same_questions(record: Record, full: Record) -> bool:
     """Whether two runs were asked the same questions of the same model. Each may have read further tasks."""
     names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
-    own, other = (_settings(each["config"], names) for each in (record, full))
-    read, also = (_data(each["inputs"]) for each in (record, full))
-    return own == other and all(read[name] == also[name] for name in read.keys() & also.keys())
-
-
-def _settings(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {name: config.get(name) for name in names}
-    for group in LOCATIONS.keys() & settings:
-        settings[group] = {name: value for name, value in settings[group].items() if name not in LOCATIONS[group]}
-    return settings
-
-
-def _data(inputs: Mapping[str, str]) -> dict[str, str]:
-    return {name: digest for name, digest in inputs.items() if not name.startswith(CODE) and name not in OF_METHODS}
+    own, other = (without_paths({name: each["config"].get(name) for name in names}) for each in (record, full))
+    read, also = record["inputs"], full["inputs"]
+    data = (name for name in read.keys() & also.keys() if not name.startswith(CODE) and name not in OF_METHODS)
+    return own == other and all(read[name] == also[name] for name in data)
