@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from harness.data.text import calibration_ids
 from harness.errors import UserError
 from harness.files import cache_dir
 from harness.model.attach import Attached
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
+from harness.replay import ReplaySession
 from harness.settings.config import RunConfig
 from harness.sizes import sized_as_stored
 from methods.base import Calibration, Method, Row
@@ -24,6 +27,20 @@ class Setup:
     method: Method
     codec: AnyCodec | None
     calibration: Calibration | None
+
+    def replay(
+        self, attached: Attached, final_lengths: Tensor, num_columns: int, *, measure_recall: bool = False
+    ) -> ReplaySession:
+        """A fresh replay session; see there."""
+        return ReplaySession(
+            attached,
+            self.method,
+            codec=self.codec,
+            calibration=self.calibration,
+            final_lengths=final_lengths,
+            num_columns=num_columns,
+            measure_recall=measure_recall,
+        )
 
 
 def prepare(

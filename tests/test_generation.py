@@ -5,15 +5,14 @@ import io
 import pytest
 import torch
 from cases import CASES, Case
-from living import calibration_of, open_live, tiny
+from living import open_live, setup_of, tiny
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
+from harness.accuracy.answers import Request, generate
 from harness.accuracy.evaluation import ReplayEngine, decode_rows
-from harness.accuracy.generation import generate
 from harness.accuracy.lm import Prefill, ReplayLM
-from harness.accuracy.requests import GenerationRequest
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
@@ -30,33 +29,27 @@ CONTEXTS = [CONTEXT + "Q: who?\nA:", LONGER, "A shorter one.\n\nQ: why?\nA:"]
 FULL, DENSE = CASES["full"], Prefill("dense")
 
 
-def asked(contexts, prefill_len=None, max_new_tokens=NEW, stops=()) -> list[GenerationRequest]:
+def request_of(ids, prefill_len, number, max_new_tokens, stops=()) -> Request:
+    final_length = len(ids) + max_new_tokens
+    return Request(ids, len(ids), prefill_len, final_length, ("task", number), max_new_tokens, stops)
+
+
+def asked(contexts, prefill_len=None, max_new_tokens=NEW, stops=()) -> list[Request]:
     """Requests whose prompt is the context, or ends at a given token, or that many tokens before the end (negative)."""
     ids = [TOKENIZER(context)["input_ids"] for context in contexts]
     lengths = [len(each) if prefill_len is None else prefill_len % len(each) for each in ids]
     return [
-        GenerationRequest(tuple(each), length, max_new_tokens, tuple(stops), ("task", number))
+        request_of(tuple(each), length, number, max_new_tokens, tuple(stops))
         for number, (each, length) in enumerate(zip(ids, lengths, strict=True))
     ]
 
 
 def run(requests, case: Case = FULL, model=None) -> tuple[list[list[int]], ReadStats]:
     with attach(model or tiny("gqa")) as attached:
-
-        def open_session(final_lengths, num_columns):
-            return ReplaySession(
-                attached,
-                case.method,
-                codec=case.codec,
-                calibration=calibration_of(attached),
-                final_lengths=final_lengths,
-                num_columns=num_columns,
-            )
-
-        return generate(requests, attached, open_session, TOKENIZER, lambda count: None)
+        return generate(requests, attached, setup_of(attached, case), lambda count: None, tokenizer=TOKENIZER)
 
 
-def live(request: GenerationRequest, case: Case, model=None) -> list[int]:
+def live(request: Request, case: Case, model=None) -> list[int]:
     """The tokens that live decoding gives after the request's prompt; the rest of its context is fed."""
     forced = list(request.rows)
     with attach(model or tiny("gqa")) as attached:
@@ -97,7 +90,7 @@ def test_tokens_are_those_of_live_decoding(name, prefill_len):
 @pytest.mark.parametrize("name", ["h2o", "infinigen", "kivi"])
 def test_sharing_and_batches_leave_no_trace(name, prefill_len, monkeypatch):
     requests = asked([*CONTEXTS, CONTEXTS[0]], prefill_len, stops=["e"])
-    requests += [request._replace(max_new_tokens=5) for request in requests[:2]]
+    requests += asked(CONTEXTS[:2], prefill_len, 5, stops=["e"])
     together, reads = run(requests, CASES[name])
     alone = [run([request], CASES[name]) for request in requests]
     assert together == [answers[0] for answers, _ in alone]
@@ -105,8 +98,7 @@ def test_sharing_and_batches_leave_no_trace(name, prefill_len, monkeypatch):
     summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
     for sums in ("rows", "fired_rows", "frac_sum", "index_sum", "pairs_read", "pairs"):
         assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
-    monkeypatch.setattr("harness.accuracy.requests.CACHE_TOKENS", 100)
-    monkeypatch.setattr("harness.accuracy.generation.CACHE_TOKENS", 100)
+    monkeypatch.setattr("harness.accuracy.answers.CACHE_TOKENS", 100)
     assert run(requests, CASES[name])[0] == together
 
 
@@ -133,7 +125,7 @@ def test_each_piece_of_work_is_done_once(monkeypatch):
     assert reads.rows == 4 * first.num_rows
 
 
-def answer(request: GenerationRequest, **changes) -> list[int]:
+def answer(request: Request, **changes) -> list[int]:
     return run([request._replace(**changes)])[0][0]
 
 
@@ -259,7 +251,7 @@ def test_contexts_beyond_the_limit(max_length):
     expected = hflm(1, max_length).generate_until(instances(CONTEXTS, **settings), disable_tqdm=True)
     assert lm.generate_until(instances(CONTEXTS, **settings)) == expected
     assert [request.context_len for request in lm.requests] == [max_length - 20, max_length - 20, 24]
-    assert lm.num_truncated == 2
+    assert len(lm.truncated) == 2
     lm = language_model(Prefill("question"), never, loaded=loaded_model(max_length=40), too_long="truncate")
     with pytest.raises(UserError, match="question 0: prefill=question needs"):
         lm.generate_until(instances([CONTEXTS[1]], max_gen_toks=9))
@@ -280,12 +272,6 @@ def test_chat_templates(monkeypatch):
     assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[user] hello[assistant]"
     assert lm.chat_template(True) == template
     assert lm.tokenizer_name == stock.tokenizer_name == "a__b"
-
-
-PROMPTS = [
-    "The capital of France is", "Q: What is 3 + 4?\nA:", "def add(a, b):\n", "Water boils at", "In 1969,",
-    "The opposite of hot is", "A list of animals:\n-", "2, 4, 6, 8,",
-]  # fmt: skip
 
 
 def test_a_run_generates_at_the_size_that_it_is_set_to():

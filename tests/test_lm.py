@@ -4,20 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
+from harness.accuracy.answers import Request, Score, score
 from harness.accuracy.evaluation import decode_rows
 from harness.accuracy.lm import Prefill, ReplayLM
-from harness.accuracy.requests import Request
-from harness.accuracy.scoring import Score, score
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
+from harness.setup import Setup
 from harness.sizes import ReadStats
 from methods.codec import Codec
 from methods.full import Full
@@ -67,14 +66,7 @@ def rolling(texts) -> list[Instance]:
 def run(model, requests, method=METHODS["full"], codec=None) -> tuple[list[Score], ReadStats]:
     with attach(model) as attached:
         calibration = calibrate(attached, method, list(range(3, 99))) if method.needs_calibration else None
-
-        def open_session(final_lengths, num_columns):
-            return ReplaySession(
-                attached, method, codec=codec, calibration=calibration,
-                final_lengths=final_lengths, num_columns=num_columns,
-            )  # fmt: skip
-
-        return score(requests, attached, open_session, lambda count: None)
+        return score(requests, attached, Setup(method, codec, calibration), lambda count: None)
 
 
 def language_model(prefill, model=None, *, scorer=None, max_length=MAX_LENGTH, **options) -> ReplayLM:
@@ -152,8 +144,8 @@ def test_sharing_leaves_no_trace(name, mode, tiny_gqa):
 def test_batches_leave_no_trace(name, tiny_gqa, monkeypatch):
     requests = planned(QUESTIONS + UNSHARED, Prefill("artifact", budget=0.2))
     expected, reads = run(tiny_gqa, requests, METHODS[name], CODECS.get(name))
-    for constant, size in (("scoring.PROMPT_TOKENS", 1), ("requests.CACHE_TOKENS", 100), ("scoring.HEAD_ROWS", 3)):
-        monkeypatch.setattr(f"harness.accuracy.{constant}", size)
+    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)):
+        monkeypatch.setattr(f"harness.accuracy.answers.{constant}", size)
         found, again = run(tiny_gqa, requests, METHODS[name], CODECS.get(name))
         assert furthest(found, expected) < 1e-3, constant
         assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
@@ -272,9 +264,6 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
     assert (lm.prefix_token_id, lm.eot_token_id) == (1, 2)
 
 
-tokens = st.integers(0, 2)
-
-
 @pytest.mark.parametrize("max_length", [50, 512])
 @pytest.mark.parametrize("prefill", [DENSE, Prefill("artifact", budget=0.3)])
 def test_whole_texts_are_scored_as_hflm_scores_them(prefill, max_length, tiny_gqa):
@@ -309,5 +298,5 @@ def test_contexts_are_cut_on_the_left_as_hflm_does(tiny_gqa):
     found = lm.loglikelihood(instances(questions))
     assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
     assert [len(request.ids) for request in lm.requests][:2] == [41, 41]
-    assert lm.num_truncated == 1
+    assert lm.truncated == {("task", 0)}
     assert {request.final_length for request in lm.requests if request.document[1] == 0} == {41}

@@ -34,7 +34,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.streaming import Streaming
 from tests.composed import load
-from tests.windows import letters, metrics_of, on_text, stderr_of
+from tests.windows import calls_of, letters, metrics_of, on_text, stderr_of
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 128
 
@@ -140,23 +140,17 @@ def test_sizes_are_those_of_the_decode_rows(loaded, text):
 
 
 def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, monkeypatch):
-    made = []
-    session = long_decode.ReplaySession
-
-    def count_session(attached, method, **options):
-        made.append(type(method))
-        return session(attached, method, **options)
-
-    monkeypatch.setattr(long_decode, "ReplaySession", count_session)
+    decoded = calls_of(monkeypatch, long_decode, "decode_freely")
     references: Kept = Kept()
     first, second = (
         metrics_of(run_long_decode(settings(text, method), loaded, references))
         for method in (H2O(), Streaming(kept_frac=0.2))
     )
-    assert made.count(Full) == 1 and first["repetition_full"] == second["repetition_full"]
+    assert len(decoded) == 3, "the full cache's once"
+    assert first["repetition_full"] == second["repetition_full"]
     assert first["text_perplexity_full"] == second["text_perplexity_full"]
     run_long_decode(settings(text, H2O(), max_new_tokens=STEPS + 1), loaded, references)
-    assert made.count(Full) == 2, "longer texts"
+    assert len(decoded) == 5, "longer texts"
 
 
 @pytest.mark.parametrize(

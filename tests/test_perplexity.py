@@ -9,6 +9,7 @@ import pytest
 import reference as plain
 import torch
 
+from harness.accuracy import perplexity
 from harness.accuracy.evaluation import _lm_eval
 from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.errors import UserError
@@ -21,7 +22,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
-from tests.windows import ByteTokenizer, letters, metrics_of, on_text, stderr_of
+from tests.windows import ByteTokenizer, calls_of, letters, metrics_of, on_text, stderr_of
 
 MAX_LENGTH = 512
 METRICS = {
@@ -157,22 +158,13 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
 
 
 def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeypatch):
-    from harness.accuracy import perplexity
-
-    made = []
-    session = perplexity.ReplaySession
-
-    def count_session(attached, method, **options):
-        made.append(type(method).__name__.lower())
-        return session(attached, method, **options)
-
-    monkeypatch.setattr(perplexity, "ReplaySession", count_session)
+    passes = calls_of(monkeypatch, perplexity, "full_pass")
     references = Kept()
     first = metrics_of(run_perplexity(settings(text, H2O()), loaded, references))
     second = metrics_of(run_perplexity(settings(text, Streaming(kept_frac=0.2)), loaded, references))
-    assert made.count("full") == 3 and first["perplexity_full"] == second["perplexity_full"]
+    assert len(passes) == 3 and first["perplexity_full"] == second["perplexity_full"]
     metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded, references))
-    assert made.count("full") == 6, "other rows are scored"
+    assert len(passes) == 6, "other rows are scored"
 
 
 def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp_path):

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -51,3 +52,11 @@ def metrics_of(outcome: Outcome) -> dict:
 
 def stderr_of(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:
+    """The arguments of every call of a function from now on."""
+    calls: list[tuple] = []
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: calls.append(args) or function(*args))
+    return calls

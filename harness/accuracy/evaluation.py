@@ -16,26 +16,22 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
-from typing import Any, NamedTuple, TextIO
+from functools import partial
+from typing import Any, TextIO
 
-from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
-from torch import Tensor
 from tqdm import tqdm
 
-from harness.accuracy.generation import generate
+from harness.accuracy.answers import Request, Score, generate, score
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
-from harness.accuracy.requests import AnyRequest, GenerationRequest, OpenSession, Request
-from harness.accuracy.scoring import Score, score
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS, facts
 from harness.data.suite import COMPLAINTS, load_suite
 from harness.errors import UserError
-from harness.model.attach import Attached, attach
+from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.records.samples import clustered_stderr
-from harness.replay import ReplaySession
 from harness.settings.config import GENERATED_TASKS, RunConfig
 from harness.settings.experiment import Outcome
 from harness.setup import prepare
@@ -70,15 +66,18 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
         suite = load_suite(config, loaded)
     _show_complaints()
     outcome = Outcome({})
-    reads = {}
+    reads, results = {}, {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
-        outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine)
+        results[name], outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine)
         _show_complaints()
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
     for group in suite.groups:
         if group.has_aggregation:
-            outcome.metrics[group.name] = _group_metrics(group, outcome.metrics, reads)
+            names = [task.task_name for task in group.get_all_tasks()]
+            found = {_plain_name(key): _number(value) for key, value in group.aggregate(results).items() if "," in key}
+            found |= {"num_samples": sum(outcome.metrics[name]["num_samples"] for name in names), "tasks": names}
+            outcome.metrics[group.name] = found | sum((reads[name] for name in names), ReadStats()).sizes
     return outcome
 
 
@@ -95,51 +94,30 @@ class ReplayEngine:
 
     def score(self, requests: Sequence[Request]) -> list[Score]:
         """Log-likelihoods, in the order of `requests`."""
-        with self._replay(requests) as (attached, open_session, on_answered):
-            scores, reads = score(requests, attached, open_session, on_answered)
-        self.reads += reads
-        return scores
+        return self._answer(score, requests)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Greedy answers as tokens, in the order of `requests`."""
-        tokenizer = self.loaded.tokenizer
-        assert tokenizer is not None, "the requests' tokens are its own"
-        with self._replay(requests) as (attached, open_session, on_answered):
-            answers, reads = generate(requests, attached, open_session, tokenizer, on_answered)
-        self.reads += reads
-        return answers
+        return self._answer(partial(generate, tokenizer=self.loaded.tokenizer), requests)
 
-    @contextmanager
-    def _replay(
-        self, requests: Sequence[AnyRequest]
-    ) -> Iterator[tuple[Attached, OpenSession, Callable[[int], object]]]:
-        """The attached model, a maker of sessions of the method sized for `requests`, and a progress bar of answers."""
+    def _answer(self, answer: Callable[..., tuple[list[Any], ReadStats]], requests: Sequence[Request]) -> list[Any]:
         bar = tqdm(total=len(requests), desc=self.task, unit="answer", leave=False, disable=None, file=self.bar_file)
         with attach(self.loaded.model) as attached, bar:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
             self.method = setup.method
-
-            def open_session(final_lengths: Tensor, num_columns: int) -> ReplaySession:
-                return ReplaySession(
-                    attached,
-                    setup.method,
-                    codec=setup.codec,
-                    calibration=setup.calibration,
-                    final_lengths=final_lengths,
-                    num_columns=num_columns,
-                )
-
-            yield attached, open_session, bar.update
+            answers, reads = answer(requests, attached, setup, bar.update)
+        self.reads += reads
+        return answers
 
 
-def decode_rows(requests: Sequence[AnyRequest]) -> list[Row]:
+def decode_rows(requests: Sequence[Request]) -> list[Row]:
     """The decode rows on which a method will run, from tokens alone; every request is a sequence of its own.
 
     A generated answer counts with its longest length, as its end is not known before, and by some of its rows.
     """
     rows = []
     for request in requests:
-        stride = max(1, request.num_rows // ANSWER_ROWS) if isinstance(request, GenerationRequest) else 1
+        stride = max(1, request.num_rows // ANSWER_ROWS) if request.max_new_tokens else 1
         cached = range(request.prefill_len, request.prefill_len + request.num_rows, stride)
         rows += [Row(each, request.prefill_len, request.final_length) for each in cached]
     return rows
@@ -162,16 +140,11 @@ def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
 
 def _run_task(
     task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
-) -> tuple[Metrics, list[dict[str, Any]]]:
-    name = engine.task
-    lm = ReplayLM(
-        loaded,
-        prefill_of(task, name, config),
-        engine.score,
-        generator=engine.generate,
-        mean=config.scoring == "mean",
-        too_long=config.task.too_long,
-    )
+) -> tuple[Metrics, Metrics, list[dict[str, Any]]]:
+    """Metrics under lm-eval's names, for a group, then those of the task under plain ones, and its samples."""
+    name, too_long = engine.task, config.task.too_long
+    prefill, is_mean = prefill_of(task, name, config), config.scoring == "mean"
+    lm = ReplayLM(loaded, prefill, engine.score, generator=engine.generate, mean=is_mean, too_long=too_long)
     with _lm_eval(f"task {name}"):
         results = evaluate(
             lm,
@@ -184,16 +157,15 @@ def _run_task(
             fewshot_as_multiturn=config.task.fewshot_as_multiturn,
         )
     logged = results["samples"][name]
-    found = _metrics(results["results"][name], logged)
+    found, by_question = _measured(results["results"][name], logged)
     first = {request.document[1]: request for request in reversed(lm.requests)}
-    samples = _samples(task, logged, found, first)
-    metrics: Metrics = {}
-    for metric in found:
-        metrics |= {metric.name: metric.value, f"{metric.name}_stderr": metric.stderr}
+    samples = _samples(task, logged, by_question, first)
+    metrics = {_plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
-    if config.task.too_long == "truncate":
-        metrics["num_truncated"] = lm.num_truncated
-    return metrics | engine.reads.sizes, samples
+    if too_long == "truncate":
+        metrics["num_truncated"] = len(lm.truncated)
+    for_group = {key: value for key, value in found.items() if value is not None} | {"sample_len": len(samples)}
+    return for_group, metrics | engine.reads.sizes, samples
 
 
 @contextmanager
@@ -216,19 +188,14 @@ def _show_complaints() -> None:
         tqdm.write(line, file=sys.stderr)
 
 
-class _Metric(NamedTuple):
-    """A metric of one task. by_question: a number for each question if `value` is their mean, else empty."""
+def _measured(results: Mapping[str, Any], logged: Logged) -> tuple[Metrics, dict[str, dict[int, float]]]:
+    """lm-eval's `results` of a task under its names, with standard errors of means; None for no number.
 
-    name: str
-    value: float | None
-    stderr: float | None
-    by_question: Mapping[int, float]
-
-
-def _metrics(results: Mapping[str, Any], logged: Logged) -> list[_Metric]:
-    """lm-eval's `results` of a task, with the standard errors of means."""
-    found = []
-    for key, value in results.items():
+    Returns also, for each metric that is the mean of one number a question, these numbers by question.
+    """
+    metrics: Metrics = {}
+    by_question = {}
+    for key, result in results.items():
         name, _, filtered = key.partition(",")
         # A metric named by a length leaves out questions of other lengths.
         answers = [
@@ -236,22 +203,25 @@ def _metrics(results: Mapping[str, Any], logged: Logged) -> list[_Metric]:
             for sample in logged
             if sample["filter"] == filtered and name in sample and not (name.isdigit() and sample[name] == OTHER_LENGTH)
         ]
-        if answers:
-            found.append(_metric(name, filtered, _number(value), answers))
-    return found
+        if not answers:
+            continue
+        value, numbers = _number(result), [_number(sample[name]) for sample in answers]
+        values = [number for number in numbers if number is not None]
+        metrics |= {key: value, f"{name}_stderr,{filtered}": None}
+        is_mean = value is not None and len(values) == len(numbers)
+        if is_mean and math.isclose(sum(values) / len(values), value, abs_tol=1e-9):
+            metrics[f"{name}_stderr,{filtered}"] = clustered_stderr(values, [_context(sample) for sample in answers])
+            by_question[key] = dict(zip((sample["doc_id"] for sample in answers), values, strict=True))
+    return metrics, by_question
 
 
-def _metric(metric: str, filtered: str, value: float | None, answers: Logged) -> _Metric:
-    name, numbers = _name(metric, filtered), [_number(sample[metric]) for sample in answers]
-    values = [number for number in numbers if number is not None]
-    if value is None or len(values) < len(numbers) or not math.isclose(sum(values) / len(values), value, abs_tol=1e-9):
-        return _Metric(name, value, None, {})
-    stderr = clustered_stderr(values, [_context(sample) for sample in answers])
-    return _Metric(name, value, stderr, dict(zip((sample["doc_id"] for sample in answers), values, strict=True)))
-
-
-def _name(metric: str, filtered: str) -> str:
-    return metric if filtered == NO_FILTER else f"{metric},{filtered}"
+def _plain_name(key: str) -> str:
+    """The name of lm-eval's `acc,none` and `acc_stderr,none` without a filter that has no name."""
+    name, _, filtered = key.partition(",")
+    if filtered == NO_FILTER:
+        return name
+    metric = name.removesuffix("_stderr")
+    return f"{metric},{filtered}{name[len(metric) :]}"
 
 
 def _number(value: Any) -> float | None:
@@ -270,7 +240,10 @@ def _context(sample: Mapping[str, Any]) -> Any:
 
 
 def _samples(
-    task: Task, logged: Logged, metrics: Sequence[_Metric], requests: Mapping[int | None, AnyRequest]
+    task: Task,
+    logged: Logged,
+    by_question: Mapping[str, Mapping[int, float]],
+    requests: Mapping[int | None, Request],
 ) -> list[dict[str, Any]]:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its number.
 
@@ -285,7 +258,7 @@ def _samples(
     samples = []
     for number, answers in questions.items():
         entry = {"question": number, "context": _context(answers[0])} | _answer(task, answers)
-        entry |= {metric.name: metric.by_question[number] for metric in metrics if number in metric.by_question}
+        entry |= {_plain_name(key): values[number] for key, values in by_question.items() if number in values}
         if (request := requests.get(number)) is not None:
             entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
         samples.append(entry | facts(task.task_name, answers[0]["doc"]))
@@ -300,7 +273,11 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
         # Some tasks ask for the choices again, without their context, after them.
         scores = [float(answer[0]) for answer in sample["filtered_resps"]][: len(choices) or None]
         predicted = max(range(len(scores)), key=scores.__getitem__)
-        return {"log_likelihoods": scores, "predicted": predicted, "gold": _gold(task, sample, choices)}
+        gold = task.doc_to_text(sample["doc"]) if getattr(task, "multiple_input", 0) else sample["target"]
+        if isinstance(gold, str):
+            # A task of one continuation (LAMBADA) asks whether it is the likeliest: its choice 0.
+            gold = (choices.index(gold) if gold in choices else None) if choices else 0
+        return {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         return {"log_likelihood": float(sample["filtered_resps"][0])}
     text = sample["resps"][0][0]
@@ -308,46 +285,8 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
     return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])}
 
 
-def _gold(task: Task, sample: Mapping[str, Any], choices: Sequence[str]) -> Any:
-    """Index of the right choice, or indices. A task of one continuation (LAMBADA) asks whether it is the likeliest:
-    its choice 0."""
-    gold = task.doc_to_text(sample["doc"]) if getattr(task, "multiple_input", 0) else sample["target"]
-    if isinstance(gold, str):
-        return (choices.index(gold) if gold in choices else None) if choices else 0
-    return gold
-
-
 def _plain(value: Any) -> Any:
     """Text, numbers and lists of them, as JSON can hold them."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _group_metrics(group: Group, tasks: Mapping[str, Metrics], reads: Mapping[str, ReadStats]) -> Metrics:
-    """A group's own metrics by its rule in lm-eval, and the sizes over all of its tasks.
-
-    tasks: the metrics of its leaf tasks by name. `tasks` in the answer names them.
-    """
-    names = [task.task_name for task in group.get_all_tasks()]
-    found: Metrics = {}
-    for key, value in group.aggregate({name: _for_lm_eval(tasks[name]) for name in names}).items():
-        name, _, filtered = key.partition(",")
-        if filtered:
-            metric = name.removesuffix("_stderr")
-            found[_name(metric, filtered) + name[len(metric) :]] = _number(value)
-    read = sum((reads[name] for name in names), ReadStats())
-    found |= {"num_samples": sum(tasks[name]["num_samples"] for name in names), "tasks": names}
-    return found | read.sizes
-
-
-def _for_lm_eval(metrics: Metrics) -> Metrics:
-    """A task's metrics under lm-eval's names, for `Group.aggregate`; an unknown error is left out."""
-    named: Metrics = {"sample_len": metrics["num_samples"]}
-    for known, value in metrics.items():
-        if f"{known}_stderr" in metrics and value is not None:
-            name, _, filtered = known.partition(",")
-            filtered = filtered or NO_FILTER
-            named[f"{name},{filtered}"] = value
-            named[f"{name}_stderr,{filtered}"] = metrics[f"{known}_stderr"]
-    return named

@@ -21,8 +21,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.accuracy.requests import AnyRequest, Document, GenerationRequest, Request
-from harness.accuracy.scoring import Score
+from harness.accuracy.answers import Document, Request, Score
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 
@@ -54,21 +53,52 @@ class Prefill(NamedTuple):
     budget: float = 1.0
 
 
-class Encoder:
-    """Makes the token requests of a model.
+class ReplayLM(TemplateLM):
+    """Answers lm-eval's requests of all three types.
 
-    too_long: treatment of a context beyond the model's limit; `truncate` leaves out its beginning, as `HFLM` does.
-    truncated: the questions whose context was truncated.
+    Args:
+        loaded: its tokenizer and length limit are used.
+        prefill: which rows are dense.
+        scorer: token requests to scores, in order; called once for all requests of a type.
+        generator: token requests to the tokens of their answers, in order.
+        mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
+        too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its beginning.
+
+    After a run `requests` holds the token requests in the order in which lm-eval asked, one type after another; a text
+    that was scored whole has one for each of its windows. `truncated` holds the questions whose context was cut.
     """
 
-    def __init__(self, loaded: LoadedModel, prefill: Prefill, too_long: Literal["refuse", "truncate"]) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prefill: Prefill,
+        scorer: Callable[[Sequence[Request]], Sequence[Score]],
+        *,
+        generator: Callable[[Sequence[Request]], Sequence[list[int]]],
+        mean: bool = False,
+        too_long: Literal["refuse", "truncate"] = "refuse",
+    ) -> None:
+        super().__init__()
         if loaded.tokenizer is None:
             raise UserError(f"model {loaded.name} has no tokenizer: tasks are text, choose a model that has one")
         self.tokenizer = loaded.tokenizer
         self.max_length = loaded.max_length
+        self.requests: list[Request] = []
         self.truncated: set[Document] = set()
+        self._name = loaded.name
         self._prefill = prefill
+        self._scorer = scorer
+        self._generator = generator
+        self._mean = mean
         self._too_long = too_long
+        self._documents: list[Document] = []
+
+    # As `HFLM`
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-sequence token."""
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -76,40 +106,127 @@ class Encoder:
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
-    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix token."""
-        return self.tokenizer(text, **self._special(text, add_special_tokens), verbose=False)["input_ids"]
+    @property
+    def tokenizer_name(self) -> str:
+        """lm-eval's name for prompts of this chat template."""
+        return self.tokenizer.name_or_path.replace("/", "__")
 
-    def choices(self, documents: Sequence[Document], encoded: Sequence[Encoded]) -> list[Request]:
-        """Continuations to score; those of one document have one T, that of the longest."""
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Special tokens as the tokenizer adds them, unless the text already begins with the prefix token."""
+        return self._encoded(string, add_special_tokens)["input_ids"]
+
+    def _encoded(self, text: str, add_special_tokens: bool | None = None, **options: Any) -> Any:
+        if add_special_tokens is None and has_bos_prefix(text, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        if add_special_tokens is not None:
+            options["add_special_tokens"] = add_special_tokens
+        return self.tokenizer(text, **options, verbose=False)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Raises UserError where the model has none."""
+        if chat_template:
+            self._require_chat_template()
+        return super().chat_template(chat_template)
+
+    def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
+        """Turns as one text; a template that knows no system role is tried without that turn."""
+        self._require_chat_template()
+
+        def rendered(turns: Chat) -> str:
+            return self.tokenizer.apply_chat_template(
+                turns,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+
+        try:
+            return rendered(chat_history)
+        except jinja2.exceptions.TemplateError:
+            return rendered([turn for turn in chat_history if turn["role"] != "system"])
+
+    def _require_chat_template(self) -> None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError(
+                f"apply_chat_template=true: model {self._name} has no chat template; choose one that was trained to "
+                "chat, or apply_chat_template=false"
+            )
+
+    # Requests of each type
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """As lm-eval's, noting which requests are choices of one document."""
+        self._documents = [_document(request) for request in requests]
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: list[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
         contexts = [
             self._fit(document, context, self.max_length + 1 - len(continuation))
-            for document, (_, context, continuation) in zip(documents, encoded, strict=True)
+            for document, (_, context, continuation) in zip(self._documents, requests, strict=True)
         ]
+        given = list(zip(self._documents, requests, contexts, strict=True))
         longest: dict[Document, int] = defaultdict(int)
-        for document, context, (_, _, continuation) in zip(documents, contexts, encoded, strict=True):
+        for document, (_, _, continuation), context in given:
             longest[document] = max(longest[document], len(context) + len(continuation))
-        return [
-            self._request(document, each, context, longest[document])
-            for document, each, context in zip(documents, encoded, contexts, strict=True)
-        ]
+        planned = [self._request(document, each, context, longest[document]) for document, each, context in given]
+        self.requests += planned
+        answers = []
+        for (texts, _, continuation), scored in zip(requests, self._scorer(planned), strict=True):
+            divisor = len(continuation) if self._mean else 1
+            answers.append((scored.log_likelihood / divisor, scored.is_greedy))
+            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        return answers
 
-    def windows(self, document: Document, text: str) -> list[Request]:
-        """A text to score in disjoint windows of the model's limit, each a sequence of its own, as `HFLM` does."""
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """The log-likelihood of whole texts, in disjoint windows of the model's limit, each a sequence of its own."""
+        windows = [self._windows(_document(each), each.args[0]) for each in requests]
+        planned = [window for text in windows for window in text]
+        self.requests += planned
+        scores = iter(self._scorer(planned))
+        answers = []
+        for request, text in zip(requests, windows, strict=True):
+            answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        return answers
+
+    def _windows(self, document: Document, text: str) -> list[Request]:
         if self._prefill.mode == "question":
             raise UserError(
                 f"task {document[0]}: scores whole texts, in which prefill=question finds no question; "
                 "use prefill=dense or artifact"
             )
-        windows = get_rolling_token_windows(self.encode(text), self.prefix_token_id, self.max_length, 1)
+        windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
         return [
             self._request(document, (("", ""), context, continuation), context, len(context) + len(continuation))
             for context, continuation in map(make_disjoint_window, windows)
         ]
 
-    def generation(self, document: Document, text: str, max_new_tokens: int, stops: Sequence[str]) -> GenerationRequest:
-        """A context to continue."""
-        whole = self.encode(text) or [self.prefix_token_id]
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Greedy answers, cut at the first stop string."""
+        planned = [self._generation(request) for request in requests]
+        self.requests += planned
+        answers = []
+        for request, asked, tokens in zip(requests, planned, self._generator(planned), strict=True):
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            answers.append(postprocess_generated_text(text, list(asked.stops), None))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        return answers
+
+    def _generation(self, request: Instance) -> Request:
+        text, given = request.args
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+        eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
+        stops, max_new_tokens = handle_stop_sequences(settings.pop("until"), eos), settings.pop("max_gen_toks")
+        if settings["do_sample"]:
+            raise UserError(
+                f"task {request.task_name}: samples its answers (temperature={settings.get('temperature', 1)}), only "
+                "the most likely token is offered; give a task of your own (include_path) do_sample: false"
+            )
+        for name, value in settings.items():
+            if name not in OF_SAMPLING and (name, value) != ("num_beams", 1):
+                raise UserError(f"task {request.task_name}: generation_kwargs {name}={value} is not offered")
+        document = _document(request)
+        whole = self.tok_encode(text) or [self.prefix_token_id]
         context = self._fit(document, whole, self.max_length - max_new_tokens)
         final_length, cut = len(context) + max_new_tokens, len(whole) - len(context)
         prefill_len = self._prefill_len(document, text, cut, len(context), final_length)
@@ -117,9 +234,10 @@ class Encoder:
             raise UserError(
                 f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no method could act on it"
             )
-        return GenerationRequest(tuple(context), prefill_len, max_new_tokens, tuple(stops), document)
+        return Request(tuple(context), len(context), prefill_len, final_length, document, max_new_tokens, tuple(stops))
 
     def _request(self, document: Document, encoded: Encoded, context: list[int], final_length: int) -> Request:
+        """A continuation to score after `context`, the last tokens of the encoded one."""
         (text, _), whole, continuation = encoded
         cut = len(whole) - len(context)
         text = text.rstrip()  # as lm-eval encodes a context
@@ -151,173 +269,19 @@ class Encoder:
         if self._prefill.mode == "artifact":
             end = int(final_length * self._prefill.budget)
         elif self._prefill.mode == "question":
-            marker_at = self._token_of(self._prefill.marker, text)
-            if marker_at is None or marker_at <= cut:
+            at, marker_at = text.rfind(self._prefill.marker), 0
+            if at >= 0:
+                if not self.tokenizer.is_fast:
+                    raise UserError("prefill=question needs a fast tokenizer, which knows where in the text tokens lie")
+                offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
+                marker_at = next(index for index, (_, stop) in enumerate(offsets) if stop > at)
+            if marker_at <= cut:
                 raise UserError(
                     f"{_where(document)}: prefill=question needs {self._prefill.marker!r} inside the context, where "
                     "the question starts; use prefill=dense or artifact, or num_fewshot above 0"
                 )
             end = marker_at - cut
         return max(1, min(end, most))
-
-    def _token_of(self, marker: str, text: str) -> int | None:
-        """Index of the token that holds the first character of the last `marker`; None where there is none."""
-        at = text.rfind(marker)
-        if at < 0:
-            return None
-        if not self.tokenizer.is_fast:
-            raise UserError("prefill=question needs a fast tokenizer, which knows where in the text its tokens lie")
-        encoded = self.tokenizer(text, **self._special(text), return_offsets_mapping=True, verbose=False)
-        return next(index for index, (_, stop) in enumerate(encoded["offset_mapping"]) if stop > at)
-
-    def _special(self, text: str, add_special_tokens: bool | None = None) -> dict[str, bool]:
-        if add_special_tokens is not None:
-            return {"add_special_tokens": add_special_tokens}
-        starts = has_bos_prefix(text, self.tokenizer.decode(self.prefix_token_id))
-        return {"add_special_tokens": False} if starts else {}
-
-
-class ReplayLM(TemplateLM):
-    """Answers lm-eval's requests of all three types.
-
-    Args:
-        loaded: its tokenizer and length limit are used.
-        prefill: which rows are dense.
-        scorer: token requests to scores, in order; called once for all requests of a type.
-        generator: token requests to the tokens of their answers, in order.
-        mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
-        too_long: whether a context beyond the model's limit is an error or loses its beginning.
-
-    After a run `requests` holds the token requests in the order in which lm-eval asked, one type after another; a text
-    that was scored whole has one for each of its windows.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        prefill: Prefill,
-        scorer: Callable[[Sequence[Request]], Sequence[Score]],
-        *,
-        generator: Callable[[Sequence[GenerationRequest]], Sequence[list[int]]],
-        mean: bool = False,
-        too_long: Literal["refuse", "truncate"] = "refuse",
-    ) -> None:
-        super().__init__()
-        self.requests: list[AnyRequest] = []
-        self._encoder = Encoder(loaded, prefill, too_long)
-        self.tokenizer = self._encoder.tokenizer
-        self._name = loaded.name
-        self._scorer = scorer
-        self._generator = generator
-        self._mean = mean
-        self._documents: list[Document] = []
-
-    @property
-    def num_truncated(self) -> int:
-        """Questions whose context has lost its beginning."""
-        return len(self._encoder.truncated)
-
-    @property
-    def eot_token_id(self) -> int:
-        """As `HFLM`: the end-of-sequence token."""
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """As `HFLM`: the one token of an empty context."""
-        return self._encoder.prefix_token_id
-
-    @property
-    def tokenizer_name(self) -> str:
-        """As `HFLM`: lm-eval's name for prompts of this chat template."""
-        return self.tokenizer.name_or_path.replace("/", "__")
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """As `HFLM`, see `Encoder.encode`."""
-        return self._encoder.encode(string, add_special_tokens)
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """As `HFLM`; UserError where the model has none."""
-        if chat_template:
-            self._require_chat_template()
-        return super().chat_template(chat_template)
-
-    def apply_chat_template(self, chat_history: Chat, add_generation_prompt: bool = True) -> str:
-        """As `HFLM`: turns as one text; a template that knows no system role is tried without that turn."""
-        self._require_chat_template()
-
-        def rendered(turns: Chat) -> str:
-            return self.tokenizer.apply_chat_template(
-                turns,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-
-        try:
-            return rendered(chat_history)
-        except jinja2.exceptions.TemplateError:
-            return rendered([turn for turn in chat_history if turn["role"] != "system"])
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """As lm-eval's, noting which requests are choices of one document."""
-        self._documents = [_document(request) for request in requests]
-        return super().loglikelihood(requests, disable_tqdm=True)
-
-    def _loglikelihood_tokens(self, requests: list[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
-        planned = self._encoder.choices(self._documents, requests)
-        self.requests += planned
-        answers = []
-        for (texts, _, continuation), scored in zip(requests, self._scorer(planned), strict=True):
-            divisor = len(continuation) if self._mean else 1
-            answers.append((scored.log_likelihood / divisor, scored.is_greedy))
-            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
-        return answers
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """As `HFLM`: the log-likelihood of whole texts, in disjoint windows of the model's limit."""
-        windows = [self._encoder.windows(_document(each), each.args[0]) for each in requests]
-        planned = [window for text in windows for window in text]
-        self.requests += planned
-        scores = iter(self._scorer(planned))
-        answers = []
-        for request, text in zip(requests, windows, strict=True):
-            answers.append(sum(score.log_likelihood for score in islice(scores, len(text))))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
-        return answers
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """As `HFLM`: greedy answers, cut at the first stop string."""
-        planned = [self._generation(request) for request in requests]
-        self.requests += planned
-        answers = []
-        for request, asked, tokens in zip(requests, planned, self._generator(planned), strict=True):
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            answers.append(postprocess_generated_text(text, list(asked.stops), None))
-            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
-        return answers
-
-    def _generation(self, request: Instance) -> GenerationRequest:
-        context, given = request.args
-        settings: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
-        eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
-        stops, max_new_tokens = handle_stop_sequences(settings.pop("until"), eos), settings.pop("max_gen_toks")
-        if settings["do_sample"]:
-            raise UserError(
-                f"task {request.task_name}: samples its answers (temperature={settings.get('temperature', 1)}), only "
-                "the most likely token is offered; give a task of your own (include_path) do_sample: false"
-            )
-        for name, value in settings.items():
-            if name not in OF_SAMPLING and (name, value) != ("num_beams", 1):
-                raise UserError(f"task {request.task_name}: generation_kwargs {name}={value} is not offered")
-        return self._encoder.generation(_document(request), context, max_new_tokens, stops)
-
-    def _require_chat_template(self) -> None:
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise UserError(
-                f"apply_chat_template=true: model {self._name} has no chat template; choose one that was trained to "
-                "chat, or apply_chat_template=false"
-            )
 
 
 def _document(request: Instance) -> Document:

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from harness.accuracy.perplexity import as_perplexity, full_pass, score_rows
+from harness.accuracy.perplexity import FULL, as_perplexity, full_pass, score_rows
 from harness.data.text import corpus_ids, first_window_offset, window_ids
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.records.samples import EXPONENTIAL, clustered_stderr
-from harness.replay import ReplaySession
 from harness.resources import Kept
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
 from harness.setup import Setup, prepare
 from harness.sizes import ReadStats
 from methods.base import Row
-from methods.full import Full
 
 BATCH = 8
 """Prompts decoded at once, at most."""
@@ -109,14 +107,7 @@ def decode_freely(attached: Attached, setup: Setup, prompts: Prompts, max_new_to
     ids = torch.tensor(prompts, device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
     total = ids.shape[1] + max_new_tokens
-    session = ReplaySession(
-        attached,
-        setup.method,
-        codec=setup.codec,
-        calibration=setup.calibration,
-        final_lengths=torch.full((len(ids),), total, device=attached.device),
-        num_columns=total,
-    )
+    session = setup.replay(attached, torch.full((len(ids),), total, device=attached.device), total)
     tokens = [attached.logits(session.prefill(ids, real)[:, -1]).argmax(-1)]
     hidden = []
     for _ in tqdm(range(1, max_new_tokens), desc="decoding", unit="step", leave=False, disable=None):
@@ -139,8 +130,7 @@ def _prompts(config: RunConfig, loaded: LoadedModel) -> Prompts:
 
 
 def _full_texts(attached: Attached, prompts: Prompts, max_new_tokens: int) -> list[Text]:
-    setup = Setup(Full(), codec=None, calibration=None)
-    decoded = decode_freely(attached, setup, prompts, max_new_tokens).tokens.tolist()
+    decoded = decode_freely(attached, FULL, prompts, max_new_tokens).tokens.tolist()
     return [
         Text(tokens, full_pass(attached, [*prompt, *tokens], len(prompt))[0])
         for prompt, tokens in zip(prompts, decoded, strict=True)

@@ -21,7 +21,6 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.records.samples import clustered_stderr
-from harness.replay import ReplaySession
 from harness.resources import Kept
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
@@ -36,6 +35,7 @@ MAX_NLL = 300.0
 """Nats a token of which perplexity, exp of it, and its square are numbers; a model that fits a text has below 20."""
 CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
+FULL = Setup(Full(), codec=None, calibration=None)
 
 References = Kept[tuple[Tensor, Tensor]]
 """Dense passes of a model's windows: every method of a sweep is compared with the same one."""
@@ -119,15 +119,8 @@ def _score(
     prompt = max(1, prefill_len)
     ids = torch.tensor([window], device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    session = ReplaySession(
-        attached,
-        setup.method,
-        codec=setup.codec,
-        calibration=setup.calibration,
-        final_lengths=torch.tensor([len(window)], device=attached.device),
-        num_columns=len(window),
-        measure_recall=True,
-    )
+    length = torch.tensor([len(window)], device=attached.device)
+    session = setup.replay(attached, length, len(window), measure_recall=True)
     hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
     # The window's last row predicts nothing, so it is not run.
     hidden = torch.cat([hidden, session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]])[prefill_len:]
@@ -139,8 +132,7 @@ def _score(
 def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
     """The full cache's nll, fp64 [rows] on the CPU, and hidden states [rows, hidden_size] on a window's scored rows."""
     ids = torch.tensor([window], device=attached.device)
-    lengths = torch.tensor([len(window)], device=attached.device)
-    session = ReplaySession(attached, Full(), final_lengths=lengths, num_columns=len(window))
+    session = FULL.replay(attached, torch.tensor([len(window)], device=attached.device), len(window))
     hidden = session.prefill(ids[:, :-1], torch.ones_like(ids[:, :-1], dtype=torch.bool))[0, prefill_len:]
     targets, chunks = ids[0, prefill_len + 1 :], _head_chunks(len(hidden))
     nll = torch.cat([_nll(attached.logits(hidden[rows]).log_softmax(-1), targets[rows]) for rows in chunks])
