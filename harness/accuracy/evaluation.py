@@ -75,7 +75,8 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     for group in suite.groups:
         if group.has_aggregation:
             names = [task.task_name for task in group.get_all_tasks()]
-            found = {_plain_name(key): _number(value) for key, value in group.aggregate(results).items() if "," in key}
+            by_rule = group.aggregate(results).items()
+            found: Metrics = {_plain_name(key): _number(value) for key, value in by_rule if "," in key}
             found |= {"num_samples": sum(outcome.metrics[name]["num_samples"] for name in names), "tasks": names}
             outcome.metrics[group.name] = found | sum((reads[name] for name in names), ReadStats()).sizes
     return outcome
@@ -208,8 +209,9 @@ def _measured(results: Mapping[str, Any], logged: Logged) -> tuple[Metrics, dict
         value, numbers = _number(result), [_number(sample[name]) for sample in answers]
         values = [number for number in numbers if number is not None]
         metrics |= {key: value, f"{name}_stderr,{filtered}": None}
-        is_mean = value is not None and len(values) == len(numbers)
-        if is_mean and math.isclose(sum(values) / len(values), value, abs_tol=1e-9):
+        if value is None or len(values) < len(numbers):
+            continue
+        if math.isclose(sum(values) / len(values), value, abs_tol=1e-9):
             metrics[f"{name}_stderr,{filtered}"] = clustered_stderr(values, [_context(sample) for sample in answers])
             by_question[key] = dict(zip((sample["doc_id"] for sample in answers), values, strict=True))
     return metrics, by_question
