@@ -50,10 +50,9 @@ from harness.model.calibration import calibrate
 from harness.model.load import require_kernels
 from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.offload import store as offload_store
-from harness.offload.fetch import indices
 from harness.offload.links import open_link
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning
-from harness.offload.store import KVStore, RowFormat, SlotRequest, chosen
+from harness.offload.store import KVStore, RowFormat, SlotRequest, chosen, indices
 from harness.records.record import read_record
 from harness.resources import Resources
 from harness.settings.compose import load

@@ -224,7 +224,7 @@ def over_host(attached: Attached, case: Case) -> tuple[Any, list[tuple[int, int]
         with closing(open_live(attached, case, placement="host", link=link)) as session:
             force(session, PADDED)
             session.drain()
-            buffers = [stage.fetcher.device_bytes for stage in session.stages.values()]
+            buffers = [buffer.nbytes for stage in session.stages.values() for buffer in stage.buffers]
             assert session.links == list(links.values()) and session.device_bytes >= sum(buffers) > 0
             return computed, [(store.h2d_bytes, store.d2h_bytes) for store in session.stores]
 

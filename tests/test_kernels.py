@@ -19,7 +19,6 @@ from launches import (
 from living import TOLERANCE, attached_with_link, force, open_live
 
 from harness.model.attach import Attached
-from harness.offload import fetch as lists
 from harness.offload import store as coded
 from harness.offload.memory import Tuning
 from harness.offload.step import attend_by_scores
@@ -163,9 +162,9 @@ def test_lists_are_those_of_the_cpu(case, block):
     room = resident.shape[-1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK", block)
-        assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), lists.indices(mask, room))
+        assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), coded.indices(mask, room))
         missing, free, after = rows.missing_rows(mask.to(DEVICE), resident.to(DEVICE))
-    expected, expected_after = lists.missing_rows(mask, resident)
+    expected, expected_after = coded.missing_rows(mask, resident)
     assert torch.equal(missing.cpu(), expected.slots) and torch.equal(after.cpu(), expected_after)
     fetched = missing >= 0
     assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])

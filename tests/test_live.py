@@ -104,7 +104,7 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
             session.drain()
             for layer in range(CASES[name].method.num_exempt_layers):
                 early = (
-                    layer == 0 or next(iter(session.stages.values())).fetcher.ahead
+                    layer == 0 or session.caches[0].own_buffer is not None
                 )  # asked for in the step before, unless the next token is the last
                 ahead = 1 if early and step + 2 < STEPS else 0
                 crossed = sum(CACHED[: step + 1 + ahead])

@@ -24,8 +24,7 @@ from harness.model.prompt import prompt_bytes, run_prompt
 from harness.model.tiny import tiny_model
 from harness.offload import live as sessions
 from harness.offload import memory
-from harness.offload.cache import LayerCache
-from harness.offload.fetch import Fetcher
+from harness.offload.cache import Batch, LayerCache, Stage
 from harness.offload.links import EmulatedLink
 from harness.offload.memory import (
     ALIGNMENT,
@@ -78,7 +77,8 @@ def test_a_session_needs_its_slots_and_buffers(name, placement, reuse):
         needed = prompt_bytes(attached, len(prompts) * PROMPT) + state_bytes(session)
         if placement == "host":
             (stage,) = session.stages.values()
-            assert session.bytes_needed == SessionBytes(slots, stage.fetcher.device_bytes + needed)
+            buffers = sum(buffer.nbytes for buffer in stage.buffers)
+            assert session.bytes_needed == SessionBytes(slots, buffers + needed)
         else:
             assert session.bytes_needed == SessionBytes(0, slots + needed)
 
@@ -93,14 +93,15 @@ def test_buffers_of_opt_13b_by_hand(reuse):
     """Batch 20, 40 heads of 128, 2,048 tokens; two exempt layers; a selection of 409 tokens."""
     shape = {"batch": 20, "num_kv_heads": 40, "capacity": 2048, "placement": "host", "device": CPU}
     row_format = make_store(128, "fp16", dtype=torch.float16, **shape | {"capacity": 1}).format
-    stores = {layer: sessions.KVStore(row_format, **shape) for layer in range(40)}
+    stores = [sessions.KVStore(row_format, **shape) for _ in range(40)]
+    batch = Batch(torch.ones(1, 1, dtype=torch.bool), 1)
     row = 20 * 40 * 2 * 128 * 2
     assert stores[0].nbytes == 2048 * row and 40 * stores[0].nbytes == 31.25 * GIB
     with EmulatedLink(1e12) as link:
-        fetcher = Fetcher(link, reuse)
-        assert fetcher.plan(stores, 409, num_ahead=2) == (2 * 2049 + 2 * 410 + reuse * 38 * 410) * row
-        assert fetcher.plan(stores, 2048) == (2 + reuse * 40) * 2049 * row
-    assert Fetcher(None, reuse).plan(stores, 2048) == 0
+        stage = Stage(CPU, batch, link, reuse)
+        assert stage.plan(stores, 409, num_ahead=2) == (2 * 2049 + 2 * 410 + reuse * 38 * 410) * row
+        assert stage.plan(stores, 2048) == (2 + reuse * 40) * 2049 * row
+    assert Stage(CPU, batch, None, reuse).plan(stores, 2048) == 0
 
 
 def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):
@@ -268,7 +269,7 @@ def test_only_what_a_gpu_reads_over_the_link_is_locked(monkeypatch):
 @pytest.fixture
 def anywhere(runtime, monkeypatch):
     """Managed memory where the tests compute."""
-    monkeypatch.setattr(memory, "_require_managed_access", lambda device: None)
+    monkeypatch.setattr(memory, "require_managed", lambda num_bytes, device: None)
     return runtime
 
 
@@ -324,16 +325,15 @@ def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
         memory.managed_empty((8,), CUDA)
 
 
-@pytest.mark.parametrize("ask", [memory.require_managed, lambda size, device: memory.managed_empty((size,), device)])
-def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch, ask):
+def test_a_device_without_managed_memory_is_refused(runtime, monkeypatch):
     with pytest.raises(UserError, match="^placement=managed: needs platform=cuda; allowed on cpu: device, host$"):
-        ask(GIB, CPU)
+        memory.require_managed(GIB, CPU)
     runtime.concurrent = 0
     with pytest.raises(UserError, match="GPU has no concurrent managed access; allowed on it: device, host$"):
-        ask(GIB, CUDA)
+        memory.require_managed(GIB, CUDA)
     monkeypatch.setitem(sys.modules, RUNTIME, None)
     with pytest.raises(UserError, match="^platform=cuda: needs the package cuda-bindings, which torch's CUDA build"):
-        ask(GIB, CUDA)
+        memory.require_managed(GIB, CUDA)
 
 
 def test_a_cache_that_would_only_thrash_or_not_fit_is_refused(runtime, monkeypatch):

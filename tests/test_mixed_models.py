@@ -13,8 +13,8 @@ from replaying import assert_close, open_session, pad, run_one, run_ragged, toke
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.offload.cache import LocalCache
 from harness.offload.links import EmulatedLink
+from harness.offload.resident import LocalCache
 from methods.base import Window
 from methods.full import Full
 from methods.h2o import H2O

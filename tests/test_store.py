@@ -2,6 +2,7 @@
 
 import importlib.util
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from living import CPU, PROMPTS, LatestLink, attached_with_link, live, loaded, m
 from torch import Tensor
 
 from harness.errors import UserError
+from harness.model.policies import Policy
 from harness.offload import store as rows_module
-from harness.offload.fetch import Fetcher, missing_rows
+from harness.offload.cache import Batch, LayerCache, Stage
 from harness.offload.links import EmulatedLink
 from harness.offload.memory import Tuning
-from harness.offload.store import KVStore
+from harness.offload.store import KVStore, chosen, missing_rows
+from methods.attention import Softmax
+from methods.base import Selection
 from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
@@ -84,7 +88,7 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
             filled += num_rows
         elif operation == "write":  # freed slots used again, each head its own
             keys, values = key_value(num_rows, generator)
-            moved = store.write(store.format.pack(keys, values), at=index)
+            moved = store.write(store.format.pack(keys, values), at=chosen(index))
             assert moved == int((index >= 0).sum()) * store.slot_bytes
             reference.write(keys, values, index)
         elif operation == "read":
@@ -109,9 +113,7 @@ def test_refusals(monkeypatch):
     with pytest.raises(IndexError, match="slot index 12 is beyond the capacity of 12"):
         loaded(store, beyond)
     with pytest.raises(IndexError, match="slot index 12 is beyond the capacity of 12"):
-        store.write(rows[:, :, :1], at=beyond)
-    with pytest.raises(UserError, match="placement='disk' is unknown; allowed: device, host, managed"):
-        store_of(placement="disk")
+        store.write(rows[:, :, :1], at=chosen(beyond))
     monkeypatch.setattr("harness.offload.memory.available_bytes", lambda home: 2**30)
     with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
         store_of("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
@@ -255,13 +257,12 @@ def rows_of(store: KVStore, values: list[float]) -> Tensor:
     return store.format.pack(rows, rows)
 
 
-def fetched(fetcher: Fetcher, store: KVStore, mask: list[bool]) -> list[float]:
+def fetched(cache: LayerCache, mask: list[bool]) -> list[float]:
     """First elements of the present rows' values; keys and values must agree, and absent ones be numbers."""
-    fetcher.request_selected(0, torch.tensor([[mask]]), 3)
-    fetcher.wait(0)
-    rows, present, bias = fetcher.take(0)
-    keys, values = store.format.unpack(rows)
-    assert bias is None and torch.equal(keys[present], values[present]) and values.isfinite().all()
+    cache.request_selected(Selection(torch.tensor([[[mask]]]), torch.zeros(1, 1)))
+    fetch = cache.take()
+    present, (keys, values) = fetch.present, cache.store.format.unpack(fetch.cached)
+    assert fetch.bias is None and torch.equal(keys[present], values[present]) and values.isfinite().all()
     return sorted(values[present][:, 0].tolist())
 
 
@@ -270,17 +271,19 @@ def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token(reuse):
     store, mask = small_store(), [True, True, False, True]
     store.write(rows_of(store, [0.0, 1.0, 2.0, 3.0]), 0)
     with EmulatedLink(1e12) as link:
-        fetcher = Fetcher(link, reuse)
-        fetcher.plan({0: store}, 3)
-        fetcher.open()
-        assert fetched(fetcher, store, [False] * 4) == [] and store.h2d_bytes == 0
+        stage = Stage(CPU, Batch(torch.ones(1, 4, dtype=torch.bool), 1), link, reuse)
+        stage.plan([store], 3)
+        stage.open([store])
+        names_three = SimpleNamespace(max_tokens_read=lambda row, layer: 3)
+        cache = LayerCache(Policy("method", 0, "own_query", Softmax(1.0), None), stage, store, None, names_three)
+        assert fetched(cache, [False] * 4) == [] and store.h2d_bytes == 0
         crossed = []
         for written, slot, expected in (([0.0], 0, [0, 1, 3]), ([9.0], 1, [0, 3, 9]), (None, 0, [0, 3, 9]),
                                         ([7.0], -1, [0, 3, 9])):  # fmt: skip
             before = store.h2d_bytes
             if written is not None:  # the last one is evicted at once
-                fetcher.write_back(0, rows_of(store, written), torch.tensor([[[slot]]]))
-            assert fetched(fetcher, store, mask) == expected
+                cache.write(rows_of(store, written), torch.tensor([[[slot]]]))
+            assert fetched(cache, mask) == expected
             crossed.append((store.h2d_bytes - before) // store.slot_bytes)
     assert crossed == ([3, 1, 0, 0] if reuse else [3, 3, 3, 3])
 

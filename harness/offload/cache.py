@@ -1,32 +1,38 @@
-"""One layer's cache in live decoding: its store, its method's state, and which token lies in which slot.
+"""One layer's cache in live decoding: which token lies in which slot, and which rows are on their way to the device.
 
-`LayerCache` serves a layer that sees every token. `ResidualCache` leaves the last tokens exact on the device, as KIVI's
-codec wants it. `ValuesCache` fetches values only, where the method keeps the keys. `LocalCache` is a local layer's
-window, which stays on the device.
+`LayerCache` serves a layer that sees every token; `harness.offload.resident` has the caches that leave some rows on the
+device. Slots are filled in the order of the columns. Where a method evicts, its state knows the token of each slot:
+after the prompt the kept tokens move to the first slots, and a freed slot takes a later row. The number of slots in use
+is the method's arithmetic (`Method.tokens_kept`), so no step asks the device.
 
-Slots are filled in the order of the columns. Where a method evicts, its state knows the token of each slot: after the
-prompt the kept tokens move to the first slots, and a freed slot takes a later row. The number of slots in use is the
-method's arithmetic (`Method.tokens_kept`), so no step asks the device.
+Under host placement a request starts a transfer into one of the device's two buffers (`Stage`), for the layer that
+computes and the next one. Under other placements whole layers are read in place. Behind a head's rows a buffer has
+room for the step's own row, so that attention finds all rows in one piece. With `reuse` each layer keeps its buffer,
+and only rows that are not in it cross the link.
+
+Exempt layers read more than the others. Requested one layer ahead, their rows could not be hidden, and the link would
+idle later. They are requested in parts during the whole step before, one part in each other layer, into own buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from harness.model.attention import dense_attention
 from harness.model.policies import Policy, select
-from harness.offload.fetch import Fetched, Fetcher, indices
-from harness.offload.store import KeyValue, KVStore
-from methods.base import EMPTY, NAMES_ROWS, Lengths, Method, PromptRows, Row, Rows, Selection, State, Window
-from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, SplitCodec
+from harness.offload.links import Link, Ticket
+from harness.offload.memory import PinnedSlab
+from harness.offload.store import Chosen, KeyValue, KVStore, chosen, indices, missing_rows, num_true
+from methods.base import EMPTY, NAMES_ROWS, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from methods.codec import FLOAT_DTYPES, AnyCodec
 from methods.evicting import EvictingState
+
+COUNTS_AT_ONCE = 1024
+"""Counts on the device that are kept before they are summed: one launch for many."""
 
 
 class Batch:
@@ -42,7 +48,6 @@ class Batch:
         self.real = real
         self.lengths = Lengths(prompt, prompt + max_new_tokens)
         self.prompts: list[int] = prompt.tolist()
-        self.distinct_prompts = sorted(set(self.prompts))
         self.is_padded = min(self.prompts) < real.shape[1]
         self.max_new_tokens = max_new_tokens
         self.steps = 0
@@ -60,7 +65,7 @@ class Batch:
 
     def rows(self, steps: int) -> list[Row]:
         """The distinct rows of the sequences after `steps` steps, for the arithmetic of sizes."""
-        return [Row(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in self.distinct_prompts]
+        return [Row(prompt + steps, prompt, prompt + self.max_new_tokens) for prompt in sorted({*self.prompts})]
 
     def advance(self) -> None:
         """End the step: its tokens are cached now."""
@@ -68,6 +73,112 @@ class Batch:
         self.positions = self.positions + 1
         self.row_positions = self.row_positions + 1
         self.steps += 1
+
+
+class Traffic:
+    """Payload bytes that cross a link, summed without a sync."""
+
+    def __init__(self) -> None:
+        self._num_bytes: int | Tensor = 0
+        self._counts: dict[int, list[Tensor]] = {}
+
+    def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
+        """num_rows: under CUDA 0-d on the device."""
+        if isinstance(num_rows, int):
+            self._num_bytes = self._num_bytes + num_rows * row_bytes
+            return
+        counts = self._counts.setdefault(row_bytes, [])
+        counts.append(num_rows)
+        if len(counts) == COUNTS_AT_ONCE:
+            self._sum()
+
+    @property
+    def num_bytes(self) -> int | Tensor:
+        """So far; 0-d on the device if a count was there."""
+        self._sum()
+        return self._num_bytes
+
+    def _sum(self) -> None:
+        for row_bytes, counts in self._counts.items():
+            self._num_bytes = self._num_bytes + torch.stack(counts).sum() * row_bytes
+        self._counts.clear()
+
+
+class Stage:
+    """What the attention layers on one device share.
+
+    link: None but under host placement. reuse: layers keep the rows that they fetched. state: the method's. slab: the
+    page-locked memory of the stores. buffers: all that fetched rows may lie in; free: the shared ones without rows, the
+    one that was read last at the end. loaded, written: payload of the rows taken and written back so far, counted when
+    a step uses it, so that it is exact for any run of steps.
+    """
+
+    def __init__(self, device: torch.device, batch: Batch, link: Link | None, reuse: bool) -> None:
+        self.device, self.batch, self.link, self.reuse = device, batch, link, reuse
+        self.state: State | None = None
+        self.slab: PinnedSlab | None = None
+        self.selected = 0
+        self.buffers: list[Tensor] = []
+        self.free: list[Tensor] = []
+        self.loaded, self.written = Traffic(), Traffic()
+
+    def plan(self, stores: Sequence[KVStore], selected: int, num_ahead: int = 0) -> int:
+        """Plan the buffers for layers with these stores, and return their bytes, 0 without a link.
+
+        Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; with reuse each of the
+        others keeps one for `selected` rows.
+        """
+        self.selected = selected
+        if self.link is None:
+            return 0
+        ahead, others = stores[:num_ahead], stores[num_ahead:]
+        largest = max(others, key=lambda store: store.nbytes)
+        self._in_turns = largest, min(selected, largest.capacity) if num_ahead else largest.capacity
+        num_bytes = sum(store.buffer_bytes(store.capacity) for store in ahead)
+        num_bytes += 2 * largest.buffer_bytes(self._in_turns[1])
+        return num_bytes + (sum(store.buffer_bytes(selected) for store in others) if self.reuse else 0)
+
+    def open(self, stores: Sequence[KVStore]) -> None:
+        """Make the two buffers, once the stores are allocated, and compile the kernels of a step."""
+        if self.device.type == "cuda":
+            from harness.offload.kernels import rows as kernels
+
+            for store in {store.slot_bytes: store for store in stores if store.is_reachable}.values():
+                kernels.warm(store.slots, self.device, store.tuning)
+            nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=self.device)
+            missing_rows(nothing, torch.full((1, 1, 1), -1, device=self.device)) if self.reuse else indices(nothing, 1)
+        if self.link is not None:
+            self.free = [self.new_buffer(*self._in_turns) for _ in range(2)]
+
+    def new_buffer(self, store: KVStore, num_rows: int) -> Tensor:
+        """A buffer that lasts as long as the session."""
+        self.buffers.append(store.new_buffer(num_rows))
+        return self.buffers[-1]
+
+
+@dataclass
+class Fetch:
+    """Rows that a layer asked for; `LayerCache.take` waits for them.
+
+    slots: the first ones, or those chosen. rows: their target, packed, uint8 [batch, num_kv_heads, n + 1, slot_bytes]
+    with room for the own row, valid until the layer's attention is done. present: bool [batch, num_kv_heads, n], False
+    for invalid rows (stale data or zeros); None: all are valid. bias: added to these rows' scores, [batch,
+    num_kv_heads, group or 1, 1, n]; None for nothing. in_place: `rows` are the store's own slots. shared: the buffer to
+    give back.
+    """
+
+    slots: int | Chosen
+    rows: Tensor
+    present: Tensor | None = None
+    bias: Tensor | None = None
+    in_place: bool = False
+    shared: Tensor | None = None
+    tickets: list[Ticket] = field(default_factory=list)
+
+    @property
+    def cached(self) -> Tensor:
+        """The rows without the own one."""
+        return self.rows[:, :, : self.slots if isinstance(self.slots, int) else self.slots.slots.shape[-1]]
 
 
 def slots_needed(policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch) -> int:
@@ -78,27 +189,40 @@ def slots_needed(policy: Policy, method: Method, state: State | None, codec: Any
     return max(codec.stored(row.cached) for row in rows) if codec.residual else batch.tokens.shape[1]
 
 
-@dataclass
+def no_scores() -> Tensor:
+    """The true scores of a method that names rows."""
+    raise AssertionError("a method that names rows does so before the true scores are known")
+
+
+@dataclass(eq=False)
 class LayerCache:
     """The cache of one layer that sees every token.
 
-    index: the layer among all attention layers. state: None in a layer that reads everything. last_query: [batch,
-    heads, 1, head_dim], if the next step selects by it. following: the next layer that fetches rows. earlier: state of
-    the layer before, maybe on another device. part: (number, parts) of the exempt layers' rows that this layer requests
-    for the next step.
+    state: None in a layer that reads everything. fetch: what is on its way. own_buffer: of an exempt layer, whose rows
+    come during the whole step before. kept, kept_slots: with reuse the buffer that stays, and the slot in each of its
+    rows, int64 [batch, num_kv_heads, n], -1 for none. last_query: [batch, heads, 1, head_dim], if the next step selects
+    by it. following: the next layer that fetches rows. earlier: state of the layer before, maybe on another device.
+    part: (number, parts, exempt layers): which part of their rows this layer requests for the next step.
     """
 
-    index: int
     policy: Policy
-    batch: Batch
+    stage: Stage
     store: KVStore
     state: State | None
     method: Method
-    fetcher: Fetcher
+    fetch: Fetch | None = None
+    own_buffer: Tensor | None = None
+    kept: Tensor | None = None
+    kept_slots: Tensor | None = None
     last_query: Tensor | None = None
     following: LayerCache | None = None
     earlier: State | None = None
-    part: tuple[int, int] | None = None
+    part: tuple[int, int, Sequence[LayerCache]] | None = None
+
+    @property
+    def batch(self) -> Batch:
+        """The tokens of the batch, and how far it has come."""
+        return self.stage.batch
 
     @property
     def evicts(self) -> bool:
@@ -160,12 +284,14 @@ class LayerCache:
             columns = self.state.compact(self.policy.number, self.store.capacity)
             index = columns.clamp(min=0).unsqueeze(-1)
             key, value = (part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
-        self.fetcher.write_back(self.index, self.store.format.pack(key, value), 0)
+        self.write(self.store.format.pack(key, value), 0)
 
     def remember(self, query: Tensor) -> None:
         """Keep the query [batch, heads, 1, head_dim] if the next step selects by it."""
         if self.policy.when == "previous_step" and self.state is not None:
             self.last_query = query.clone()
+
+    # Select
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Show the own row to the state."""
@@ -174,7 +300,7 @@ class LayerCache:
             positions = self.batch.positions[:, None]
             self.state.append(self.policy.number, key, value, positions, slice(own, own + 1))
 
-    def select(self, query: Tensor, true_scores: Callable[[], Tensor]) -> Selection:
+    def select(self, query: Tensor, true_scores: Callable[[], Tensor] = no_scores) -> Selection:
         """The selection of the step's row, over `slots()`."""
         assert self.state is not None, "only a layer with a state selects"
         if self.earlier not in (None, self.state):
@@ -190,272 +316,135 @@ class LayerCache:
         )
         return select(self.state, self.policy.number, rows)
 
+    # Fetch
+
     def request_selected(self, selection: Selection) -> Tensor:
-        """Request a selection's slots; returns them in the order of the fetched rows."""
+        """Request a selection's slots. Returns the slot of each row, int [batch, num_kv_heads, n], -1 for none."""
         assert selection.mask is not None, "a method that names rows gives a mask"
-        rows = self.batch.rows(self.batch.steps)
-        cap = max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
-        bias = None if selection.bias is None else selection.bias[:, :, :, 0]
-        return self.fetcher.request_selected(self.index, selection.mask[:, :, 0], cap, bias)
+        mask = selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
+        if self.stage.reuse:
+            if self.kept is None or self.kept_slots is None:
+                self.kept_slots = indices(torch.zeros_like(mask), self.stage.selected)
+                self.kept = self.stage.new_buffer(self.store, self.stage.selected)
+            request, slots = missing_rows(mask, self.kept_slots)
+            self.kept_slots, present = slots, slots >= 0
+        else:
+            rows = self.batch.rows(self.batch.steps)
+            slots = indices(mask, max(self.method.max_tokens_read(row, self.policy.number) for row in rows))
+            present = slots >= 0
+            request = Chosen(slots, num_true(present))
+        bias = selection.bias
+        if bias is not None:  # [batch, 1 or kv, group or 1, 1, slots]
+            index = slots.clamp(min=0)[:, :, None, None].expand(-1, -1, bias.shape[2], -1, -1)
+            bias = bias.expand(-1, slots.shape[1], -1, -1, -1).gather(-1, index)
+        self._request(request, present, bias)
+        return slots
 
     def request_kept(self, steps_ahead: int = 0) -> None:
         """Request every slot that holds a token. Where sequences or heads keep different numbers, slot by slot."""
         count, number = self.slots_in_use(steps_ahead), self.policy.number
+        if self.own_buffer is not None:
+            self.request_columns(count, slice(0, count))
+            return
         if isinstance(self.state, EvictingState):
             rows = self.batch.rows(self.batch.steps + steps_ahead)
             asked = (self.method.tokens_kept, self.method.tokens_read)
             if len({ask(row, number) for ask in asked for row in rows}) > 1:
                 held = self.state.tokens[number][..., :count] != EMPTY
-                self.fetcher.request_held(self.index, held)
+                slots = torch.where(held, torch.arange(count, device=held.device), -1)  # each into the row of its slot
+                self._request(Chosen(slots, num_true(held)), held)
                 return
-        self.fetcher.request_all(self.index, count)
+        self._request(count)
 
-    def take(self, own: Tensor | None = None) -> Fetched:
-        """The requested rows, after waiting for them; own: the packed own row, to come behind them."""
-        return self.fetcher.take(self.index, own)
+    def request_part(self, count: int) -> None:
+        """Request this layer's part of the first `count` slots of the exempt layers."""
+        assert self.part is not None
+        number, parts, layers = self.part
+        begin, end = (len(layers) * count * edge // parts for edge in (number, number + 1))
+        for place, layer in enumerate(layers):
+            columns = slice(*(min(max(edge - place * count, 0), count) for edge in (begin, end)))
+            if columns.start < columns.stop:
+                layer.request_columns(count, columns)
 
-    def parts(self, fetched: Fetched) -> list[KeyValue]:
+    def request_columns(self, count: int, columns: slice) -> None:
+        """Request some columns of the first `count` slots into the layer's own buffer."""
+        assert self.stage.link is not None and self.own_buffer is not None
+        if self.fetch is None:
+            self.fetch = Fetch(count, self.store.rows_in(self.own_buffer, count))
+        ticket = self.stage.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
+        self.fetch.tickets.append(ticket)
+
+    def _request(self, slots: int | Chosen, present: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """Start a request that comes in one piece; without a link its rows are there at once.
+
+        The shared buffer that it takes is the one that was read longest ago. Requests need not come in the order of the
+        layers: a rehearsal for the next layer comes before a layer's own.
+        """
+        store, link, shared = self.store, self.stage.link, None
+        if link is None and isinstance(slots, int):
+            self.fetch = Fetch(slots, store.slots[:, :, : slots + 1], in_place=True)
+            return
+        count = slots if isinstance(slots, int) else slots.slots.shape[-1]
+        buffer = self.kept if isinstance(slots, Chosen) else None
+        if buffer is None and self.stage.free:
+            buffer = shared = self.stage.free.pop(0)
+        rows = store.rows_in(store.new_buffer(count) if buffer is None else buffer, count)
+        self.fetch = Fetch(slots, rows, present, bias, shared=shared)
+        if link is None:
+            store.load(slots, self.fetch.cached)
+        else:
+            self.fetch.tickets.append(link.prefetch(store, slots, self.fetch.cached))
+
+    def take(self) -> Fetch:
+        """The requested rows; what runs next waits for them."""
+        assert self.fetch is not None, "rows are requested before they are taken"
+        fetch, self.fetch = self.fetch, None
+        for ticket in fetch.tickets:
+            ticket.wait()
+        if self.stage.link is not None:
+            self.stage.loaded.add(self.store.num_rows(fetch.slots), self.store.slot_bytes)
+        if fetch.shared is not None:
+            self.stage.free.append(fetch.shared)
+        return fetch
+
+    # Attend
+
+    def parts(self, fetch: Fetch) -> list[KeyValue]:
         """The cached rows: the fetched ones, then those that the device holds."""
-        return [self.store.format.unpack(fetched.rows)]
+        return [self.store.format.unpack(fetch.cached)]
 
-    def visible(self, fetched: Fetched) -> Tensor | None:
+    def visible(self, fetch: Fetch) -> Tensor | None:
         """Cached rows, in the order of `parts`, that the step may see: bool [batch, 1 or kv, 1, n]; None for all."""
-        if fetched.present is not None:
-            return fetched.present[:, :, None]
+        if fetch.present is not None:
+            return fetch.present[:, :, None]
         if not self.batch.is_padded and not self.evicts:
             return None
         return self.slots()[:, :, None, :-1] < self.batch.positions[:, None, None, None]
+
+    # Write back
+
+    def keep_own(self, key: Tensor, value: Tensor) -> None:
+        """Write the own row back."""
+        self.write_own(self.store.format.pack(key, value))
 
     def write_own(self, packed: Tensor) -> None:
         """Write the packed own row to its slot; in a layer that evicts, to its victim's slot."""
         at: int | Tensor = self.slots_in_use()
         if isinstance(self.state, EvictingState):
             at = self.state.place_own(self.policy.number, self.slots_in_use())
-        self.fetcher.write_back(self.index, packed, at)
+        self.write(packed, at)
 
-    def keep_own(self, key: Tensor, value: Tensor) -> None:
-        """Write the own row back."""
-        self.write_own(self.store.format.pack(key, value))
+    def write(self, rows: Tensor, at: int | Tensor) -> None:
+        """Write packed rows to the store, and forget the kept copies of the slots written to.
 
-
-@dataclass
-class ValuesCache(LayerCache):
-    """The cache of a method that keeps the keys: the store has values only, and some tokens stay on the device.
-
-    The state says which prompt tokens stay; all generated tokens stay too. Their rows are exact, and a step reads them
-    beside the fetched rows, whose keys the state rebuilds while their values cross the link.
-    """
-
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        super().keep_prompt(query, key, value)
-        assert self.state is not None
-        mask = self.state.resident(self.policy.number)
-        rows = self.batch.rows(0)
-        slots = indices(mask, max(self.method.tokens_resident(row, self.policy.number) for row in rows))
-        index = slots.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
-        room = (0, 0, 0, self.batch.max_new_tokens)
-        self.keys, self.values = (pad(part.gather(2, index), room) for part in (key, value))
-        self.present = slots >= 0
-        self.num_prompt = slots.shape[-1]
-
-    @property
-    def device_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.present.nbytes
-
-    def request_selected(self, selection: Selection) -> Tensor:
-        slots = super().request_selected(selection)
-        assert self.state is not None
-        self.fetched_keys = self.state.rebuild(self.policy.number, slots)  # beside the transfer
-        return slots
-
-    def parts(self, fetched: Fetched) -> list[KeyValue]:
-        rows = self.num_prompt + self.batch.steps
-        rebuilt = KeyValue(self.fetched_keys, self.store.format.unpack(fetched.rows).values)
-        return [rebuilt, KeyValue(self.keys[:, :, :rows], self.values[:, :, :rows])]
-
-    def visible(self, fetched: Fetched) -> Tensor:
-        assert fetched.present is not None
-        generated = self.present.new_ones(*self.present.shape[:2], self.batch.steps)
-        return torch.cat([fetched.present, self.present, generated], -1).unsqueeze(2)
-
-    def keep_own(self, key: Tensor, value: Tensor) -> None:
-        own = self.num_prompt + self.batch.steps
-        self.keys[:, :, own : own + 1], self.values[:, :, own : own + 1] = key, value
-
-
-@dataclass
-class ResidualCache(LayerCache):
-    """The cache under a codec that leaves the last tokens exact on the device, as KIVI's does.
-
-    A slot is a token's position, so groups of tokens are counted from each sequence's first token. The last tokens lie
-    in a ring, as they are read (`keys`, `values`) and as packed rows (`rows`). A key or value is packed when the codec
-    says so and read coded from then on. A row goes to the store when key and value are packed, with all rows of its
-    key's group, so that fetched rows decode by themselves.
-    """
-
-    def __post_init__(self) -> None:
-        store, codec = self.store, self.store.codec
-        assert isinstance(codec, SplitCodec) and self.state is None
-        self.codec = codec
-        self.ring_rows = codec.residual + codec.keys.span
-        """Token t lies in row t % ring_rows. One row more takes writes that are not due."""
-        shape, row_format = (*store.slots.shape[:2], self.ring_rows + 1), store.format
-        options: dict[str, Any] = {"dtype": row_format.dtype, "device": store.device}
-        self.keys = torch.zeros(*shape, row_format.head_dim, **options)
-        self.values = torch.zeros(*shape, row_format.value_dim or row_format.head_dim, **options)
-        self.rows = torch.zeros(*shape, store.slot_bytes, dtype=torch.uint8, device=store.device)
-        if self.batch.is_padded:
-            store.slots.zero_()  # a shorter sequence's are read before they are written, and must be numbers
-
-    @property
-    def device_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.rows.nbytes
-
-    @property
-    def is_fused(self) -> bool:
-        return False  # the ring lies between
-
-    @property
-    def attends_to_codes(self) -> bool:
-        return False
-
-    def slots_in_use(self, steps_ahead: int = 0) -> int:
-        rows = self.batch.rows(self.batch.steps + steps_ahead)
-        return max(self.codec.stored(row.cached) for row in rows)
-
-    def parts(self, fetched: Fetched) -> list[KeyValue]:
-        last = KeyValue(self.keys[:, :, : self.ring_rows], self.values[:, :, : self.ring_rows])
-        return [*super().parts(fetched), last]
-
-    def visible(self, fetched: Fetched) -> Tensor:
-        cached = self.batch.positions[:, None]
-        stored = self.codec.stored(cached)
-        slots = torch.arange(self.slots_in_use(), device=cached.device)
-        return torch.cat([slots < stored, self._ring_tokens(cached) >= stored], -1)[:, None, None]
-
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        key, value = self._from_first_token(key), self._from_first_token(value)
-        prompts, cached = self.batch.prompts, self.batch.positions[:, None]
-        tokens = self._ring_tokens(cached)
-        for ring, fresh in ((self.keys, key), (self.values, value)):
-            ring[:, :, : self.ring_rows] = _rows_at(fresh, tokens)
-        stored, coded = self.slots_in_use(), max(map(self.codec.coded_keys, prompts))
-        packed = self.store.format.pack(key[:, :, :coded], value[:, :, :coded])
-        if stored:
-            self.fetcher.write_back(self.index, packed[:, :, :stored].contiguous(), 0)
-        begin = min(map(self.codec.stored, prompts))
-        if begin == coded:
-            return
-        # Tokens of the ring that are packed already.
-        packed, index = packed[:, :, begin:], tokens - begin
-        self.rows[:, :, : self.ring_rows] = _rows_at(packed, index)
-        is_coded = (tokens < self.codec.coded_keys(cached), tokens < self.codec.coded_values(cached))
-        decoded = self.store.format.unpack(packed)
-        for ring, half, which in zip((self.keys, self.values), decoded, is_coded, strict=True):
-            ring = ring[:, :, : self.ring_rows]
-            ring.copy_(torch.where(which[:, None, :, None], _rows_at(half, index), ring))
-
-    def keep_own(self, key: Tensor, value: Tensor) -> None:
-        own, rows, codec = self.batch.positions[:, None], self.batch.rows(self.batch.steps + 1), self.codec
-        for ring, fresh in ((self.keys, key), (self.values, value)):
-            ring.scatter_(2, _index_along(own % self.ring_rows, ring), fresh)
-        oldest, end = own - codec.residual, self.store.format.key_bytes
-        if not self.store.format.values_in_keys:
-            self._code(codec.values, self.values, self.rows[..., end:], oldest)
-        keys = codec.keys, self.keys, self.rows[..., :end]
-        if codec.keys.span == 1:
-            self._code(*keys, oldest)
-        elif any(row.cached % codec.residual == 0 for row in rows):
-            block = oldest + 1 + torch.arange(codec.residual, device=own.device)
-            self._code(*keys, block, ((own + 1) % codec.residual == 0))
-        if any(codec.stored(row.cached) > codec.stored(row.cached - 1) for row in rows):
-            self._store(own + 1)
-
-    def _code(self, codec: Codec, ring: Tensor, packed: Tensor, tokens: Tensor, due: Tensor | None = None) -> None:
-        """Pack the keys or values of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1], None
-        for all. ring: keys or values as they are read; packed: their bytes of `rows`, maybe with padding behind."""
-        at = tokens % self.ring_rows
-        fresh = codec.encode(_rows_at(ring, at))
-        target = at if due is None else torch.where(due, at, self.ring_rows)
-        packed[..., : fresh.shape[-1]].scatter_(2, _index_along(target, fresh), fresh)
-        decoded = codec.decode(fresh, ring.shape[-1], ring.dtype)
-        ring.scatter_(2, _index_along(target, decoded), decoded)
-
-    def _store(self, cached: Tensor) -> None:
-        """Write a finished group to the store; cached: int [batch, 1], the step's own token included."""
-        stored = self.codec.stored(cached)
-        tokens = torch.arange(-self.codec.keys.span, 0, device=cached.device) + stored
-        leaving = torch.where(stored > self.codec.stored(cached - 1), tokens, -1)
-        at = leaving[:, None].expand(-1, self.rows.shape[1], -1).contiguous()
-        self.fetcher.write_back(self.index, _rows_at(self.rows, tokens % self.ring_rows), at)
-
-    def _ring_tokens(self, cached: Tensor) -> Tensor:
-        """The token in each row of the ring, below 0 for none: int [batch, ring_rows]; cached: int [batch, 1]."""
-        rows = torch.arange(self.ring_rows, device=cached.device)
-        return cached - 1 - (cached - 1 - rows) % self.ring_rows
-
-    def _from_first_token(self, states: Tensor) -> Tensor:
-        """A prompt's rows [batch, num_kv_heads, prompt, size] from its first token on, anything behind the last."""
-        if not self.batch.is_padded:
-            return states
-        columns = states.shape[2]
-        padding = columns - self.batch.lengths.prompt[:, None]
-        return _rows_at(states, padding + torch.arange(columns, device=states.device))
-
-
-def _index_along(index: Tensor, rows: Tensor) -> Tensor:
-    """`index` [batch, n] for a gather or scatter along the third axis of `rows` [batch, num_kv_heads, any, width]."""
-    return index[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[-1])
-
-
-def _rows_at(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows at `index` [batch, n], clamped to the valid range."""
-    return rows.gather(2, _index_along(index.clamp(0, rows.shape[2] - 1), rows))
-
-
-class LocalCache:
-    """A local layer's window (sliding or chunked): a ring on the device, under every method and placement. Column c of
-    the batch lies in row c % ring_rows."""
-
-    def __init__(self, policy: Policy, batch: Batch) -> None:
-        assert policy.window is not None
-        self.policy, self.batch, self.window = policy, batch, policy.window
-        self.ring_rows = self.rows_needed(self.window, batch.tokens.shape[1])
-
-    @staticmethod
-    def rows_needed(window: Window, columns: int) -> int:
-        """Rows of the ring for a batch of that many columns."""
-        return max(1, min(window.size - 1, columns))
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the ring."""
-        return self.keys.nbytes + self.values.nbytes
-
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Keep the prompt's last columns."""
-        prompt = key.shape[2]
-        last = torch.arange(max(0, prompt - self.ring_rows), prompt, device=key.device)
-        self.keys, self.values = (
-            part.new_zeros(*part.shape[:2], self.ring_rows, part.shape[3]) for part in (key, value)
-        )
-        self.tokens = self.batch.tokens.new_full((len(key), self.ring_rows), EMPTY)
-        self._write(last, key[:, :, last], value[:, :, last], self.batch.tokens[:, last])
-
-    def attend(self, query: Tensor, own: KeyValue) -> Tensor:
-        """Attention of the step's row, query [batch, heads, 1, head_dim], over the window and its own token: [batch, 1,
-        heads, value_dim]. Keeps the own row."""
-        position = self.batch.row_positions
-        seen = (self.tokens < position) & (self.tokens >= self.window.first_visible(position))
-        keys, values = (torch.cat(pair, 2) for pair in zip((self.keys, self.values), own, strict=True))
-        visible = pad(seen, (0, 1), value=True)[:, None, None]
-        output = dense_attention(query, keys, values, self.policy.softmax, visible)
-        self._write(slice(self.batch.columns, self.batch.columns + 1), *own, position)
-        return output
-
-    def _write(self, columns: Tensor | slice, keys: Tensor, values: Tensor, tokens: Tensor) -> None:
-        if isinstance(columns, slice):
-            at: Tensor | slice = slice(columns.start % self.ring_rows, columns.start % self.ring_rows + 1)
+        at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1 for none.
+        """
+        if self.kept_slots is not None and not isinstance(at, int):
+            self.kept_slots.masked_fill_(self.kept_slots == at, -1)
+        target, link = at if isinstance(at, int) else chosen(at), self.stage.link
+        if link is None:
+            self.store.write(rows, target)
         else:
-            at = columns % self.ring_rows
-        self.keys[:, :, at], self.values[:, :, at], self.tokens[:, at] = keys, values, tokens
+            num_rows = self.store.num_rows(rows.shape[2] if isinstance(target, int) else target)
+            self.stage.written.add(num_rows, self.store.slot_bytes)
+            link.write_back(self.store, rows, target)

@@ -49,19 +49,15 @@ class Ticket:
     """A transfer: under way, or, on a link without overlap, to be run when it is waited for."""
 
     def __init__(self, link: Link, direction: Direction, move: Move, used: Sequence[Tensor]) -> None:
-        self._link, self._start = link, partial(link.start, direction, move, used)
-        self._started: Any = None
-        self._is_done = False
-
-    def submit(self) -> None:
-        """Start the transfer, once."""
-        if self._started is None:
-            self._started = self._start()
+        self._link, self._is_done = link, False
+        self._start = partial(link.start, direction, move, used)
+        self._started = self._start() if link.overlap else None
 
     def wait(self) -> None:
         """Let what runs next on the current stream use the moved data. Raises the error of a failed transfer."""
         if not self._is_done:
-            self.submit()
+            if self._started is None:
+                self._started = self._start()
             self._link.finish(self._started)
             self._is_done = True
 
@@ -83,27 +79,21 @@ class Link(AbstractContextManager["Link"], ABC):
         Work already queued on the current stream may still read the buffer. A row of negative index keeps its content.
         Raises the error of an earlier transfer that failed.
         """
-        return self._submit("h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)])
+        return Ticket(self, "h2d", partial(store.load, request, rows), [rows, *_tensors_of(request)])
 
-    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen | Tensor) -> Ticket:
+    def write_back(self, store: KVStore, rows: Tensor, at: int | Chosen) -> Ticket:
         """Start writing packed `rows`, not to be changed any more, into slots `at` of the store.
 
         Later reads see them, so the ticket needs no waiting. Raises as `prefetch`.
         """
-        ticket = self._submit("d2h", partial(store.write, rows, at), [rows, *_tensors_of(at)])
+        ticket = Ticket(self, "d2h", partial(store.write, rows, at), [rows, *_tensors_of(at)])
         if not self.overlap:
             ticket.wait()
         return ticket
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:
         """Start copying `source`, contiguous and in host memory, to `target` on the device. Raises as `prefetch`."""
-        return self._submit("h2d", lambda: target.copy_(source, non_blocking=True).nbytes, [target])
-
-    def _submit(self, direction: Direction, move: Move, used: Sequence[Tensor]) -> Ticket:
-        ticket = Ticket(self, direction, move, used)
-        if self.overlap:
-            ticket.submit()
-        return ticket
+        return Ticket(self, "h2d", lambda: target.copy_(source, non_blocking=True).nbytes, [target])
 
     def take_transfers(self) -> list[Transfer]:
         """The transfers finished since the last call, after draining the link. The first call returns none and starts
@@ -135,9 +125,8 @@ class Link(AbstractContextManager["Link"], ABC):
         self.close()
 
 
-def _tensors_of(request: SlotRequest | Tensor) -> list[Tensor]:
-    parts = request if isinstance(request, Chosen) else (request,)
-    return [part for part in parts if isinstance(part, Tensor)]
+def _tensors_of(request: SlotRequest) -> list[Tensor]:
+    return [part for part in request if isinstance(part, Tensor)] if isinstance(request, Chosen) else []
 
 
 Links = Link | Mapping[torch.device, Link]
@@ -210,11 +199,16 @@ class EmulatedLink(Link):
                 raise self._error or RuntimeError("the link was closed under a transfer")
         if started.error is not None:
             raise started.error
-        _sleep_until(started.end_s)
+        # Sleep without holding a core before the last 0.1 ms.
+        remaining = started.end_s - time.perf_counter()
+        if remaining > SLEEP_SLACK_S:
+            time.sleep(remaining - SLEEP_SLACK_S)
+        while time.perf_counter() < started.end_s:
+            time.sleep(0)
 
     def drain(self) -> None:
-        if (job := self._last) is not None:
-            self.finish(job)
+        if self._last is not None:
+            self.finish(self._last)
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -236,15 +230,6 @@ class EmulatedLink(Link):
             if self._recorded is not None:
                 self._recorded.append(Transfer(job.direction, start_s, free_s, num_bytes))
             job.done.set()
-
-
-def _sleep_until(end_s: float) -> None:
-    """Return microseconds after `end_s` (perf_counter) without holding a core before its last 0.1 ms."""
-    remaining = end_s - time.perf_counter()
-    if remaining > SLEEP_SLACK_S:
-        time.sleep(remaining - SLEEP_SLACK_S)
-    while time.perf_counter() < end_s:
-        time.sleep(0)
 
 
 class CudaLink(Link):

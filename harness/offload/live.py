@@ -13,7 +13,6 @@ less, cross during the step before. `harness.offload.step` is the page on which 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,10 +22,10 @@ from harness.model.attach import Attached, launching_on
 from harness.model.policies import Policy, new_states, policies_of
 from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of, prompt_bytes
 from harness.offload import memory
-from harness.offload.cache import Batch, LayerCache, LocalCache, ResidualCache, ValuesCache, slots_needed
-from harness.offload.fetch import Fetcher
+from harness.offload.cache import Batch, LayerCache, Stage, slots_needed
 from harness.offload.links import Link, Links, link_of
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
+from harness.offload.resident import LocalCache, ResidualCache, ValuesCache
 from harness.offload.step import DecodeStep, Timeline
 from harness.offload.store import KVStore, RowFormat
 from harness.settings.config import Placement
@@ -34,18 +33,6 @@ from harness.settings.systems import check_combination
 from harness.sizes import StepReads
 from methods.base import Calibration, Method, State
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
-
-
-@dataclass
-class _Stage:
-    """What a session has on one device. layers: indices of the attention layers on it."""
-
-    device: torch.device
-    layers: list[int]
-    fetcher: Fetcher
-    batch: Batch = field(init=False)
-    state: State | None = None
-    slab: PinnedSlab | None = None
 
 
 class LiveSession:
@@ -56,6 +43,9 @@ class LiveSession:
     host placement; one for all devices of a model, or one for each. reuse: rows fetched in the step before and selected
     again do not cross the link again. pinned: host memory is page-locked under CUDA, so that transfers can overlap.
     timeline: marks the segments of each step. Raises ValueError for combinations without meaning.
+
+    caches: of each attention layer; stores: of those that see every token. reads: what the steps read on the device.
+    bytes_needed: memory that was asked for.
     """
 
     def __init__(
@@ -85,19 +75,16 @@ class LiveSession:
             raise ValueError(f"placement=host: {method.title} selects by the true scores of all keys")
         self.max_new_tokens = max_new_tokens
         self.exact = Codec(next(name for name, stored in FLOAT_DTYPES.items() if stored == attached.dtype))
-        self.codec: AnyCodec = codec or self.exact
-        if method.holds_keys:
-            self.codec = without_keys(self.codec)
+        self.codec: AnyCodec = without_keys(codec or self.exact) if method.holds_keys else codec or self.exact
         self.placement: Placement = placement
+        self.link = link if on_host else None
         self.calibration = calibration
+        self.reuse = reuse
         self.pinned = pinned and on_host and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
-        self.stages: dict[torch.device, _Stage] = {}
-        for device in attached.devices:
-            layers = [index for index, layer in enumerate(attached.layers) if layer.device == device]
-            fetcher = Fetcher(link_of(link, device) if on_host and link is not None else None, reuse)
-            self.stages[device] = _Stage(device, layers, fetcher)
+        self.stages: dict[torch.device, Stage] = {}
         self.caches: list[LayerCache | LocalCache] = []
+        self.stores: list[KVStore] = []
         self.model_cache = attached.new_cache()
         self.bytes_needed = memory.SessionBytes(0, 0)
 
@@ -105,8 +92,8 @@ class LiveSession:
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
         """Run the prompts densely and write their rows to the cache.
 
-        ids: int [batch, prompt]; real: bool alike, False for the padding on the left, so that prompts end in one
-        column. Returns logits [batch, vocab] for the first new token.
+        ids: int [batch, prompt]; real: bool of the same shape, False for the padding on the left, so that prompts end
+        in one column. Returns logits [batch, vocab] for the first new token.
         """
         self._open(real, prompt_bytes(self.attached, ids.numel()))
         keep = PromptPass(self.attached, real, self._keep_prompt)
@@ -149,8 +136,7 @@ class LiveSession:
     @property
     def links(self) -> list[Link]:
         """The links in use, each once."""
-        links = [stage.fetcher.link for stage in self.stages.values() if stage.fetcher.link is not None]
-        return list(dict.fromkeys(links))
+        return list(dict.fromkeys(stage.link for stage in self.stages.values() if stage.link is not None))
 
     @property
     def states(self) -> list[State]:
@@ -158,19 +144,14 @@ class LiveSession:
         return [stage.state for stage in self.stages.values() if stage.state is not None]
 
     @property
-    def stores(self) -> list[KVStore]:
-        """The store of each layer that sees every token."""
-        return [cache.store for cache in self.caches if isinstance(cache, LayerCache)]
-
-    @property
     def loaded_bytes(self) -> int | Tensor:
         """Payload bytes of the rows that the steps so far took from the link. Counts nothing that is under way."""
-        return self._total([stage.fetcher.loaded.num_bytes for stage in self.stages.values()])
+        return self._total([stage.loaded.num_bytes for stage in self.stages.values()])
 
     @property
     def written_bytes(self) -> int | Tensor:
         """Payload bytes written back so far, the prompt's included. Counted as `loaded_bytes`."""
-        return self._total([stage.fetcher.written.num_bytes for stage in self.stages.values()])
+        return self._total([stage.written.num_bytes for stage in self.stages.values()])
 
     def _total(self, counts: list[int | Tensor]) -> int | Tensor:
         return sum(each.to(self.attached.device) if isinstance(each, Tensor) else each for each in counts)
@@ -194,7 +175,7 @@ class LiveSession:
         calibration."""
         stores = sum(store.nbytes for store in self.stores) if self.placement == "device" else 0
         kept = sum(cache.device_bytes for cache in self.caches) + self.model_cache.nbytes
-        buffers = sum(stage.fetcher.device_bytes for stage in self.stages.values())
+        buffers = sum(buffer.nbytes for stage in self.stages.values() for buffer in stage.buffers)
         return stores + kept + buffers + sum(memory.tensor_bytes(vars(state)) for state in self.states)
 
     @property
@@ -202,64 +183,74 @@ class LiveSession:
         """Bytes of host memory that are page-locked for this session."""
         return sum(stage.slab.nbytes for stage in self.stages.values() if stage.slab is not None)
 
+    def drain(self) -> None:
+        """Wait until nothing is under way. Raises the error of a transfer that failed."""
+        for link in self.links:
+            link.drain()
+
     def close(self) -> None:
         """Free the cache. The links stay open. Raises the error of a transfer that failed."""
         try:
-            for stage in self.stages.values():
-                stage.fetcher.close()
+            self.drain()
         finally:
+            self.caches = []
             for store in self.stores:
                 store.free()
-            for stage in self.stages.values():
+            for device, stage in self.stages.items():
+                stage.buffers, stage.free = [], []
                 if stage.slab is not None:
-                    with launching_on(stage.device):
+                    with launching_on(device):
                         stage.slab.close()
-
-    def drain(self) -> None:
-        """Wait until nothing is under way. Raises the error of a transfer that failed."""
-        for stage in self.stages.values():
-            stage.fetcher.drain()
 
     def _open(self, real: Tensor, activations: int) -> None:
         """Make what decoding needs, after asking whether it fits. activations: bytes that the prompt's pass takes."""
-        if self.caches:
+        if self.stores:
             raise RuntimeError("a session prefills once")
-        self.attached.require_length(real.shape[1] + self.max_new_tokens)
-        self.attached.require_even(real)
-        for device, stage in self.stages.items():
-            stage.batch = Batch(real.to(device), self.max_new_tokens)
-        states = new_states(self.attached, self.method, self.batch.lengths, self.calibration)
+        attached = self.attached
+        attached.require_length(real.shape[1] + self.max_new_tokens)
+        attached.require_even(real)
+        self.bytes_needed = memory.SessionBytes(0, 0)
+        for device in attached.devices:
+            link = None if self.link is None else link_of(self.link, device)
+            self.stages[device] = Stage(device, Batch(real.to(device), self.max_new_tokens), link, self.reuse)
+        states = new_states(attached, self.method, self.batch.lengths, self.calibration)
         caches: dict[int, LayerCache | LocalCache] = {}
         for device, stage in self.stages.items():
             stage.state = states.get(device)
             with launching_on(device):
                 caches |= self._open_stage(stage, activations)
         self.caches = [caches[layer] for layer in sorted(caches)]
-        fetched = [cache for cache in self.caches if isinstance(cache, LayerCache)]
-        for cache, following in zip(fetched, fetched[1:], strict=False):
+        fetching = [cache for cache in self.caches if isinstance(cache, LayerCache)]
+        self.stores = [cache.store for cache in fetching]
+        for cache, following in zip(fetching, fetching[1:], strict=False):
             cache.following = following
             following.earlier = cache.state
         self.reads = StepReads(
-            self.attached.geometry,
+            attached.geometry,
             self.method.num_exempt_layers,
             self.codec,
             slot_bytes=self.stores[-1].slot_bytes,
-            element_bytes=self.attached.dtype.itemsize,
+            element_bytes=attached.dtype.itemsize,
             device=self.batch.real.device,
         )
 
-    def _open_stage(self, stage: _Stage, activations: int) -> dict[int, LayerCache | LocalCache]:
+    def _open_stage(self, stage: Stage, activations: int) -> dict[int, LayerCache | LocalCache]:
         """The caches of the layers on one device: stores and buffers are planned, asked for, and then allocated."""
-        stores = {layer: self._store(layer, stage) for layer in stage.layers if self.policies[layer].kind != "local"}
+        policies = {
+            layer: policy
+            for layer, (policy, shape) in enumerate(zip(self.policies, self.attached.layers, strict=True))
+            if shape.device == stage.device
+        }
+        stores = {layer: self._store(layer, stage) for layer, policy in policies.items() if policy.kind != "local"}
         under_method = [self.policies[layer].number for layer in stores if self.policies[layer].kind == "method"]
         rows = {row for steps in range(self.max_new_tokens + 1) for row in stage.batch.rows(steps)}
         most = (self.method.max_tokens_read(row, number) for row in rows for number in under_method)
         reads_less = bool(under_method) and (not self.method.reads_all or self.codec.bits < 16)
-        num_ahead = len(stores) - len(under_method) if reads_less else 0
+        num_ahead = len(stores) - len(under_method) if reads_less and stage.link is not None else 0
         if stores:
-            buffers = stage.fetcher.plan(stores, max(most, default=0), num_ahead)
+            buffers = stage.plan([*stores.values()], max(most, default=0), num_ahead)
             slots = sum(memory.aligned(store.nbytes) for store in stores.values())
-            on_device = buffers + activations + self._window_bytes(stage)
+            on_device = buffers + activations + self._window_bytes(stage.batch, policies)
             needed = {
                 "host": memory.SessionBytes(slots, on_device),
                 "device": memory.SessionBytes(0, slots + on_device),
@@ -271,17 +262,19 @@ class LiveSession:
                 stage.slab = PinnedSlab(slots)
             for store in stores.values():
                 store.allocate(stage.slab)
-            stage.fetcher.open()
-        caches = {layer: self._cache(layer, stage, stores.get(layer)) for layer in stage.layers}
-        others = [cache for layer, cache in caches.items() if layer in stores and layer not in stage.fetcher.ahead]
-        for part, cache in enumerate(others if stage.fetcher.ahead else []):
-            assert isinstance(cache, LayerCache)
-            cache.part = part, len(others)
+            stage.open([*stores.values()])
+        caches = {layer: self._cache(policy, stage, stores.get(layer)) for layer, policy in policies.items()}
+        fetching = [cache for cache in caches.values() if isinstance(cache, LayerCache)]
+        ahead, others = fetching[:num_ahead], fetching[num_ahead:]
+        for cache in ahead:
+            cache.own_buffer = stage.new_buffer(cache.store, cache.store.capacity)
+        for number, cache in enumerate(others if ahead else []):
+            cache.part = number, len(others), ahead
         return caches
 
-    def _store(self, layer: int, stage: _Stage) -> KVStore:
+    def _store(self, layer: int, stage: Stage) -> KVStore:
         """A layer's store, not allocated yet. Exempt layers store rows as they are, in replay and here."""
-        shape, policy, batch, link = self.attached.layers[layer], self.policies[layer], stage.batch, stage.fetcher.link
+        shape, policy, batch, link = self.attached.layers[layer], self.policies[layer], stage.batch, stage.link
         codec = self.codec if policy.kind == "method" else self.exact
         return KVStore(
             RowFormat(codec, shape.head_dim, self.attached.dtype, shape.value_dim, shape.latent is not None),
@@ -293,22 +286,21 @@ class LiveSession:
             tuning=DEFAULT_TUNING if link is None else link.tuning,
         )
 
-    def _cache(self, layer: int, stage: _Stage, store: KVStore | None) -> LayerCache | LocalCache:
-        policy = self.policies[layer]
+    def _cache(self, policy: Policy, stage: Stage, store: KVStore | None) -> LayerCache | LocalCache:
         if store is None:
             return LocalCache(policy, stage.batch)
-        kind = ValuesCache if self.method.holds_keys and policy.kind == "method" else LayerCache
+        is_under_method = policy.kind == "method"
+        kind = ValuesCache if self.method.holds_keys and is_under_method else LayerCache
         kind = ResidualCache if store.codec.residual else kind
-        state = stage.state if policy.kind == "method" else None
-        return kind(layer, policy, stage.batch, store, state, self.method, stage.fetcher)
+        return kind(policy, stage, store, stage.state if is_under_method else None, self.method)
 
-    def _window_bytes(self, stage: _Stage) -> int:
+    def _window_bytes(self, batch: Batch, policies: dict[int, Policy]) -> int:
         """Bytes of the local layers' rings."""
-        elements, batch = 0, stage.batch
-        for layer in stage.layers:
-            shape, window = self.attached.layers[layer], self.policies[layer].window
-            if window is not None:
-                rows = LocalCache.rows_needed(window, batch.tokens.shape[1])
+        elements = 0
+        for layer, policy in policies.items():
+            shape = self.attached.layers[layer]
+            if policy.window is not None:
+                rows = LocalCache.rows_needed(policy.window, batch.tokens.shape[1])
                 elements += rows * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
         return len(batch.prompts) * elements * self.attached.dtype.itemsize
 

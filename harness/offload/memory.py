@@ -185,7 +185,11 @@ def require_managed(num_bytes: int, device: torch.device) -> None:
     Needs a CUDA device with concurrent managed access, `num_bytes` of host memory, and num_bytes / `MOST_MANAGED` of
     device memory.
     """
-    _require_managed_access(device)
+    if device.type != "cuda":
+        raise UserError(f"placement=managed: needs platform=cuda; allowed on {device.type}: device, host")
+    attribute = cuda_runtime().cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess
+    if not call_cuda("cudaDeviceGetAttribute", attribute, device.index or 0):
+        raise UserError("placement=managed: this GPU has no concurrent managed access; allowed on it: device, host")
     cache, host, free = (size / GIB for size in (num_bytes, available_memory(), available_bytes(device)))
     if cache > host:
         raise UserError(
@@ -199,17 +203,8 @@ def require_managed(num_bytes: int, device: torch.device) -> None:
         )
 
 
-def _require_managed_access(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise UserError(f"placement=managed: needs platform=cuda; allowed on {device.type}: device, host")
-    attribute = cuda_runtime().cudaDeviceAttr.cudaDevAttrConcurrentManagedAccess
-    if not call_cuda("cudaDeviceGetAttribute", attribute, device.index or 0):
-        raise UserError("placement=managed: this GPU has no concurrent managed access; allowed on it: device, host")
-
-
 def managed_empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Uninitialised managed memory, uint8 [*shape] on `device`; freed with the last tensor that views it."""
-    _require_managed_access(device)
     return _as_tensor(_ManagedBlock(math.prod(shape), device), device).view(shape)
 
 

@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 
 from harness.model.attach import Handler, launching_on
 from harness.model.attention import heads_last, row_attention, with_rest
-from harness.offload.cache import LayerCache, LocalCache
+from harness.offload.cache import Fetch, LayerCache
+from harness.offload.resident import LocalCache
 from harness.offload.store import KeyValue
 from methods.attention import Softmax
 from methods.base import Rest, Selection
@@ -43,25 +44,15 @@ class DecodeStep(Handler):
         self.first = next(cache for cache in caches if isinstance(cache, LayerCache))
         self.reads: list[Tensor] = []
         self.index_reads: list[Tensor] = []
-        self.rest: dict[int, Rest] = {}
+        self.rest: dict[LayerCache, Rest] = {}
 
     def begin(self) -> None:
         """Request the first layers' rows, unless the step before has: in the first step it has not."""
         for cache in self.caches:
-            if not isinstance(cache, LayerCache) or cache.fetcher.is_pending(cache.index):
+            if not isinstance(cache, LayerCache) or cache.fetch is not None:
                 continue
-            if cache is self.first or cache.index in cache.fetcher.ahead:
+            if cache is self.first or cache.own_buffer is not None:
                 self._request_early(cache, None)
-
-    def layer_begins(self, layer: int) -> None:
-        """Begin a segment; a rehearsal comes first in a layer."""
-        cache = self.caches[layer]
-        following = cache.following if isinstance(cache, LayerCache) else None
-        rehearses = following is not None and following.rehearses
-        self.timeline.switch("prediction" if rehearses else "attention")
-
-    def layer_ends(self, layer: int) -> None:
-        self.timeline.switch("ffn")
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache, own = self.caches[layer], KeyValue(key, value)
@@ -78,24 +69,30 @@ class DecodeStep(Handler):
         # Fetch: first ask for the next layer's rows, then wait for this one's.
         self._request_next(cache, query)
         self.timeline.switch("transfer")
-        cache.fetcher.wait(cache.index)
+        fetch = cache.take()
         self.timeline.switch("attention")
 
         # Attend, and write the own row back.
         if cache.is_fused:
-            output = self._attend_fused(cache, query, own)
+            output = self._attend_fused(cache, fetch, query, own)
         elif cache.attends_to_codes:
-            output = self._attend_to_codes(cache, query, own)
+            output = self._attend_to_codes(cache, fetch, query, own)
         else:
-            output = self._attend_by_scores(cache, query, own)
+            output = self._attend_by_scores(cache, fetch, query, own)
         if cache.state is None and cache.policy.kind == "method":  # it reads everything
             stored = cache.store.codec.stored(cache.batch.positions)
             self.reads.append(stored)
             if cache.store.codec.residual:
                 self.index_reads.append(cache.batch.positions - stored)
-        return heads_last(with_rest(output, self.rest.pop(layer, None)))
+        return heads_last(with_rest(output, self.rest.pop(cache, None)))
 
-    # Select
+    # Rehearse: a layer may select in the layer before, by a query made there.
+
+    def layer_begins(self, layer: int) -> None:
+        cache = self.caches[layer]
+        following = cache.following if isinstance(cache, LayerCache) else None
+        rehearses = following is not None and following.rehearses
+        self.timeline.switch("prediction" if rehearses else "attention")
 
     def rehearses(self, layer: int) -> bool:
         cache = self.caches[layer]
@@ -107,11 +104,23 @@ class DecodeStep(Handler):
         self._select(cache, query)
         self.timeline.switch("attention")
 
+    def layer_ends(self, layer: int) -> None:
+        self.timeline.switch("ffn")
+
+    # Select
+
     def _select(self, cache: LayerCache, query: Tensor) -> None:
         """Let the method select by a query, and request the selection."""
-        selection = cache.select(query, _no_scores)
+        selection = cache.select(query)
         self._note(cache, selection)
         cache.request_selected(selection)
+
+    def _note(self, cache: LayerCache, selection: Selection) -> None:
+        if selection.rest is not None:
+            self.rest[cache] = selection.rest
+        self.reads.append(selection.num_read[:, 0])
+        if selection.side is not None:
+            self.index_reads.append(selection.side[:, 0])
 
     def _select_among_fetched(self, cache: LayerCache, query: Tensor, scores: Tensor) -> None:
         """Let a method that looks at the fetched rows choose among them; `scores` has the own row last."""
@@ -128,22 +137,21 @@ class DecodeStep(Handler):
 
     def _request_next(self, cache: LayerCache, query: Tensor) -> None:
         """Request the next layer's rows if they are known, and the first layers' rows of the next step."""
-        following = cache.following
-        if following is not None and following.index not in following.fetcher.ahead and not _selects_for_next(cache):
+        following, first = cache.following, self.first
+        if following is not None and following.own_buffer is None and not _selects_for_next(cache):
             self._request_early(following, query)
         if self.is_last:
             return
         if cache.part is not None:
-            cache.fetcher.request_ahead(self.first.slots_in_use(steps_ahead=1), *cache.part)
-        first = self.first
+            cache.request_part(first.slots_in_use(steps_ahead=1))
         is_last_layer = following is None and cache is not first  # an only layer has its own rows still to take
-        if is_last_layer and not first.names_rows and first.index not in first.fetcher.ahead:
-            with launching_on(first.batch.real.device):
+        if is_last_layer and not first.names_rows and first.own_buffer is None:
+            with launching_on(first.stage.device):
                 first.request_kept(steps_ahead=1)
 
     def _request_early(self, cache: LayerCache, query: Tensor | None) -> None:
         """Request a layer's rows if they are known before its own query."""
-        device = cache.batch.real.device
+        device = cache.stage.device
         with launching_on(device):
             if not cache.names_rows:
                 cache.request_kept()
@@ -156,51 +164,45 @@ class DecodeStep(Handler):
 
     # Attend, and write back
 
-    def _attend_fused(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+    def _attend_fused(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
         """One fused call over rows in one piece, the own row last."""
         packed = cache.store.format.pack(*own)
         cache.write_own(packed)
-        fetched = cache.take(packed)
-        (rows,) = cache.parts(fetched)
-        mask = _mask(cache.visible(fetched), fetched.bias, query.dtype)
-        return row_attention(query, *rows, cache.policy.softmax.scale, mask)
+        if not fetch.in_place:
+            fetch.rows[:, :, -1:] = packed
+        keys, values = cache.store.format.unpack(fetch.rows)
+        visible = cache.visible(fetch)
+        mask = None if visible is None else pad(visible, (0, 1), value=True)
+        if fetch.bias is not None:
+            bias = pad(fetch.bias.squeeze(3), (0, 1)).to(query.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        return row_attention(query, keys, values, cache.policy.softmax.scale, mask)
 
-    def _attend_to_codes(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+    def _attend_to_codes(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
         """Kernels decode the rows as they go."""
         from harness.offload.kernels import codes as kernels
 
-        fetched, codec = cache.take(), cache.store.codec
+        codec, visible = cache.store.codec, cache.visible(fetch)
         assert isinstance(codec, Codec)
-        visible = cache.visible(fetched)
         of_group = None if visible is None else visible.unsqueeze(2)
-        output = kernels.attend(query, fetched.rows, own, of_group, fetched.bias, cache.policy.softmax.scale, codec)
+        output = kernels.attend(query, fetch.cached, own, of_group, fetch.bias, cache.policy.softmax.scale, codec)
         cache.keep_own(*own)
         return output
 
-    def _attend_by_scores(self, cache: LayerCache, query: Tensor, own: KeyValue) -> Tensor:
+    def _attend_by_scores(self, cache: LayerCache, fetch: Fetch, query: Tensor, own: KeyValue) -> Tensor:
         """By scores: for methods that look at them, rows in several places, formats that the kernels do not know, and
         softmaxes that the fused call does not know."""
-        fetched = cache.take()
 
         def edit(scores: Tensor) -> None:
-            if fetched.bias is not None:
-                scores[..., : fetched.rows.shape[2]] += fetched.bias
+            if fetch.bias is not None:
+                scores[..., : fetch.bias.shape[-1]] += fetch.bias
             if cache.state is not None and not cache.names_rows:
                 self._select_among_fetched(cache, query, scores)
 
-        parts, visible = cache.parts(fetched), cache.visible(fetched)
+        parts, visible = cache.parts(fetch), cache.visible(fetch)
         output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)
         cache.keep_own(*own)
         return output
-
-    # Count
-
-    def _note(self, cache: LayerCache, selection: Selection) -> None:
-        if selection.rest is not None:
-            self.rest[cache.index] = selection.rest
-        self.reads.append(selection.num_read[:, 0])
-        if selection.side is not None:
-            self.index_reads.append(selection.side[:, 0])
 
 
 def attend_by_scores(
@@ -238,20 +240,6 @@ def _selects_for_next(cache: LayerCache) -> bool:
     following = cache.following
     waits = following is not None and following.names_rows and following.policy.when == "earlier_layer"
     return waits and cache.state is not None and not cache.names_rows
-
-
-def _mask(visible: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask of a fused call, the own row included. visible: bool [batch, 1 or num_kv_heads, 1, n], None for all;
-    bias: added to the scores, fp32 [batch, num_kv_heads, 1 or group, 1, n]."""
-    mask = None if visible is None else pad(visible, (0, 1), value=True)
-    if bias is None:
-        return mask
-    added = pad(bias.squeeze(3), (0, 1)).to(dtype)
-    return added if mask is None else added.masked_fill(~mask, float("-inf"))
-
-
-def _no_scores() -> Tensor:
-    raise AssertionError("a method that names rows does so before the true scores are known")
 
 
 # Where the time of a step goes: attention, FFN, prediction, waiting for the link (paper, Fig 18). Each mark ends one

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard, get_args
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.errors import UserError
 from harness.offload import memory
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning, call_cuda, cuda_runtime
 from harness.settings.config import Placement
@@ -33,8 +32,6 @@ from methods.codec import AnyCodec, Codec
 
 COMPILED = {"cuda"}
 """Kinds of devices for which kernels are compiled."""
-OWN = 1
-"""Behind the fetched rows of a head a buffer has room for the step's own row."""
 
 
 class KeyValue(NamedTuple):
@@ -48,7 +45,7 @@ class Chosen(NamedTuple):
     """A request for each head's own slots.
 
     slots: int64 [batch, num_kv_heads, n]; negative ones move nothing. num_rows: number of the others, under CUDA 0-d on
-    the device. targets: the buffer row of each slot, int64 alike, distinct in a head; None: in order.
+    the device. targets: the buffer row of each slot, int64 like `slots`, distinct in a head; None: in order.
     """
 
     slots: Tensor
@@ -68,9 +65,9 @@ SlotRequest = int | slice | Chosen
 """The first n slots of every head, a range of them, or slots one by one."""
 
 
-def chosen(index: Chosen | Tensor) -> Chosen:
-    """Slot indices, counted."""
-    return index if isinstance(index, Chosen) else Chosen(index, num_true(index >= 0))
+def chosen(slots: Tensor, targets: Tensor | None = None) -> Chosen:
+    """A request for these slots."""
+    return Chosen(slots, num_true(slots >= 0), targets)
 
 
 def num_true(mask: Tensor) -> int | Tensor:
@@ -146,7 +143,7 @@ class KVStore:
     """Slots [batch, num_kv_heads, capacity, slot_bytes] of one layer; counts the bytes that cross the link.
 
     `nbytes` is known before `allocate` makes the slots. Under managed placement the driver pages what a kernel touches;
-    all else is as on the device. tuning: of the link to the device. Raises UserError for an unknown placement.
+    all else is as on the device. tuning: of the link to the device.
     """
 
     def __init__(
@@ -160,12 +157,13 @@ class KVStore:
         device: torch.device,
         tuning: Tuning = DEFAULT_TUNING,
     ) -> None:
-        if placement not in get_args(Placement):
-            raise UserError(f"placement={placement!r} is unknown; allowed: {', '.join(get_args(Placement))}")
         self.format, self.codec, self.slot_bytes = row_format, row_format.codec, row_format.slot_bytes
         self.batch, self.num_kv_heads, self.capacity = batch, num_kv_heads, capacity
-        self.placement: Placement = placement
-        self.device, self.tuning, self.pinned = device, tuning, False
+        self.heads = batch * num_kv_heads
+        self.nbytes = self.heads * capacity * self.slot_bytes
+        self.placement, self.device, self.tuning = placement, device, tuning
+        self.is_reachable = placement != "host"
+        """True if a kernel on the device can address the slots."""
         self.slots = torch.empty(0, dtype=torch.uint8)
         self._rows_loaded: int | Tensor = 0
         self._rows_written: int | Tensor = 0
@@ -177,9 +175,8 @@ class KVStore:
         one the slots lie in pageable memory, from which every transfer waits. Raises UserError where they do not fit.
         """
         shape = self.batch, self.num_kv_heads, self.capacity, self.slot_bytes
-        self.pinned = slab is not None
         if slab is not None:
-            self.slots = slab.take(shape)
+            self.slots, self.is_reachable = slab.take(shape), True
         elif self.placement == "managed":
             self.slots = memory.managed_empty(shape, self.device)
         else:
@@ -193,16 +190,6 @@ class KVStore:
         self.slots = self.slots.new_empty(0)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the slots, whether they are allocated or not."""
-        return self.heads * self.capacity * self.slot_bytes
-
-    @property
-    def heads(self) -> int:
-        """KV heads of all sequences."""
-        return self.batch * self.num_kv_heads
-
-    @property
     def h2d_bytes(self) -> int:
         """Payload bytes loaded over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_loaded) * self.slot_bytes
@@ -212,31 +199,26 @@ class KVStore:
         """Payload bytes written over the link so far, 0 without one. Drain the link before."""
         return int(self._rows_written) * self.slot_bytes
 
-    @property
-    def reachable(self) -> bool:
-        """True if a kernel on the device can address the slots."""
-        return self.placement != "host" or self.pinned
-
     def num_rows(self, request: int | Chosen) -> int | Tensor:
         """Rows of that many slots of every head, or of the chosen slots."""
         return request * self.heads if isinstance(request, int) else request.num_rows
 
     def buffer_bytes(self, num_rows: int) -> int:
-        """Bytes of a buffer for `num_rows` rows of each head and the own row behind them."""
-        return self.heads * (num_rows + OWN) * self.slot_bytes
+        """Bytes of a buffer for `num_rows` rows of each head and the step's own row behind them."""
+        return self.heads * (num_rows + 1) * self.slot_bytes
 
     def new_buffer(self, num_rows: int) -> Tensor:
         """A flat zeroed buffer on the device, for `rows_in` up to num_rows."""
         return torch.zeros(self.buffer_bytes(num_rows), dtype=torch.uint8, device=self.device)
 
     def rows_in(self, buffer: Tensor, num_rows: int) -> Tensor:
-        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: room for a request of
-        num_rows, and behind each head's rows for the step's own row."""
-        shape = (self.batch, self.num_kv_heads, num_rows + OWN, self.slot_bytes)
+        """Rows [batch, num_kv_heads, num_rows + 1, slot_bytes] at the start of a flat buffer: a request's, and behind
+        each head's rows room for the step's own row."""
+        shape = (self.batch, self.num_kv_heads, num_rows + 1, self.slot_bytes)
         return buffer[: math.prod(shape)].view(shape)
 
     def load(self, request: SlotRequest, rows: Tensor) -> int | Tensor:
-        """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], a head's side by side; return and
+        """Copy the requested slots into `rows` [batch, num_kv_heads, n, slot_bytes], contiguous in a head; return and
         count the bytes moved.
 
         A negative index leaves its row alone. Under CUDA asynchronous on the current stream from device and pinned
@@ -245,10 +227,13 @@ class KVStore:
         """
         if isinstance(request, Chosen):
             moved = request.num_rows
-            if not rows.is_cuda or self.reachable:
+            if not rows.is_cuda or self.is_reachable:
                 gather_rows(self.slots, request.slots, rows, request.targets, self.tuning)
-            else:
-                gather_staged(self.slots, request.by_target(), rows)
+            else:  # the host gathers, and waits for the index
+                index = request.by_target()
+                staged = torch.zeros(rows.shape, dtype=torch.uint8)
+                gather_rows(self.slots, index.cpu(), staged)
+                rows[index >= 0] = staged.to(rows.device)[index >= 0]
         else:
             part = request if isinstance(request, slice) else slice(0, request)
             moved = rows.shape[:3].numel()
@@ -257,18 +242,17 @@ class KVStore:
             self._rows_loaded = self._rows_loaded + moved
         return moved * self.slot_bytes
 
-    def write(self, rows: Tensor, at: int | Chosen | Tensor) -> int | Tensor:
+    def write(self, rows: Tensor, at: int | Chosen) -> int | Tensor:
         """Put packed `rows` into slots; return and count the bytes moved.
 
-        at: the column of the first row, for all heads; or slot indices [batch, num_kv_heads, n], negative ones writing
-        nothing. Asynchronous and raising as `load`.
+        at: the column of the first row, for all heads; or the slot of each row. Asynchronous and raising as `load`.
         """
         if isinstance(at, int):
             moved: int | Tensor = rows.shape[:3].numel()
             self._write_columns(rows, at)
         else:
-            index, moved, _ = chosen(at)
-            if rows.is_cuda and not self.reachable:
+            index, moved, _ = at
+            if rows.is_cuda and not self.is_reachable:
                 index, rows = index.cpu(), rows.cpu()
             scatter_rows(self.slots, index, rows, self.tuning)
         if self.placement == "host":
@@ -281,7 +265,7 @@ class KVStore:
         column = self.slots[:, :, at : self._checked(at + rows.shape[2])]
         if rows.device == column.device or rows.shape[2] * self.slot_bytes >= self.tuning.min_copy_bytes:
             copy_heads(rows, column)
-        elif self.reachable:
+        elif self.is_reachable:
             index = torch.arange(at, at + rows.shape[2], device=self.device)
             scatter_rows(self.slots, index.expand(*rows.shape[:3]), rows, self.tuning)
         else:
@@ -298,7 +282,7 @@ class KVStore:
 
 
 def copy_heads(source: Tensor, target: Tensor) -> None:
-    """`target.copy_(source)`, uint8 [batch, num_kv_heads, n, slot_bytes], the rows of a head side by side in both.
+    """`target.copy_(source)`, uint8 [batch, num_kv_heads, n, slot_bytes], both contiguous in a head.
 
     Asynchronous on the current stream between the device and page-locked memory. Raises RuntimeError in CUDA's words.
     """
@@ -328,8 +312,9 @@ def gather_rows(
     """`rows[b, h, targets[b, h, i]] = slots[b, h, index[b, h, i]]`; nothing where the index is negative.
 
     slots: uint8 [batch, num_kv_heads, capacity, slot_bytes], contiguous; rows: [batch, num_kv_heads, n, slot_bytes],
-    contiguous in a head; index: int64 [batch, num_kv_heads, n]; targets: alike, distinct in a head, None is i itself. A
-    row that is given nothing keeps its content. Raises IndexError for an index beyond the capacity, on the CPU only.
+    contiguous in a head; index: int64 [batch, num_kv_heads, n]; targets: of the same shape, distinct in a head, None is
+    i itself. Rows that nothing is written to keep their content. Raises IndexError for an index beyond the capacity, on
+    the CPU only.
     """
     if rows.is_cuda:
         from harness.offload.kernels import rows as kernels
@@ -345,13 +330,6 @@ def gather_rows(
         elif len(moving):
             target = moving if targets is None else targets[head][moving]
             target_words[head].index_copy_(0, target, words[head].index_select(0, own[moving]))
-
-
-def gather_staged(slots: Tensor, index: Tensor, rows: Tensor) -> None:
-    """`gather_rows` to a device that cannot address `slots`: by the host, which waits for the index."""
-    staged = torch.zeros(rows.shape, dtype=torch.uint8)
-    gather_rows(slots, index.cpu(), staged)
-    rows[index >= 0] = staged.to(rows.device)[index >= 0]
 
 
 def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -372,15 +350,45 @@ def scatter_rows(slots: Tensor, index: Tensor, rows: Tensor, tuning: Tuning = DE
     words.index_copy_(0, (first + index).view(-1)[moving], of_rows[moving])
 
 
-def warm_gather(slots: Tensor, device: torch.device, tuning: Tuning = DEFAULT_TUNING) -> None:
-    """Under CUDA compile and load the kernels for rows as wide as those of `slots`, moving none."""
-    if device.type == "cuda":
-        from harness.offload.kernels import rows as kernels
-
-        kernels.warm(slots, device, tuning)
-
-
 def _check(slots: Tensor, index: Tensor) -> None:
     capacity, largest = slots.shape[2], int(index.max()) if index.numel() else -1
     if largest >= capacity:
         raise IndexError(f"slot index {largest} is beyond the capacity of {capacity} slots")
+
+
+# Lists of slots from masks, without a sync. Under CUDA each is one kernel, a program a head.
+
+
+def indices(mask: Tensor, cap: int) -> Tensor:
+    """Slots where `mask`, bool [batch, heads, slots], is True, in order: int64 [batch, heads, cap], -1 behind the last.
+
+    At most `cap` may be True in a head.
+    """
+    if mask.is_cuda:
+        from harness.offload.kernels import rows as kernels
+
+        return kernels.indices(mask, cap)
+    order = torch.where(mask, mask.cumsum(-1) - 1, cap)
+    slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
+    found = order.new_full((*mask.shape[:-1], cap + 1), -1)
+    return found.scatter_(-1, order, slots)[..., :cap]
+
+
+def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Chosen, Tensor]:
+    """The rows to fetch so that a kept buffer holds exactly the selected slots; slots that are there stay.
+
+    mask: bool [batch, heads, slots]; kept: int64 [batch, heads, n], the slot in each row of the buffer, -1 for none.
+    Returns the slots to fetch with the rows they go to, those of a head first, and the new `kept`.
+    """
+    if mask.is_cuda:
+        from harness.offload.kernels import rows as kernels
+
+        missing, free, after = kernels.missing_rows(mask, kept)
+        return chosen(missing, free), after
+    stays = (kept >= 0) & mask.gather(-1, kept.clamp(min=0))
+    num_slots, room = mask.shape[-1], kept.shape[-1]
+    there = mask.new_zeros((*mask.shape[:-1], num_slots + 1))
+    there.scatter_(-1, torch.where(stays, kept, num_slots), True)
+    missing, free = indices(mask & ~there[..., :num_slots], room), indices(~stays, room)
+    fetch = chosen(missing, free)
+    return fetch, torch.where(stays, kept, fetch.by_target())
