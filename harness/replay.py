@@ -6,8 +6,8 @@ Columns are token slots: prompts are padded on the left and end in one column, l
 
 All rows of a pass go through a layer at once (`DecodePass`). The layer's fresh keys and values join the history first.
 Then blocks of query rows, one after another, select what they read (`State.select`, as in live decoding) and attend to
-it and to themselves; what live decoding fetches, replay masks. Memory is linear in the length, since the scores of a
-block stay within `SCORES_PER_CHUNK`.
+it and to themselves: replay masks the rows that live decoding does not fetch. Memory is linear in the length, since the
+scores of a block stay within `SCORES_PER_CHUNK`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from harness.model.prompt import PromptPass
 from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
 from methods.attention import hide
 from methods.base import EMPTY, Calibration, Lengths, Method, PromptRows, Rows, Selection, State
-from methods.codec import AnyCodec, Codec, SplitCodec, without_keys
+from methods.codec import AnyCodec, SplitCodec, without_keys
 
 SCORES_PER_CHUNK = 2**23
 """Scores held at once, 32 MiB in fp32: more than a CPU's last-level cache is slower."""
@@ -116,7 +115,9 @@ class ReplaySession:
         positions = self.history.enter(valid)
         rows = DecodePass(self, positions, valid)
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
-        self.reads += rows.stats(_weights(valid, multiplicity), self._resident())
+        states, exempt = list(self.states.values()), self.method.num_exempt_layers
+        resident = resident_share(states, self.history.codec, self.final_lengths, exempt, self.attached.geometry)
+        self.reads += rows.stats(_weights(valid, multiplicity), resident)
         return hidden
 
     @property
@@ -133,11 +134,6 @@ class ReplaySession:
         child.history = self.history.fork(index, num_columns)
         child.model_cache = self.model_cache.fork(index)
         return child
-
-    def _resident(self) -> Tensor:
-        """What is kept on the device of each sequence / the full cache, fp64 [batch]."""
-        states, exempt = list(self.states.values()), self.method.num_exempt_layers
-        return resident_share(states, self.history.codec, self.final_lengths, exempt, self.attached.geometry)
 
     def _no_reads(self) -> ReadStats:
         codec, layers = self.history.codec, self.attached.layers
@@ -208,38 +204,27 @@ class History:
         if layer in self.exact:
             self._write(layer, self.exact[layer], key, value, columns)
         by_token = codec.keys.span == 1
-        self._write(
-            layer, stored, codec.keys.roundtrip(key) if by_token else key, codec.values.roundtrip(value), columns
-        )
-        if not by_token:
-            self._code_keys(codec.keys, self.exact[layer][0], stored[0])
+        coded = codec.keys.roundtrip(key) if by_token else key
+        self._write(layer, stored, coded, codec.values.roundtrip(value), columns)
+        if not by_token:  # the groups of the fresh tokens; one that is not full yet is read by no row
+            exact = self.exact[layer][0]
+            index = self._regrouped.to(exact.device)[:, None, :, None].expand(-1, exact.shape[1], -1, exact.shape[3])
+            stored[0].scatter_(2, index, codec.keys.roundtrip(exact.gather(2, index)))
 
     def _write(self, layer: int, kv: tuple[Tensor, Tensor], key: Tensor, value: Tensor, columns: slice) -> None:
         kv[0][:, :, columns] = key
         if self._layers[layer].latent is None:
             kv[1][:, :, columns] = value
 
-    def _code_keys(self, codec: Codec, exact: Tensor, stored: Tensor) -> None:
-        """Code keys in groups of tokens, those of the fresh rows; a group that is not full yet is read by no row."""
-        index = self._regrouped.to(stored.device)[:, None, :, None].expand(-1, exact.shape[1], -1, exact.shape[3])
-        stored.scatter_(2, index, codec.roundtrip(exact.gather(2, index)))
-
     def hold(self, layer: int, number: int, state: State, key: Tensor, value: Tensor) -> None:
-        """Write a prompt whose keys `state` has taken in: exactly what stays, the rest as `state` gives it back.
-        number: the layer's, as methods count."""
+        """Write a prompt whose keys `state` has taken in: the resident rows exactly, the others as `state` rebuilds
+        them. number: the layer's, as methods count."""
         self.resident[layer] = state.resident(number)
         stays = self.resident[layer].unsqueeze(-1)
         columns = torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
         keys, values = (part[:, :, : key.shape[2]] for part in self.kv[layer])
         keys.copy_(torch.where(stays, key, state.rebuild(number, columns)))
         values.copy_(torch.where(stays, value, values))
-
-    def with_resident(self, layer: int, mask: Tensor) -> Tensor:
-        """A selection's `mask`, bool [batch, num_kv_heads or 1, rows, columns], and what every row reads beside it."""
-        if layer not in self.resident:
-            return mask
-        prompt = self.resident[layer]
-        return mask | pad(prompt, (0, mask.shape[-1] - prompt.shape[-1]), value=True).unsqueeze(2)
 
     def fork(self, index: Tensor, num_columns: int) -> History:
         """The sequences `index` [new_batch], with room for `num_columns`."""
@@ -271,14 +256,6 @@ def _selected(tensor: Tensor, index: Tensor) -> Tensor:
     return tensor.index_select(0, index.to(tensor.device))
 
 
-class _Rows(NamedTuple):
-    """The pass's rows on one device. positions, real: [batch, rows]; tokens: int32 [batch, columns so far]."""
-
-    positions: Tensor
-    real: Tensor
-    tokens: Tensor
-
-
 class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
@@ -295,7 +272,7 @@ class DecodePass(Handler):
         self.rehearsed: dict[int, Tensor] = {}
         self.read, self.index_read, self.recall = (torch.zeros_like(valid, dtype=torch.float64) for _ in range(3))
         self.num_selecting = 0
-        self._on_device: dict[torch.device, _Rows] = {}
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._latest: State | None = None
 
     def rehearses(self, layer: int) -> bool:
@@ -306,7 +283,7 @@ class DecodePass(Handler):
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         policy, device = self.policies[layer], self.session.attached.layers[layer].device
-        rows = self.rows_on(device)
+        tokens = self.rows_on(device)[2]
         columns = slice(self.start, self.history.length)
 
         # Write: the fresh rows join the history, as they read back from storage.
@@ -317,14 +294,18 @@ class DecodePass(Handler):
             if self._latest not in (None, state):
                 state.take_over(self._latest)
             self._latest = state
-            state.append(policy.number, key, value, rows.tokens[:, columns], columns)
+            state.append(policy.number, key, value, tokens[:, columns], columns)
         if is_selecting:
             self.num_selecting += 1
 
         # Select and attend, block by block.
         asking = self._selecting_query(layer, query)
+        batch, heads, num_rows, _ = query.shape
+        affordable = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // (batch * heads * self.history.length)))
+        size = self.session.rows_per_block or affordable
         outputs = []
-        for block_rows in self._blocks(query):
+        for begin in range(0, num_rows, size):
+            block_rows = slice(begin, min(begin + size, num_rows))
             block = _Block(self, layer, state, block_rows, query, asking)
             if is_selecting:
                 outputs.append(block.attend_to_selection(key[:, :, block_rows], value[:, :, block_rows]))
@@ -332,11 +313,12 @@ class DecodePass(Handler):
                 outputs.append(block.attend_to_all())
         return torch.cat(outputs, 1)
 
-    def rows_on(self, device: torch.device) -> _Rows:
-        """The pass's rows, copied once to each device."""
+    def rows_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The pass's positions and which rows are real, [batch, rows], and the tokens, int32 [batch, columns so far];
+        copied once to each device."""
         if device not in self._on_device:
-            found = (self.positions, self.valid, self.history.tokens[:, : self.history.length])
-            self._on_device[device] = _Rows(*(each.to(device) for each in found))
+            tokens = self.history.tokens[:, : self.history.length]
+            self._on_device[device] = self.positions.to(device), self.valid.to(device), tokens.to(device)
         return self._on_device[device]
 
     def _selecting_query(self, layer: int, query: Tensor) -> Tensor:
@@ -347,12 +329,6 @@ class DecodePass(Handler):
             self.history.last_queries[layer] = shifted.gather(2, last)
             return shifted[:, :, :-1]
         return self.rehearsed.pop(layer, query)
-
-    def _blocks(self, query: Tensor) -> list[slice]:
-        batch, heads, rows, _ = query.shape
-        affordable = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // (batch * heads * self.history.length)))
-        size = self.session.rows_per_block or affordable
-        return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
     def stats(self, weights: Tensor, resident: Tensor) -> ReadStats:
         """Sums over the pass's rows, each `weights` [batch, rows] times; resident: a sequence's share, fp64 [batch]."""
@@ -429,15 +405,20 @@ class _Block:
             scores += selection.bias
             self._own(scores).copy_(own)
         if selection.mask is not None:
-            visible = self.decode.history.with_resident(self.layer, selection.mask).clone()  # the method may hold it
+            visible = selection.mask.clone()  # the method may hold it
+            resident = self.decode.history.resident.get(self.layer)
+            if resident is not None:
+                visible = visible | pad(resident, (0, self.stop - resident.shape[-1]), value=True).unsqueeze(2)
             self._own(visible).fill_(True)
             hide(scores, visible.unsqueeze(2))
         if everything is not None:
-            recall = (torch.logsumexp(scores, -1) - everything).exp_()
-            self._add(self.decode.recall, recall.mean((1, 2)))
+            self._add(self.decode.recall, (torch.logsumexp(scores, -1) - everything).exp_().mean((1, 2)))
         output, weights = weighted_values(scores, self.value, self.softmax)
-        if self.exact is not None:
-            output += self._of_exact_values(weights)
+        codec = self.decode.history.codec
+        if self.exact is not None and isinstance(codec, SplitCodec):  # the last values, the own among them, are exact
+            coded = self._first(codec.coded_values)
+            recent = weights.masked_fill(coded[:, None, None], 0.0).flatten(2, 3).to(self.value.dtype)
+            output += (recent @ (self.exact[1][:, :, : self.stop] - self.value)).view(*weights.shape[:-1], -1)
         elif exact is not None:
             stored = self.value[:, :, self.first_own :]
             output += self._own(weights).unsqueeze(-1) * (value - stored).unsqueeze(2)
@@ -472,7 +453,11 @@ class _Block:
     def _true_scores(self, exact: tuple[Tensor, Tensor] | None) -> Tensor:
         """[batch, num_kv_heads, group, rows, columns], -inf where hidden; the own column from the exact key."""
         if self._scores is None:
-            scores = self._stored_scores()
+            scores = self.softmax.scores(self.query, self.key)
+            codec = self.decode.history.codec
+            if self.exact is not None and isinstance(codec, SplitCodec):  # the last keys are read exactly
+                exact_scores = self.softmax.scores(self.query, self.exact[0][:, :, : self.stop])
+                scores = torch.where(self._first(codec.coded_keys)[:, None, None], scores, exact_scores)
             first = 0 if self.decode.is_padded else self.first_own  # without padding all earlier columns are visible
             scores[..., first:].masked_fill_(self._hidden(first)[:, None, None], float("-inf"))
             if exact is not None:
@@ -481,23 +466,6 @@ class _Block:
                 self._own(scores).copy_(self.softmax.capped(own))
             self._scores = scores
         return self._scores
-
-    def _stored_scores(self) -> Tensor:
-        """By the keys as a row reads them: the last ones exact where the codec leaves them so."""
-        scores = self.softmax.scores(self.query, self.key)
-        codec = self.decode.history.codec
-        if self.exact is None or not isinstance(codec, SplitCodec):
-            return scores
-        exact = self.softmax.scores(self.query, self.exact[0][:, :, : self.stop])
-        return torch.where(self._first(codec.coded_keys)[:, None, None], scores, exact)
-
-    def _of_exact_values(self, weights: Tensor) -> Tensor:
-        """What the values that a row reads exactly, its own among them, add to its output over the coded ones."""
-        codec = self.decode.history.codec
-        assert isinstance(codec, SplitCodec) and self.exact is not None
-        coded = self._first(codec.coded_values)
-        recent = weights.masked_fill(coded[:, None, None], 0.0).flatten(2, 3).to(self.value.dtype)
-        return (recent @ (self.exact[1][:, :, : self.stop] - self.value)).view(*weights.shape[:-1], -1)
 
     def _first(self, number: Callable[[Tensor], Tensor]) -> Tensor:
         """Columns of the first tokens, as many as `number` makes of those cached: bool [batch, rows, columns]."""

@@ -9,7 +9,6 @@ with attach(model) as attached:
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harness.errors import UserError
 from harness.model.attach import Attached
-from harness.model.decoder import ModelCache, replaced_forward
+from harness.model.decoder import replaced_forward
 from harness.offload.links import Links
 from harness.offload.live import LiveSession
 from harness.settings.config import Placement
@@ -85,12 +84,36 @@ class CachedModel:
         for name, value in asked.items():
             if value not in (None, ONLY[name]):
                 raise UserError(f"{name}={value!r}: a live cache takes one token a step; allowed: {ONLY[name]}")
+        device, own = self.attached.device, model.forward
         cache = self.attached.new_cache()
-        with closing(_Generation(self, cache, max_new_tokens)) as generation:
-            with replaced_forward(model, generation.forward()):
+        session: LiveSession | None = None
+        began = 0.0
+
+        @wraps(own)  # transformers looks at the signature, which stays the model's
+        def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutputWithPast:
+            """The model's forward pass as a step of the session."""
+            nonlocal session, began
+            ids = input_ids.to(device)
+            with replaced_forward(model, own):  # which makes the logits
+                if session is None:
+                    real = _real_tokens(ids, attention_mask)
+                    session = self.open_session(real, max_new_tokens)
+                    session.model_cache = cache
+                    logits = session.prefill(ids, real)
+                    began = time.perf_counter()
+                else:
+                    logits = session.decode_step(ids[:, 0])
+            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=cache)
+
+        try:
+            with replaced_forward(model, forward):
                 settings |= {"past_key_values": cache, "use_cache": True}
                 made = model.generate(input_ids, max_new_tokens=max_new_tokens, **settings)
-            self.usage = generation.usage()
+            assert session is not None, "generate runs the prompt"
+            self.usage = _usage_of(session, began)
+        finally:
+            if session is not None:
+                session.close()
         return made
 
     def open_session(self, real: Tensor, max_new_tokens: int) -> LiveSession:
@@ -108,47 +131,16 @@ class CachedModel:
         )  # fmt: skip
 
 
-class _Generation:
-    """One call of `generate`: the model's forward passes, as steps of a live session."""
+def _real_tokens(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """bool [batch, prompt], False for padding. Raises UserError for padding on the right."""
+    real = torch.ones_like(ids) if attention_mask is None else attention_mask
+    if not bool(real[:, -1].all()) or bool((real.diff() < 0).any()):
+        raise UserError("attention_mask: the padding of a live batch lies on the left; set padding_side='left'")
+    return real.bool().to(ids.device)
 
-    def __init__(self, cached: CachedModel, cache: ModelCache, max_new_tokens: int) -> None:
-        self.cached, self.cache, self.max_new_tokens = cached, cache, max_new_tokens
-        self.session: LiveSession | None = None
-        self.began = 0.0
 
-    def forward(self) -> Any:
-        """What the model computes meanwhile. Its signature stays the model's, which transformers looks at."""
-        own = self.cached.attached.model.forward
-
-        @wraps(own)
-        def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutputWithPast:
-            with replaced_forward(self.cached.attached.model, own):  # which makes the logits
-                logits = self._logits(input_ids.to(self.cached.attached.device), attention_mask)
-            return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self.cache)
-
-        return forward
-
-    def _logits(self, ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        if self.session is None:
-            real = torch.ones_like(ids) if attention_mask is None else attention_mask
-            if not bool(real[:, -1].all()) or bool((real.diff() < 0).any()):
-                raise UserError("attention_mask: the padding of a live batch lies on the left; set padding_side='left'")
-            real = real.bool().to(ids.device)
-            self.session = self.cached.open_session(real, self.max_new_tokens)
-            self.session.model_cache = self.cache
-            logits = self.session.prefill(ids, real)
-            self.began = time.perf_counter()
-            return logits
-        return self.session.decode_step(ids[:, 0])
-
-    def usage(self) -> Usage:
-        session = self.session
-        assert session is not None, "generate runs the prompt"
-        session.drain()
-        seconds = time.perf_counter() - self.began
-        size = session.reads.size if session.steps else None
-        return Usage(session.steps, seconds, size, session.h2d_bytes, session.d2h_bytes, session.device_bytes)
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
+def _usage_of(session: LiveSession, began: float) -> Usage:
+    session.drain()
+    seconds = time.perf_counter() - began
+    size = session.reads.size if session.steps else None
+    return Usage(session.steps, seconds, size, session.h2d_bytes, session.d2h_bytes, session.device_bytes)
