@@ -1,18 +1,27 @@
-"""Runs in a child process that do not what they should; importable by name, as a spawned process needs."""
+"""What a child process does in place of running cells; importable by name, as a spawned process needs."""
 
 import os
 import signal
 import time
 from typing import Any
 
+from harness.launch import cells
 
-def die(run: Any, since: float) -> None:
+child = cells._child
+
+
+def die(pipe: Any) -> None:
     """End without a word."""
     os._exit(3)
 
 
-def linger(run: Any, since: float) -> Any:
-    """Tell the process and the signals that it ignores; with a run that is one, go on for an hour."""
-    if run == "long":
-        time.sleep(3600)
-    return os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+def linger(pipe: Any) -> None:
+    """Tell of each run the process and the signals that it ignores; with one that is long, go on for an hour."""
+
+    def run(todo: Any, resources: Any, since: float) -> Any:
+        if todo == "long":
+            time.sleep(3600)
+        return os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    cells.run = run
+    child(pipe)

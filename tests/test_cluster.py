@@ -16,54 +16,45 @@ import pytest
 from harness.errors import UserError
 from harness.launch import cluster
 from harness.launch.cli import main
+from harness.launch.cluster import Batch, Cluster, Job
 from tests.runs import own_grids, stand_in
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = "cells: [{method: [full, h2o]}]"
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified\n"
 UNREACHABLE = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+COMPOSING = "grid=pair: composing its cells\n"
 
 
 @dataclass
 class FakeSlurm:
     """Slurm's programs. scripts: what was submitted, as array 1, 2, ... refusal: what sbatch says instead.
 
-    answers: what squeue says next, before it tells the truth: words by number of the job, or an error.
+    answers: what squeue says next of jobs that live, or its error; then none does. log: in place of running a job.
     """
 
     scripts: list[str] = field(default_factory=list)
-    ends: dict[str, dict[int, str]] = field(default_factory=dict)
-    answers: list[dict[int, str] | str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
     refusal: str = ""
-    kills: bool = False
+    log: str | None = None
 
     def __call__(self, program: str, *arguments: str) -> CompletedProcess:
         if program == "squeue":
-            return self._squeue(next(word for word in arguments if word.startswith("--jobs=")).removeprefix("--jobs="))
+            answer = self.answers.pop(0) if self.answers else ""
+            is_error = answer.startswith("slurm_load_jobs error")
+            return CompletedProcess([], int(is_error), "" if is_error else answer, answer if is_error else "")
         assert program == "sbatch"
         if self.refusal:
             return CompletedProcess([], 1, "", self.refusal)
-        return CompletedProcess([], 0, self._sbatch(Path(arguments[-1])) + "\n", "")
-
-    def _sbatch(self, path: Path) -> str:
+        path = Path(arguments[-1])
         self.scripts.append(path.read_text())
-        array = str(len(self.scripts))
-        self.ends[array] = {}
         for number, words in re.findall(r"^(\d+)\) set -- (.*) ;;$", self.scripts[-1], re.MULTILINE):
             python, run, *argv = shlex.split(words)
             assert (python, run) == (sys.executable, str(ROOT / "run.py"))
-            with (path.parent / f"{array}_{number}.log").open("a") as log, redirect_stdout(log), redirect_stderr(log):
-                code = 9 if self.kills else main(argv)
-            word = "CANCELLED" if self.kills else "FAILED" if code else "COMPLETED"
-            self.ends[array][int(number)] = f"{word} {code << 8}"
-        return array
-
-    def _squeue(self, array: str) -> CompletedProcess:
-        answer = self.answers.pop(0) if self.answers else self.ends.get(array, UNKNOWN)
-        if isinstance(answer, str):
-            return CompletedProcess([], 1, "", answer)
-        lines = [f"{number:<12}{words} node7\n" for number, words in answer.items()]
-        return CompletedProcess([], 0, "".join(lines), "")
+            to = path.parent / f"{len(self.scripts)}_{number}.log"
+            with to.open("a") as log, redirect_stdout(log), redirect_stderr(log):
+                print(self.log) if self.log is not None else main(argv)
+        return CompletedProcess([], 0, f"{len(self.scripts)}\n", "")
 
 
 @pytest.fixture
@@ -73,7 +64,7 @@ def fake(monkeypatch, tmp_path) -> FakeSlurm:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     fake = FakeSlurm()
-    monkeypatch.setattr(cluster, "_call", fake)
+    monkeypatch.setattr(cluster, "call", fake)
     monkeypatch.setattr(cluster, "POLL_S", 0)
     return fake
 
@@ -81,9 +72,6 @@ def fake(monkeypatch, tmp_path) -> FakeSlurm:
 @pytest.fixture
 def runs(monkeypatch):
     return stand_in(monkeypatch)
-
-
-COMPOSING = "grid=pair: composing its cells\n"
 
 
 def jobs_of(*more: str) -> int:
@@ -96,16 +84,16 @@ def logs() -> Path:
 
 
 def test_a_grid_is_dealt_to_jobs_and_reported_as_one(fake, runs, capsys):
+    fake.answers = ["1_[1-2]: PENDING (Priority)\n", UNREACHABLE, "1_1: RUNNING node7\n1_2: RUNNING node7\n", UNKNOWN]
     assert jobs_of("num_windows=2") == 0
-    assert [config.method_name for config in runs.configs] == ["full", "h2o"]
-    assert {config.num_windows for config in runs.configs} == {2}
+    assert [(config.method_name, config.num_windows) for config in runs.configs] == [("full", 2), ("h2o", 2)]
     (script,) = fake.scripts
     assert "grid.share=1/2 ;;" in script and "grid.share=2/2 ;;" in script and "cluster" not in script
     printed = capsys.readouterr()
-    logs_line = f"job 1, 2 of 2 parts; scancel 1 ends it; logs: {logs()}/1_*.log\n"
-    _, end = printed.out.split(logs_line)
-    assert "job 1_1: completed\njob 1_2: completed\n" in end, "states, then one table"
-    assert end.count("size (%)") == 1 and "Full cache" in end and "H2O" in end and printed.err == COMPOSING
+    begin = f"job 1, 2 of 2 parts; scancel 1 ends it; logs: {logs()}/1_*.log\n"
+    assert f"{begin}job 1_[1-2]: PENDING (Priority)\njob 1_1: RUNNING node7\njob 1_2: RUNNING node7\n" in printed.out
+    assert printed.out.count("size (%)") == 1 and "Full cache" in printed.out and "H2O" in printed.out
+    assert printed.err == COMPOSING
 
 
 def test_what_is_finished_is_not_submitted(fake, runs, capsys):
@@ -127,52 +115,41 @@ def test_each_combination_of_a_sweep_is_a_job(fake, runs, capsys):
     assert capsys.readouterr().out.count("size (%)") == 1
 
 
-def test_every_failing_job_is_named_and_has_failed_for_slurm(fake, runs, capsys):
+def test_every_job_that_does_not_finish_is_named_with_its_error(fake, runs, capsys):
     def fail(config):
-        raise UserError(f"{config.method_name} is not well")
+        raise UserError("not well") if config.method_name == "full" else KeyError("a")
 
     runs.measure = fail
-    fake.answers = [{1: "RUNNING 0", 2: "PENDING 0"}]
-    assert jobs_of() == 2
-    assert fake.ends["1"] == {1: "FAILED 512", 2: "FAILED 512"}
+    assert jobs_of() == 1, "a bug is among them"
     _, first, second, end = capsys.readouterr().err.splitlines()
-    for number, line, method in (1, first, "full"), (2, second, "h2o"):
+    for number, line, said in (1, first, "not well"), (2, second, "'a' (KeyError, a bug)"):
         log = f"{logs()}/1_{number}.log"
-        assert line.startswith(f"error: job 1_{number}: failed, exit code 2; error: ")
-        assert line.endswith(f"{method} is not well; log: {log}")
-        assert f"{method} is not well" in Path(log).read_text()
+        assert line.startswith(f"error: job 1_{number}: error: ") and said in line and line.endswith(f"; log: {log}")
+        assert said in Path(log).read_text()
     assert end == "error: 2 of 2 jobs did not finish; the same command goes on"
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
+    ("log", "code", "said"),
     [
-        ("TIMEOUT 0", 75, "timeout; log: "),
-        ("OUT_OF_MEMORY 0", 2, "out of memory; log: "),
-        ("FAILED 19200", 75, "failed, exit code 75; log: "),
+        ("", 2, "did not finish"),
+        ("error: before\nunfinished: the job's 720 minutes are over", 75, "unfinished: the job's 720 minutes are over"),
+        ("slurmstepd: error: *** JOB 1 ON a CANCELLED AT 0 DUE TO TIME LIMIT ***\nbye", 75, "slurmstepd: error: *** "),
+        ("slurmstepd: error: Detected 1 oom_kill event", 2, "slurmstepd: error: Detected 1 oom_kill event"),
     ],
 )
-def test_how_a_job_ends_decides_the_exit_code(fake, runs, capsys, end, code, said):
-    fake.answers, fake.kills = [{1: end}], True
+def test_how_a_job_ends_decides_the_exit_code(fake, runs, capsys, log, code, said):
+    fake.log = log
     assert main(["cluster=slurm", "method=h2o"]) == code
     assert f"error: job 1_1: {said}" in capsys.readouterr().err
-
-
-def test_slurm_may_not_answer_for_a_while_and_forget_what_has_ended(fake, runs, capsys):
-    fake.answers = [UNREACHABLE, {1: "RUNNING 0", 2: "PENDING 0"}, UNREACHABLE, {2: "COMPLETED 0"}, UNKNOWN]
-    assert jobs_of() == 0, "the records say that all was done"
-    assert capsys.readouterr().out.count("Slurm knows it no more") == 1
-    fake.answers, fake.kills = [{1: "RUNNING 0"}, UNKNOWN], True
-    assert main(["cluster=slurm", "method=int4"]) == 2
-    assert "error: job 2_1: Slurm knows it no more; " in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, capsys, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    alive = {1: "RUNNING 0", 2: "PENDING 0"}
-    fake.answers, fake.kills = [alive], True
+    alive = "1_1: RUNNING node7\n"
+    fake.answers, fake.log = [alive], "slurmstepd: error: *** JOB 1 ON node7 CANCELLED ***"
     with monkeypatch.context() as patch:
         patch.setattr(cluster.time, "sleep", interrupt)
         assert jobs_of() == 130
@@ -182,11 +159,11 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, 
     assert jobs_of("cluster.partition=other") == 2, "its jobs were cancelled meanwhile"
     printed = capsys.readouterr()
     assert printed.out.startswith("job 1 of this command is alive: waiting for it; scancel 1 ends it\n")
-    assert "error: job 1_2: cancelled; log: " in printed.err and len(fake.scripts) == 1
-    fake.ends["1"] = {1: "COMPLETING 0", 2: "CANCELLED 9"}
-    assert jobs_of("num_windows=2") == 2 and len(fake.scripts) == 2, "another command does not wait for it"
-    fake.ends["1"] = {1: "CANCELLED 9"}
-    assert jobs_of() == 2 and len(fake.scripts) == 3, "what has ended begins again"
+    assert "error: job 1_2: slurmstepd: " in printed.err and len(fake.scripts) == 1
+    fake.answers = [UNKNOWN]
+    assert jobs_of() == 2 and len(fake.scripts) == 2, "what has ended begins again"
+    fake.answers = [alive]
+    assert jobs_of("num_windows=2") == 2 and len(fake.scripts) == 3, "another command does not wait for it"
 
 
 @pytest.mark.parametrize(
@@ -199,32 +176,25 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, 
         ("cluster=slurm method.heavy_frac=2 method=h2o", "method.heavy_frac=2"),
         ("cluster=slurm grid=pair grid.share=1/2", "grid.share=1/2: cluster=slurm deals the cells itself"),
         ("cluster=slurm experiment=generate prompt=hi", "experiment=generate: writes no record"),
+        ("-m cluster=slurm cluster.cpus=1,2 method=h2o", "cluster: its settings are those of all jobs of a sweep"),
+        (
+            "cluster=slurm cluster.partition=nope",
+            "cluster=slurm: sbatch refuses: invalid partition: nope; Batch failed",
+        ),
     ],
 )
-def test_refuses_before_anything_is_submitted(fake, runs, capsys, command, message):
+def test_what_is_refused_is_one_line(fake, runs, capsys, command, message):
+    fake.refusal, fake.log = "sbatch: error: invalid partition: nope\nsbatch: error: Batch failed\n", ""
+    if "cpus" in command:  # the first job of the sweep is run
+        fake.refusal = ""
     assert main(command.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"error: {message}") and len(printed.err.splitlines()) == 1
-    assert fake.scripts == [] and runs.configs == []
-
-
-def test_one_command_has_one_cluster(fake, runs, capsys):
-    assert main(["-m", "cluster=slurm", "cluster.cpus=1,2", "method=h2o"]) == 2
-    assert "error: cluster: its settings are those of all jobs of a sweep" in capsys.readouterr().err
-
-
-def test_what_sbatch_refuses_is_one_line(fake, runs, capsys):
-    fake.refusal = (
-        "sbatch: error: invalid partition specified: nope\n"
-        "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
-    )
-    assert main(["cluster=slurm", "cluster.partition=nope"]) == 2
-    said = "invalid partition specified: nope; Batch job submission failed: Invalid partition name specified"
-    assert capsys.readouterr().err == f"error: cluster=slurm: sbatch refuses: {said}\n"
+    printed = capsys.readouterr().err.removeprefix(COMPOSING)
+    assert printed.startswith(f"error: {message}") and (printed.count("\n") == 1 or fake.scripts)
+    assert runs.configs == []
 
 
 def test_a_gpu_is_asked_for_where_the_platform_has_one(fake, runs):
-    fake.kills = True
+    fake.log = ""
     for given in "platform=cuda", "platform=cpu", "platform=cuda cluster.gpus=0 cluster.partition=big":
         main(["cluster=slurm", *given.split(), "+cluster.options.exclusive=true", "+cluster.options.mem=0"])
     assert ["--gpus-per-node=1\n" in script for script in fake.scripts] == [True, False, False]
@@ -237,28 +207,31 @@ def test_a_gpu_is_asked_for_where_the_platform_has_one(fake, runs):
 # The script of a job
 
 
-def start_job(folder: Path, *command: str, minutes: int = 5, **variables: object) -> CompletedProcess:
-    """As Slurm starts job 2 of an array, whose programs are a note of what they were asked."""
-    note = folder / "scontrol"
-    note.write_text('#!/bin/bash\necho "$@" >> asked\n')
-    note.chmod(0o755)
-    text = cluster.script({"job-name": "a b"}, {1: ["false"], 2: command}, minutes=minutes, restarts=3)
+def start_job(folder: Path, monkeypatch, text: str, *words: str, **variables: object) -> CompletedProcess:
+    """As Slurm starts job 2 of an array, whose programs are a note of what they were asked. text: bash for run.py."""
+    (folder / "scontrol").write_text('#!/bin/bash\necho "$@" >> asked\n')
+    (folder / "scontrol").chmod(0o755)
+    (folder / "run").write_text(text)
+    monkeypatch.setattr(cluster, "RUN", folder / "run")
+    monkeypatch.setattr(sys, "executable", "bash")
+    jobs = {1: Job(("x",), ()), 2: Job(words, ())}
+    script = Batch(Cluster("slurm", minutes=5), "a b", folder, on_gpu=False).script(folder, jobs)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "3"}
     environment |= {name: str(value) for name, value in variables.items()}
-    return subprocess.run(["bash"], input=text, cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(["bash"], input=script, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_a_job_ends_as_its_command_does(tmp_path):
-    done = start_job(tmp_path, "bash", "-c", 'echo "$0 $OMP_NUM_THREADS"; exit 7', "it's $HOME")
+def test_a_job_ends_as_its_command_does(tmp_path, monkeypatch):
+    done = start_job(tmp_path, monkeypatch, 'echo "$1 $OMP_NUM_THREADS"; exit 7', "it's $HOME")
     assert (done.returncode, done.stdout, done.stderr) == (7, "it's $HOME 3\n", "")
     assert not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize("restarts", [2, 3])
-def test_a_job_whose_time_is_over_begins_again(tmp_path, restarts):
+def test_a_job_whose_time_is_over_begins_again(tmp_path, monkeypatch, restarts):
     """Slurm tells the script, which tells the command to end: it can write down what it has."""
-    command = ("bash", "-c", "trap 'echo ending; exit 143' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done")
-    done = start_job(tmp_path, *command, SLURM_RESTART_COUNT=restarts, SLURM_JOB_ID=12)
+    command = "trap 'echo ending; exit 143' TERM; kill -USR1 $PPID; while :; do sleep 0.05; done"
+    done = start_job(tmp_path, monkeypatch, command, SLURM_RESTART_COUNT=restarts, SLURM_JOB_ID=12)
     assert done.returncode == 75 and done.stdout.startswith("ending\nunfinished: the job's 5 minutes are over")
     assert (tmp_path / "asked").exists() == (restarts < 3)
     assert restarts == 3 or (tmp_path / "asked").read_text() == "requeue 12\n"

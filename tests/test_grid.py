@@ -1,5 +1,6 @@
 """Grids: cells, overrides, going on where an interrupted one stopped, and what is reported in the end."""
 
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,15 +128,18 @@ def test_a_method_limits_a_grid_of_methods_to_itself():
     ("grid", "message"),
     [
         ({}, "grid.cells: must be a list"),
-        ({"cells": ["method"]}, "grid.cells=method: must map settings to values"),
+        ({"cells": ["method"]}, "grid.cells=method: must be a group of settings"),
         ({"grids": ["acuracy"]}, "grid.grids=acuracy: did you mean 'accuracy'"),
-        ({"cells": [{}], "minutes": {"fig12": 5}}, "grid.minutes.fig12=5: allowed: perplexity$"),
-        ({"cells": [{}], "minutes": {"fig11": 0}}, "grid.minutes.fig11=0: must be a number above 0"),
+        (
+            {"cells": [{}], "minutes": {"fig12": 5}},
+            "grid.minutes.fig12: no cell is of that experiment; allowed: perplexity$",
+        ),
+        ({"cells": [{}], "minutes": {"fig11": 0}}, "grid.minutes=0: must be above 0"),
         *(
             ({"cells": [{}], "share": share}, f"grid.share={share}: must be K/N with K from 1 to N")
             for share in ("9/8", "0/2", "2")
         ),
-        ({"settings": [1], "cells": [{"method": "full"}]}, "grid.settings=.* must map settings to values"),
+        ({"settings": [1], "cells": [{"method": "full"}]}, "grid.settings=.* must be a group of settings"),
         (
             {"cells": [{"seq_len prefill_len": [512, 64]}]},
             "seq_len prefill_len needs a list of lists of 2 values",
@@ -273,7 +277,7 @@ def clock(monkeypatch, runs):
         return outcome(config)
 
     runs.measure = measure
-    monkeypatch.setattr("harness.launch.grid.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("harness.launch.cells.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
 
 
 def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, clock, capsys):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from harness.errors import UserError
-from harness.launch import child as apart
-from harness.launch import grid
+from harness.launch import cells
+from harness.launch.cells import groups
 from harness.launch.cli import main
-from harness.launch.grid import groups, read_plan
+from harness.launch.grid import read_plan
 from harness.launch.runner import Run
 from harness.model import load as models
 from harness.model.attach import attach
@@ -332,12 +332,12 @@ def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch,
     monkeypatch.chdir(tmp_path)
     labels = ["offload", "infinigen", "offload-pageable"]
     configs = [load([*SMALL, *CELL, f"label={label}"]) for label in labels]
-    paths = list(grid.run_cells(configs))
+    paths = list(cells.run_cells(configs))
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
     dense = {json.loads(path.read_text())["samples"]["dense_s"] for path in paths}
     assert len(dense) == 1, "one prefill, one process"
-    monkeypatch.setattr(grid, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
-    assert list(grid.run_cells(configs)) == paths
+    monkeypatch.setattr(cells, "run_apart", lambda *_: pytest.fail("nothing is left to run"))
+    assert list(cells.run_cells(configs)) == paths
     assert "3 of 3 cells were finished before" in capsys.readouterr().out
 
 
@@ -352,10 +352,10 @@ def test_cells_of_a_shape_are_grouped_whatever_their_order():
 
 def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(apart, "_work", die)
+    monkeypatch.setattr(cells, "_child", die)
     configs = [load(["experiment=latency", f"label={label}"]) for label in ("ideal", "offload")]
     runs = [Run.of(config) for config in configs]
-    outcomes = list(apart.run_apart(runs, time.time()))
+    outcomes = list(cells.run_apart(runs, time.time()))
     assert [type(outcome) for outcome in outcomes] == [UserError, UserError]
     assert "exit code 3" in str(outcomes[0]) and "lower batch_size" in str(outcomes[0])
     kept = [json.loads(run.path.read_text()) for run in runs]

@@ -13,8 +13,7 @@ import pytest
 
 from harness import errors
 from harness.errors import BugError, UserError, interruptible
-from harness.launch import child as apart
-from harness.launch import grid, runner
+from harness.launch import cells, runner
 from harness.launch.cli import main
 from harness.launch.runner import Run, run
 from harness.records import record as records
@@ -38,7 +37,7 @@ def tables(folder: Path = Path("results")) -> dict[str, str]:
 
 def whole_grid(configs) -> list[Path]:
     """A grid as the command line runs and reports it."""
-    paths = list(grid.run_cells(configs))
+    paths = list(cells.run_cells(configs))
     runner.report(paths)
     return paths
 
@@ -226,11 +225,11 @@ def test_a_signal_ends_with_tables_and_an_interrupted_record(number, code, runs,
 
 
 def test_a_child_heeds_no_signal_and_ends_with_its_parent(monkeypatch, tmp_path):
-    monkeypatch.setattr(apart, "_work", linger)
+    monkeypatch.setattr(cells, "_child", linger)
     receiving, sending = os.pipe()
 
     def act():
-        for pid, blocked in apart.run_apart(["short", "long"], time.time()):
+        for pid, blocked in cells.run_apart(["short", "long"], time.time()):
             os.write(sending, f"{pid} {sorted(blocked)}\n".encode())
 
     parent = forked(act)
@@ -257,7 +256,7 @@ def ends(pid: int) -> bool:
 
 def test_a_process_that_memory_ended_is_said_so():
     timed = Run.of(load(["experiment=latency"]))
-    said = str(apart._why_it_died(timed, -signal.SIGKILL))
+    said = str(cells.why_it_died(timed, -signal.SIGKILL))
     assert said.startswith("its process was killed (exit code -9, SIGKILL, as systems do where memory runs out)")
     assert "lower batch_size" in said
-    assert "SIGSEGV)" in str(apart._why_it_died(timed, -signal.SIGSEGV))
+    assert "SIGSEGV)" in str(cells.why_it_died(timed, -signal.SIGSEGV))

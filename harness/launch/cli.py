@@ -14,15 +14,13 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Quote, QuotedString, Sweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -30,9 +28,10 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from harness import errors
 from harness.errors import BUG, UNFINISHED, USERS, BugError, UnfinishedError, UserError, is_users, nearest, one_line
 from harness.files import until_settled
-from harness.launch import grid, runner, status, tracking
-from harness.launch.cluster import Batch, own_overrides
-from harness.launch.grid import Plan, read_plan
+from harness.launch import runner, status, tracking
+from harness.launch.cells import run_cells
+from harness.launch.cluster import Batch
+from harness.launch.grid import read_plan
 from harness.resources import Resources
 from harness.settings import schema
 from harness.settings.compose import asks_status, parse, read_override
@@ -46,7 +45,6 @@ TRACEBACKS = "HYDRA_FULL_ERROR"
 OF_HYDRA = (HydraException, OmegaConfBaseException)
 BROKEN_PIPE = 141
 """Exit code of a command whose reader has left: 128 + SIGPIPE, as a shell has it."""
-SWEEPS = {"-m", "--multirun"}
 FREE_TEXT = ("prompt", "system_instruction", "question_marker")
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
 SHOWN = 200
@@ -59,10 +57,10 @@ class Jobs:
 
     A launcher with processes of its own calls a copy there: each writes the tables and brings its error back.
 
-    tracebacks: show them. paths: records of the finished runs. gaps: what a grid left out, in lines.
-    exit_code: a bug's, else the last failure's, else 0. draws: a grid ran, so draw its figures, which `tracker` gets
-    as well. has_copies, is_copy: sent to another process. batch: what is to run on a cluster.
-    resources: shared by the jobs. draw: makes the figures of a results folder.
+    tracebacks: show them. resources: shared by the jobs. draw: makes the figures of a results folder. paths: records of
+    the finished runs. gaps: what a grid left out, in lines. exit_code: a bug's, else the last failure's, else 0.
+    draws: a grid ran, so draw its figures, which `tracker` gets as well. batch: what is to run on a cluster. process:
+    that in which the command began.
     """
 
     tracebacks: bool
@@ -71,56 +69,62 @@ class Jobs:
     paths: list[Path] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
     exit_code: int = 0
-    has_copies: bool = False
     draws: bool = False
     tracker: str = tracking.NONE
-    is_copy: bool = False
     batch: Batch | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.has_copies = True
-        return vars(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, is_copy=True)
+    process: int = field(default_factory=os.getpid)
 
     def __call__(self, config: DictConfig) -> None:
+        is_copy = os.getpid() != self.process
         try:
-            self._execute(config)
+            self._execute(config, is_copy)
         except SystemExit as end:  # a user's task is imported before its run begins
             self.fail(UserError(f"sys.exit({end.code!r}) was called by a task or a method"))
         except Exception as error:
             self.fail(error)
-            if self.is_copy:
-                raise
+            if is_copy:
+                raise error if _is_users(error) else BugError(errors.told(error)) from error
         finally:
-            if self.is_copy:
+            if is_copy:
                 self.report()
 
-    def _execute(self, config: DictConfig) -> None:
+    def _execute(self, config: DictConfig, is_copy: bool) -> None:
         given = list(HydraConfig.get().overrides.task)
+        grid = HydraConfig.get().runtime.choices.get("grid")
         if config.export is not None:
             print(_export(config.export, config.results_dir, given))
             return
         if config.get("cluster") is not None:
-            given = self._start_batch(config, given)
-        has_grid = HydraConfig.get().runtime.choices.get("grid") is not None
-        if asks_status(config.status):
-            print(_status(config, given) if has_grid else status.render(status.of_folder(config.results_dir)))
+            batch = Batch.of(config, Path(grid or config.experiment).stem)
+            cluster = f"cluster={batch.cluster.name}"
+            if is_copy:
+                raise UserError(f"{cluster}: starts processes itself; leave hydra/launcher out")
+            if config.grid is not None and config.grid.share is not None:
+                raise UserError(f"grid.share={config.grid.share}: {cluster} deals the cells itself, cluster.jobs=N")
+            if self.batch is not None and self.batch.cluster != batch.cluster:
+                raise UserError("cluster: its settings are those of all jobs of a sweep, so none of them can vary")
+            self.batch, config.cluster = self.batch or batch, None
+            given = [each for each in given if setting_of(each).partition(".")[0] != "cluster"]
+        asked = asks_status(config.status)
+        if grid is None:
+            if asked:
+                print(status.render(status.of_folder(config.results_dir)))
+            else:
+                self._run_one(config, given)
             return
-        if not has_grid:
-            self._run_one(config, given)
+        print(f"grid={grid}: composing its cells", file=sys.stderr, flush=True)  # which takes seconds
+        plan = read_plan(config.grid, given)
+        if asked:
+            print(status.render(status.of_runs(map(runner.Run.of, plan.cells))))
             return
-        self.draws = True
-        plan = _plan(config, given)
-        self.tracker = config.tracker
+        self.draws, self.tracker = True, config.tracker
         self.gaps += plan.gaps()
         for line in plan.gaps():
             print(line)
         if self.batch is not None:
             self.batch.deal(given, plan.cells)
             return
-        for path in grid.run_cells(plan.cells, plan.minutes, self.resources):
+        for path in run_cells(plan.cells, plan.minutes, self.resources):
             self.paths.append(path)
 
     def _run_one(self, config: DictConfig, overrides: list[str]) -> None:
@@ -132,43 +136,14 @@ class Jobs:
             self.batch.add(overrides, [checked])
             return
         runner.require_devices([checked])
-        if find(checked.kind).keeps_record:
+        experiment = find(checked.kind)
+        if experiment.keeps_record:
             run = runner.Run.of(checked)
             tracking.require([] if run.is_finished() else [checked.tracker])
             self.paths.append(runner.run(run, self.resources))
         else:
-            runner.show(checked, self.resources)
-
-    def _start_batch(self, config: DictConfig, given: list[str]) -> list[str]:
-        """From here on, gather what is to run on a cluster. Returns the overrides that are not about it."""
-        batch = Batch.of(config, Path(HydraConfig.get().runtime.choices.get("grid") or config.experiment).stem)
-        name = batch.cluster.name
-        if self.is_copy:
-            raise UserError(f"cluster={name}: starts processes itself; leave hydra/launcher out")
-        if config.grid is not None and config.grid.share is not None:
-            raise UserError(f"grid.share={config.grid.share}: cluster={name} deals the cells itself, cluster.jobs=N")
-        if self.batch is not None and self.batch.cluster != batch.cluster:
-            raise UserError("cluster: its settings are those of all jobs of a sweep, so none of them can vary")
-        self.batch, config.cluster = self.batch or batch, None
-        return own_overrides(given)
-
-    def start(self, command: Callable[[], None]) -> None:
-        """Hand over to Hydra, which calls this for each job. Whatever it raises by itself is a UserError: it knows
-        nothing but what the user typed."""
-        try:
-            command()
-        except Exception as error:
-            if self.has_copies or _is_users(error):
-                raise
-            typed = errors.shortened(shlex.join(sys.argv[1:]), SHOWN)
-            raise UserError(f"{typed}: Hydra refuses it ({errors.reason(error)})") from error
-
-    def run_batch(self) -> None:
-        """Run what was gathered for a cluster, and wait for it."""
-        if self.batch is not None and self.batch.jobs:
-            code = self.batch.run()
-            self.exit_code = self.exit_code or code
-            self.paths += self.batch.finished()
+            with runner.users_faults(checked):
+                experiment.run(checked, self.resources)
 
     def fail(self, error: Exception) -> None:
         """Say in one line on stderr what went wrong; nothing where nobody reads on."""
@@ -207,19 +182,26 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     resources: shared by its runs, for a caller that starts several. draw: makes the figures of a results folder once a
     grid has run, and returns their paths.
     """
-    _open_streams()
-    jobs = Jobs(os.environ.get(TRACEBACKS, "0") not in ("0", ""), resources or Resources(), draw)
-    command = hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config")(jobs)
+    for name in ("stdout", "stderr"):  # closed, or of ASCII: any text can be printed, `\\xfc` for `ü`
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    full = os.environ.get(TRACEBACKS)
+    jobs = Jobs(full not in (None, "", "0"), resources or Resources(), draw)
     try:
-        with _as_command_line(read_words(argv)):
-            jobs.start(command)
-            jobs.run_batch()
+        _run_hydra(jobs, read_words(argv))
+        if jobs.batch is not None and jobs.batch.jobs:
+            code = jobs.batch.run()
+            jobs.exit_code = jobs.exit_code or code
+            jobs.paths += [run.path for run in jobs.batch.finished()]
     except KeyboardInterrupt as stop:
         print(f"interrupted; {stop}" if stop.args else errors.INTERRUPTED, file=sys.stderr)
         jobs.exit_code = errors.code_of_stop(stop)
         jobs.draws = False  # whoever stops a process may kill it soon
     except SystemExit as end:  # of --help, or of an unknown flag
-        jobs.exit_code = _code_of(end)
+        jobs.exit_code = int(end.code or 0)
     except Exception as error:
         jobs.fail(error)
     try:
@@ -230,91 +212,28 @@ def main(argv: Sequence[str], resources: Resources | None = None, draw: Draw | N
     return jobs.exit_code
 
 
+def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
+    """Hand a command line to Hydra, which calls `jobs`. Whatever Hydra raises by itself is a UserError: it knows
+    nothing but what the user typed."""
+    typed = errors.shortened(shlex.join(argv), SHOWN)
+    command = hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config")(jobs)
+    before, full = sys.argv, os.environ.get(TRACEBACKS)
+    sys.argv, os.environ[TRACEBACKS] = ["run.py", *argv], "1"  # else Hydra prints errors in place of raising them
+    try:
+        command()
+    except Exception as error:
+        if _is_users(error) or isinstance(error, BugError):
+            raise
+        raise UserError(f"{typed}: Hydra refuses it ({errors.reason(error)})") from error
+    finally:
+        sys.argv = before
+        del os.environ[TRACEBACKS]
+        if full is not None:
+            os.environ[TRACEBACKS] = full
+
+
 def _is_users(error: Exception) -> bool:
     return is_users(error) or isinstance(error, OF_HYDRA)
-
-
-def _code_of(end: SystemExit) -> int:
-    """The exit code that Python would end with, after what it would print."""
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return BUG
-
-
-def _plan(config: DictConfig, overrides: Sequence[str]) -> Plan:
-    """The cells of the chosen grid, after a line that says that it is being read: that takes seconds."""
-    print(f"grid={HydraConfig.get().runtime.choices['grid']}: composing its cells", file=sys.stderr, flush=True)
-    return read_plan(config.grid, overrides)
-
-
-def _status(config: DictConfig, overrides: Sequence[str]) -> str:
-    """How far a grid is with these overrides."""
-    return status.render(status.of_runs(map(runner.Run.of, _plan(config, overrides).cells)))
-
-
-# The words of a command line, looked at before Hydra reads them
-
-
-def read_words(argv: Sequence[str]) -> list[str]:
-    """A command line for Hydra, the settings of `FREE_TEXT` quoted.
-
-    Hydra reads `NAME=VALUE` by a grammar of its own, in which quotes, brackets, `~` and letters beyond ASCII need
-    quotes inside those of the shell; takes a list where one file of `conf/` is to be chosen; and a comma for a sweep.
-    Raises UserError for the first word that Hydra would refuse, or misread, with what to type instead.
-    """
-    is_sweep = not SWEEPS.isdisjoint(argv)
-    return [_checked(word, is_sweep) if "=" in word and not word.startswith("-") else word for word in argv]
-
-
-def _checked(word: str, is_sweep: bool) -> str:
-    name, _, typed = word.partition("=")
-    if name in FREE_TEXT and not is_sweep and typed not in ("", "null") and typed[0] not in "'\"":
-        word = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
-    override = _read(word)
-    name, value = override.key_or_group, override.value()
-    if isinstance(value, ChoiceSweep) and not is_sweep:
-        raise UserError(f"{word}: is a sweep, which needs -m{_or_quoted(word)}")
-    values = [_text(each) for each in value.list] if isinstance(value, ChoiceSweep) else [value]
-    chooses = not override.is_delete() and not isinstance(value, Sweep | Glob)
-    if is_group(name) and (chooses or isinstance(value, ChoiceSweep)) and not all(isinstance(v, str) for v in values):
-        raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
-    if name == "label" and isinstance(value, ChoiceSweep) and not {*values} <= {*LABELS}:
-        raise UserError(f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}")
-    return word
-
-
-def _read(word: str) -> Override:
-    """A word as Hydra reads it. The UserError says what to type instead."""
-    try:
-        word.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"{word}: is not UTF-8 text") from None
-    try:
-        return read_override(word)
-    except HydraException as error:
-        how = _or_quoted(word) or f" ({one_line(error)})"
-        raise UserError(f"{word}: Hydra cannot read it{how}") from None
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
-        raise UserError(f"{errors.shortened(word, SHOWN)}: cannot be read ({errors.reason(error)})") from None
-
-
-def _or_quoted(word: str) -> str:
-    """The word that a shell hands over as this very text, where quotes are what it lacks."""
-    name, _, value = word.partition("=")
-    quoted = f"{name}={QuotedString(value, Quote.double).with_quotes()}"
-    try:
-        override = read_override(quoted)
-    except HydraException:
-        return ""
-    return f"; as text: {shlex.quote(quoted)}" if override.value() == value else ""
-
-
-def _text(value: object) -> object:
-    return value.text if isinstance(value, QuotedString) else value
-
-
-# Hydra as it is called, and its errors
 
 
 def in_words(error: BaseException) -> str:
@@ -340,35 +259,6 @@ def in_words(error: BaseException) -> str:
     return one_line(error)
 
 
-@contextmanager
-def _as_command_line(argv: Sequence[str]) -> Iterator[None]:
-    """Hydra reads `sys.argv`, and hands errors on instead of printing them only when asked for full ones."""
-    before, sys.argv = sys.argv, ["run.py", *argv]
-    setting = os.environ.get(TRACEBACKS)
-    os.environ[TRACEBACKS] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = before
-        if setting is None:
-            del os.environ[TRACEBACKS]
-        else:
-            os.environ[TRACEBACKS] = setting
-
-
-# The standard streams: closed, a pipe whose reader leaves, or an ASCII terminal
-
-
-def _open_streams() -> None:
-    """Have stdout and stderr take any text: nowhere where they are closed, `\\xfc` where they cannot hold an `ü`."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for as long as the process
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
 def _mute() -> None:
     """From here on what is printed goes nowhere, the rest of a buffer at the end of the process included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -378,6 +268,56 @@ def _mute() -> None:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+# The words of a command line, looked at before Hydra reads them
+
+
+def read_words(argv: Sequence[str]) -> list[str]:
+    """A command line for Hydra, the settings of `FREE_TEXT` quoted.
+
+    Hydra reads `NAME=VALUE` by a grammar of its own, in which quotes, brackets, `~` and letters beyond ASCII need
+    quotes inside those of the shell; takes a list where one file of `conf/` is to be chosen; and a comma for a sweep.
+    Raises UserError for the first word that Hydra would refuse, or misread, with what to type instead.
+    """
+    is_sweep = not {"-m", "--multirun"}.isdisjoint(argv)
+    return [_checked(word, is_sweep) if "=" in word and not word.startswith("-") else word for word in argv]
+
+
+def _checked(word: str, is_sweep: bool) -> str:
+    name, _, typed = word.partition("=")
+    if name in FREE_TEXT and not is_sweep and typed not in ("", "null") and typed[0] not in "'\"":
+        word = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
+    try:
+        word.encode("utf-8")
+        override = read_override(word)
+    except UnicodeEncodeError:
+        raise UserError(f"{word}: is not UTF-8 text") from None
+    except HydraException as error:
+        raise UserError(f"{word}: Hydra cannot read it{_as_text(word) or f' ({one_line(error)})'}") from None
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise UserError(f"{errors.shortened(word, SHOWN)}: cannot be read ({errors.reason(error)})") from None
+    name, value = override.key_or_group, override.value()
+    if isinstance(value, ChoiceSweep) and not is_sweep:
+        raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    words = [each.text if isinstance(each, QuotedString) else each for each in values]
+    chooses = isinstance(value, ChoiceSweep) or not (override.is_delete() or isinstance(value, Sweep | Glob))
+    if is_group(name) and chooses and not all(isinstance(each, str) for each in words):
+        raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
+    if name == "label" and isinstance(value, ChoiceSweep) and not {*words} <= {*LABELS}:
+        raise UserError(f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}")
+    return word
+
+
+def _as_text(word: str) -> str:
+    """What to type in a shell for a word that is meant as text; nothing where it is no word in quotes either."""
+    name, _, typed = word.partition("=")
+    quoted = f"{name}={QuotedString(typed, Quote.double).with_quotes()}"
+    with contextlib.suppress(HydraException):
+        if read_override(quoted).value() == typed:
+            return f"; as text: {shlex.quote(quoted)}"
+    return ""
 
 
 # export=FILE.zip, or a folder in which the archive gets the name of the results folder

@@ -8,7 +8,6 @@ next start. `Resources` keep the model for the next run of the process, so that 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import time
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.errors import UserError, again, line_in, one_line, reason, recorded
 from harness.files import HeldError, lock_file, until_settled
@@ -31,9 +30,6 @@ from harness.settings.compose import load
 from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.experiment import Outcome, find
 from harness.tables import write as tables
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +51,6 @@ def run_settings(overrides: Sequence[str], resources: Resources | None = None) -
     path = run(Run.of(configured(overrides, resources), resources), resources, say=lambda line: None)
     report([path])
     return records.read_record(path)
-
-
-def measure_settings(overrides: Sequence[str], resources: Resources | None = None) -> dict[str, Any]:
-    """The metrics of the run behind a command line's settings. Writes nothing; otherwise as `run_settings`."""
-    resources = resources or Resources()
-    config = configured(overrides, resources)
-    require_devices([config])
-    with users_faults(config):
-        outcome = find(config.kind).run(config, resources)
-        records.require_finite(outcome.metrics)
-    return outcome.metrics
 
 
 def configured(overrides: Sequence[str], resources: Resources) -> RunConfig:
@@ -108,12 +93,6 @@ class Run:
         """True if there is a finished record of it."""
         record, _ = self.found()
         return record is not None and record["status"] == "finished"
-
-    def failed_since(self, time_s: float) -> str | None:
-        """The error of a run of it that failed after `time_s`, seconds since the epoch."""
-        record, _ = self.found()
-        failed = record is not None and record["status"] == "failed" and self.path.stat().st_mtime > time_s
-        return record["error"] if record is not None and failed else None
 
     def why_again(self) -> str | None:
         """Why a run that was started before is to run again, in words for the user; None where it is new."""
@@ -158,32 +137,31 @@ def run(todo: Run, resources: Resources, *, since: float | None = None, say: Cal
         BugError: a bug of ours ended it in another process.
         HeldError: another process runs this cell.
     """
-    is_cell = since is not None
-    if _is_done(todo, is_cell, say):
-        return todo.path
-    if not is_cell and is_held(todo.path):
+    if since is not None:
+        say = str  # says nothing
+    if todo.is_finished():  # asked before there is a lock, whose import takes a tenth of a second
+        return _skip(todo, say)
+    if since is None and is_held(todo.path):
         say(f"{todo.title}: another process is at it; waiting")
-    with holding(todo.path, wait=not is_cell):
-        if _is_done(todo, is_cell, say):  # meanwhile
-            return todo.path
-        if since is not None and (failure := todo.failed_since(since)):
-            raise again("failed in another process: ", failure)
-        if not is_cell and (why := todo.why_again()):
-            say(why)
-        if todo.found()[1] is not None:
+    with holding(todo.path, wait=since is None):
+        if todo.is_finished():  # by another process meanwhile
+            return _skip(todo, say)
+        record, damage = todo.found()
+        if since is None:
+            if why := todo.why_again():
+                say(why)
+        elif record is not None and record["status"] == "failed" and todo.path.stat().st_mtime > since:
+            raise again("failed in another process: ", record["error"])
+        if damage is not None:
             todo.path.replace(records.aside(todo.path))
         _record(todo, resources)
     return todo.path
 
 
-def _is_done(todo: Run, is_cell: bool, say: Callable[[str], object]) -> bool:
-    """True if its record is finished, which then gets the user's label."""
-    if not todo.is_finished():
-        return False
+def _skip(todo: Run, say: Callable[[str], object]) -> Path:
     relabel(todo)
-    if not is_cell:
-        say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
-    return True
+    say(f"{todo.title}: finished before, skipped; delete {todo.path.parent} to repeat")
+    return todo.path
 
 
 def fail(todo: Run, error: Exception) -> None:
@@ -199,12 +177,6 @@ def relabel(finished: Run) -> None:
     if record is not None and finished.config.label != record["config"]["label"]:
         record["config"]["label"] = finished.config.label
         records.write_record(finished.path, record)
-
-
-def show(config: RunConfig, resources: Resources) -> None:
-    """Do a run that keeps no record and prints its findings. Raises as `run`."""
-    with users_faults(config):
-        find(config.kind).run(config, resources)
 
 
 def report(paths: Sequence[Path]) -> str:
@@ -292,54 +264,51 @@ def users_faults(config: RunConfig) -> Iterator[None]:
         yield
     except SystemExit as end:
         said = f"sys.exit({'' if end.code is None else repr(end.code)}) was called in a run"
-        raise _of_own_code(config, end, said) or UserError(
-            f"{said}; a method or task must not end the process"
-        ) from end
+        own = _of_own_code(config, end, said)
+        raise UserError(own or f"{said}; a method or task must not end the process") from end
+    except (UserError, OSError, HeldError):
+        raise
     except Exception as error:
-        if isinstance(error, UserError | OSError | HeldError):
+        said, kind = str(error), type(error).__name__
+        refusal: str | None
+        if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
+            values = find(config.kind).memory_hints(config).items()
+            lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
+            refusal = f"out of memory: lower {lower}, or choose a smaller model"
+        elif isinstance(error, ValueError) and said.startswith("method."):
+            refusal = said  # `methods` knows no UserError
+        elif isinstance(error, OverflowError):
+            refusal = f"model={config.model.name}: its numbers are beyond a float's range ({one_line(error)})"
+        elif kind == "SafetensorError":
+            refusal = f"a file of tensors cannot be read or written ({one_line(error)}); is the disk full?"
+        else:
+            refusal = _of_own_code(config, error, reason(error))
+        if refusal is None:
             raise
-        fault = _as_user_error(error, config) or _of_own_code(config, error, reason(error))
-        if fault is None:
-            raise
-        raise fault from error
+        raise UserError(refusal) from error
 
 
-def _as_user_error(error: Exception, config: RunConfig) -> UserError | None:
-    said, kind = str(error), type(error).__name__
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "DefaultCPUAllocator" in said:  # CUDA, CPU
-        values = find(config.kind).memory_hints(config).items()
-        lower = " or ".join(name if value is None else f"{name}={value}" for name, value in values)
-        return UserError(f"out of memory: lower {lower}, or choose a smaller model")
-    if isinstance(error, ValueError) and said.startswith("method."):
-        return UserError(said)  # `methods` knows no UserError
-    if isinstance(error, OverflowError):
-        return UserError(f"model={config.model.name}: its numbers are beyond a float's range ({one_line(error)})")
-    if kind == "SafetensorError":
-        return UserError(f"a file of tensors cannot be read or written ({one_line(error)}); is the disk full?")
-    return None
-
-
-def _of_own_code(config: RunConfig, error: BaseException, said: str) -> UserError | None:
+def _of_own_code(config: RunConfig, error: BaseException, said: str) -> str | None:
     """The fault of a user's own method or task function, with its file and line; None where none ran.
 
     Where an own method returned something that only our code stumbles over, the line is that of its class.
     """
     own = inputs.own_file(type(config.method).__module__)
     if own is not None and (line := line_in(error, set(map(str, own.parent.glob("*.py"))))):
-        return UserError(f"method={config.method_name}: {line}: {said}")
+        return f"method={config.method_name}: {line}: {said}"
     folder = config.task.include_path
     if folder is not None and (line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))):
-        return UserError(f"include_path={folder}: {line}: {said}")
+        return f"include_path={folder}: {line}: {said}"
     if own is None:
         return None
     line = f"{own}:{inspect.getsourcelines(type(config.method))[1]}"
-    return UserError(f"method={config.method_name}: {line}: returned what cannot be used: {said}")
+    return f"method={config.method_name}: {line}: returned what cannot be used: {said}"
 
 
 # The lock beside a record
 
 
-@contextlib.contextmanager
+@contextmanager
 def holding(record: Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a record, which ends with the process. On a file system without locks there is none.
 
@@ -347,8 +316,7 @@ def holding(record: Path, *, wait: bool) -> Iterator[None]:
         HeldError: another process holds it, and wait is False.
         UserError: the folder cannot be written.
     """
-    path = _lock_path(record)
-    lock: BaseFileLock | None
+    path = record.with_name(".lock")
     try:
         lock = lock_file(path, wait=wait)
     except OSError as error:
@@ -365,23 +333,13 @@ def holding(record: Path, *, wait: bool) -> Iterator[None]:
 
 def is_held(record: Path) -> bool:
     """True if a living process computes the record."""
-    if not _lock_path(record).exists():
+    if not record.with_name(".lock").exists():
         return False
     try:
         with holding(record, wait=False):
             return False
     except (HeldError, UserError):  # a lock that cannot be opened is another user's
         return True
-
-
-def wait_for(record: Path) -> None:
-    """Return once no other process computes the record."""
-    with holding(record, wait=True):
-        pass
-
-
-def _lock_path(record: Path) -> Path:
-    return record.with_name(".lock")
 
 
 @cache

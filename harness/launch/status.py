@@ -3,31 +3,26 @@
     python run.py status=true results_dir=results     # of all that was started there
     python run.py grid=leaderboard status=true        # of the cells of a command, with status=true at its end
 
-Running is what a living process holds the lock of. The time left is for one process: the mean of what is done of the
-same experiment, for each cell that is not.
+A run is running if a living process holds its lock. The time left is for one process: the mean time of the done cells
+of the same experiment, for each cell that is not done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from harness.errors import UserError
 from harness.launch.runner import Run, is_held
 from harness.records import record as records
 
 STATES = ("done", "running", "failed", "interrupted", "missing")
-NAMED = ("running", "failed", "interrupted")
-"""States whose cells are named, each with what there is to say of it."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A run, as far as it is. seconds: it took, or it has been running; None where it did not end. error: of a failed
+class Cell(NamedTuple):
+    """How far a run is. seconds: that it took, or has been running; None where it did not end. error: of a failed
     one."""
 
     experiment: str
@@ -40,14 +35,12 @@ class Cell:
 def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
     """The cells of a command."""
     for run in runs:
-        try:
-            record = records.read_record(run.path)
-        except FileNotFoundError:
-            yield Cell(run.config.experiment, run.title, "missing")
-        except UserError as damage:
-            yield Cell(run.config.experiment, run.title, "failed", error=str(damage))
-        else:
+        record, damage = run.found()
+        if record is not None:
             yield _cell(run.title, record, run.path)
+        else:
+            state = "missing" if damage is None else "failed"
+            yield Cell(run.config.experiment, run.title, state, error=None if damage is None else str(damage))
 
 
 def of_folder(results_dir: str | Path) -> Iterator[Cell]:
@@ -77,40 +70,37 @@ def render(cells: Iterable[Cell]) -> str:
     found = list(cells)
     if not found:
         return "nothing was started yet"
-    experiments = list(dict.fromkeys(cell.experiment for cell in found))
-    rows = [_row(name, [cell for cell in found if cell.experiment == name]) for name in experiments]
-    if len(rows) > 1:
-        rows.append(_row("all", found))
-    table = [["experiment", *STATES, "time left"], *rows]
+    experiments: dict[str, list[Cell]] = {}
+    for cell in found:
+        experiments.setdefault(cell.experiment, []).append(cell)
+    left = {name: _seconds_left(own) for name, own in experiments.items()}
+    if len(experiments) > 1:
+        experiments["all"] = found
+        known = [seconds for seconds in left.values() if seconds is not None]
+        left["all"] = sum(known) if len(known) == len(left) else None
+    table = [["experiment", *STATES, "time left"]]
+    for name, own in experiments.items():
+        counts = [str(sum(cell.state == state for cell in own)) for state in STATES]
+        seconds = left[name]
+        table.append([name, *counts, "?" if seconds is None else _duration(seconds)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
-    named = [cell for state in NAMED for cell in found if cell.state == state]
-    return "\n".join([*lines, *("" for _ in named[:1]), *map(_named, named)])
-
-
-def _row(name: str, cells: list[Cell]) -> list[str]:
-    counts = [sum(cell.state == state for cell in cells) for state in STATES]
-    seconds = _seconds_left(cells)
-    return [name, *map(str, counts), "?" if seconds is None else _duration(seconds)]
+    named = [cell for state in ("running", "failed", "interrupted") for cell in found if cell.state == state]
+    if named:
+        lines.append("")
+    for cell in named:
+        since = f" for {_duration(cell.seconds)}" if cell.state == "running" and cell.seconds is not None else ""
+        lines.append(f"{cell.state}{since}: {cell.title}" + (f": {cell.error}" if cell.error else ""))
+    return "\n".join(lines)
 
 
 def _seconds_left(cells: list[Cell]) -> float | None:
-    """None where nothing is done of an experiment of which something is left."""
-    left = 0.0
-    for name in {cell.experiment for cell in cells if cell.state != "done"}:
-        own = [cell for cell in cells if cell.experiment == name]
-        took = [cell.seconds for cell in own if cell.state == "done" and cell.seconds is not None]
-        if not took:
-            return None
-        running = [cell.seconds or 0.0 for cell in own if cell.state == "running"]
-        waiting = sum(cell.state not in ("done", "running") for cell in own)
-        left += waiting * fmean(took) + sum(max(0.0, fmean(took) - elapsed) for elapsed in running)
-    return left
-
-
-def _named(cell: Cell) -> str:
-    since = f" for {_duration(cell.seconds)}" if cell.state == "running" and cell.seconds is not None else ""
-    return f"{cell.state}{since}: {cell.title}" + (f": {cell.error}" if cell.error else "")
+    """Of the cells of one experiment; None where some are left and none is done."""
+    took = [cell.seconds for cell in cells if cell.state == "done" and cell.seconds is not None]
+    todo = [cell.seconds or 0.0 if cell.state == "running" else 0.0 for cell in cells if cell.state != "done"]
+    if todo and not took:
+        return None
+    return sum(max(0.0, fmean(took) - elapsed) for elapsed in todo)
 
 
 def _duration(seconds: float) -> str:

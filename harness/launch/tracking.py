@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -54,20 +54,9 @@ class Entry:
     files: Mapping[str, Sequence[Path]]
 
 
-class Tracker(Protocol):
-    """Raises its package's own errors."""
-
-    def check(self) -> None:
-        """Raise where it cannot be sent to; leaves nothing there but the project."""
-
-    def send(self, entry: Entry) -> None:
-        """Make the entry's run; nothing where a finished one is there, and what is left of a failed one is renewed."""
-
-
 class MLflow:
     """MLflow: a server, a database file, or its older folder of files."""
 
-    NAME_LENGTH = 250
     BATCHES = {"metrics": 1000, "params": 100, "tags": 100}
     """How many of each one request may carry."""
     DEFAULTS = {
@@ -85,23 +74,8 @@ class MLflow:
         self._entities = mlflow.entities
         self._client = MlflowClient()
 
-    def check(self) -> None:
-        self._experiment()
-
-    def send(self, entry: Entry) -> None:
-        experiment = self._experiment()
-        found = self._client.search_runs([experiment], f"tags.run_id = '{entry.key}'", max_results=1)
-        if found and found[0].data.tags.get("status") == FINISHED:
-            return
-        run = found[0] if found else self._create(experiment, entry)
-        self._fill(run.info.run_id, entry)
-
-    def _create(self, experiment: str, entry: Entry) -> Any:
-        start, tags = _milliseconds(entry.started), {"run_id": entry.key}
-        return self._client.create_run(experiment, start_time=start, tags=tags, run_name=entry.title)
-
-    def _experiment(self) -> str:
-        """The id of the project, made where it is not there."""
+    def check(self) -> str:
+        """The id of the project, made where it is not there. Raises where it cannot be sent to."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         if (found := self._client.get_experiment_by_name(name)) is None:
             try:
@@ -111,26 +85,36 @@ class MLflow:
                     raise
         return found.experiment_id
 
-    def _fill(self, run: str, entry: Entry) -> None:
-        """Write all but the key; the status last, so that a run cut short is not taken for a finished one."""
-        entities, ended = self._entities, _milliseconds(entry.started + entry.seconds)
+    def send(self, entry: Entry) -> None:
+        """Make the entry's run, or renew one that failed; nothing where a finished one is there.
+
+        The status is written last, so that a run cut short is not taken for a finished one.
+        """
+        project, entities, client = self.check(), self._entities, self._client
+        start, end = round(1000 * entry.started), round(1000 * (entry.started + entry.seconds))
+        found = client.search_runs([project], f"tags.run_id = '{entry.key}'", max_results=1)
+        if found and found[0].data.tags.get("status") == FINISHED:
+            return
+        if not found:
+            found = [client.create_run(project, start_time=start, tags={"run_id": entry.key}, run_name=entry.title)]
+        run = found[0].info.run_id
         items = {
-            "metrics": [entities.Metric(self._name(key), value, ended, 0) for key, value in entry.metrics.items()],
-            "params": [entities.Param(self._name(key), value) for key, value in entry.parameters.items()],
+            "metrics": [entities.Metric(_mlflow_name(key), value, end, 0) for key, value in entry.metrics.items()],
+            "params": [entities.Param(_mlflow_name(key), value) for key, value in entry.parameters.items()],
             "tags": [entities.RunTag(key, value) for key, value in entry.tags.items()],
         }
         for kind, values in items.items():
             for first in range(0, len(values), self.BATCHES[kind]):
-                self._client.log_batch(run, **{kind: values[first : first + self.BATCHES[kind]]})
+                client.log_batch(run, **{kind: values[first : first + self.BATCHES[kind]]})
         for folder, paths in entry.files.items():
             for path in paths:
-                self._client.log_artifact(run, str(path), folder or None)
-        self._client.set_tag(run, "status", entry.status)
-        self._client.set_terminated(run, entry.status.upper(), ended)
+                client.log_artifact(run, str(path), folder or None)
+        client.set_tag(run, "status", entry.status)
+        client.set_terminated(run, entry.status.upper(), end)
 
-    def _name(self, name: str) -> str:
-        """`name` as MLflow takes it."""
-        return re.sub(r"[^\w\-./ :]", "_", name)[: self.NAME_LENGTH]
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-./ :]", "_", name)[:250]
 
 
 class WandB:
@@ -146,11 +130,13 @@ class WandB:
         self._wandb = wandb
 
     def check(self) -> None:
+        """Raise where it cannot be sent to."""
         online = self._wandb.setup().settings.mode in ("online", "shared")
         if online and not self._wandb.login(prompt=False, verify=True):
             raise UserError("tracker=wandb: no API key; `wandb login` asks for it, WANDB_MODE=offline needs none")
 
     def send(self, entry: Entry) -> None:
+        """Make the entry's run, or renew it."""
         limits = {"finish_timeout": self.FINISH_S, "finish_timeout_raises": True}
         run = self._wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -164,28 +150,16 @@ class WandB:
         try:
             run.summary.update(dict(entry.metrics))
             for path in (path for paths in entry.files.values() for path in paths):
-                self._show(run, path)
+                if path.suffix == ".png":
+                    run.log({path.stem: self._wandb.Image(str(path))})
+                else:
+                    run.save(str(path), base_path=str(path.parent), policy="now")
             run.finish(exit_code=int(entry.status != FINISHED))
         finally:
             self._wandb.teardown()  # its process would go on beside the next run, which may be timed
 
-    def _show(self, run: Any, path: Path) -> None:
-        if path.suffix == ".png":
-            run.log({path.stem: self._wandb.Image(str(path))})
-        else:
-            run.save(str(path), base_path=str(path.parent), policy="now")
 
-
-TRACKERS: Mapping[str, Callable[[], Tracker]] = {"mlflow": MLflow, "wandb": WandB}
-
-
-def _milliseconds(seconds: float) -> int:
-    return round(1000 * seconds)
-
-
-# Sending records and figures
-
-
+TRACKERS: Mapping[str, Callable[[], MLflow | WandB]] = {"mlflow": MLflow, "wandb": WandB}
 NONE = "none"
 
 
@@ -208,7 +182,9 @@ def send_figures(name: str, paths: Iterable[Path]) -> None:
     """Send the figures of a results folder, the same ones only once; a line on stderr where that fails."""
     images = [path for path in paths if path.suffix == ".png"]
     if name != NONE and images:
-        _send(name, lambda: _of_figures(images), images[0].parent)
+        key = f"figures-{files_sha256(images)[:16]}"
+        tags, files = {"run_id": key, "experiment": "figures"}, {"figures": images}
+        _send(name, lambda: Entry(key, "figures", time.time(), 0.0, FINISHED, {}, {}, tags, files), images[0].parent)
 
 
 def _send(name: str, entry: Callable[[], Entry], source: Path) -> bool:
@@ -221,51 +197,37 @@ def _send(name: str, entry: Callable[[], Entry], source: Path) -> bool:
 
 
 def _of_record(record: Mapping[str, Any], path: Path) -> Entry:
+    """Parameters are the settings that decide its numbers, the same in each record of a run_id; without nulls."""
     config, status = record["config"], record["status"]
     settings_id, _, code = record["run_id"].partition("-")
     tags = {name: record[name] for name in ("run_id", "experiment", "kind")}
     tags |= {"settings_id": settings_id, "code": code, "method": config["method_name"], "label": config["label"]}
     tags |= {"model": config["model"]["name"], "platform": config["platform"]["name"]}
+    metrics = records.flat(record["metrics"] | {"seconds": record["seconds"]}, "/")
+    settings = records.flat(records.deciding(config))
     return Entry(
         key=record["run_id"],
         title=f"{record['experiment']} {config['label']}",
         started=datetime.fromisoformat(record["started"]).timestamp(),
         seconds=record["seconds"] or 0.0,  # of a process that died nobody knows
         status=status,
-        metrics=_numbers(record["metrics"] | {"seconds": record["seconds"]}),
-        parameters=parameters(record),
+        metrics={
+            name: float(value)
+            for name, value in metrics.items()
+            if type(value) in (int, float) and math.isfinite(value)
+        },
+        parameters={
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in settings.items()
+            if value is not None
+        },
         tags=tags if status == FINISHED else tags | {"error": record["error"]},
         files={"": [path]},
     )
 
 
-def _of_figures(paths: Sequence[Path]) -> Entry:
-    key = f"figures-{files_sha256(paths)[:16]}"
-    tags = {"run_id": key, "experiment": "figures"}
-    return Entry(key, "figures", time.time(), 0.0, FINISHED, {}, {}, tags, {"figures": paths})
-
-
-def parameters(record: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that decide the numbers of a record, as a user writes them: `method.alpha`; nothing that is null.
-
-    Every record of one run_id has the same, so that a run that is repeated changes none.
-    """
-    settings = records.flat(records.deciding(record["config"]))
-    return {name: _text(value) for name, value in settings.items() if value is not None}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of metrics, by name: `kv_recall/acc`."""
-    numbers = {name: value for name, value in records.flat(metrics, "/").items() if type(value) in (int, float)}
-    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
-
-
-def send_all(name: str, results_dir: str | Path) -> str:
-    """Send every finished record of a results folder that the tracker has not got; returns what was done, in words.
+def send_all(name: str, results_dir: str | Path) -> None:
+    """Send every finished record of a results folder that the tracker has not got; prints how many it has.
 
     Raises:
         UserError: the tracker cannot be used, or some records were not sent.
@@ -273,12 +235,10 @@ def send_all(name: str, results_dir: str | Path) -> str:
     require([name])
     runs = [record for record in records.read_all(results_dir) if record["status"] == FINISHED]
     paths = [records.record_path(results_dir, record["experiment"], record["run_id"]) for record in runs]
-    there = sum(send(name, path) for path in paths)
+    there, all_of_them = sum(send(name, path) for path in paths), f"{len(runs)} finished runs of {results_dir}"
     if there < len(runs):
-        raise UserError(
-            f"tracker={name}: {len(runs) - there} of {len(runs)} finished runs of {results_dir} were not sent"
-        )
-    return f"{name} has all {there} finished runs of {results_dir}"
+        raise UserError(f"tracker={name}: {len(runs) - there} of {all_of_them} were not sent")
+    print(f"{name} has all {all_of_them}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -287,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("tracker", choices=sorted(TRACKERS))
     parser.add_argument("--results-dir", default="results", metavar="DIR", help="default: results")
     args = parser.parse_args(argv)
-    return exit_code(lambda: print(send_all(args.tracker, args.results_dir)))
+    return exit_code(lambda: send_all(args.tracker, args.results_dir))
 
 
 if __name__ == "__main__":
