@@ -47,6 +47,25 @@ class Softmax(NamedTuple):
         return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
+class Window(NamedTuple):
+    """The tokens that a local layer sees: the last `size`, the row's own included; or, if `is_chunk`, those of the
+    row's own chunk of `size` positions. weight: bytes of a token in this layer / bytes in a layer under the method."""
+
+    size: int
+    is_chunk: bool = False
+    weight: float = 1.0
+
+    def first_visible(self, positions: Tensor) -> Tensor:
+        """First position that each row sees, int like `positions`."""
+        if self.is_chunk:
+            return positions - positions % self.size
+        return (positions - (self.size - 1)).clamp(min=0)
+
+    def num_cached(self, cached: Tensor) -> Tensor:
+        """Number of the `cached` tokens that a row sees, its own not counted."""
+        return cached % self.size if self.is_chunk else cached.clamp(max=self.size - 1)
+
+
 def attention_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Scaled scores of grouped queries in fp32, rounded nowhere else.
 

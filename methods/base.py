@@ -1,15 +1,12 @@
 """What a KV-cache method is, read from top to bottom.
 
-A **method** is a frozen dataclass of hyper-parameters (`Method`). It holds no tensors. Everything that changes while a
-batch of sequences runs lives in a **state** (`State`), which the method makes for each batch.
-
-A state has one selection function, `select`. It says for any number of query rows which cached tokens each row reads.
-Live decoding calls it with one row and fetches the rows it names. Replay calls it with many rows and masks all others.
-Both therefore read the same tokens.
+A **method** is a frozen dataclass of settings (`Method`) without tensors. A **state** (`State`) holds everything that
+changes while a batch of sequences runs. Its `select` says for any number of query rows which cached tokens each row
+reads. Live decoding calls it with one row and fetches the tokens it names. Replay calls it with many rows and masks all
+other tokens. Both therefore read the same tokens.
 
 Cached tokens lie in **slots**. In replay a slot is a column of the padded batch. In live decoding it is a row of the KV
-store, and a freed slot is used again. `Rows.slot_positions` says which token a slot holds, so a state does not need to
-know which of the two it serves.
+store, and a freed slot is used again. `Rows.slot_positions` says which token a slot holds.
 
 Most methods start from an easier base: `methods.selection` scores tokens or pages and reads the best ones,
 `methods.prompt_evicting` and `methods.evicting` give each token a worth and keep the best ones.
@@ -28,13 +25,13 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from methods.attention import Softmax
+from methods.attention import Softmax, Window
 
 EMPTY = torch.iinfo(torch.int32).max
 """Position of an empty slot and of padding: later than every query, hence never visible."""
 
 When = Literal["kept", "earlier_layer", "previous_step", "previous_layer", "own_query", "true_scores"]
-"""When a method chooses the rows that a layer reads, earliest first. The YAML, the method and the fetch use this word.
+"""When a method chooses the tokens that a layer reads, earliest first.
 
 `kept`            no choice: the layer reads all that it keeps. `select` sees the true scores and may evict
 `earlier_layer`   when an earlier layer of the same step has selected; `select` gets no query
@@ -47,7 +44,7 @@ NAMES_ROWS: frozenset[When] = frozenset(("earlier_layer", "previous_step", "prev
 """Here `select` runs before the fetch and decides which rows are fetched."""
 
 Calibration = Mapping[str, Tensor]
-"""What `Method.calibrate` measured, by name, the layers stacked first: [num_layers, ...]."""
+"""What `Method.calibrate` measured, by name; for all layers together they are stacked first: [num_layers, ...]."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Method:
     title: ClassVar[str] = ""
     """Name in tables and legends."""
     when: ClassVar[When] = "kept"
-    """When the method chooses rows, for all layers; `when_of` says it of one layer."""
+    """When the method chooses tokens; `when_of` says it of one layer."""
     state: ClassVar[type[State]]
     """Class of the states that `new_state` makes."""
     reads_all: ClassVar[bool] = False
@@ -83,15 +80,13 @@ class Method:
         """The title, and the settings that make it another method."""
         return self.title
 
-    # When rows are chosen
-
     def when_of(self, layer: int) -> When:
-        """When the rows of a non-exempt `layer` are chosen."""
+        """When the tokens of a non-exempt `layer` are chosen."""
         return self.when
 
     @property
     def names_rows(self) -> bool:
-        """True if `select` runs before the fetch and decides which rows are fetched."""
+        """True if `select` decides which rows are fetched."""
         return self.when in NAMES_ROWS
 
     @property
@@ -99,33 +94,25 @@ class Method:
         """Why the method can be scored but not decoded live, in words for the user; None where it can."""
         return None
 
-    # What is measured once of a model
+    @property
+    def file(self) -> str | None:
+        """Path of a file that the settings name. Its contents belong to a run's identity."""
+        return None
+
+    # Calibration: what is measured once of a model
 
     @property
     def needs_calibration(self) -> bool:
         """True if `calibrate` must run before the first batch."""
         return False
 
-    @property
-    def file(self) -> str | None:
-        """Path of a file that the settings name. Its contents belong to a run's identity."""
-        return None
-
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
         """Measure one layer on the calibration text. The result is kept on disk for the same method and settings.
 
         query: [heads, tokens, head_dim], key: [num_kv_heads, tokens, head_dim], post-position, from position 0 on.
-        """
-        raise NotImplementedError
-
-    def calibrate_layer(
-        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Mapping[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """`calibrate` for a method that needs the layer's number or compares layers.
-
         earlier: results of the layers before this one, so `len(earlier)` is the layer's number.
         """
-        return self.calibrate(query, key, geometry)
+        raise NotImplementedError
 
     # A batch
 
@@ -153,8 +140,7 @@ class Method:
         return row.cached
 
     def tokens_kept(self, row: Row, layer: int) -> int:
-        """Upper bound of the tokens that a KV head holds before this row. A method that evicts holds fewer than are
-        cached."""
+        """Upper bound of the tokens that a KV head holds before this row; fewer than `cached` if the method evicts."""
         return row.cached
 
     def tokens_resident(self, row: Row, layer: int) -> int:
@@ -247,28 +233,28 @@ class State:
         """Copy the `handed_on` attributes from the state of another device."""
         device = self.lengths.final.device
         for name in self.handed_on:
-            value = getattr(earlier, name)
-            by_key = isinstance(value, dict)
-            setattr(self, name, {key: item.to(device) for key, item in value.items()} if by_key else value.to(device))
+            setattr(self, name, _each(getattr(earlier, name), lambda tensor: tensor.to(device)))
 
     def fork(self, index: Tensor, num_slots: int) -> State:
         """A copy for sequences `index` [new_batch] of this batch, with room for `num_slots` slots."""
         child = copy(self)
         child.lengths = Lengths(*(part.index_select(0, index) for part in self.lengths))
-        for name in (*self.sequence_tensors, *self.slot_tensors):
-            value = getattr(self, name)
-            if isinstance(value, dict):
-                setattr(child, name, {layer: item.index_select(0, index) for layer, item in value.items()})
-            else:
-                setattr(child, name, value.index_select(0, index))
+        for name in self.sequence_tensors:
+            setattr(child, name, _each(getattr(self, name), lambda tensor: tensor.index_select(0, index)))
         for name, empty in self.slot_tensors.items():
-            by_layer = getattr(child, name)
-            for layer, old in by_layer.items():
+            by_layer = {}
+            for layer, old in getattr(self, name).items():
                 # A spare slot is empty, so it becomes one of the new ones.
-                new = old.new_full((*old.shape[:2], num_slots + self.spare_slots, *old.shape[3:]), empty)
-                new[:, :, : old.shape[2]] = old
-                by_layer[layer] = new
+                shape = (len(index), old.shape[1], num_slots + self.spare_slots, *old.shape[3:])
+                by_layer[layer] = old.new_full(shape, empty)
+                by_layer[layer][:, :, : old.shape[2]] = old.index_select(0, index)
+            setattr(child, name, by_layer)
         return child
+
+
+def _each(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change a tensor, or each tensor of a dict."""
+    return {key: change(tensor) for key, tensor in held.items()} if isinstance(held, dict) else change(held)
 
 
 # What a state is given
@@ -295,8 +281,8 @@ class PromptRows(NamedTuple):
 class Rows:
     """A block of query rows of one layer and the slots they look at.
 
-    query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the query that `when` says. Not
-        meaningful where the layer's `when` is `earlier_layer`.
+    query: [batch, heads, rows, head_dim], after positions, before the softmax scale: the query that `when` says, and
+        not meaningful for `earlier_layer`.
     positions: int [batch, rows], t = the row's position = its number of cached tokens.
     real: bool [batch, rows], False for padding.
     slot_positions: int [batch, 1 or num_kv_heads, slots], the token in each slot, `EMPTY` where there is none.
@@ -363,25 +349,6 @@ class Row(NamedTuple):
     cached: int
     prompt: int
     final: int
-
-
-class Window(NamedTuple):
-    """The tokens that a local layer sees: the last `size`, the row's own included; or, if `is_chunk`, those of the
-    row's own chunk of `size` positions. weight: bytes of a token in this layer / bytes in a layer under the method."""
-
-    size: int
-    is_chunk: bool = False
-    weight: float = 1.0
-
-    def first_visible(self, positions: Tensor) -> Tensor:
-        """First position that each row sees, int like `positions`."""
-        if self.is_chunk:
-            return positions - positions % self.size
-        return (positions - (self.size - 1)).clamp(min=0)
-
-    def num_cached(self, cached: Tensor) -> Tensor:
-        """Number of the `cached` tokens that a row sees, its own not counted."""
-        return cached % self.size if self.is_chunk else cached.clamp(max=self.size - 1)
 
 
 @dataclass(frozen=True)

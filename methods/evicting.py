@@ -9,7 +9,9 @@ have their own base, `methods.prompt_evicting`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from functools import partial
+from types import ModuleType
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch.nn.functional import pad
 from methods.attention import mask_bias
 from methods.base import (
     EMPTY,
+    Geometry,
+    Lengths,
     Method,
     PromptRows,
     Row,
@@ -27,8 +31,9 @@ from methods.base import (
     floor_frac,
     require,
     require_fraction,
+    share_above,
 )
-from methods.kernels import compiled_for
+from methods.kernels import kernels_for
 
 INF = float("inf")
 
@@ -46,10 +51,15 @@ class Evicting(Method):
 
 @dataclass(frozen=True)
 class EvictingToShare(Evicting):
-    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`."""
+    """Evicts down to floor(kept_frac * T) tokens, at least 1, or to `kept_tokens`.
+
+    always_kept: name of the setting that says how many tokens always stay; the budget must exceed it.
+    """
 
     kept_frac: float = 0.2
     kept_tokens: int | None = None
+
+    always_kept: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,22 +76,39 @@ class EvictingToShare(Evicting):
             return floor_frac(self.kept_frac, final).clamp(min=1)
         return torch.full_like(final, self.kept_tokens)
 
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        """ValueError where a sequence's budget does not exceed the tokens that always stay."""
+        if self.always_kept:
+            stay, shortest = getattr(self, self.always_kept), int(lengths.final.min())
+            found = f"it keeps {self.budget(shortest)} of {shortest} tokens"
+            more = f"more: {found}, which must exceed method.{self.always_kept}={stay}"
+            require(self.budget(shortest) > stay, "kept_frac", f"{self.kept_frac:.4g}", more)
+
     def tokens_kept(self, row: Row, layer: int) -> int:
         return min(row.cached, self.budget(row.final))
 
     def with_size(self, frac: float) -> Self:
-        return replace(self, kept_frac=frac, kept_tokens=None)
+        by_share = self if self.kept_tokens is None else replace(self, kept_tokens=None)
+        return replace(by_share, kept_frac=frac)
+
+    def min_size(self, row: Row) -> float:
+        """The least share that keeps one token more than always stay."""
+        if not self.always_kept:
+            return super().min_size(row)
+        stay = getattr(self, self.always_kept)
+        require(stay < row.final, self.always_kept, stay, f"below {row.final}, the shortest sequence")
+        return share_above(stay, row.final)
 
     def artifact_budget(self) -> float:
         return self.kept_frac if self.kept_tokens is None else 1.0
 
 
 class EvictingState(State):
-    """Tokens leave the cache for good; `select` drops them from `tokens`.
+    """Tokens leave the cache for good; `select` sets their slot in `tokens` to `EMPTY`.
 
-    tokens[layer]: int32 [batch, num_kv_heads, slots], the token in each slot, `EMPTY` where there is none: the slots
-    that the prompt was given, and a last one, the dump, which takes what is not to be written. In live decoding the
-    slot behind all those in use belongs to the own token during a step.
+    tokens[layer]: int32 [batch, num_kv_heads, slots + 1], the token in each slot, `EMPTY` where there is none. The last
+    slot is a dump: writes that must have no effect go there. In live decoding the slot behind all those in use belongs
+    to the own token during a step.
     """
 
     slot_tensors = {"tokens": EMPTY}
@@ -123,22 +150,21 @@ class EvictingState(State):
 
         Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
         """
-        data = {name: getattr(self, name)[layer] for name in self.slot_tensors}
-        tokens, moved = data["tokens"], {}
-        if compiled_for(tokens):
-            from methods.kernels import evicting as kernels
-
+        tokens = self.tokens[layer]
+        if kernels := kernels_for(tokens, "evicting"):
+            data = {name: getattr(self, name)[layer] for name in self.slot_tensors}
             return kernels.place_own(data, self.slot_tensors, own)
+        free = tokens[..., : own + 1] == EMPTY
+        gone = free[..., own:].clone()
+        free[..., own] = True
+        first = free.int().argmax(-1, keepdim=True)
+        target = first.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
         for name, empty in self.slot_tensors.items():
-            row = data[name][:, :, own : own + 1]
-            moved[name] = row.clone()
-            row.fill_(empty)
-        gone = moved["tokens"] == EMPTY
-        free = (tokens[..., : own + 1] == EMPTY).int().argmax(-1, keepdim=True)
-        target = free.masked_fill(gone, tokens.shape[-1] - 1)  # the dump
-        for name, row in moved.items():
-            data[name].scatter_(2, _like(target, data[name]), row)
-        return free.masked_fill(gone, -1)
+            slots = getattr(self, name)[layer]
+            row = slots[:, :, own : own + 1].clone()
+            slots[:, :, own] = empty
+            slots.scatter_(2, _like(target, slots), row)
+        return first.masked_fill(gone, -1)
 
 
 class WorthState(EvictingState):
@@ -173,24 +199,23 @@ class WorthState(EvictingState):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Evict down to the budget."""
         self.enter_prompt(layer, rows)
-        self.limits[layer] = torch.stack((self.budget(layer), self.recent), -1)
-        tokens, prompt = self.tokens[layer], key.shape[2]
-        worth = torch.zeros_like(tokens, dtype=torch.float32)
-        worth[:, :, :prompt] = self.prompt_worth(layer, query, key, value, rows)
-        surplus = rows.lengths - self.budget(layer)
-        old = tokens[:, :, :prompt] < (rows.lengths - self.recent)[:, None, None]
-        ascending = worth[:, :, :prompt].masked_fill(~old, INF).argsort(dim=-1, stable=True)
-        evicted = torch.arange(prompt, device=key.device) < surplus[:, None, None]
-        gone = torch.zeros_like(old).scatter_(-1, ascending, evicted.expand_as(old)) | ~rows.real[:, None]
-        worth[:, :, :prompt].masked_fill_(gone, 0.0)
-        tokens[:, :, :prompt].masked_fill_(gone, EMPTY)
-        self.worth[layer] = worth
+        budget, recent = self.budget(layer), self.recent
+        self.limits[layer] = torch.stack((budget, recent), -1)
+        prompt = slice(0, key.shape[2])
+        self.worth[layer] = torch.zeros_like(self.tokens[layer], dtype=torch.float32)
+        tokens, worth = self.tokens[layer][:, :, prompt], self.worth[layer][:, :, prompt]
+        worth.copy_(self.prompt_worth(layer, query, key, value, rows))
+        old = tokens < (rows.lengths - recent)[:, None, None]
+        gone = least_worthy(worth, old, (rows.lengths - budget)[:, None]) | ~rows.real[:, None]
+        worth.masked_fill_(gone, 0.0)
+        tokens.masked_fill_(gone, EMPTY)
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Each row reads all that is kept, is observed, and evicts a token if more than the budget are kept."""
         self.enter(layer, rows)
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
-        scan = self._scan_by_kernels if compiled_for(self.tokens[layer]) else self._scan
+        kernels = kernels_for(self.tokens[layer], "evicting")
+        scan = self._scan if kernels is None else partial(self._scan_by_kernels, kernels)
         return Selection(scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1]))
 
     def _scan(self, layer: int, rows: Rows, positions: Tensor) -> Tensor:
@@ -224,10 +249,8 @@ class WorthState(EvictingState):
         held.masked_fill_(hidden == -INF, EMPTY)
         return mask
 
-    def _scan_by_kernels(self, layer: int, rows: Rows, positions: Tensor) -> Tensor:
+    def _scan_by_kernels(self, kernels: ModuleType, layer: int, rows: Rows, positions: Tensor) -> Tensor:
         """The same result as `_scan`."""
-        from methods.kernels import evicting as kernels
-
         scores, softmax = rows.true_scores(), self.geometry.softmax(layer)
         num_rows, slots = scores.shape[3:]
         tokens, worth = self.tokens[layer], self.worth[layer]
@@ -242,9 +265,14 @@ class WorthState(EvictingState):
         return mask
 
 
-def over_group(probs: Tensor) -> Tensor:
-    """Sum of `probs` [batch, num_kv_heads, group, slots] over the group; no copy for a group of one."""
-    return probs[:, :, 0] if probs.shape[2] == 1 else probs.sum(2)
+def least_worthy(worth: Tensor, competes: Tensor, count: Tensor) -> Tensor:
+    """Mask of the `count` tokens of the least `worth` among those that compete; of equal ones the earlier.
+
+    worth, competes: [batch, num_kv_heads, tokens], oldest first; count: int [batch, num_kv_heads or 1].
+    """
+    ascending = worth.masked_fill(~competes, INF).argsort(dim=-1, stable=True)
+    first = torch.arange(worth.shape[-1], device=worth.device) < count.unsqueeze(-1)
+    return torch.zeros_like(competes).scatter_(-1, ascending, first.expand_as(competes))
 
 
 def _like(index: Tensor, data: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from methods.attention import received_attention
 from methods.base import PromptRows, Row, floor_frac, require, require_fraction
-from methods.evicting import Evicting, WorthState, over_group
+from methods.evicting import Evicting, WorthState
 
 
 class H2OState(WorthState):
@@ -31,7 +31,7 @@ class H2OState(WorthState):
         return received_attention(query, key, rows.real, self.geometry.softmax(layer))
 
     def observe(self, worth: Tensor, probs: Tensor) -> None:
-        worth += over_group(probs)
+        worth += probs[:, :, 0] if probs.shape[2] == 1 else probs.sum(2)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,20 @@
-"""InfiniGen (Lee et al., OSDI 2024): rehearse the next layer's attention on few columns, fetch only what matters.
+"""InfiniGen (Lee et al., OSDI 2024): rehearse the next layer's attention on few columns, fetch only the best tokens.
 
 Steps as in section 4 of the paper:
 1. Offline, per KV head, A = V of the SVD of the queries concentrates the scores in few columns ("skewing").
 2. After the prompt, the columns of largest magnitude are kept of every key ("partial keys").
 3. While layer l - 1 computes, a query made from its attention input is scored on the partial keys ("rehearsal").
 4. These scores choose the tokens that layer l fetches (`ScoreSelecting`).
-A pool of limited size (section 4.4) chooses its victims as `methods.pool` says.
+A pool of limited size (section 4.4) is in `methods.pool`.
 
 `Oracle` is step 4 with the true scores: the upper bound of any selection of that size.
 
 `index=balanced` replaces steps 1 and 2 by the best pair of projections to as few numbers: query . key is nearly
 (W_q^T query) . (W_k^T key). Scores q^T A k with A = W_q W_k^T differ from q^T k by an expected square of
-|L_q^T (I - A) L_k|^2 (Frobenius), where L_q L_q^T = E[q q^T] and L_k L_k^T = Cov(k). Keys are centred, since a number
-that all scores of a query share changes no choice. With the SVD L_q^T L_k = P S R^T, the best A of rank r is the one
-whose L_q^T A L_k is that SVD cut to r (Eckart and Young): W_q = L_k R_r S_r^(-1/2), W_k = L_q P_r S_r^(-1/2). Control
-theory calls this balanced truncation in its square-root form. With all columns A is the identity. A rotation
-(InfiniGen's, Loki's) uses one of the two sides only.
+|L_q^T (I - A) L_k|^2 (Frobenius), where L_q L_q^T = E[q q^T] and L_k L_k^T = Cov(k). Keys are centred: a number that
+all scores of a query share changes no choice. With the SVD L_q^T L_k = P S R^T, the best A of rank r is the one whose
+L_q^T A L_k is that SVD cut to r (Eckart and Young): W_q = L_k R_r S_r^(-1/2), W_k = L_q P_r S_r^(-1/2). This is
+balanced truncation of control theory in its square-root form.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import ClassVar, Self
 
 import torch
@@ -32,23 +30,24 @@ from torch import Tensor
 from methods.base import (
     Calibration,
     Geometry,
-    Lengths,
     PromptRows,
     Row,
     Rows,
     Selection,
     State,
     When,
+    floor_frac,
     require,
     require_fraction,
     require_one_of,
 )
+from methods.kernels import kernels_for
 from methods.pool import EVICTIONS, POLICIES, PoolState
 from methods.projected import ProjectedState, require_index_bits, right_vectors
-from methods.selection import Cap, Selecting, ascending, kernels_for, largest
+from methods.selection import Selecting, ascending, largest
 
-ALPHA_OPT = 4.0
-ALPHA_OTHER = 5.0
+ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
+"""The paper's alpha, by family (section 5.1)."""
 COLUMN_RULES = ("sum", "query", "union")
 RIDGE = 1e-4
 """Added to the diagonals of the moments, as a share of their mean, growing to twice as much along the diagonal: no two
@@ -81,7 +80,6 @@ class ScoreSelecting(Selecting):
 
     @property
     def _counts_by_cap(self) -> bool:
-        """True if alpha plays no part."""
         return self.fixed_fetch is not None or self.alpha == math.inf
 
     def tokens_read(self, row: Row, layer: int) -> float | None:
@@ -102,12 +100,6 @@ class ScoreSelecting(Selecting):
     def artifact_budget(self) -> float:
         return self.max_fetch_frac
 
-    def threshold(self, geometry: Geometry) -> float:
-        """`alpha`, or the paper's value for this family."""
-        if self.alpha is None:
-            return ALPHA_OPT if geometry.family == "opt" else ALPHA_OTHER
-        return self.alpha
-
     def select(
         self,
         scores: Tensor,
@@ -123,39 +115,31 @@ class ScoreSelecting(Selecting):
         be anything. final: int [batch], T; cached: int [batch, rows], number of visible tokens, if it is not the rows'
         position. order: int64 [batch, num_kv_heads, slots], the order in which equal scores are taken; None: by slot.
         """
-        cap = self._cap_of_rows(rows.positions if cached is None else cached, final)
+        cached = rows.positions if cached is None else cached
+        whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
+        frac, least = (self.max_fetch_frac, 1) if self.fixed_fetch is None else (0.0, self.fixed_fetch)
+        alpha = ALPHA.get(geometry.family, ALPHA_OTHER) if self.alpha is None else self.alpha
         scores_alone = self.group == "best" and not self.num_sinks and not self.recent_frac
-        if scores_alone and (kernels := kernels_for(scores)):
-            relative, within = kernels.relative(self.by_set(scores), rows, self.threshold(geometry))
+        if scores_alone and (kernels := kernels_for(scores, "selection")):
+            relative, within = kernels.relative(self.by_set(scores), rows, alpha)
             within = None if self._counts_by_cap else within
-            return Selection(*kernels.largest(relative, within, order, **cap._asdict()))
-        _hide_invisible(scores, rows)
-        tokens, count = rows.slot_positions, cap.tokens()
+            found = kernels.largest(relative, within, order, frac=frac, least=least, whole=whole, cached=cached)
+            return Selection(*found)
+        first = 0
+        if scores.device.type == "cpu":  # in replay all rows see most slots: those before the first hidden one
+            hidden = (rows.slot_positions >= rows.positions.min()).flatten(0, 1).any(0)
+            first = int(hidden.int().argmax())
+        scores[..., first:].masked_fill_(~rows.visible()[..., first:].unsqueeze(2), -math.inf)
+        count = torch.minimum(floor_frac(frac, whole).clamp(min=least), cached)
+        tokens = rows.slot_positions
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))
         ordered = ascending(relative)
         if not self._counts_by_cap:
-            alpha = self.threshold(geometry)
             below = torch.searchsorted(ordered, ordered.new_full((*ordered.shape[:-1], 1), -alpha)).squeeze(-1)
             above = ordered.shape[-1] - below  # [batch, sets, rows], tokens with r >= -alpha
             mean = above.sum(1) // above.shape[1]
             count = torch.minimum(mean.clamp(min=1), count)
         return Selection(*self.joined(largest(relative, count, ordered, order), count, geometry))
-
-    def _cap_of_rows(self, cached: Tensor, final: Tensor) -> Cap:
-        """`max_tokens_read` of all rows; cached: int [batch, rows]; final: int [batch]."""
-        if self.fixed_fetch is not None:
-            return Cap(0.0, self.fixed_fetch, cached, cached)
-        whole = cached if self.cap_of == "cached" else final[:, None].expand_as(cached)
-        return Cap(self.max_fetch_frac, 1, whole, cached)
-
-
-def _hide_invisible(scores: Tensor, rows: Rows) -> None:
-    """Set `scores` [batch, num_kv_heads, group, rows, slots] to -inf where a slot is not visible, in place."""
-    first = 0
-    if scores.device.type == "cpu":  # in replay all rows see most slots: those before the first hidden one
-        hidden = (rows.slot_positions >= rows.positions.min()).flatten(0, 1).any(0)
-        first = int(hidden.int().argmax())
-    scores[..., first:].masked_fill_(~rows.visible()[..., first:].unsqueeze(2), -math.inf)
 
 
 class OracleState(State):
@@ -299,7 +283,7 @@ class InfiniGen(ScoreSelecting):
         """True for a rotation (not for the identity), and for moments that are not the prompt's alone."""
         return self.skew if self.index == "columns" else self.statistics != "prompt"
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
         """rotation: A of each KV head, fp32 [num_kv_heads, head_dim, head_dim], columns by falling singular value.
 
         A = V of the SVD of the group's stacked queries, not centred (section 4.1). A balanced index takes `moments`.
@@ -309,13 +293,6 @@ class InfiniGen(ScoreSelecting):
             return {name: found[0] for name, found in moments(query[None], key[None], real).items()}
         stacked = query.reshape(len(key), -1, query.shape[-1]).float()
         return {"rotation": right_vectors(stacked)}
-
-    def new_state(self, geometry: Geometry, lengths: Lengths, calibration: Calibration | None = None) -> State:
-        if self.needs_calibration and calibration is None:
-            columns = self.index == "columns"
-            cause, instead = ("skew=true", "skew=false") if columns else ("index=balanced", "statistics=prompt")
-            raise ValueError(f"method.{cause}: needs a calibration; calibrate first, or set {instead}")
-        return super().new_state(geometry, lengths, calibration)
 
     @property
     def state(self) -> type[State]:  # type: ignore[override]  # elsewhere the same for all settings
@@ -376,9 +353,9 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
 
 
 def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:
-    """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of the `known` moments; some of them
-    may have no batch axis."""
-    left, right = (_factor(reduce(torch.add, (each[name].double() for each in known))) for name in ("query", "key"))
+    """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of the `known` moments. Moments without
+    a batch axis count for all sequences."""
+    left, right = (_factor(sum(each[name].double() for each in known)) for name in ("query", "key"))
     left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
     scale = strength[..., None, :columns].rsqrt()
     of_query, of_key = right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale

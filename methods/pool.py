@@ -19,7 +19,7 @@ from torch import Tensor
 
 from methods.base import EMPTY, Calibration, PromptRows, Rows, Selection, floor_frac
 from methods.evicting import EvictingState
-from methods.kernels import compiled_for
+from methods.kernels import kernels_for
 
 POLICIES = ("fifo", "lru", "counter")
 EVICTIONS = ("corrected", "artifact")
@@ -100,9 +100,8 @@ class PoolState(EvictingState):
         slots, positions, tokens = mask.shape[-1], row.positions[:, 0], self.tokens[layer]
         if row.padded:
             mask, positions = mask & row.real[:, :, None], positions.masked_fill(~row.real[:, 0], -1)
-        if not self.simulates and compiled_for(tokens):
-            from methods.kernels import evicting as kernels
-
+        kernels = kernels_for(tokens, "evicting")
+        if kernels is not None and not self.simulates:
             data = tokens, self.fetches[layer], self.last_fetch[layer]
             limits = self.capacities, self.unprotected
             kernels.use(mask, ascending, data, positions, limits, self.method.pool_policy)
@@ -111,48 +110,35 @@ class PoolState(EvictingState):
         fetches, last_fetch = (data[layer][..., :slots] for data in (self.fetches, self.last_fetch))
         fetches.scatter_(-1, row.own_slots, 0)
         last_fetch.scatter_(-1, row.own_slots, position.int().expand_as(row.own_slots))
-        count_fetch(fetches, last_fetch, mask, position, saturates=not self.simulates)
+        fetches += mask
+        torch.where(mask, position.int(), last_fetch, out=last_fetch)
+        if not self.simulates:
+            fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
         worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[self.method.pool_policy]
         if self.simulates:
             seen = row.slot_positions.expand(worth.shape)
             leaving = artifact_victim(seen, self.method.pool_policy, worth, self.capacities, position)
         else:
-            leaving = victim(tokens[..., :slots], worth, ascending, self.unprotected)
+            held = tokens[..., :slots]
+            rank = (self.unprotected.clamp(max=slots) - 1)[:, None, None].expand(*held.shape[:2], 1)
+            protected = held > ascending.gather(-1, rank)
+            leaving = _order(worth, held).masked_fill(protected, NEVER).argmin(-1, keepdim=True)
         stays = position < self.capacities[:, None, None]
         tokens.scatter_(-1, leaving.masked_fill_(stays, tokens.shape[-1] - 1), EMPTY)  # the dump
 
 
-def count_fetch(fetches: Tensor, last_fetch: Tensor, chosen: Tensor, position: Tensor, *, saturates: bool) -> None:
-    """Count a fetch of the chosen slots, bool [batch, num_kv_heads, slots], by the row at `position` [batch, 1, 1]."""
-    fetches += chosen
-    if saturates:
-        fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
-    torch.where(chosen, position.int(), last_fetch, out=last_fetch)
-
-
-def victim(positions: Tensor, worth: Tensor, ascending: Tensor, unprotected: Tensor) -> Tensor:
-    """The slot to free in each head of a full pool, int64 [batch, num_kv_heads, 1].
-
-    positions: int [batch, num_kv_heads, slots], of the token in each slot; worth: same shape, the smallest leaves, ties
-    go to the lowest position; ascending: the positions, sorted; unprotected: int [batch], how many of the lowest may
-    leave.
-    """
-    rank = (unprotected.clamp(max=positions.shape[-1]) - 1)[:, None, None].expand(*positions.shape[:2], 1)
-    newest = ascending.gather(-1, rank)
-    return _smallest(worth, positions).masked_fill(positions > newest, NEVER).argmin(-1, keepdim=True)
-
-
 def artifact_victim(positions: Tensor, policy: str, worth: Tensor, capacities: Tensor, position: Tensor) -> Tensor:
-    """The artifact's choice after the row at `position` [batch, 1, 1].
+    """The slot that the artifact frees after the row at `position` [batch, 1, 1]: int64 [batch, num_kv_heads, 1].
 
-    positions: int [batch, num_kv_heads, slots], of every token that ever entered; worth, capacities: as `victim`.
+    positions: int [batch, num_kv_heads, slots], of every token that ever entered; worth: same shape, the smallest
+    leaves, of equal ones the lowest position; capacities: int [batch].
     """
     if policy == "fifo":
         return (positions == position - capacities[:, None, None]).int().argmax(-1, keepdim=True)
-    return _smallest(worth, positions).masked_fill(positions >= position // 2, NEVER).argmin(-1, keepdim=True)
+    return _order(worth, positions).masked_fill(positions >= position // 2, NEVER).argmin(-1, keepdim=True)
 
 
-def _smallest(worth: Tensor, positions: Tensor) -> Tensor:
+def _order(worth: Tensor, positions: Tensor) -> Tensor:
     """One number to order by: worth, then position."""
     return (worth.long() << 31) + positions
 

@@ -1,19 +1,18 @@
 """Scores on a few numbers per key: Loki, Double Sparsity and SparQ, and the states that InfiniGen shares with them.
 
-The device keeps a second copy of every key as its product with a projection: a choice of columns, a truncated
-rotation, or the whole key; exact, or in a few bits. A query is scored on these numbers alone. Queries and keys may have
-a projection each.
+The device keeps of every key its product with a projection (a choice of columns, or a truncated rotation) or the whole
+key, exact or in a few bits. A query is scored on these numbers alone.
 
-Loki (Singhania et al., NeurIPS 2024) projects on the first principal components of a KV head's keys, after their
-positions, which are measured offline on a text. Double Sparsity (Yang et al., 2024) chooses a few channels offline, by
-what they add to scores on a text. SparQ (Ribar et al., ICML 2024) takes the channels in which the present query is
-largest. They change from query to query, so its index is the keys themselves, and the mean value stands for the tokens
-that are not read.
+Loki (Singhania et al., NeurIPS 2024): the first principal components of a KV head's keys, after their positions,
+measured on a text. Double Sparsity (Yang et al., 2024): the channels that add most to the scores on a text. SparQ
+(Ribar et al., ICML 2024): the channels in which the present query is largest. They change from query to query, so the
+index is the keys themselves. The mean value stands for the tokens that are not read.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -123,7 +122,7 @@ class PartialKeysState(State):
 
 
 class ProjectedState(PartialKeysState):
-    """Partial keys are products with a projection, which `project` chooses.
+    """Partial keys are products with a projection.
 
     projection[layer]: [batch, sides, num_kv_heads, head_dim, columns]; one side for queries and keys together, or one
     for queries and one for keys.
@@ -165,9 +164,7 @@ class Calibrated(Projected):
 
     state = FixedProjectionState
 
-    @property
-    def needs_calibration(self) -> bool:
-        return True
+    needs_calibration = True
 
     def projection(self, head_dim: int, calibration: Calibration) -> Tensor:
         """[num_layers, num_kv_heads, head_dim, columns]."""
@@ -182,7 +179,7 @@ class Loki(Calibrated):
 
     title = "Loki"
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
         """rotation: components of the centred keys, fp32 [num_kv_heads, head_dim, head_dim], columns by variance."""
         centred = key.float() - key.float().mean(1, keepdim=True)
         return {"rotation": right_vectors(centred)}
@@ -209,7 +206,7 @@ class DoubleSparsity(Calibrated):
         super().__post_init__()
         require_one_of("channels", self.channels, ("qk", "q", "k"))
 
-    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
         """qk, q, k: mean magnitude of each channel, over tokens and the group, fp32 [num_kv_heads, head_dim]."""
         grouped, keys = query.float().view(len(key), -1, *key.shape[1:]), key.float()
         return {
@@ -226,8 +223,8 @@ class DoubleSparsity(Calibrated):
 class SparQState(PartialKeysState, RetrievingState):
     """value_sum[layer]: fp32 [batch, num_kv_heads, head_dim], sum of all values so far.
 
-    through[layer]: fp32 [batch, num_kv_heads, rows, head_dim], the sum up to each of the rows that were appended last,
-    and first[layer]: int [batch], the position of the first of them; from their `append` to their `select`.
+    For the rows that were appended last: through[layer], fp32 [batch, num_kv_heads, rows, head_dim], the sum up to each
+    row, and first[layer], int [batch], the position of the first row.
     """
 
     sequence_tensors = ("value_sum",)
@@ -303,7 +300,5 @@ class SparQ(Projected):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_layer = self.when == "own_query" or not self.mean_value
-        require(
-            in_layer, "when", self.when, "own_query, where the own token's weight is known; or set mean_value=false"
-        )
+        allowed = "own_query, where the own token's weight is known; or set mean_value=false"
+        require(self.when == "own_query" or not self.mean_value, "when", self.when, allowed)

@@ -41,7 +41,7 @@ from methods.base import (
     require_one_of,
     share_above,
 )
-from methods.evicting import INF, Evicting, EvictingState
+from methods.evicting import INF, Evicting, EvictingState, least_worthy
 
 STEEPNESS = 20
 """PyramidKV's beta: the last layer of a pyramid has about a 20th of the mean, if the prompt is long enough."""
@@ -71,16 +71,13 @@ class PromptEvictingState(EvictingState):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         self.enter_prompt(layer, rows)
         tokens = self.tokens[layer][:, :, : key.shape[2]]
-        last = rows.lengths - self.method.window
-        competes = (tokens >= self.method.num_sinks) & (tokens < last[:, None, None])
+        before = (rows.lengths - self.method.window)[:, None, None]
+        competes = (tokens >= self.method.num_sinks) & (tokens < before)
         worth = self.prompt_worth(layer, query, key, value, rows)
         stay = self.shares[layer - self.method.num_exempt_layers, :, None]  # [batch, num_kv_heads or 1]
         if self.method.heads == "adaptive":
             stay = adaptive(worth.masked_fill(~competes, -INF), stay)
-        losers = competes.sum(-1) - stay
-        ascending = worth.masked_fill(~competes, INF).argsort(dim=-1, stable=True)
-        evicted = torch.arange(key.shape[2], device=key.device) < losers.unsqueeze(-1)
-        tokens.masked_fill_(torch.zeros_like(competes).scatter_(-1, ascending, evicted), EMPTY)
+        tokens.masked_fill_(least_worthy(worth, competes, competes.sum(-1) - stay), EMPTY)
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """All that is left of the prompt, and all that was generated."""
@@ -114,7 +111,7 @@ class PromptEvicting(Evicting):
         require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
         require(self.window >= 0, "window", self.window, "an integer >= 0")
         enough = self.kept_tokens is None or self.kept_tokens > self.safe
-        require(enough, "kept_tokens", self.kept_tokens, f"above {self._safe_words}, or null")
+        require(enough, "kept_tokens", self.kept_tokens, f"above num_sinks + window={self.safe}, or null")
         require_one_of("layers", self.layers, ("uniform", "pyramid"))
         require_one_of("heads", self.heads, ("uniform", "adaptive"))
 
@@ -122,10 +119,6 @@ class PromptEvicting(Evicting):
     def safe(self) -> int:
         """Tokens of a prompt that stay whatever their worth."""
         return self.num_sinks + self.window
-
-    @property
-    def _safe_words(self) -> str:
-        return f"num_sinks + window={self.safe}" if self.num_sinks else f"window={self.window}"
 
     def budget(self, prompt: int) -> int:
         """Tokens of a prompt that are kept, mean over layers and KV heads."""
@@ -144,9 +137,10 @@ class PromptEvicting(Evicting):
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where the budget of a prompt does not exceed the tokens that always stay."""
         shortest = int(lengths.prompt.min())
-        kept, least = self.budget(shortest), f"{(self.safe + 1) / shortest:.3g}"
-        allowed = f"at least {least} for a prompt of {shortest} tokens, to keep more than {self._safe_words}"
-        require(kept > self.safe or kept == shortest, "kept_frac", self.kept_frac, allowed)
+        kept, safe = self.budget(shortest), self.safe
+        least = f"at least {(safe + 1) / shortest:.3g} for a prompt of {shortest} tokens"
+        allowed = f"{least}, to keep more than num_sinks + window={safe}"
+        require(kept > safe or kept == shortest, "kept_frac", self.kept_frac, allowed)
 
     def tokens_read(self, row: Row, layer: int) -> float:
         return self.budget(row.prompt) + row.cached - row.prompt
@@ -163,8 +157,8 @@ class PromptEvicting(Evicting):
 
     def min_size(self, row: Row) -> float:
         """The least share that keeps one token more than always stay."""
-        words = "num_sinks + method.window" if self.num_sinks else "window"
-        require(self.safe < row.prompt, words, self.safe, f"below {row.prompt}, the shortest prompt")
+        below = f"below {row.prompt}, the shortest prompt"
+        require(self.safe < row.prompt, "num_sinks + method.window", self.safe, below)
         return share_above(self.safe, row.prompt)
 
 

@@ -18,15 +18,12 @@ from methods.attention import PROMPT_CHUNK
 from methods.base import (
     EMPTY,
     Calibration,
-    Geometry,
-    Lengths,
     PromptRows,
     Row,
     Rows,
     Selection,
     require,
     require_fraction,
-    share_above,
 )
 from methods.evicting import INF, EvictingState, EvictingToShare
 
@@ -141,6 +138,8 @@ class RKV(EvictingToShare):
     mix_lambda: float = 0.07
     kernel: int = 7
 
+    always_kept = "window"
+
     title = "R-KV"
     state = RKVState
 
@@ -153,13 +152,6 @@ class RKV(EvictingToShare):
         require_fraction("mix_lambda", self.mix_lambda, zero=True)
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
 
-    def check(self, geometry: Geometry, lengths: Lengths) -> None:
-        """ValueError where a sequence's budget does not exceed the window."""
-        shortest = int(lengths.final.min())
-        kept = self.budget(shortest)
-        more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.window={self.window}"
-        require(kept > self.window, "kept_frac", f"{self.kept_frac:.4g}", more)
-
     def tokens_read(self, row: Row, layer: int) -> float:
         """The tokens that the last compression left, and those generated since."""
         since = (row.cached - row.prompt) % self.divide_length
@@ -168,11 +160,6 @@ class RKV(EvictingToShare):
     def tokens_kept(self, row: Row, layer: int) -> int:
         """The most that a compression finds: its slots are taken again one by one."""
         return min(row.cached, self.budget(row.final) + self.divide_length - 1)
-
-    def min_size(self, row: Row) -> float:
-        """The least share that keeps one token more than the window."""
-        require(self.window < row.final, "window", self.window, f"below {row.final}, the shortest sequence")
-        return share_above(self.window, row.final)
 
 
 def similarity(keys: Tensor, present: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from methods.base import (
     require_fraction,
     require_one_of,
 )
-from methods.kernels import compiled_for
+from methods.kernels import kernels_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 
@@ -154,31 +153,6 @@ def reduce_group(scores: Tensor, how: str) -> Tensor:
 # The choice
 
 
-class Cap(NamedTuple):
-    """The most tokens that each row reads: floor(frac * whole), at least `least`, at most `cached`.
-
-    whole, cached: int [batch, rows].
-    """
-
-    frac: float
-    least: int
-    whole: Tensor
-    cached: Tensor
-
-    def tokens(self) -> Tensor:
-        """int [batch, rows]."""
-        return torch.minimum(floor_frac(self.frac, self.whole).clamp(min=self.least), self.cached)
-
-
-def kernels_for(scores: Tensor) -> ModuleType | None:
-    """The choice as Triton kernels, where the device of `scores` has them."""
-    if not compiled_for(scores):
-        return None
-    from methods.kernels import selection
-
-    return selection
-
-
 def ascending(values: Tensor) -> Tensor:
     """Sorted along the last axis. On the CPU numpy's vectorised sort takes a third of torch.topk's time."""
     if values.device.type == "cpu" and values.dtype == torch.float32:
@@ -193,8 +167,8 @@ def largest(values: Tensor, count: Tensor, ordered: Tensor | None = None, order:
     all of them are taken; ordered: the values sorted ascending, if at hand; order: int64 [batch, num_kv_heads, slots],
     the order in which equal values are taken, if not by slot.
     """
-    if kernels := kernels_for(values):
-        return kernels.largest(values, order=order, **Cap(1.0, 0, count, count)._asdict())[0]
+    if kernels := kernels_for(values, "selection"):
+        return kernels.largest(values, order=order, frac=1.0, least=0, whole=count, cached=count)[0]
     if order is not None:
         order_of_rows = order.unsqueeze(2).expand_as(values)
         mask = largest(values.gather(-1, order_of_rows), count, ordered)
@@ -304,22 +278,19 @@ class RetrievingState(State):
     def select(self, layer: int, rows: Rows) -> Selection:
         """The best pages and the unfinished one."""
         size, positions = self.method.page_size, rows.positions
-        first = torch.arange(self.num_pages, device=positions.device)[None, None] * size
-        first, last = (first, first + size - 1) if self.paged else (rows.slot_positions, rows.slot_positions)
+        first = last = rows.slot_positions  # of each candidate the first and the last token
+        if self.paged:
+            first = torch.arange(self.num_pages, device=positions.device)[None, None] * size
+            last = first + size - 1
         scores = self.scores(layer, rows)
         pages, unfinished = self.pages_read[positions], positions % size
-        candidates = (self._full(positions) if self.paged else rows.visible()).unsqueeze(2)
+        cached = last.unsqueeze(2) < positions[:, None, :, None]
         forced = self.method.forced(first, last, positions, pages * size + unfinished)
-        worth = self.method.reduced(scores.masked_fill(~candidates, -math.inf), forced)
+        worth = self.method.reduced(scores.masked_fill(~cached.unsqueeze(2), -math.inf), forced)
         mask, num_pages = self.method.joined(largest(worth, pages), pages, self.geometry)
         tokens = self._tokens(mask, rows) if self.paged else mask
         side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)
         return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
-
-    def _full(self, positions: Tensor) -> Tensor:
-        """Pages whose tokens are all cached, bool [batch, 1, rows, pages]."""
-        ends = (torch.arange(self.num_pages, device=positions.device) + 1) * self.method.page_size
-        return ends <= positions[:, None, :, None]
 
     def _tokens(self, pages: Tensor, rows: Rows) -> Tensor:
         """The slots of the chosen `pages` [batch, num_kv_heads, rows, pages], and those of the unfinished one."""

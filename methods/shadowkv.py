@@ -52,8 +52,14 @@ class ShadowKVState(State):
         self.fetchable = torch.tensor(chunks, device=device) - self.outliers
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
-        """Keep the keys' product of low rank, the landmarks, and which chunks stay."""
-        self._keep_low_rank(layer, key, rows)
+        # The SVD of each sequence's keys. Padding is rows of zeros, which change nothing.
+        positions = rows.positions.masked_fill(~rows.real, 0)
+        bare = self.geometry.rotate(key.float(), positions, inverse=True, layer=layer) * rows.real[:, None, :, None]
+        left, scale, right = torch.linalg.svd(bare.transpose(1, 2).flatten(2), full_matrices=False)
+        rank = math.ceil(self.method.rank_frac * right.shape[-1])
+        self.left[layer] = (left * scale.unsqueeze(1))[..., :rank].to(key.dtype)
+        self.right[layer] = right[:, :rank].unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
+        # The landmarks, and the chunks that stay
         size, length = self.method.page_size, key.shape[2]
         chunks = -(-length // size)
         column = torch.arange(chunks * size, device=key.device) + (length - rows.lengths)[:, None]
@@ -65,15 +71,6 @@ class ShadowKVState(State):
         unlike = unlike.masked_fill(~candidate[:, None], -math.inf).unsqueeze(2)
         outlier = largest(unlike, self.outliers[:, None])[:, :, 0]
         self.selectable[layer] = candidate[:, None] & ~outlier
-
-    def _keep_low_rank(self, layer: int, key: Tensor, rows: PromptRows) -> None:
-        """The SVD of each sequence's keys. Padding is rows of zeros, which change nothing."""
-        positions = rows.positions.masked_fill(~rows.real, 0)
-        bare = self.geometry.rotate(key.float(), positions, inverse=True, layer=layer) * rows.real[:, None, :, None]
-        left, scale, right = torch.linalg.svd(bare.transpose(1, 2).flatten(2), full_matrices=False)
-        rank = math.ceil(self.method.rank_frac * right.shape[-1])
-        self.left[layer] = (left * scale.unsqueeze(1))[..., :rank].to(key.dtype)
-        self.right[layer] = right[:, :rank].unflatten(-1, (key.shape[1], -1)).transpose(1, 2).to(key.dtype)
 
     def resident(self, layer: int) -> Tensor:
         position = self._positions(torch.arange(self.left[layer].shape[1], device=self.left[layer].device))
@@ -105,14 +102,13 @@ class ShadowKVState(State):
         chunks, num_chunks = method.joined(chosen, count, self.geometry)
         num_read = num_chunks * method.page_size
         mask = self._in_chunks(chunks, rows.slot_positions.squeeze(1))
-        return Selection(mask, num_read, self._side(layer, positions, num_read))
-
-    def _side(self, layer: int, positions: Tensor, num_read: Tensor) -> Tensor:
-        """The landmarks, the rows of `left` and all of `right` that rebuild the keys, and the tokens that stay."""
-        most, head_dim = self.right[layer].shape[-2:]
-        rank = self.lengths.prompt.clamp(max=most)[:, None]  # the rank of a shorter prompt is its length
-        index = self.fetchable[:, None] * head_dim + num_read * rank + rank * head_dim
-        return index / self.geometry.elements + positions - self.fetchable[:, None] * self.method.page_size
+        # The landmarks, the rows of `left` and all of `right` that rebuild the keys, and the tokens that stay
+        head_dim, prompt = self.geometry.head_dim, self.lengths.prompt[:, None]
+        rank = prompt.clamp(max=self.right[layer].shape[-2])  # the rank of a shorter prompt is its length
+        fetchable = self.fetchable[:, None]
+        index = fetchable * head_dim + num_read * rank + rank * head_dim
+        side = index / self.geometry.elements + positions - fetchable * method.page_size
+        return Selection(mask, num_read, side)
 
     def _positions(self, columns: Tensor) -> Tensor:
         """Positions [batch, n] of the prompt's `columns` [n] or [batch, n], below 0 in the padding."""

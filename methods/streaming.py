@@ -10,10 +10,10 @@ key at 500 positions, and the more of its attention falls on early positions, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -23,18 +23,15 @@ from methods.base import (
     EMPTY,
     Calibration,
     Geometry,
-    Lengths,
     Method,
     PromptRows,
     Row,
     Rows,
     Selection,
-    floor_frac,
     require,
     require_fraction,
-    share_above,
 )
-from methods.evicting import Evicting, EvictingState
+from methods.evicting import EvictingState, EvictingToShare
 
 
 class WindowState(EvictingState):
@@ -79,47 +76,27 @@ class StreamingState(WindowState):
 
     @property
     def recent(self) -> Tensor:
-        return floor_frac(self.method.kept_frac, self.lengths.final) - self.method.num_sinks
+        return self.method.budgets(self.lengths.final) - self.method.num_sinks
 
     def streams(self, layer: int) -> Tensor:
         return torch.ones(1, 1, 1, dtype=torch.bool, device=self.lengths.final.device)
 
 
 @dataclass(frozen=True)
-class Streaming(Evicting):
+class Streaming(EvictingToShare):
     """Keeps floor(kept_frac * T) cached tokens: the `num_sinks` first and the most recent, at their own positions."""
 
-    kept_frac: float = 0.2
     num_sinks: int = 4
+
+    kept_tokens: ClassVar[None] = None  # type: ignore[misc]  # a share only
+    always_kept = "num_sinks"
 
     title = "Streaming"
     state = StreamingState
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("kept_frac", self.kept_frac)
         require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
-
-    def check(self, geometry: Geometry, lengths: Lengths) -> None:
-        """ValueError where a sequence's window would not exceed the sinks."""
-        shortest = int(lengths.final.min())
-        kept = int(self.kept_frac * shortest)
-        more = f"more: it keeps {kept} of {shortest} tokens, which must exceed method.num_sinks={self.num_sinks}"
-        require(kept > self.num_sinks, "kept_frac", f"{self.kept_frac:.4g}", more)
-
-    def tokens_kept(self, row: Row, layer: int) -> int:
-        return min(row.cached, int(self.kept_frac * row.final))
-
-    def with_size(self, frac: float) -> Self:
-        return replace(self, kept_frac=frac)
-
-    def min_size(self, row: Row) -> float:
-        """The least share that keeps one token more than the sinks."""
-        require(self.num_sinks < row.final, "num_sinks", self.num_sinks, f"below {row.final}, the shortest sequence")
-        return share_above(self.num_sinks, row.final)
-
-    def artifact_budget(self) -> float:
-        return self.kept_frac
 
 
 class DuoState(WindowState):
@@ -172,9 +149,7 @@ class DuoAttention(Method):
     def needs_calibration(self) -> bool:
         return self.pattern is None
 
-    def calibrate_layer(
-        self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Mapping[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
         """gates: fp32 [num_kv_heads], mean over the group."""
         layer = len(earlier)
         text, ahead = (torch.arange(n, device=query.device)[None] for n in (query.shape[1], 500))

@@ -80,5 +80,5 @@ class Measuring(Full):
 
     calibration_settings = ("power",)
 
-    def calibrate(self, query, key, geometry):
+    def calibrate(self, query, key, geometry, earlier):
         return {"rotation": key.abs().pow(self.power).mean(1), "heads": query.mean((1, 2))}

@@ -186,7 +186,7 @@ class Ranked(Shared):
 
     needs_calibration = True
 
-    def calibrate_layer(self, query, key, geometry, earlier):
+    def calibrate(self, query, key, geometry, earlier):
         mean = (query.mean(1).unflatten(0, (geometry.num_kv_heads, -1)).mean(1) * key.mean(1)).sum(-1)
         before = earlier[-1]["mean"] if earlier else torch.zeros_like(mean)
         return {"mean": mean, "growth": mean - before, "number": torch.tensor(len(earlier))}

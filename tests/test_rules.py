@@ -574,13 +574,13 @@ def test_sparqs_mean_value_weighs_what_is_not_read():
 def test_duos_gates_are_early_attention_at_the_mean(fixture, request, monkeypatch):
     text = torch.randint(3, 256, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     seen = []
-    measure = DuoAttention.calibrate_layer
+    measure = DuoAttention.calibrate
 
     def note(method, query, key, geometry, earlier):
         seen.append((query.double().numpy(), key.double().numpy()))
         return measure(method, query, key, geometry, earlier)
 
-    monkeypatch.setattr(DuoAttention, "calibrate_layer", note)
+    monkeypatch.setattr(DuoAttention, "calibrate", note)
     with attach(request.getfixturevalue(fixture)) as attached:
         gates, geometry = calibrate(attached, DuoAttention(), text)["gates"], attached.geometry
     assert gates.shape == (geometry.num_layers, geometry.num_kv_heads) and len(seen) == geometry.num_layers
@@ -601,8 +601,8 @@ def test_channels_and_components_are_measured_on_the_calibration():
     query, key = (torch.randn(heads, 30, 16, generator=generator) for heads in (4, 2))
     key = key * torch.linspace(0.5, 3, 16) + 5
     geometry = Geometry(1, 4, 2, 16, 0.25, "llama")
-    worth = DoubleSparsity().calibrate(query, key, geometry)
-    rotation = Loki().calibrate(query, key, geometry)["rotation"].double().numpy()
+    worth = DoubleSparsity().calibrate(query, key, geometry, [])
+    rotation = Loki().calibrate(query, key, geometry, [])["rotation"].double().numpy()
     for head in range(2):
         group, keys = query[2 * head : 2 * head + 2].double().numpy(), key[head].double().numpy()
         worths = {"qk": np.abs(group * keys).mean((0, 1)), "q": np.abs(group).mean((0, 1)), "k": np.abs(keys).mean(0)}

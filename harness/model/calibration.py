@@ -34,12 +34,12 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
     """
     attached.require_length(len(ids))
     tokens = torch.tensor([ids], device=attached.device)
-    layers: list[dict[str, Tensor]] = []
+    layers: list[Calibration] = []
 
     def measure(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         if attached.numbers[layer] is not None:
             earlier = [{name: each.to(key.device) for name, each in before.items()} for before in layers]
-            layers.append(method.calibrate_layer(query[0], key[0], attached.geometry, earlier))
+            layers.append(method.calibrate(query[0], key[0], attached.geometry, earlier))
 
     with _one_thread():
         positions = torch.arange(len(ids), device=attached.device)[None]
@@ -56,7 +56,7 @@ def cached_calibration(
 ) -> Calibration:
     """`calibrate`, or its earlier result for the same weights (`fingerprint`), dtype, ids, method and settings."""
     settings = [getattr(method, name) for name in method.calibration_settings]
-    own = (type(method).calibrate, type(method).calibrate_layer, sys.modules[type(method).__module__])
+    own = (type(method).calibrate, sys.modules[type(method).__module__])
     code = [inspect.getsource(each) for each in own]
     identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
