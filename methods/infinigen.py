@@ -5,7 +5,7 @@ Steps as in section 4 of the paper:
 2. After the prompt, the columns of largest magnitude are kept of every key ("partial keys").
 3. While layer l - 1 computes, a query made from its attention input is scored on the partial keys ("rehearsal").
 4. These scores choose the tokens that layer l fetches (`ScoreSelecting`).
-A pool of limited size (section 4.4) is in `methods.pool`.
+A pool of limited size (section 4.4) chooses its victims as `PooledState` says.
 
 `Oracle` is step 4 with the true scores: the upper bound of any selection of that size.
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from methods.base import (
+    EMPTY,
     Calibration,
     Geometry,
     PromptRows,
@@ -41,14 +42,17 @@ from methods.base import (
     require_fraction,
     require_one_of,
 )
+from methods.evicting import EvictingState
 from methods.kernels import kernels_for
-from methods.pool import EVICTIONS, POLICIES, PoolState
 from methods.projected import ProjectedState, require_index_bits, right_vectors
 from methods.selection import Selecting, ascending, largest
 
 ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
 """The paper's alpha, by family (section 5.1)."""
 COLUMN_RULES = ("sum", "query", "union")
+SATURATED = 255
+"""A fetch counter of a pool that reaches this halves all counters of its head."""
+NEVER = torch.iinfo(torch.int64).max
 RIDGE = 1e-4
 """Added to the diagonals of the moments, as a share of their mean, growing to twice as much along the diagonal: no two
 directions tie that few tokens do not span."""
@@ -188,21 +192,130 @@ class InfiniGenState(ProjectedState):
         return selection._replace(side=self.index_read(layer, rows.positions))
 
 
-class PooledState(InfiniGenState, PoolState):
-    """InfiniGen's state over a pool that has a limit."""
+# A pool with a limit
 
-    sequence_tensors = (*InfiniGenState.sequence_tensors, *PoolState.sequence_tensors)
-    slot_tensors = {**InfiniGenState.slot_tensors, **PoolState.slot_tensors}
+
+class PooledState(InfiniGenState, EvictingState):
+    """InfiniGen's state over a pool that has a limit (section 4.4).
+
+    `fifo` evicts the lowest position, `lru` the oldest last fetch, `counter` the smallest number of fetches; ties go to
+    the lowest position. Victims come from the floor((1 - protect_recent) * capacity) lowest positions present.
+
+    `eviction: artifact` follows the artifact's simulation (accuracy/src/modeling_*_ours_prune.py): candidates are all
+    tokens of the sequence's first half, evicted ones included, and the dense rows of the prompt count as fetches. An
+    evicted token is never fetched again, so it stays the worst one: LRU and counter evict the same token again and
+    again, so almost nothing is evicted. Its FIFO takes token t - capacity and really evicts.
+
+    capacities: tokens that each sequence's pool holds, int [batch]; unprotected: number of the oldest of them, which
+    may leave. fetches[layer], last_fetch[layer]: int32, shaped like tokens[layer]: how often, and in which row last, a
+    token was selected; a token that enters has 0 and its own position.
+    """
+
+    sequence_tensors = (*InfiniGenState.sequence_tensors, "capacities", "unprotected")
+    slot_tensors = {**InfiniGenState.slot_tensors, **EvictingState.slot_tensors, "fetches": 0, "last_fetch": 0}
+    fetches: dict[int, Tensor]
+    last_fetch: dict[int, Tensor]
+
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        method, final = self.method, self.lengths.final
+        self.simulates = method.eviction == "artifact"
+        by_share = method.pool_tokens is None
+        self.capacities = floor_frac(method.pool_frac, final) if by_share else final.clamp(max=method.pool_tokens)
+        self.unprotected = floor_frac(1 - method.protect_recent, self.capacities).clamp(min=1)
+        least = f"larger, to hold at least 1 of {int(final.min())} tokens"
+        require(bool((self.capacities >= 1).all()), "pool_frac", method.pool_frac, least)
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        """The prompt enters in order. No token was fetched yet, so every policy evicts the lowest position."""
         super().prompt(layer, query, key, value, rows)
         self.enter_prompt(layer, rows)
+        tokens, lengths = self.tokens[layer], rows.lengths[:, None, None].int()
+        self.fetches[layer], self.last_fetch[layer] = torch.zeros_like(tokens), tokens.clone()
+        if self.simulates:  # each dense row is a fetch of all tokens up to its own
+            self.fetches[layer] = (lengths - tokens).clamp(min=0)
+        if not self.simulates or self.method.pool_policy == "fifo":
+            tokens.masked_fill_(tokens < lengths - self.capacities[:, None, None], EMPTY)
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """Steps 3 and 4, one row after the other."""
-        candidates = self.candidates(rows.positions)
-        selection = self.choose(layer, rows, self.scores(layer, rows), candidates)
-        return selection._replace(side=self.index_read(layer, candidates))
+        """Steps 3 and 4, one row after the other: each selects, then its own token enters."""
+        scores = self.scores(layer, rows)
+        candidates = rows.positions if self.simulates else torch.minimum(rows.positions, self.capacities[:, None])
+        own = self.enter(layer, rows)
+        held = self.tokens[layer][..., : scores.shape[-1]]
+        masks, counts = [], []
+        for row in range(scores.shape[3]):
+            by_age = held.sort(-1)
+            this = slice(row, row + 1)
+            one = replace(rows, positions=rows.positions[:, this], real=rows.real[:, this], own_slots=own[..., this])
+            chosen = self.method.select(
+                scores[:, :, :, this],
+                replace(one, slot_positions=held),
+                self.lengths.final,
+                self.geometry,
+                cached=candidates[:, this],
+                order=by_age.indices,  # live slots are reused; ties go to the lowest token
+            )
+            self.use(layer, one, chosen.mask[:, :, 0], by_age.values)
+            masks.append(chosen.mask)
+            # The artifact's cap is a share of all tokens, of which its FIFO may hold fewer.
+            counts.append(chosen.mask.sum(-1).double().mean(1) if self.simulates else chosen.num_read)
+        if len(masks) > 1:  # `torch.cat` would copy a single mask
+            masks, counts = [torch.cat(masks, 2)], [torch.cat(counts, 1)]
+        return Selection(masks[0], counts[0], self.index_read(layer, candidates))
+
+    def use(self, layer: int, row: Rows, mask: Tensor, ascending: Tensor) -> None:
+        """Count the slots that a row fetched (`mask`, bool [batch, num_kv_heads, slots]), and evict from full pools.
+
+        ascending: the tokens in the slots, sorted.
+        """
+        slots, positions, tokens = mask.shape[-1], row.positions[:, 0], self.tokens[layer]
+        if row.padded:
+            mask, positions = mask & row.real[:, :, None], positions.masked_fill(~row.real[:, 0], -1)
+        kernels = kernels_for(tokens, "evicting")
+        if kernels is not None and not self.simulates:
+            data = tokens, self.fetches[layer], self.last_fetch[layer]
+            limits = self.capacities, self.unprotected
+            kernels.use(mask, ascending, data, positions, limits, self.method.pool_policy)
+            return
+        position = positions[:, None, None]
+        fetches, last_fetch = (data[layer][..., :slots] for data in (self.fetches, self.last_fetch))
+        fetches.scatter_(-1, row.own_slots, 0)
+        last_fetch.scatter_(-1, row.own_slots, position.int().expand_as(row.own_slots))
+        fetches += mask
+        torch.where(mask, position.int(), last_fetch, out=last_fetch)
+        if not self.simulates:
+            fetches >>= (fetches >= SATURATED).any(-1, keepdim=True).int()
+        worth = {"fifo": torch.zeros_like(fetches), "lru": last_fetch, "counter": fetches}[self.method.pool_policy]
+        if self.simulates:
+            seen = row.slot_positions.expand(worth.shape)
+            leaving = artifact_victim(seen, self.method.pool_policy, worth, self.capacities, position)
+        else:
+            held = tokens[..., :slots]
+            rank = (self.unprotected.clamp(max=slots) - 1)[:, None, None].expand(*held.shape[:2], 1)
+            protected = held > ascending.gather(-1, rank)
+            leaving = _order(worth, held).masked_fill(protected, NEVER).argmin(-1, keepdim=True)
+        stays = position < self.capacities[:, None, None]
+        tokens.scatter_(-1, leaving.masked_fill_(stays, tokens.shape[-1] - 1), EMPTY)  # the dump
+
+
+def artifact_victim(positions: Tensor, policy: str, worth: Tensor, capacities: Tensor, position: Tensor) -> Tensor:
+    """The slot that the artifact frees after the row at `position` [batch, 1, 1]: int64 [batch, num_kv_heads, 1].
+
+    positions: int [batch, num_kv_heads, slots], of every token that ever entered; worth: same shape, the smallest
+    leaves, of equal ones the lowest position; capacities: int [batch].
+    """
+    if policy == "fifo":
+        return (positions == position - capacities[:, None, None]).int().argmax(-1, keepdim=True)
+    return _order(worth, positions).masked_fill(positions >= position // 2, NEVER).argmin(-1, keepdim=True)
+
+
+def _order(worth: Tensor, positions: Tensor) -> Tensor:
+    """One number to order by: worth, then position."""
+    return (worth.long() << 31) + positions
+
+
+# The settings
 
 
 @dataclass(frozen=True)
@@ -218,7 +331,7 @@ class InfiniGen(ScoreSelecting):
     index_bits: bits of each number of the index, with scales as in `methods.codec`; None keeps the keys' dtype.
     pool_tokens, pool_frac: limit of the pool of each layer, sequence and KV head, in tokens or as a share of T; at most
         one of them; None is no limit.
-    pool_policy, protect_recent, eviction: the token that leaves a full pool, see `methods.pool`.
+    pool_policy, protect_recent, eviction: the token that leaves a full pool, see `PooledState`.
     """
 
     partial_weight_ratio: float = 0.3
@@ -254,8 +367,8 @@ class InfiniGen(ScoreSelecting):
         if self.pool_frac is not None:
             require_fraction("pool_frac", self.pool_frac)
         require_fraction("protect_recent", self.protect_recent, zero=True)
-        require_one_of("pool_policy", self.pool_policy, POLICIES)
-        require_one_of("eviction", self.eviction, EVICTIONS)
+        require_one_of("pool_policy", self.pool_policy, ("fifo", "lru", "counter"))
+        require_one_of("eviction", self.eviction, ("corrected", "artifact"))
         one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
         require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
 

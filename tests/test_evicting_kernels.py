@@ -16,8 +16,7 @@ from torch import Tensor
 from methods import kernels as compiled
 from methods.base import EMPTY, Geometry, Lengths, Rows
 from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.pool import SATURATED
+from methods.infinigen import SATURATED, InfiniGen
 
 pytest.importorskip("triton")
 

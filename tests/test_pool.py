@@ -23,7 +23,7 @@ from living import replay as replay_case
 
 from harness.errors import UserError
 from harness.model.attach import attach
-from methods import pool as pool_rules
+from methods import infinigen as pool_rules
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Rows
 from methods.infinigen import InfiniGen
 

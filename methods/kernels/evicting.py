@@ -1,4 +1,4 @@
-"""Triton kernels of `methods.evicting` and `methods.pool`: one launch each instead of about ten and twenty.
+"""Triton kernels of `methods.evicting` and of InfiniGen's pool: one launch each instead of about ten and twenty.
 
 They choose the token that leaves and the slot of the own token. One program serves a head and reads its slots in tiles.
 Equal to the torch code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
@@ -18,7 +18,7 @@ SLOTS = 1024
 EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
 """As `methods.base.EMPTY`."""
 SATURATED = tl.constexpr(255)
-"""As `methods.pool.SATURATED`."""
+"""As `methods.infinigen.SATURATED`."""
 NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
 
 
@@ -178,7 +178,7 @@ def use(
     limits: tuple[Tensor, Tensor],
     policy: str,
 ) -> None:
-    """As `PoolState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
+    """As `PooledState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
     capacities and numbers of unprotected tokens, int64 [batch]."""
     tokens, heads = data[0], chosen.shape[1]
     sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
