@@ -101,11 +101,8 @@ def product(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def by_matrix(left: Tensor, right: Tensor) -> Tensor:
-    """`left` [..., rows, n] @ `right` [..., n, columns], one matrix after another where a CPU multiplies many rows.
-
-    All threads then share each matrix. A batched product gives each thread whole matrices: with 3 KV heads and 2
-    threads, one thread waits for the last head.
-    """
+    """`left` [..., rows, n] @ `right` [..., n, columns]. Where a CPU multiplies many rows, one matrix after another, so
+    that all threads share each; a batched product gives each thread whole matrices, and some threads wait."""
     rows, columns = left.shape[-2], right.shape[-1]
     if left.device.type != "cpu" or rows < MANY_ROWS:
         return left @ right

@@ -3,21 +3,17 @@
 Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1). Per
 token, KV head and group of `group_size` elements along head_dim: `lo = min`, `step = (max - lo) / (2^bits - 1)`, both
 rounded to fp16 before use; `code = round((x - lo) / step)`, clamped; `value = code * step + lo` in the compute dtype. A
-group whose step rounds to 0 gives `lo`. If head_dim is no multiple of group_size (Phi-3's 96 with 64), the last group
-is shorter. A packed row is `[lo, step of each group (fp16) | codes]`.
+group whose step rounds to 0 gives `lo`. The last group of a row may be shorter. A packed row is `[lo, step of each
+group (fp16) | codes]`.
 
 Codes of 1, 2, 4 or 8 bits are packed in planes. With n = 8 / bits codes per byte, byte i holds elements i, i + width,
 ..., i + (n - 1) * width, the first in the lowest bits. Unpacking then writes n contiguous blocks.
 
 With `rotation="hadamard"` a row is rotated before it is quantized and back after, as in QuaRot's KV cache (Ashkboos et
-al., NeurIPS 2024): the orthonormal Hadamard transform spreads an outlier over the row, so one group's step no longer
-follows it.
+al., NeurIPS 2024): the rotation spreads an outlier over the row. `ChannelCodec` groups the elements of one channel over
+neighbouring tokens (KIVI; Liu et al., ICML 2024): the outliers of keys lie in few channels.
 
-`ChannelCodec` groups the elements of one channel over neighbouring tokens (KIVI; Liu et al., ICML 2024): the outliers
-of keys lie in few channels, which then have steps of their own.
-
-`fp8` is e4m3 (4 bits exponent, 3 mantissa) without a scale, saturating at +-448, as vLLM's `kv_cache_dtype=fp8` without
-calibrated scales.
+`fp8` is e4m3 without a scale, saturating at +-448, as vLLM's `kv_cache_dtype=fp8` without calibrated scales.
 
 `roundtrip(x)` is `decode(encode(x))` bit for bit without the packing. Replay uses the first, live decoding the others.
 """
@@ -25,7 +21,7 @@ calibrated scales.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,17 +38,9 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
-class _Quantized(NamedTuple):
-    """Integer codes as fp32, of rows cut into groups; lo and step are fp16 values held as fp32."""
-
-    codes: Tensor  # [..., num_groups, group]
-    lo: Tensor  # [..., num_groups, 1]
-    step: Tensor  # [..., num_groups, 1]
-
-
 @dataclass(frozen=True)
 class Codec:
-    """Storage format of cached K and V rows; holds no state.
+    """Storage format of cached K and V rows.
 
     name: one of CODEC_NAMES. group_size: elements that share lo and step. rotation: applied to a row before it is
     quantized. Both are for integer codecs only.
@@ -76,12 +64,10 @@ class Codec:
 
     @property
     def keys(self) -> Codec:
-        """Codec of the keys: this one."""
         return self
 
     @property
     def values(self) -> Codec:
-        """Codec of the values: this one."""
         return self
 
     @property
@@ -168,7 +154,8 @@ class Codec:
     def _ungrouped(self, groups: Tensor, shape: torch.Size) -> Tensor:
         return groups.flatten(-2)[..., : shape[-1]]
 
-    def _quantize(self, x: Tensor) -> _Quantized:
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """codes [..., num_groups, group], lo and step [..., num_groups, 1], rounded to fp16; all fp32."""
         rows = x.float() if self.rotation is None else hadamard(x.float())
         grouped = self._grouped(rows)
         levels = 2**self.bits - 1
@@ -177,7 +164,7 @@ class Codec:
         step = grouped.amax(-1, keepdim=True).sub_(minimum).div_(intervals).half().float()
         lo = minimum.half().float()
         divisor = step.masked_fill(step == 0, 1.0)  # code * 0 + lo is lo, whatever the code
-        return _Quantized((grouped - lo).div_(divisor).round_().clamp_(0, levels), lo, step)
+        return (grouped - lo).div_(divisor).round_().clamp_(0, levels), lo, step
 
     def _values(self, codes: Tensor, lo: Tensor, step: Tensor, shape: torch.Size) -> Tensor:
         """Rows of `shape`; overwrites `codes`. Two separate roundings, so that no kernel may fuse them."""
@@ -185,7 +172,6 @@ class Codec:
         return rows if self.rotation is None else hadamard(rows)
 
     def _meta_bytes(self, head_dim: int) -> int:
-        """Bytes of lo and step in a row."""
         return GROUP_META_BYTES * self.num_groups(head_dim)
 
     def _pack_meta(self, lo: Tensor, step: Tensor) -> Tensor:
@@ -274,8 +260,7 @@ class SplitCodec:
     """Keys and values stored in different formats, the last tokens exact; sizes are means of the two.
 
     residual: number of last tokens whose values are exact, KIVI's R; 0 codes all. Their keys are exact too, unless
-    keys are coded in groups of tokens: then R keys are coded at a time, as soon as R are there. A step still reads
-    exactly the token that completes them.
+    keys are coded in groups of tokens: then R keys are coded at a time, after the step that completes them.
     Raises ValueError if R is no multiple of a group.
     """
 
@@ -293,11 +278,9 @@ class SplitCodec:
 
     @property
     def bits(self) -> float:
-        """Bits that an element counts, without the groups' scales."""
         return (self.keys.bits + self.values.bits) / 2
 
     def bits_per_element(self, head_dim: int) -> float:
-        """Bits that an element counts in size."""
         return (self.keys.bits_per_element(head_dim) + self.values.bits_per_element(head_dim)) / 2
 
     def coded_values(self, cached: Count) -> Count:
@@ -311,7 +294,7 @@ class SplitCodec:
         return self.coded_values(cached)
 
     def stored(self, cached: Count) -> Count:
-        """Number of tokens that are read as stored: key and value coded, and all tokens of the key's group as well."""
+        """Number of tokens that are read as stored: the values and the keys of their whole group are coded."""
         coded = self.coded_values(cached)
         return coded - coded % self.keys.span
 

@@ -36,13 +36,10 @@ def _move(slots, source, target, WIDTH: tl.constexpr, EMPTY: tl.constexpr):  # t
 def _place_own(  # type: ignore[no-untyped-def]
     tokens,
     data,  # of every slot tensor
-    free,
-    own,
-    num_slots,
+    free, own, num_slots,
     WIDTHS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals; elements of a slot
-    EMPTIES: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-):
+    EMPTIES: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     tokens += head * num_slots
     gone = tl.load(tokens + own) == EMPTY
@@ -59,16 +56,9 @@ def _place_own(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
 def _evict_least(  # type: ignore[no-untyped-def]
-    worth,
-    tokens,
-    positions,
-    limits,
-    slots,
-    num_slots,
-    heads,
-    position_stride,
+    worth, tokens, positions, limits, slots, num_slots, heads, position_stride,
     TILE: tl.constexpr,  # noqa: N803
-):
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + head // heads * position_stride).to(tl.int64)
     limits += head // heads * 2
@@ -92,19 +82,9 @@ def _evict_least(  # type: ignore[no-untyped-def]
 def _use(  # type: ignore[no-untyped-def]
     chosen,
     ascending,  # the tokens in the slots, sorted
-    tokens,
-    fetches,
-    last_fetch,
-    positions,
-    capacities,
-    unprotected,
-    slots,
-    num_slots,
-    heads,
-    position_stride,
-    POLICY: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
-):
+    tokens, fetches, last_fetch, positions, capacities, unprotected, slots, num_slots, heads, position_stride,
+    POLICY: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + head // heads * position_stride)
     chosen += head * slots
@@ -147,16 +127,10 @@ def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int
     tokens = data["tokens"]
     assert all(each.is_contiguous() for each in data.values())
     free = torch.empty((*tokens.shape[:2], 1), dtype=torch.int64, device=tokens.device)
-    _place_own[(free.numel(),)](
-        tokens,
-        tuple(data.values()),
-        free,
-        own,
-        tokens.shape[2],
-        WIDTHS=tuple(each[0, 0, 0].numel() for each in data.values()),
-        EMPTIES=tuple(empties[name] for name in data),
-        TILE=SLOTS,
-    )
+    widths = tuple(each[0, 0, 0].numel() for each in data.values())
+    values = tuple(empties[name] for name in data)
+    given = (tokens, tuple(data.values()), free, own, tokens.shape[2])
+    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=SLOTS)
     return free
 
 
@@ -171,13 +145,9 @@ def evict_least(worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, li
 
 
 def use(
-    chosen: Tensor,
-    ascending: Tensor,
-    data: tuple[Tensor, Tensor, Tensor],
-    positions: Tensor,
-    limits: tuple[Tensor, Tensor],
-    policy: str,
-) -> None:
+    chosen: Tensor, ascending: Tensor, data: tuple[Tensor, Tensor, Tensor], positions: Tensor,
+    limits: tuple[Tensor, Tensor], policy: str,
+) -> None:  # fmt: skip
     """As `PooledState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
     capacities and numbers of unprotected tokens, int64 [batch]."""
     tokens, heads = data[0], chosen.shape[1]

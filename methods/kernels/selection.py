@@ -26,19 +26,11 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 def _relative(  # type: ignore[no-untyped-def]
     scores,
     tokens,  # the position of each slot's token
-    positions,
-    relative,
-    within,
-    alpha,
-    slots,
-    sets,
-    rows,
-    group,
-    batch_stride,  # of `tokens`
-    set_stride,
+    positions, relative, within, alpha, slots, sets, rows, group,
+    batch_stride, set_stride,  # of `tokens`
     HEADS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals; `group` rounded up
     TILE: tl.constexpr,  # noqa: N803
-):
+):  # fmt: skip
     program = tl.program_id(0)
     row, of_all = program % rows, program // rows
     batch = of_all // sets
@@ -76,21 +68,12 @@ def _ordered(values):
 
 @triton.jit(do_not_specialize=["slots"])
 def _take_largest(  # type: ignore[no-untyped-def]
-    values,
-    within,
-    whole,
-    cached,
+    values, within, whole, cached,
     order,  # None: slots are taken as they lie
-    mask,
-    taken,
-    slots,
-    sets,
-    rows,
-    FRAC: tl.constexpr,  # noqa: N803
-    LEAST: tl.constexpr,  # noqa: N803
+    mask, taken, slots, sets, rows,
+    FRAC: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
     MEAN_OF: tl.constexpr,  # noqa: N803 - sets whose mean number `within` bounds the count, rounded up; 0: none does
-    TILE: tl.constexpr,  # noqa: N803
-):
+):  # fmt: skip
     program = tl.program_id(0)
     row, batch = program % rows, program // rows // sets
     count = (tl.load(whole + batch * rows + row).to(tl.float64) * tl.full((), FRAC, tl.float64)).to(tl.int64)
@@ -148,35 +131,18 @@ def relative(scores: Tensor, rows: Rows, alpha: float) -> tuple[Tensor, Tensor]:
     found = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
     within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
     heads = triton.next_power_of_2(group)
-    _relative[(batch * sets * num_rows,)](
-        scores.contiguous(),
-        tokens,
-        rows.positions.contiguous(),
-        found,
-        within,
-        alpha,
-        slots,
-        sets,
-        num_rows,
-        group,
-        tokens.stride(0),
-        tokens.stride(1) if tokens.shape[1] > 1 else 0,
-        HEADS=heads,
-        TILE=max(1, ELEMENTS // heads),
-    )
+    shape = (slots, sets, num_rows, group)
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
+    tile = max(1, ELEMENTS // heads)
+    _relative[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
     return found, within
 
 
 def largest(
-    values: Tensor,
-    within: Tensor | None = None,
-    order: Tensor | None = None,
-    *,
-    frac: float,
-    least: int,
-    whole: Tensor,
-    cached: Tensor,
-) -> tuple[Tensor, Tensor]:
+    values: Tensor, within: Tensor | None = None, order: Tensor | None = None,
+    *, frac: float, least: int, whole: Tensor, cached: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mask of each row's largest values, and their number, fp64 [batch, rows]. Equal values: the lowest slots first.
 
     values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows]; its mean over the sets, at
@@ -187,21 +153,10 @@ def largest(
     values = values.contiguous()
     mask = torch.empty_like(values, dtype=torch.bool)
     taken = values.new_empty((batch, num_rows), dtype=torch.float64)
-    _take_largest[(batch * sets * num_rows,)](
-        values,
-        values if within is None else within,
-        whole.contiguous(),
-        cached.contiguous(),
-        None if order is None else order.contiguous(),
-        mask,
-        taken,
-        slots,
-        sets,
-        num_rows,
-        FRAC=frac,
-        LEAST=least,
-        MEAN_OF=0 if within is None else triton.next_power_of_2(sets),
-        TILE=ELEMENTS,
-        num_warps=8,
-    )
+    order = None if order is None else order.contiguous()
+    mean_of = 0 if within is None else triton.next_power_of_2(sets)
+    given = (values, values if within is None else within, whole.contiguous(), cached.contiguous(), order)
+    cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
+    grid = (batch * sets * num_rows,)
+    _take_largest[grid](*given, mask, taken, slots, sets, num_rows, **cap, TILE=ELEMENTS, num_warps=8)
     return mask, taken
