@@ -88,36 +88,30 @@ class Case(NamedTuple):
     codec: Codec | Smooth | None = None
 
 
+class BiasedState(QuestState):
+    """Weighs tokens by their position: a method that edits scores."""
+
+    def select(self, layer, rows):
+        bias = -0.3 * (rows.slot_positions % 5).float()[:, :, None, None]
+        return super().select(layer, rows)._replace(bias=bias.expand(-1, -1, -1, rows.positions.shape[1], -1))
+
+
+class RestingState(QuestState):
+    """A mean value stands for a part of the attention."""
+
+    def select(self, layer, rows):
+        query = rows.query.unflatten(1, (self.geometry.num_kv_heads, -1))
+        return super().select(layer, rows)._replace(rest=Rest(query.float().mean(-1).sigmoid(), query.mean(2)))
+
+
 @dataclass(frozen=True)
 class Biased(Quest):
-    """Quest whose rows weigh tokens by their position: a method that edits scores."""
-
-    def new_state(self, geometry, lengths, calibration=None):
-        return BiasedState(self, geometry, lengths)
-
-
-class BiasedState(QuestState):
-    def select(self, layer, rows):
-        selection = super().select(layer, rows)
-        bias = -0.3 * (rows.slot_positions % 5).float()[:, :, None, None]
-        return selection._replace(bias=bias.expand(-1, -1, -1, rows.positions.shape[1], -1))
+    state = BiasedState
 
 
 @dataclass(frozen=True)
 class Resting(Quest):
-    """Quest in which a mean value stands for a part of the attention."""
-
-    def new_state(self, geometry, lengths, calibration=None):
-        return RestingState(self, geometry, lengths)
-
-
-class RestingState(QuestState):
-    def select(self, layer, rows):
-        batch, heads, num_rows, head_dim = rows.query.shape
-        kv_heads = self.geometry.num_kv_heads
-        share = rows.query.float().mean(-1).sigmoid().view(batch, kv_heads, -1, num_rows)
-        value = rows.query.view(batch, kv_heads, -1, num_rows, head_dim).mean(2)
-        return super().select(layer, rows)._replace(rest=Rest(share, value))
+    state = RestingState
 
 
 CASES = {
@@ -200,14 +194,7 @@ CASES = {
 }
 
 
-def _wide() -> tuple[str, ...]:
-    first: dict[type, str] = {}
-    for name, case in CASES.items():
-        first.setdefault(type(case.method), name)
-    return (*first.values(), "full+smooth", "kivi", "pool-lru")
-
-
-WIDE = _wide()
+WIDE = (*{type(CASES[name].method): name for name in reversed(CASES)}.values(), "full+smooth", "kivi", "pool-lru")
 """A case of each method: these run in every model family, the others in one."""
 
 
