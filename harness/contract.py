@@ -275,7 +275,8 @@ def link_carries_the_selection(trial: Trial) -> str:
     with closing(open_live(attached, trial.setup, placement="host", link=trial.link)) as session:
         session.prefill(ids[:, :columns], real[:, :columns])
         for state in session.states:
-            state.select = listening(state.select, isinstance(state, EvictingState))  # type: ignore[method-assign]
+            listen = listening(state.select, isinstance(state, EvictingState))
+            state.select = listen  # type: ignore[method-assign, assignment]
         for step in range(STEPS):
             session.decode_step(ids[:, columns + step])
         crossed = session.h2d_bytes

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import ClassVar, Self
 
 import torch
@@ -468,7 +469,7 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
 def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:
     """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of the `known` moments. Moments without
     a batch axis count for all sequences."""
-    left, right = (_factor(sum(each[name].double() for each in known)) for name in ("query", "key"))
+    left, right = (_factor(reduce(torch.add, (each[name].double() for each in known))) for name in ("query", "key"))
     left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
     scale = strength[..., None, :columns].rsqrt()
     of_query, of_key = right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale
