@@ -308,7 +308,7 @@ def test_the_sizes_need_no_weights(tmp_path):
 
 REFUSED = {
     "experiment=fig5 analysis.num_tokens=1": "analysis.num_tokens=1: must be at least 2",
-    "experiment=fig5 analysis.layers=[]": "analysis.layers=[]: must name at least one layer",
+    "experiment=fig5 analysis.layers=[]": "analysis.layers=[]: must name at least one, and none twice",
     "experiment=fig5 analysis.layers=[-1]": "analysis.layers=-1: must be at least 0",
     "experiment=fig5 analysis.statistic=tokens": "analysis.statistic=tokens: did you mean 'key_tokens'?",
     "experiment=fig4 analysis.kept_frac=0": "analysis.kept_frac=0: must be above 0 and at most 1",

@@ -191,7 +191,8 @@ def test_labels_stand_for_their_settings():
         assert isinstance(config.method, METHODS[system.method]), label
         assert (config.placement, config.codec, config.reuse) == (system.placement, system.codec, system.reuse)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
-        given = [f"{name}={'null' if value is None else value}" for name, value in system.settings().items()]
+        words = {"method": system.method} | system.settings()
+        given = [f"{name}={'null' if value is None else value}" for name, value in words.items()]
         assert load(["experiment=latency", f"platform={platform}", *given]).label == label
 
 

@@ -37,13 +37,23 @@ CODEC_DEFAULTS = ("group_size", "residual")
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *CODEC_DEFAULTS)
 """Keys of a method's YAML that make it that method. They cannot be changed under its name."""
 
+# Hydra composes
 
-GROUPS: dict[str, type] = {
-    "data": configs.DataConfig,
-    "corpus": configs.CorpusConfig,
-    "calibration": configs.CalibrationConfig,
-    "analysis": configs.AnalysisConfig,
-}
+
+def choices(group: str, *without: str) -> list[str]:
+    """`${choices:method,full}` in a grid: the choices of a group but those named."""
+    return [name for name in options(group) if name not in without]
+
+
+OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
+OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
+
+
+@cache
+def read_override(text: str) -> Override:
+    """A word of a command line, as Hydra reads it. Raises HydraException where it cannot."""
+    return OverridesParser.create().parse_override(text)
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
@@ -57,65 +67,57 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
 class Composer:
     """`compose` for the cells of a grid, six times as fast.
 
-    Hydra composes the chosen files once without the method, whose file is then put in its place. Values are set on a
-    copy. Hydra itself composes anything else, and all that is refused.
+    Hydra composes each choice of files once, without the method's. The method's file and the values then go into a
+    copy. Whatever is not that plain, or is refused, Hydra composes itself.
     """
 
     def __init__(self) -> None:
         self._bases: dict[tuple[str, ...], DictConfig] = {}
-        self._methods: dict[Path, Any] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
         """The same as `compose(overrides)`."""
         try:
             given = [read_override(each) for each in overrides]
-            if any(map(_is_special, given)):
+            files = {each.key_or_group: each for each in given if is_group(each.key_or_group)}
+            method = files.pop("method", None)
+            if not all(map(_is_plain, given)) or (method and own_method.is_own(str(method.value()))):
                 return compose(overrides)
-            chosen = {each.key_or_group: each for each in given if is_group(each.key_or_group)}
-            method = chosen.pop("method", None)
-            config = deepcopy(self._base(tuple(str(each.input_line) for each in chosen.values())))
+            chosen = tuple(str(each.input_line) for each in files.values())
+            if chosen not in self._bases:
+                self._bases[chosen] = compose(chosen)
+            config = deepcopy(self._bases[chosen])
             if method is not None:
-                config.method = self._method(schema.CONF_DIR / "method" / f"{method.value()}.yaml")
+                config.method = method_file(method.value())
             for each in given:
                 if not is_group(each.key_or_group):
                     OmegaConf.update(config, each.key_or_group, each.value())
         except (HydraException, OmegaConfBaseException, OSError):
-            return compose(overrides)  # in Hydra's words
+            return compose(overrides)  # refused in Hydra's words
         return config
 
-    def _base(self, chosen: tuple[str, ...]) -> DictConfig:
-        if chosen not in self._bases:
-            self._bases[chosen] = compose(chosen)
-        return self._bases[chosen]
 
-    def _method(self, path: Path) -> Any:
-        if path not in self._methods:
-            self._methods[path] = OmegaConf.load(path)
-        return deepcopy(self._methods[path])
+def _is_plain(override: Override) -> bool:
+    """True if it chooses one file or sets one value, not of Hydra's own settings."""
+    of_hydra = override.key_or_group.startswith(("hydra.", "hydra/"))
+    changes = override.type == OverrideType.CHANGE and override.package is None
+    return changes and not of_hydra and not override.is_sweep_override()
+
+
+def method_file(name: object) -> dict[str, Any]:
+    """The YAML of a shipped method. Raises OSError if there is none."""
+    return deepcopy(_read_method(schema.CONF_DIR / "method" / f"{name}.yaml"))
 
 
 @cache
-def read_override(text: str) -> Override:
-    """A word of a command line, as Hydra reads it. Raises HydraException where it cannot."""
-    return OverridesParser.create().parse_override(text)
+def _read_method(path: Path) -> dict[str, Any]:
+    return _plain(OmegaConf.load(path))
 
 
-def _is_special(override: Override) -> bool:
-    """True if it does more than choose a file or set a value, or names a user's own method, whose code may change."""
-    of_hydra = override.key_or_group.partition(".")[0].partition("/")[0] == "hydra"
-    changes = override.type == OverrideType.CHANGE and override.package is None
-    is_own = override.key_or_group == "method" and own_method.is_own(str(override.value()))
-    return of_hydra or not changes or override.is_sweep_override() or is_own
+def _plain(config: Any) -> dict[str, Any]:
+    return {str(key): value for key, value in OmegaConf.to_container(config, resolve=True).items()}  # type: ignore
 
 
-def choices(group: str, *without: str) -> list[str]:
-    """`${choices:method,full}` in a grid: the choices of a group but those named."""
-    return [name for name in options(group) if name not in without]
-
-
-OmegaConf.register_new_resolver("choices", choices, replace=True)
-OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
-OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
+# Settings are checked and frozen
 
 
 def load(overrides: Sequence[str] = (), composed: Callable[[Sequence[str]], DictConfig] = compose) -> RunConfig:
@@ -153,27 +155,23 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
         share = f"platform.weights_on_device={platform.weights_on_device}"
         raise UserError(f"{share}: experiment={settings.get('experiment')} decodes through no link; leave it out")
     settings["model"] = _model(group(settings, "model"), platform.name, given)
-    for name, cls in GROUPS.items():
-        settings[name] = build(cls, group(settings, name), name)
+    settings["data"] = data = build(configs.DataConfig, group(settings, "data"), "data")
+    settings["corpus"] = build(configs.CorpusConfig, group(settings, "corpus"), "corpus")
+    settings["calibration"] = build(configs.CalibrationConfig, group(settings, "calibration"), "calibration")
+    settings["analysis"] = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
     file = _take_method(settings, given)
     _take_size(settings)
     if settings.get("tasks") is None:
-        settings["tasks"] = GENERATED_TASKS if settings["data"].name == "offline" else PAPER_TASKS
+        settings["tasks"] = GENERATED_TASKS if data.name == "offline" else PAPER_TASKS
     label = settings.get("label")
     settings |= {"label": "" if label is None else label, "label_given": bool(label)}
     checked = build(RunConfig, settings)
-    _refuse_sized_by_hand(checked, given)
-    if checked.experiment not in options("experiment"):
-        raise UserError(f"experiment={checked.experiment}: {nearest(checked.experiment, options('experiment'))}")
-    _refuse_other_table(checked, experiment)
-    experiment.check(checked)
-    if checked.tracker != "none" and not experiment.keeps_record:
-        raise UserError(f"tracker={checked.tracker}: experiment={checked.experiment} keeps no record to send")
+    _check_experiment(checked, experiment, given)
     return checked if checked.label else replace(checked, label=_label(checked, experiment, file))
 
 
 def asks_status(given: object) -> bool:
-    """Whether a command only asks how far its runs are. Raises UserError unless `status` is true or false."""
+    """True if a command only asks how far its runs are. Raises UserError unless `status` is true or false."""
     if not isinstance(given, bool):
         raise UserError(f"status={given}: must be true or false")
     return given
@@ -184,26 +182,9 @@ def chosen_model(config: DictConfig, overrides: Sequence[str]) -> configs.ModelC
     return build(configs.ModelConfig, _with_source(_plain(config.model), set(map(setting_of, overrides))), "model")
 
 
-def _plain(config: DictConfig) -> dict[str, Any]:
-    node = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(node, dict)
-    return {str(key): value for key, value in node.items()}
-
-
 def _taken(settings: dict[str, Any], cls: Any) -> dict[str, Any]:
     """Remove the settings of a class, which stand at the top, from `settings`, and return them."""
     return {field.name: settings.pop(field.name) for field in fields(cls) if field.name in settings}
-
-
-def _refuse_other_table(config: RunConfig, experiment: Experiment) -> None:
-    """Raise UserError for a kind whose results have no place in the table of the experiment's name."""
-    own = kind_of(config.experiment)
-    if own is not None and find(own).table != experiment.table:
-        at_home = [name for name in options("experiment") if kind_of(name) == config.kind]
-        raise UserError(
-            f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
-            f"choose an experiment of that kind: {', '.join(at_home) or 'none here is'}"
-        )
 
 
 def _platform(node: dict[str, Any]) -> configs.PlatformConfig:
@@ -212,7 +193,7 @@ def _platform(node: dict[str, Any]) -> configs.PlatformConfig:
     return build(configs.PlatformConfig, node, "platform")
 
 
-def _model(node: dict[str, Any], platform: configs.Device, given: set[str]) -> configs.ModelConfig:
+def _model(node: dict[str, Any], platform: Any, given: set[str]) -> configs.ModelConfig:
     """The model on the platform's device, in the precision that the user gave, else its entry's, or a CPU's."""
     model = build(configs.ModelConfig, _with_source(node, given), "model")
     if model.device == "map" and platform != "cuda":
@@ -246,50 +227,40 @@ def _with_source(model: dict[str, Any], given: set[str]) -> dict[str, Any]:
     return model
 
 
-def method_file(name: str) -> dict[str, Any]:
-    """The YAML of a shipped method, as it is written."""
-    return _plain(OmegaConf.load(schema.CONF_DIR / "method" / f"{name}.yaml"))  # type: ignore[arg-type]
-
-
 def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Put the method, its name and the codec of a preset (`method=int4`) in their places.
 
-    given: names of the settings on the command line. Returns the method's YAML; of a user's own, what it would say.
+    given: names of the settings on the command line. Returns the method's YAML; of a user's own, its title if any.
     """
     node = group(settings, "method")
-    name = node.pop("name", None)
-    target = node.get("_target_")
+    name, target = node.pop("name", None), str(node.get("_target_"))
+    file: dict[str, Any] = {}
     if own_method.is_target(target) and not given & {"method._target_", "method.name"}:
         del node["_target_"]
         if name in options("method"):
             raise UserError(f"method={target}: {name} is a method of conf/method; rename the file")
-        method: Any = build(own_method.find(str(target)).cls, node, "method")  # what composed it may be another process
-        _take_codec(settings, {})
-        settings |= {"method_name": name, "method": method}
-        return {} if vars(type(method)).keys() & {"title", "label"} else {"title": name}  # not what it derives from
-    if name not in options("method"):
-        raise UserError(f"method.name={name}: {nearest(name, options('method'))}")
-    file = method_file(name)
-    for key in OF_THE_FILE:
-        value, own = node.pop(key, None), file.get(key)
-        if value != own:
-            raise UserError(f"method.{key}={value}: method={name} has {own}; choose another by method=NAME")
-    _take_codec(settings, file)
-    module, _, cls = str(file["_target_"]).rpartition(".")
-    settings |= {"method_name": name, "method": build(getattr(importlib.import_module(module), cls), node, "method")}
-    return file
-
-
-def _take_codec(settings: dict[str, Any], file: Mapping[str, Any]) -> None:
-    """Put a preset's codec in its place, with those of its numbers that the user did not give."""
+        cls, _ = own_method.find(target)  # another process may have composed it
+        if not vars(cls).keys() & {"title", "label"}:  # not those of the class from which it derives
+            file = {"title": name}
+    else:
+        if name not in options("method"):
+            raise UserError(f"method.name={name}: {nearest(name, options('method'))}")
+        file = method_file(name)
+        for key in OF_THE_FILE:
+            value, own = node.pop(key, None), file.get(key)
+            if value != own:
+                raise UserError(f"method.{key}={value}: method={name} has {own}; choose another by method=NAME")
+        module, _, cls_name = str(file["_target_"]).rpartition(".")
+        cls = getattr(importlib.import_module(module), cls_name)
     for key in OF_THE_CODEC:
         if key in file and settings.get(key) not in (None, file[key]):
-            given = f"{key}={settings[key]}"
-            raise UserError(f"{given} contradicts method={file['name']}: leave it out, or method=full")
+            raise UserError(f"{key}={settings[key]} contradicts method={name}: leave it out, or method=full")
     for key in (*OF_THE_CODEC, *CODEC_DEFAULTS):
         if settings.get(key) is None:
             settings.pop(key, None)
             settings |= {key: file[key]} if key in file else {}
+    settings |= {"method_name": name, "method": build(cls, node, "method")}
+    return file
 
 
 def _take_size(settings: dict[str, Any]) -> None:
@@ -311,31 +282,33 @@ def _take_size(settings: dict[str, Any]) -> None:
     settings |= {"size": number, "sizing": "nearest"}
 
 
-def _refuse_sized_by_hand(config: RunConfig, given: set[str]) -> None:
-    """Raise UserError for a setting of the method that `size` would overwrite."""
-    if config.size is None:
-        return
-    method, sized = config.method, config.method.with_size(config.size)
-    for each in fields(method):
-        value = getattr(method, each.name)
-        if f"method.{each.name}" in given and value is not None and getattr(sized, each.name) != value:
-            raise UserError(f"method.{each.name}={value}: size={config.size:g} sets it; leave one of them out")
+def _check_experiment(config: RunConfig, experiment: Experiment, given: set[str]) -> None:
+    """Raise UserError for settings that contradict one another, or make no sense in this experiment."""
+    if config.size is not None:
+        sized = config.method.with_size(config.size)
+        for each in fields(config.method):
+            value = getattr(config.method, each.name)
+            if f"method.{each.name}" in given and value is not None and getattr(sized, each.name) != value:
+                raise UserError(f"method.{each.name}={value}: size={config.size:g} sets it; leave one of them out")
+    if config.experiment not in options("experiment"):
+        raise UserError(f"experiment={config.experiment}: {nearest(config.experiment, options('experiment'))}")
+    usual_kind = kind_of(config.experiment)
+    if usual_kind is not None and find(usual_kind).table != experiment.table:
+        others = [name for name in options("experiment") if kind_of(name) == config.kind]
+        raise UserError(
+            f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
+            f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
+        )
+    experiment.check(config)
+    if config.tracker != "none" and not experiment.keeps_record:
+        raise UserError(f"tracker={config.tracker}: experiment={config.experiment} keeps no record to send")
 
 
 def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -> str:
     """The name of a run that the user gave none: its system, or its method and codec."""
+    own_codec = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file}) if "codec" in file else None
     if experiment.live:
-        is_own = "_target_" not in file
-        return systems.name_of(_behind_preset(config.method_name, file), config, is_own=is_own)
+        behind_preset = str(file["_target_"]).split(".")[1] if own_codec else config.method_name
+        return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.label
-    own = codec_words(**{name: file[name] for name in CODEC_WORDS if name in file}) if "codec" in file else None
-    return title if config.codec_name in (None, own) else f"{title} + {config.codec_name}"
-
-
-def _behind_preset(name: str, file: Mapping[str, Any]) -> str:
-    """The method behind a preset: the one of the same class without a codec of its own."""
-    if "codec" not in file:
-        return name
-    others = ((other, method_file(other)) for other in options("method"))
-    alike = (other for other, node in others if node["_target_"] == file["_target_"] and "codec" not in node)
-    return next(alike, name)
+    return title if config.codec_name in (None, own_codec) else f"{title} + {config.codec_name}"

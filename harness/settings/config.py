@@ -1,7 +1,7 @@
 """The settings of a run: frozen dataclasses. `harness.settings.compose` makes them from a command line.
 
-`harness.settings.schema.build` checks types and ranges. Each class refuses settings that contradict one another.
-`harness.experiments` refuses what a kind of run cannot have. Imports neither Hydra nor torch.
+`harness.settings.schema` checks types and ranges. Each class refuses settings that contradict one another, and
+`harness.experiments` those that a kind of run cannot have. Imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field
 
 from harness.errors import UserError
-from harness.settings.schema import MOST, Count, Names, Natural, PathText, Positive, Share, Text
+from harness.settings.schema import (
+    MOST,
+    Count,
+    FileText,
+    FolderText,
+    Names,
+    Natural,
+    Naturals,
+    PathText,
+    Positive,
+    Share,
+    Text,
+)
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -44,7 +56,6 @@ CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1
 INTEGER_CODECS = ("int8", "int4", "int2", "int1")
 CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
 """The settings that a codec's name says."""
-Device = Literal["cpu", "cuda"]
 Placement = Literal["device", "host", "managed"]
 """Where the cache lies: device memory, host memory, or managed memory, which CUDA's driver pages."""
 Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inputs", "sparsity"]
@@ -54,10 +65,9 @@ Statistic = Literal["memory", "similarity", "key_tokens", "columns", "layer_inpu
 class ModelConfig:
     """Which model, from where, in which precision.
 
-    path, hub_id: both None where the model comes from a package or has random weights. gguf_file: the file of either
-    that holds the weights, as transformers calls it. shape: a transformers config as a plain mapping with `model_type`,
-    used where `weights` is random. device: `map` spreads whole layers over all CUDA devices (accelerate's device map);
-    `auto` is the platform's.
+    path, hub_id: both None for a model from a package or with random weights. gguf_file: the file of either that holds
+    the weights. shape: a transformers config as a plain mapping with `model_type`, for random weights. device: `map`
+    spreads whole layers over all CUDA devices (accelerate's device map); `auto` is the platform's.
     """
 
     name: Text
@@ -74,9 +84,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.path is not None and not Path(self.path).exists():
             raise UserError(f"model.path={self.path}: no such file or folder")
-        if self.gguf_file is not None and not self.gguf_file.endswith(".gguf"):
+        if self.gguf_file is None:
+            return
+        if not self.gguf_file.endswith(".gguf"):
             raise UserError(f"model.gguf_file={self.gguf_file}: must be the name of a .gguf file")
-        if self.gguf_file is not None and self.hub_id is None and self.path is None:
+        if self.hub_id is None and self.path is None:
             raise UserError(f"model.gguf_file={self.gguf_file}: needs model.hub_id=, or model.path= of its folder")
 
 
@@ -85,15 +97,13 @@ class DataConfig:
     """Where tasks and texts come from. root: the folder of `local`."""
 
     name: Literal["offline", "local", "hub"]
-    root: PathText | None = None
+    root: FolderText | None = None
 
     def __post_init__(self) -> None:
         if self.name == "local" and self.root is None:
             raise UserError("data=local needs data.root=DIR, the folder with one sub-folder a data set")
         if self.name != "local" and self.root is not None:
             raise UserError(f"data.root={self.root} is read by data=local only, not by data={self.name}")
-        if self.root is not None and not Path(self.root).is_dir():
-            raise UserError(f"data.root={self.root}: no such folder")
 
 
 @dataclass(frozen=True)
@@ -105,11 +115,8 @@ class CorpusConfig:
     """
 
     name: Literal["offline", "wikitext2"]
-    path: PathText | None = None
+    path: FileText | None = None
     offset_tokens: Natural | None = None
-
-    def __post_init__(self) -> None:
-        _check_file("corpus.path", self.path)
 
     @property
     def title(self) -> str:
@@ -121,29 +128,21 @@ class CorpusConfig:
 class CalibrationConfig:
     """The first `num_tokens` tokens of the calibration text: the file `path`, or the offline text."""
 
-    path: PathText | None = None
+    path: FileText | None = None
     num_tokens: Count = 1024
-
-    def __post_init__(self) -> None:
-        _check_file("calibration.path", self.path)
-
-
-def _check_file(setting: str, path: str | None) -> None:
-    if path is not None and not Path(path).is_file():
-        raise UserError(f"{setting}={path}: no such file")
 
 
 @dataclass(frozen=True)
 class PlatformConfig:
-    """The machine on which a run computes. Only `cpu` and `cuda` run; any other is the cost model's.
+    """The machine on which a run computes. The cost model alone knows others than `cpu` and `cuda`.
 
     link_gbps: rate of the emulated link in 10^9 bytes/s; None: from this machine's copy rate. overlap: transfers run
-    beside the computation. pinned: the host memory is page-locked (CUDA). weights_on_device: the share of the decoder
-    layers' weights that stays on the device; the rest lies in host memory and crosses the link in each pass.
-    device_gib: under CUDA, memory in GiB that a smaller card would have for weights and all else; None: all.
+    beside the computation. pinned: host memory is page-locked (CUDA). weights_on_device: share of the decoder layers'
+    weights that stays on the device; the rest crosses the link in each pass. device_gib: memory in GiB that a smaller
+    CUDA card would have for weights and all else; None: all.
     """
 
-    name: Device
+    name: Literal["cpu", "cuda"]
     link_gbps: Annotated[float, Field(gt=SLOWEST_GBPS, le=MOST)] | None = None
     overlap: bool = True
     pinned: bool = True
@@ -152,22 +151,20 @@ class PlatformConfig:
 
     def __post_init__(self) -> None:
         if self.link_gbps is not None and self.name != "cpu":
-            raise UserError(
-                f"platform.link_gbps={self.link_gbps}: sets the emulated link of platform=cpu; leave it null"
-            )
+            of_cpu = "sets the emulated link of platform=cpu; leave it null"
+            raise UserError(f"platform.link_gbps={self.link_gbps}: {of_cpu}")
         if self.device_gib is not None and self.name != "cuda":
-            raise UserError(
-                f"platform.device_gib={self.device_gib}: makes a smaller card of platform=cuda; leave it null"
-            )
+            of_cuda = "makes a smaller card of platform=cuda; leave it null"
+            raise UserError(f"platform.device_gib={self.device_gib}: {of_cuda}")
 
 
 @dataclass(frozen=True)
 class LatencyConfig:
     """The shape of a timed cell, and how often it is timed. These settings stand at the top.
 
-    A prompt of `prompt_len` tokens and `gen_len` new ones for each of `batch_size` sequences. Of the gen_len - 1
-    decode steps, the first `warmup_steps` are not timed and then `repeats` blocks of `timed_steps` are; None times
-    as many as there are. Once decoding has taken `time_limit_s` seconds, no further step is timed, but one at least is.
+    Each of `batch_size` sequences has a prompt of `prompt_len` tokens and `gen_len` new ones. Of the gen_len - 1 decode
+    steps, the first `warmup_steps` are not timed. Then `repeats` blocks of `timed_steps` are; None: as many as there
+    are. Once decoding has taken `time_limit_s` seconds, no further step is timed, except for the first.
     """
 
     batch_size: Count = 4
@@ -181,10 +178,8 @@ class LatencyConfig:
     def __post_init__(self) -> None:
         needed = self.warmup_steps + self.repeats * (self.timed_steps or 1)
         if needed > self.gen_len - 1:
-            raise UserError(
-                f"gen_len={self.gen_len}: has {self.gen_len - 1} decode steps; warmup_steps + repeats * timed_steps "
-                f"are {needed}"
-            )
+            sums = f"warmup_steps + repeats * timed_steps are {needed}"
+            raise UserError(f"gen_len={self.gen_len}: has {self.gen_len - 1} decode steps; {sums}")
 
     @property
     def block_steps(self) -> int:
@@ -194,7 +189,7 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """How lm-eval's tasks are prompted. These settings stand at the top, and are called as lm-eval's command line does.
+    """How lm-eval's tasks are prompted. These settings stand at the top, under the names of lm-eval's command line.
 
     include_path: a folder of the user's own task YAML files. metadata: passed to a task by lm-eval, such as
     max_seq_lengths of RULER. apply_chat_template: prompts are turns of the tokenizer's chat template;
@@ -203,7 +198,7 @@ class TaskConfig:
     to a context beyond the model's limit; `truncate` leaves out its beginning, as lm-eval does.
     """
 
-    include_path: PathText | None = None
+    include_path: FolderText | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     apply_chat_template: bool = False
     fewshot_as_multiturn: bool = False
@@ -212,17 +207,15 @@ class TaskConfig:
     too_long: Literal["refuse", "truncate"] = "refuse"
 
     def __post_init__(self) -> None:
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise UserError(f"include_path={self.include_path}: no such folder")
         if self.fewshot_as_multiturn and not self.apply_chat_template:
             raise UserError("fewshot_as_multiturn=true: needs apply_chat_template=true, whose turns the examples are")
         if self.question_marker is not None and not self.question_marker.strip("\n "):
             raise UserError(f"question_marker={self.question_marker!r}: must hold a character that is no space")
         lengths: Any = self.lengths
-        if not isinstance(lengths, list) or not all(type(length) is int and 0 < length <= MOST for length in lengths):
-            raise UserError(f"metadata.max_seq_lengths={lengths}: must be a list of lengths in tokens, such as [2048]")
-        if not lengths or len(set(lengths)) < len(lengths):
-            raise UserError(f"metadata.max_seq_lengths={lengths}: must hold at least one length, and none twice")
+        listed = isinstance(lengths, list) and all(type(length) is int and 0 < length <= MOST for length in lengths)
+        if not listed or not lengths or len(set(lengths)) < len(lengths):
+            allowed = "must be a list of different lengths in tokens, such as [2048]"
+            raise UserError(f"metadata.max_seq_lengths={lengths}: {allowed}")
 
     @property
     def lengths(self) -> list[int]:
@@ -234,25 +227,18 @@ class TaskConfig:
 class AnalysisConfig:
     """One dense pass over the first `num_tokens` tokens of the corpus after its offset, and what is measured in it.
 
-    statistic: None where the run is no analysis. layers: None takes those at the depth of the paper's. kept_frac: share
-    of `num_tokens` that the compared method keeps (`similarity`).
+    statistic: None if the run is no analysis. layers: None takes those at the depth of the paper's. kept_frac: share of
+    `num_tokens` that the compared method keeps (`similarity`).
     """
 
     statistic: Statistic | None = None
     num_tokens: Annotated[int, Field(ge=2, le=MOST)] = 2048
-    layers: Annotated[tuple[Natural, ...], Strict(False)] | None = None
+    layers: Naturals | None = None
     kept_frac: Share = 0.1
 
-    def __post_init__(self) -> None:
-        layers = self.layers
-        if layers is not None and (not layers or len(set(layers)) < len(layers)):
-            listed = ",".join(map(str, layers))
-            raise UserError(f"analysis.layers=[{listed}]: must name at least one layer, and none twice")
-
     def layers_of(self, num_layers: int, paper_layers: tuple[int, ...], name: str) -> tuple[int, ...]:
-        """The layers to look at in model `name`.
+        """The layers to look at in model `name`: by default those as deep as `paper_layers` of the paper's 32.
 
-        paper_layers: of the paper's 32-layer model; without a setting, those at the same depth here.
         Raises UserError for a layer that the model does not have.
         """
         if self.layers is None:
@@ -283,11 +269,12 @@ class RunConfig:
     """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie in (0, 1].
 
     kind: one of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose it.
-    value_codec: of the values, where it is not the keys'. group_size: elements along head_dim that share lo and step of
-    an integer codec; with key_groups=channel, of keys, consecutive tokens of one channel. rotation: what a vector goes
-    through before an integer codec. residual: last tokens that stay exact, on the device. size: the share of the full
-    cache that a decode step is to read; sizing: `nearest` where `size=nearest:SHARE` was asked. link_gbps, max_kl: what
-    is asked of a frontier, in 10^9 bytes/s and nats. tracker: where the record is sent as well.
+    codec, value_codec: the format of the keys, and of the values if it is another one. group_size: elements along
+    head_dim that share lo and step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one
+    channel. rotation: applied to a vector before an integer codec. residual: number of last tokens that stay exact, on
+    the device. size: the share of the full cache that a decode step is to read; sizing: `nearest` for
+    `size=nearest:SHARE`. link_gbps, max_kl: bounds of a frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the
+    record.
     """
 
     experiment: Text
@@ -336,8 +323,6 @@ class RunConfig:
                 self.method.with_size(self.size)
             except ValueError as error:
                 raise UserError(f"size={self.size}: {error}") from error
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise UserError(f"tasks=[{','.join(self.tasks)}]: must name at least one task, and none twice")
         self._check_codecs()
 
     @property
@@ -368,8 +353,8 @@ class RunConfig:
     def prefill_of(self, task: str, *, writes: bool = False) -> str:
         """Which rows of `task` are decode rows: dense, question or artifact.
 
-        `auto`: a generated task ends its prompt before the question, where methods differ; one whose answers the model
-        writes decodes from the prompt's end, as when serving; any other is scored as the artifact does.
+        `auto`: the prompt of a generated task ends before the question, where methods differ. A task whose answers the
+        model writes decodes from the prompt's end, as in serving. Any other is scored as in the artifact.
         """
         if self.prefill != "auto":
             return self.prefill

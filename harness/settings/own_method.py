@@ -3,10 +3,10 @@
     python run.py method=./my_method.py method.kept_frac=0.3
     python run.py method=my_package.my_module.MyMethod
 
-Its settings are the fields of its dataclass. Its name is the file's; where the class is named, `file.Class` or the
-dotted path. Hydra asks `OwnMethods` for what `conf/method` does not have, so such a choice goes wherever the name of a
-shipped method goes: sweeps, grids, `--cfg job`. The file is run only where it is named. Hydra asks for
-`grid=DIR/my_grid.yaml` in the same way.
+Its settings are the fields of its dataclass. Its name is the file's; if the class is named, `file.Class` or the dotted
+path. Hydra asks `OwnMethods` for what `conf/method` does not have, so such a choice goes wherever the name of a shipped
+method goes: sweeps, grids, `--cfg job`. The file is run only if it is named. Hydra asks for `grid=DIR/my_grid.yaml` in
+the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,51 +31,36 @@ from omegaconf.errors import UnsupportedValueType
 from harness.errors import UserError, nearest
 
 GROUP, GRIDS = "method/", "grid/"
-SUFFIX = ".py"
-
-
-@dataclass(frozen=True)
-class OwnMethod:
-    """name: what records and tables call it. target: the file or module and the class, `/path/file.py:Class`."""
-
-    name: str
-    target: str
-    cls: type
-
-    def node(self) -> dict[str, Any]:
-        """What its file in `conf/method` would say, had it one."""
-        return {"_target_": self.target, "name": self.name, **_defaults(self.cls)}
 
 
 def is_target(target: object) -> bool:
-    """Whether a `_target_` is that of a user's own method."""
+    """True if a `_target_` is that of a user's own method, `/path/file.py:Class` or `package.module:Class`."""
     return ":" in str(target)
 
 
 def is_own(choice: str) -> bool:
-    """Whether `method=<choice>` names a file or module of the user's, not one in `conf/method`."""
+    """True if `method=<choice>` names a file or module of the user's, not one in `conf/method`."""
     return any(mark in choice for mark in "./:")
 
 
-def find(choice: str) -> OwnMethod:
-    """The method that `method=<choice>` names, its file run.
+def find(choice: str) -> tuple[type, dict[str, Any]]:
+    """The class that `method=<choice>` names, its file run, and the settings that its YAML in `conf/method` would have.
 
     Raises:
         UserError: no such file, or what is wrong with it, by line; no method in it, or several; half a method.
     """
     where, _, name = choice.partition(":")
-    is_file = where.endswith(SUFFIX)
+    is_file = where.endswith(".py")
     if not is_file and not name:
         where, _, name = where.rpartition(".")
-    module = _run_file(Path(where).expanduser(), choice) if is_file else _import(where, choice)
+    module = _run_file(Path(where).expanduser(), choice) if is_file else _import(where, choice, Path.cwd())
     cls = _class(module, name, choice)
-    _check(cls, choice)
-    source = str(Path(str(module.__file__)).resolve()) if is_file else where
-    return OwnMethod(f"{module.__name__}.{name}" if name else module.__name__, f"{source}:{cls.__name__}", cls)
+    target = f"{Path(str(module.__file__)).resolve() if is_file else where}:{cls.__name__}"
+    return cls, {"_target_": target, "name": ".".join(filter(None, (module.__name__, name)))} | _defaults(cls, choice)
 
 
 def _run_file(path: Path, choice: str) -> ModuleType:
-    """Run a file as a module of its own name, so that what lies beside it can be imported, here and in a child."""
+    """Run a file as a module of its own name, so that it can import what lies beside it, here and in a child."""
     if not path.is_file():
         raise UserError(f"method={choice}: there is no file {path}")
     if not path.stem.isidentifier():
@@ -88,34 +73,26 @@ def _run_file(path: Path, choice: str) -> ModuleType:
     return module
 
 
-def _import(name: str, choice: str, folder: Path | None = None) -> ModuleType:
-    """Import module `name`, of `folder` or the current one where it is found nowhere else."""
-    where = str(folder or Path.cwd())
-    if where not in sys.path:
-        sys.path.append(where)  # last: nothing of the user's takes the place of a library
+def _import(name: str, choice: str, folder: Path) -> ModuleType:
+    """Import module `name`, from `folder` if no other place has it."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # last: nothing of the user's takes the place of a library
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise UserError(f"method={choice}: {_line_of(error, where)}{type(error).__name__}: {_said(error)}") from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own
+        lines = [(frame.filename, frame.lineno) for frame in frames if Path(frame.filename).is_relative_to(folder)]
+        said = str(error)
+        if isinstance(error, SyntaxError):
+            lines, said = [(str(error.filename), error.lineno)], error.msg
+        line = f"{lines[-1][0]}:{lines[-1][1]}: " if lines else ""
+        raise UserError(f"method={choice}: {line}{type(error).__name__}: {said}") from error
 
 
-def _line_of(error: BaseException, folder: str) -> str:
-    """`file:line: ` where code of that folder went wrong; nothing where it was not found."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: "
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own
-    theirs = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
-
-
-def _said(error: BaseException) -> str:
-    return str(error.msg if isinstance(error, SyntaxError) else error)
-
-
-def _class(module: ModuleType, name: str, choice: str) -> type:
-    """The class called `name`, or the only method that the module defines."""
-    from methods.base import Method  # with torch, which a wrong path need not wait for
+def _class(module: ModuleType, name: str, choice: str) -> Any:
+    """The class called `name`, or the only method that the module defines. Raises UserError if it is half a method."""
+    from methods.base import Method  # loads torch, which a wrong path need not wait for
 
     every = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, Method)]
     own = {each.__name__: each for each in every if each.__module__ == module.__name__}
@@ -126,37 +103,26 @@ def _class(module: ModuleType, name: str, choice: str) -> type:
         raise UserError(f"method={choice}: no class in it derives from methods.base.Method, directly or not")
     if not name and len(own) > 1:
         raise UserError(f"method={choice}: defines {', '.join(own)}; choose one, as method={choice}:{next(iter(own))}")
-    return own[name] if name else next(iter(own.values()))
-
-
-def _check(cls: type, choice: str) -> None:
-    """Raise UserError for a class that says too little to be run."""
-    from methods.base import Method
-
+    cls = own[name] if name else next(iter(own.values()))
     if "__dataclass_fields__" not in vars(cls):
         raise UserError(f"method={choice}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings")
+    has_state = cls.reads_all or hasattr(cls, "state") or cls.new_state is not Method.new_state
+    has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
+    if not has_state or not has_size:
+        lacks = "tokens_read" if has_state else "state"
+        raise UserError(f"method={choice}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
+    return cls
+
+
+def _defaults(cls: Any, choice: str) -> dict[str, Any]:
+    """The settings of a method as YAML holds them. Raises UserError for a field without a default."""
+    values = {}
     for each in fields(cls):
         if each.default is MISSING and each.default_factory is MISSING:
             raise UserError(f"method={choice}: {cls.__name__}.{each.name} needs a default")
-    if cls.reads_all:  # type: ignore[attr-defined]
-        return
-    lacks = ["state"] * (not hasattr(cls, "state") and cls.new_state is Method.new_state)  # type: ignore[attr-defined]
-    lacks += ["tokens_read"] * (cls.tokens_read is Method.tokens_read)  # type: ignore[attr-defined]
-    if lacks:
-        raise UserError(f"method={choice}: {cls.__name__} lacks {lacks[0]}; methods/base.py says what it is")
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    """The settings of a method as YAML holds them."""
-    values = {}
-    for each in fields(cls):
         value = each.default if each.default_factory is MISSING else each.default_factory()
         values[each.name] = list(value) if isinstance(value, tuple) else value
     return values
-
-
-def _grid_file(config_path: str) -> Path:
-    return Path(config_path.removeprefix(GRIDS)).expanduser()
 
 
 class OwnMethods(ConfigSource):
@@ -168,21 +134,20 @@ class OwnMethods(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         if config_path.startswith(GRIDS):
-            config = OmegaConf.load(_grid_file(config_path))
-            return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header={"package": None})
-        choice = config_path.removeprefix(GROUP)
-        method = find(choice)
-        try:
-            node = OmegaConf.create(method.node())
-        except UnsupportedValueType as error:
-            raise UserError(f"method={choice}: a setting's default is no number, text or list: {error}") from error
+            node = OmegaConf.load(Path(config_path.removeprefix(GRIDS)).expanduser())
+        else:
+            choice = config_path.removeprefix(GROUP)
+            try:
+                node = OmegaConf.create(find(choice)[1])
+            except UnsupportedValueType as error:
+                raise UserError(f"method={choice}: a setting's default is no number, text or list: {error}") from error
         return ConfigResult(provider=self.provider, path=self.full_path(), config=node, header={"package": None})
 
     def is_config(self, config_path: str) -> bool:
         if config_path.startswith(GRIDS):
-            return _grid_file(config_path).suffix == ".yaml" and _grid_file(config_path).is_file()
-        choice = config_path.removeprefix(GROUP)
-        return choice != config_path and is_own(choice)
+            grid = Path(config_path.removeprefix(GRIDS)).expanduser()
+            return grid.suffix == ".yaml" and grid.is_file()
+        return config_path.startswith(GROUP) and is_own(config_path.removeprefix(GROUP))
 
     def is_group(self, config_path: str) -> bool:
         return False

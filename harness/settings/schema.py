@@ -1,7 +1,7 @@
-"""What a setting may be: the choices of `conf/`, types and ranges.
+"""Types and ranges of settings, and the choices of `conf/`.
 
-Hydra composes untyped YAML. `build` checks it with pydantic against the annotations of a frozen dataclass. A refusal is
-a `UserError` of one line, which names the setting as the user writes it, its value and what is allowed.
+Hydra composes untyped YAML. `build` checks it with pydantic against the annotations of a frozen dataclass. It refuses a
+wrong setting by a `UserError` of one line: the setting as the user writes it, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 MOST = 2**31 - 1
-"""The largest whole number of any setting. More tokens, sequences or seeds mean a slip of the hand."""
+"""The largest whole number of any setting."""
 LARGEST = 3e38
 """The largest finite number of any setting: what float32 holds."""
 
@@ -66,19 +66,40 @@ def _path(value: Any, info: ValidationInfo) -> str:
     return path_text(value, _join(str(info.context), str(info.field_name)))
 
 
+def _file(path: str) -> str:
+    if not Path(path).is_file():
+        raise ValueError("no such file")
+    return path
+
+
+def _folder(path: str) -> str:
+    if not Path(path).is_dir():
+        raise ValueError("no such folder")
+    return path
+
+
 def _share(value: float) -> float:
     if not 0 < value <= 1:
         raise ValueError("must be above 0 and at most 1")
     return value
 
 
+def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
+    if not values or len(set(values)) < len(values):
+        raise ValueError("must name at least one, and none twice")
+    return values
+
+
 Text = Annotated[str, BeforeValidator(_text)]
 """Text, for which a number may be given: `label=4`."""
 PathText = Annotated[str, BeforeValidator(_path)]
 """The name of a file or folder: not empty, its `~` expanded."""
-Names = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_items)]
-"""A list of texts, written `[a,b]`, `'a,b'` or, for one item, `a`."""
+FileText = Annotated[PathText, AfterValidator(_file)]
+FolderText = Annotated[PathText, AfterValidator(_folder)]
+Names = Annotated[tuple[Text, ...], Strict(False), BeforeValidator(_items), AfterValidator(_distinct)]
+"""Different texts, written `[a,b]`, `'a,b'` or, for one item, `a`."""
 Natural = Annotated[int, Field(ge=0, le=MOST)]
+Naturals = Annotated[tuple[Natural, ...], Strict(False), AfterValidator(_distinct)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Share = Annotated[float, AfterValidator(_share)]
 Positive = Annotated[float, Field(gt=0, le=MOST)]
@@ -90,13 +111,13 @@ def options(group: str) -> list[str]:
 
 
 def is_group(name: str) -> bool:
-    """Whether a setting chooses a file of `conf/`."""
+    """True if a setting chooses a file of `conf/`."""
     return (CONF_DIR / name).is_dir()
 
 
 @cache
 def kind_of(experiment: str) -> str | None:
-    """The kind of run in the YAML of an experiment; None where it says none, or where there is no such file."""
+    """The kind of run in the YAML of an experiment; None if the YAML has none, or there is no such file."""
     path = CONF_DIR / "experiment" / f"{experiment}.yaml"
     kind = yaml.safe_load(path.read_text(encoding="utf-8")).get("kind") if path.is_file() else None
     return None if kind is None else str(kind)
@@ -115,40 +136,6 @@ def group(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(node)
 
 
-def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
-    """Make a `cls` from `settings`.
-
-    Only lossless readings are taken: 1 for a float, a list for a tuple.
-
-    Args:
-        cls: a dataclass.
-        settings: field name to plain value. A field left out keeps its default.
-        where: the group of settings, "" at the top.
-
-    Raises:
-        UserError: unknown or missing name, wrong type, out of range, or a `ValueError` of the dataclass itself.
-    """
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
-    for name, value in settings.items():
-        if name not in fields:
-            raise UserError(f"unknown setting {_join(where, name)}: {nearest(name, fields)}")
-        if isinstance(value, float) and (math.isnan(value) or LARGEST <= abs(value) < math.inf):
-            raise UserError(f"{_join(where, name)}={value}: must be a number")
-        if isinstance(value, int) and abs(value) > MOST:
-            raise UserError(f"{_join(where, name)}={value}: must be at most {MOST}")
-    for name, field in fields.items():
-        absent = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if absent and name not in settings:
-            raise UserError(f"setting {_join(where, name)} is missing")
-    try:
-        checked = _model(cls).model_validate(dict(settings), context=where)  # type: ignore[arg-type]
-        return cls(**{name: getattr(checked, name) for name in settings})
-    except ValidationError as error:
-        raise UserError(_in_words(error, where)) from error
-    except ValueError as error:  # `methods` knows no UserError; its messages name the setting
-        raise UserError(str(error)) from error
-
-
 def path_text(value: Any, where: str) -> str:
     """A path with its `~` expanded. Raises UserError where it is empty, no text, or in an unknown home folder."""
     text = _text(value)
@@ -162,39 +149,72 @@ def path_text(value: Any, where: str) -> str:
         raise UserError(f"{where}={text}: there is no such home folder") from None
 
 
+def build(cls: type[T], settings: Mapping[str, Any], where: str = "") -> T:
+    """Make a `cls` from `settings`.
+
+    Only lossless readings are taken: 1 for a float, a list for a tuple.
+
+    Args:
+        cls: a dataclass.
+        settings: field name to plain value. A field left out keeps its default.
+        where: the group of settings, "" at the top.
+
+    Raises:
+        UserError: unknown or missing name, wrong type, out of range, or a `ValueError` of the dataclass itself.
+    """
+    for name, value in settings.items():
+        if isinstance(value, float) and (math.isnan(value) or LARGEST <= abs(value) < math.inf):
+            raise UserError(f"{_join(where, name)}={value}: must be a number")
+        if isinstance(value, int) and abs(value) > MOST:
+            raise UserError(f"{_join(where, name)}={value}: must be at most {MOST}")
+    try:
+        checked = _model(cls).model_validate(dict(settings), context=where)  # type: ignore[arg-type]
+        return cls(**{name: getattr(checked, name) for name in settings})
+    except ValidationError as error:
+        raise UserError(_in_words(error, cls, where)) from error
+    except ValueError as error:  # `methods` knows no UserError; its messages name the setting
+        raise UserError(str(error)) from error
+
+
 def _join(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
 @cache
 def _model(cls: Any) -> type[BaseModel]:
-    """A pydantic model with the fields of a dataclass."""
+    """A pydantic model with the fields of a dataclass. A field without a default is required, others are not."""
+    fields: dict[str, Any] = {}
     try:
         hints = get_type_hints(cls, include_extras=True)
-        fields: Any = {f.name: (_lenient(hints[f.name]), None) for f in dataclasses.fields(cls) if f.init}
-        config = ConfigDict(strict=True, arbitrary_types_allowed=cls.__module__.startswith("harness."))
+        for field in filter(lambda field: field.init, dataclasses.fields(cls)):
+            hint = hints[field.name]
+            if getattr(hint, "__origin__", None) is tuple:  # YAML has lists only
+                hint = Annotated[hint, Strict(False)]
+            required = field.default is field.default_factory  # both are MISSING
+            fields[field.name] = (hint, ... if required else None)
+        own = cls.__module__.startswith("harness.")
+        config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=own)
         return create_model(cls.__name__, __config__=config, **fields)
     except (PydanticUserError, NameError) as error:
         said = str(error).splitlines()[0]
         raise UserError(f"{cls.__name__}: a type is none that a setting can have ({said})") from error
 
 
-def _lenient(hint: Any) -> Any:
-    """A list is read as a tuple."""
-    return Annotated[hint, Strict(False)] if getattr(hint, "__origin__", None) is tuple else hint
-
-
-def _in_words(error: ValidationError, where: str) -> str:
+def _in_words(error: ValidationError, cls: Any, where: str) -> str:
     """The first refusal of pydantic in one line."""
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
+    name = _join(where, str(first["loc"][0]))
+    if kind == "extra_forbidden":
+        return f"unknown setting {name}: {nearest(first['loc'][0], _model(cls).model_fields)}"
+    if kind == "missing":
+        return f"setting {name} is missing"
     if isinstance(context.get("error"), UserError):
         return str(context["error"])
-    name = _join(where, str(first["loc"][0]))
     if kind == "literal_error":
-        expected = re.findall("'(.*?)'", first["msg"])
-        return f"{name}={value}: {nearest(value, expected)}"
-    if isinstance(context.get("error"), ValueError):
-        return f"{name}={value}: {context['error']}"
-    allowed = f"must be {WORDS[kind].format(name=name, **context)}" if kind in WORDS else first["msg"]
-    return f"{name}={value}: {allowed}"
+        said = nearest(value, re.findall("'(.*?)'", first["msg"]))
+    elif kind == "value_error":
+        said = str(context["error"])
+    else:
+        said = f"must be {WORDS[kind].format(name=name, **context)}" if kind in WORDS else first["msg"]
+    return f"{name}={value}: {said}"

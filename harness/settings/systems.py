@@ -1,15 +1,14 @@
 """The systems that speed runs compare: one word each, and the settings it stands for.
 
-All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only offload-pageable,
-named so, runs as the InfiniGen artifact ran its FlexGen baseline; and uvm leaves the transfers to CUDA's driver.
-Imports no torch.
+All get what InfiniGen gets: pinned memory, overlap, append-only write-back, the same batch. Only offload-pageable runs
+as the InfiniGen artifact ran its FlexGen baseline, and uvm leaves the transfers to CUDA's driver. Imports no torch.
 
     python run.py experiment=latency label=offload+int4
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -32,19 +31,10 @@ class System:
     pinned: bool = True
 
     def settings(self) -> dict[str, Any]:
-        """The same as settings of a run, in the words of the command line."""
-        return {
-            "method": self.method,
-            "placement": self.placement,
-            "codec": self.codec,
-            "value_codec": None,
-            "rotation": None,
-            "key_groups": "token",
-            "residual": 0,
-            "reuse": self.reuse,
-            "platform.overlap": self.overlap,
-            "platform.pinned": self.pinned,
-        }
+        """The same as settings of the command line, besides the method."""
+        exact = {"value_codec": None, "rotation": None, "key_groups": "token", "residual": 0}
+        link = {"platform.overlap": self.overlap, "platform.pinned": self.pinned}
+        return {"placement": self.placement, "codec": self.codec, "reuse": self.reuse, **exact, **link}
 
 
 LABELS = {
@@ -60,58 +50,52 @@ LABELS = {
     "infinigen+int4": System("infinigen", codec="int4"),
 }
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
-"""Those whose transfers are ours, and counted, on any platform. Managed memory is CUDA's, whose driver moves pages."""
+"""Systems whose transfers are counted. In managed memory CUDA's driver moves pages, which are not counted."""
 
 
-def apply(settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
-    """Give `settings`, a composed run, what its label stands for where it names a system; any other changes nothing.
+def apply(settings: dict[str, Any], given: set[str], method_file: Callable[[str], dict[str, Any]]) -> None:
+    """Give `settings`, a composed run, what its label stands for if it names a system.
 
-    given: names of the settings on the command line. method_node: reads the YAML of a method by name. Raises UserError
-    where a given setting says something else than the label.
+    given: names of the settings on the command line. method_file: reads the YAML of a method by name.
+    Raises UserError for a given setting that contradicts the label, or an unknown label without a method.
     """
     label = settings.get("label")
-    if label in LABELS:
-        _apply(str(label), settings, given, method_node)
-    elif label and (not any(name.partition(".")[0] == "method" for name in given) or question(label, LABELS, 0.8)):
-        raise UserError(
-            f"label={label}: is no system; {nearest(label, LABELS)}; or give method= and a label of its own"
-        )
-
-
-def _apply(label: str, settings: dict[str, Any], given: set[str], method_node: Callable[[str], Any]) -> None:
-    method = LABELS[label].method
-    for name, wanted in LABELS[label].settings().items():
-        if name in given and _get(settings, name) != wanted:
-            value = _get(settings, name)
-            raise UserError(f"{name}={value}: label={label} stands for {name}={wanted}; give one of them")
-    if settings["method"]["name"] != method:
+    if label not in LABELS:
+        has_method = any(name.partition(".")[0] == "method" for name in given)
+        if label and (not has_method or question(label, LABELS, 0.8)):
+            own = "or give method= and a label of its own"
+            raise UserError(f"label={label}: is no system; {nearest(label, LABELS)}; {own}")
+        return
+    system, method = LABELS[label], settings["method"]["name"]
+    if method != system.method:
+        if "method" in given:
+            raise _contradiction("method", method, label, system.method)
         for name in given:
             if name.startswith("method."):
-                raise UserError(f"{name}: label={label} stands for method={method}; leave one of them out")
-        settings["method"] = method_node(method)
-    for name, wanted in LABELS[label].settings().items():
-        if name != "method":
-            group, _, key = name.rpartition(".")
-            (settings[group] if group else settings)[key] = wanted
+                raise UserError(f"{name}: label={label} stands for method={system.method}; leave one of them out")
+        settings["method"] = method_file(system.method)
+    for name, wanted in system.settings().items():
+        group, _, key = name.rpartition(".")
+        node = settings[group] if group else settings
+        if name in given and node[key] != wanted:
+            raise _contradiction(name, node[key], label, wanted)
+        node[key] = wanted
+
+
+def _contradiction(name: str, value: object, label: str, wanted: object) -> UserError:
+    return UserError(f"{name}={value}: label={label} stands for {name}={wanted}; give one of them")
 
 
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
-    """The label of a run: its system, else its settings in words. method: of a preset, the one behind it."""
+    """The label of a run: its system, else its settings in words. method: of a preset, the method behind it."""
     platform = config.platform
     system = System(method, config.placement, config.codec_name, config.reuse, platform.overlap, platform.pinned)
-    known = next((label for label, each in LABELS.items() if each == system), None)
-    if known is not None:
-        return known
+    for label, each in LABELS.items():
+        if each == system:
+            return label
     parts = [method, config.codec_name, "reuse" if config.reuse else None, None if platform.overlap else "no overlap"]
-    words = "+".join(part for part in parts if part)
+    words = "+".join(filter(None, parts))
     return words if is_own and config.placement == "host" else f"{words} ({config.placement})"
-
-
-def _get(settings: Mapping[str, Any], name: str) -> Any:
-    if name == "method":
-        return settings["method"]["name"]
-    group, _, key = name.rpartition(".")
-    return (settings[group] if group else settings)[key]
 
 
 def check_combination(method: Method, placement: str, reuse: bool) -> None:
