@@ -25,9 +25,7 @@ timed, two of pageable memory. The time it takes is worked out in `benchmarks/NO
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
-import io
 import math
 import re
 import statistics
@@ -39,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 
 from harness.contract import TOLERANCE, largest_difference, live
@@ -52,7 +51,7 @@ from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.offload import store as offload_store
 from harness.offload.links import open_link
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab, Tuning
-from harness.offload.store import KVStore, RowFormat, SlotRequest, chosen, indices
+from harness.offload.store import KVStore, RowFormat, chosen, indices
 from harness.records.record import read_record
 from harness.resources import Resources
 from harness.settings.compose import load
@@ -110,7 +109,7 @@ class Benchmark:
         self.shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
         self.link: LinkRate = link_rate(self.out, self.device, None)
         self.problems: list[int] = []
-        self.rates: list[tuple[str, Rate]] = []
+        self.rates: list[dict[str, Any]] = []
 
     def run(self) -> int:
         """Run every part in turn; returns the exit code."""
@@ -148,11 +147,12 @@ class Benchmark:
 
     def measure(self, part: str, found: Iterator[Rate]) -> None:
         """Print rates as they come, and keep them in a table."""
-        for rate in found:
-            self.rates.append((part, rate))
-            low, value, high = (of(rate.samples) / 1e9 for of in (min, statistics.median, max))
-            print(f"{rate.name:14}{value:8.3f} GB/s ({low:.3f} to {high:.3f}); {rate.at}", flush=True)
-            write_rates(self.out / "rates.csv", self.rates)
+        for name, samples, at in found:
+            low, value, high = min(samples), statistics.median(samples), max(samples)
+            print(f"{name:14}{value / 1e9:8.3f} GB/s ({low / 1e9:.3f} to {high / 1e9:.3f}); {at}", flush=True)
+            row = {"part": part, "name": name, "at": at, "bytes_per_s": value, "low": low, "high": high}
+            self.rates.append(row | {"num_samples": len(samples)})
+            write_atomic(self.out / "rates.csv", pd.DataFrame(self.rates).to_csv(index=False))
 
     def check_equality(self) -> None:
         """Decode on the host and on the device, by kernels and by torch's code, on a tiny model."""
@@ -180,14 +180,10 @@ class Benchmark:
                 self.attempt(f"{batch} x {prompt} {label}", partial(time_cell, config, tokens), estimate_s)
         if paths:
             print(f"\n{report(paths)}\n\n{render_floors([read_record(path) for path in paths])}\n", flush=True)
-            self.attempt("figures", self.draw)
 
-    def draw(self) -> None:
-        """The figures of speed."""
-        from plots import draw_figures
+            from plots import draw_figures
 
-        for path in draw_figures(self.out):
-            print(path)
+            self.attempt("figures", lambda: print(*draw_figures(self.out), sep="\n"))
 
 
 def cell_settings(options: argparse.Namespace) -> list[str]:
@@ -232,19 +228,15 @@ def equalities(device: torch.device, rate: LinkRate) -> Iterator[tuple[str, bool
             on_host = decode(placement="host", link=link, reuse=config.reuse, pinned=config.platform.pinned).logits
             difference = largest_difference(on_host, on_device)
             allowed = TOLERANCE if config.reuse else 0  # reused rows are summed in another order
-            yield (
-                f"{label:18}host and device: logits differ by {difference:g} (at most {allowed:g})",
-                (difference <= allowed),
-            )
+            words = f"{label:18}host and device: logits differ by {difference:g} (at most {allowed:g})"
+            yield words, difference <= allowed
             if device.type == "cuda":
                 with torch_code():
                     plain = decode(placement="device").logits
                 difference = largest_difference(on_device, plain)
                 allowed = TOLERANCE if codec is None else CODED_TOLERANCE
-                yield (
-                    f"{label:18}kernels and torch: logits differ by {difference:g} (at most {allowed:g})",
-                    (difference <= allowed),
-                )
+                words = f"{label:18}kernels and torch: logits differ by {difference:g} (at most {allowed:g})"
+                yield words, difference <= allowed
 
 
 @contextmanager
@@ -293,36 +285,36 @@ def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterat
         with host_store(device, heads, CAPACITY, head_dim, codec, tuning) as store:
             kept = torch.rand(1, heads, CAPACITY, device=device).topk(KEPT).indices
             mask = torch.zeros(1, heads, CAPACITY, dtype=torch.bool, device=device).scatter_(-1, kept, True)
-            samples = load_rates(device, store, chosen(indices(mask, KEPT)), KEPT)
-            yield Rate("gather", samples, f"row_bytes {store.slot_bytes}, {codec}, head_dim {head_dim}")
+            rows = store.rows_in(store.new_buffer(KEPT), KEPT)[:, :, :KEPT]
+            seconds = repeated(device, partial(store.load, chosen(indices(mask, KEPT)), rows))
+            payload = heads * KEPT * store.slot_bytes
+            at = f"row_bytes {store.slot_bytes}, {codec}, head_dim {head_dim}"
+            yield Rate("gather", [payload / each for each in seconds], at)
 
 
 def pin_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
     """Of page-locking `num_bytes` of fresh memory."""
-    seconds = []
-    for _ in range(REPEATS):
-        began = _idle(device)
-        slab = PinnedSlab(num_bytes)
-        seconds.append(_idle(device) - began)
-        slab.close()
-    yield Rate("page-locking", [num_bytes / each for each in seconds], f"bytes {num_bytes}")
+    slabs: list[PinnedSlab] = []
+
+    def pin() -> None:
+        slabs.append(PinnedSlab(num_bytes))
+
+    def unpin() -> None:
+        slabs.pop().close()
+
+    yield Rate("page-locking", [num_bytes / each for each in repeated(device, pin, unpin)], f"bytes {num_bytes}")
 
 
-def repeated(device: torch.device, act: Callable[[], object]) -> list[float]:
-    """Seconds of `REPEATS` runs, from an idle device to an idle device, after one that warms up."""
+def repeated(device: torch.device, act: Callable[[], object], undo: Callable[[], object] = lambda: None) -> list[float]:
+    """Seconds of `REPEATS` runs, from an idle device to an idle device, after one that warms up. undo: untimed, after
+    each."""
     seconds = []
     for _ in range(REPEATS + 1):
         began = _idle(device)
         act()
         seconds.append(_idle(device) - began)
+        undo()
     return seconds[1:]
-
-
-def load_rates(device: torch.device, store: KVStore, request: SlotRequest, count: int) -> list[float]:
-    """Bytes/s of payload in which `count` rows of every head come to the device."""
-    rows = store.rows_in(store.new_buffer(count), count)[:, :, :count]
-    num_bytes = store.slots.shape[1] * count * store.slot_bytes
-    return [num_bytes / each for each in repeated(device, lambda: store.load(request, rows))]
 
 
 @contextmanager
@@ -351,16 +343,6 @@ def host_store(
 def row_format(codec: str, head_dim: int) -> RowFormat:
     """Of rows that are computed with in fp16."""
     return RowFormat(Codec(codec), head_dim, torch.float16)
-
-
-def write_rates(path: Path, rates: Sequence[tuple[str, Rate]]) -> None:
-    """A line a rate: part, name, conditions, median, least and greatest bytes/s, number of repeats."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("part", "name", "at", "bytes_per_s", "low", "high", "num_samples"))
-    for part, (name, samples, at) in rates:
-        writer.writerow((part, name, at, statistics.median(samples), min(samples), max(samples), len(samples)))
-    write_atomic(path, text.getvalue())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,9 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import yaml
@@ -59,72 +57,56 @@ class Mutant(NamedTuple):
 
 
 class Suite:
-    """Copies of a tree, one for each job, and pytest in them. limit: seconds a run may take. workers: pytest-xdist's
-    processes for the whole suite, "" for one process without it. left_out: tests that are not run."""
+    """A copy of a tree, and pytest in it. limit: seconds a run may take. workers: pytest-xdist's processes for the
+    whole suite, "" for one process without it. left_out: tests that are not run."""
 
-    def __init__(
-        self, tree: Path, folder: Path, jobs: int, limit: float, workers: str, left_out: Sequence[str]
-    ) -> None:
-        self.limit, self.workers, self.cache = limit, workers, folder / "cache"
+    def __init__(self, tree: Path, folder: Path, limit: float, workers: str, left_out: Sequence[str]) -> None:
+        self.limit, self.cache = limit, folder / "cache"
+        self.parallel = ["-n", workers] if workers else []
         self.left_out = [option for test in left_out for option in ("--deselect", test)]
-        self.copies: SimpleQueue[Path] = SimpleQueue()
-        for job in range(jobs):
-            self.copies.put(shutil.copytree(tree, folder / f"tree-{job}", ignore=NOT_COPIED, symlinks=True))
+        self.copy = shutil.copytree(tree, folder / "tree", ignore=NOT_COPIED, symlinks=True)
 
-    def pytest(self, copy: Path, what: Sequence[str], *options: str) -> tuple[int, str]:
-        """Exit code and output. Past the time limit the run is killed with its children, and the code is negative."""
+    def failing(self, what: Sequence[str], *options: str) -> list[str]:
+        """The tests that fail. Past the time limit the run is killed with its children."""
         shutil.rmtree(self.cache / "calibration", ignore_errors=True)  # another mutant may have computed it
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
         command += [*options, *self.left_out, *what]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "KV_HARNESS_CACHE": str(self.cache)}
         with subprocess.Popen(
-            command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command, cwd=self.copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
         ) as run:  # fmt: skip
             try:
                 output, _ = run.communicate(timeout=self.limit)
             except subprocess.TimeoutExpired:
                 os.killpg(run.pid, signal.SIGKILL)
-                return -1, run.communicate()[0]
-        return run.returncode, output
-
-    def failing(self, copy: Path, what: Sequence[str], *options: str) -> list[str]:
-        """The tests that fail."""
-        code, output = self.pytest(copy, what, *options)
-        if code in (PASSED, NO_TESTS):
+                return [TIME_LIMIT]
+        if run.returncode in (PASSED, NO_TESTS):
             return []
-        return [TIME_LIMIT] if code < 0 else FAILED.findall(output) or [f"pytest exit code {code}: {output[-300:]}"]
+        return FAILED.findall(output) or [f"pytest exit code {run.returncode}: {output[-300:]}"]
 
     def check(self, tests: Sequence[str]) -> list[str]:
         """The tests that fail without a mutant; says so on stderr."""
-        copy = self.copies.get()
-        try:
-            broken = self.failing(copy, tests, *self._parallel()) if tests else []
-        finally:
-            self.copies.put(copy)
+        broken = self.failing(tests, *self.parallel) if tests else []
         for test in broken:
             print(f"fails without any mutant; repair it, or leave it out with --deselect: {test}", file=sys.stderr)
         return broken
 
     def try_out(self, mutant: Mutant, *, whole: bool) -> dict[str, Any]:
         """The result of one mutant. whole: run the whole suite if the likely tests pass."""
-        copy, began, ran, killers = self.copies.get(), time.perf_counter(), "likely tests", list[str]()
-        path, _ = mutant.place(copy)
+        began, ran, killers = time.perf_counter(), "likely tests", list[str]()
+        path, _ = mutant.place(self.copy)
         assert path is not None
         sound = path.read_text(encoding="utf-8")
         try:
             _write(path, sound.replace(mutant.old, mutant.new))
-            likely = [each for each in mutant.tests if (copy / each).is_file()]
-            killers = self.failing(copy, likely, "-x") if likely else []
+            likely = [each for each in mutant.tests if (self.copy / each).is_file()]
+            killers = self.failing(likely, "-x") if likely else []
             if not killers and whole:
-                ran, killers = "whole suite", self.failing(copy, ["tests"], "-x", *self._parallel())
+                ran, killers = "whole suite", self.failing(["tests"], "-x", *self.parallel)
         finally:
             _write(path, sound)
-            self.copies.put(copy)
         return {"killed_by": killers[0] if killers else None, "ran": ran, "seconds": round(time.perf_counter() - began)}
-
-    def _parallel(self) -> list[str]:
-        return ["-n", self.workers] if self.workers else []
 
 
 def _write(path: Path, text: str) -> None:
@@ -176,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description="Which faults do the tests find?")
     parser.add_argument("--tree", type=Path, default=HERE.parent, help="the project folder to test (default: this one)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="try these mutants")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants tried at the same time (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("mutants.json"), help="results file (default: mutants.json)")
     parser.add_argument("--limit", type=float, default=3600, help="seconds of one pytest run, at most (default: 3600)")
     parser.add_argument("-n", default="", metavar="WORKERS", help="processes of pytest-xdist for the whole suite")
@@ -192,16 +173,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {name for name, each in results.items() if each["killed_by"] or args.likely or each["ran"] == "whole suite"}
     todo = [each for each in mutants if each.name not in done]
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        suite = Suite(args.tree, Path(name), args.jobs, args.limit, args.n, args.deselect)
+        suite = Suite(args.tree, Path(name), args.limit, args.n, args.deselect)
         likely = sorted({test for each in todo for test in each.tests if (args.tree / test).is_file()})
         if not args.no_check and suite.check(likely):
             return 2
-        with ThreadPoolExecutor(args.jobs) as pool:
-            tried = pool.map(lambda each: (each, suite.try_out(each, whole=not args.likely)), todo)
-            for number, (mutant, result) in enumerate(tried, 1):
-                results[mutant.name] = result
-                save(args.out, results)
-                print(f"{number}/{len(todo)} {_line(mutant, result)}", flush=True)
+        for number, mutant in enumerate(todo, 1):
+            results[mutant.name] = suite.try_out(mutant, whole=not args.likely)
+            save(args.out, results)
+            print(f"{number}/{len(todo)} {_line(mutant, results[mutant.name])}", flush=True)
         killers = {result["killed_by"] for result in results.values()} - {None, TIME_LIMIT}
         if broken := suite.check(sorted(killers)):  # such a test kills nothing: what it was said to kill is tried again
             save(args.out, {name: each for name, each in results.items() if each["killed_by"] not in broken})

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import resource
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -94,18 +94,11 @@ def ratios(args: argparse.Namespace) -> None:
         print(f"{case:22s} {median:6.2f} s ({spread(values)})   {median / full:5.2f} x full{limit}")
 
 
-def memory(args: argparse.Namespace) -> None:
-    """Print each method's peak resident memory, every one in a process of its own."""
-    if args.only is not None:
-        with windows([args.only], args.seq_len, args.prefill_len) as runs:
-            runs[args.only]()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-        return
-    for case in CASES:
-        sizes = ["--seq-len", str(args.seq_len), "--prefill-len", str(args.prefill_len)]
-        command = [sys.executable, "-m", "benchmarks.replay", "--memory", "--only", case, *sizes]
-        peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(f"{case:22s} {peak / 2**30:5.2f} GiB peak resident, window {args.seq_len}")
+def peak_bytes(case: str, seq_len: int, prefill_len: int) -> int:
+    """Peak resident memory of this process after one window."""
+    with windows([case], seq_len, prefill_len) as runs:
+        runs[case]()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
@@ -115,11 +108,16 @@ def main() -> None:
     parser.add_argument("--prefill-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
-    parser.add_argument("--only", choices=list(CASES), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not 1 <= args.prefill_len < args.seq_len - 1:
         parser.error(f"--prefill-len {args.prefill_len}: must be from 1 to --seq-len - 2 = {args.seq_len - 2}")
-    (memory if args.memory else ratios)(args)
+    if not args.memory:
+        ratios(args)
+        return
+    for case in CASES:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            peak = process.submit(peak_bytes, case, args.seq_len, args.prefill_len).result()
+        print(f"{case:22s} {peak / 2**30:5.2f} GiB peak resident, window {args.seq_len}")
 
 
 if __name__ == "__main__":

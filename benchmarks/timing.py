@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +23,6 @@ def in_turn(
             if number >= warm_up:
                 seconds[name].append(time.perf_counter() - began)
     return seconds, results
-
-
-def fastest(seconds: Mapping[str, Sequence[float]], but: str) -> str:
-    """The name with the least median, other than `but`."""
-    return min((name for name in seconds if name != but), key=lambda name: statistics.median(seconds[name]))
 
 
 def spread(values: Sequence[float], factor: float = 1.0) -> str:

@@ -106,7 +106,7 @@ def test_a_link_of_known_rate_takes_its_time(tiny_gqa, ids):
     # Of all ten steps, and what the last one asked for the next: the first layer's rows.
     assert result.transferred_bytes == EXACT * (4 * sum(PROMPT + s for s in range(10)) + PROMPT + 10 + 10 * 4)
     assert 0.99 * result.transferred_bytes / slow <= result.link_busy_s <= sum(result.timed) * 11 / 8 + 0.05
-    assert result.link_bytes_per_s == pytest.approx(result.transferred_bytes / result.link_busy_s)
+    assert result.metrics()["link_bytes_per_s"] == pytest.approx(result.transferred_bytes / result.link_busy_s)
     # The first layer's rows of the first timed step have crossed before; no step is faster than the rest of them.
     assert sum(result.timed) >= 0.9 * moved / slow
     assert 0 < result.metrics()["exposed_transfer_s"] < result.decode_s
@@ -278,13 +278,10 @@ def test_every_label_makes_a_complete_row_and_the_dense_pass_runs_once(tiny_runs
     rows = {row["label"]: row for row in read_rows()}
     assert set(rows) == set(COUNTED)
     for label, row in rows.items():
-        absent = {name for name, value in row.items() if value == ""} - {
-            "settings",
-            "shipped",
-            *columns.names(columns.WEIGHTS),
-        }
-        may_be = {"link_bytes_per_s"} if label == "ideal" else set()
-        assert absent == may_be | ({"prediction_s"} if "infinigen" not in label else set()), label
+        absent = {"settings", "shipped", "weights_on_device", "weight_bytes"}
+        absent |= {"link_bytes_per_s"} if label == "ideal" else set()
+        absent |= {"prediction_s"} if "infinigen" not in label else set()
+        assert {name for name, value in row.items() if value == ""} == absent, label
         assert tuple(row) == columns.names(columns.LATENCY)
         assert (row["source"], row["platform"], row["batch_size"]) == ("emulated", "cpu", "2")
         assert float(row["exposed_transfer_s"]) == 0 or label != "ideal"

@@ -108,44 +108,35 @@ class LatencyResult:
         """Seconds of gen_len - 1 steps."""
         return self._of_all_steps(sum(self.timed))
 
-    @property
-    def link_bytes_per_s(self) -> float | None:
-        """Payload bytes/s while the link was busy; None where nothing crossed it."""
-        return self.transferred_bytes / self.link_busy_s if self.link_busy_s else None
-
     def metrics(self) -> dict[str, Any]:
         """The columns of a latency table that are measured here. Segments are medians, of one block of the model."""
-        shape, prefill_s = self.shape, self.dense_s + self.begin_s
+        shape, prefill_s, decode_s = self.shape, self.dense_s + self.begin_s, self.decode_s
         p50, p95 = torch.tensor(self.timed, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95]).double()).tolist()
         exposed_s = self._of_all_steps(sum(step["transfer"] for step in self.segments) if self.link_busy_s else 0.0)
+        timed = ("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes")
+        num_bytes = {name: getattr(self, name) for name in timed}
         absent = {"prediction": not self.predicts, "transfer": self.h2d_bytes is None}
-        blocks = {
-            name: None if absent.get(name) else statistics.median(step[name] for step in self.segments)
-            for name in SEGMENTS
-        }
+        blocks = {name: statistics.median(step[name] for step in self.segments) / self.num_layers for name in SEGMENTS}
         return {
             "batch_size": shape.batch_size,
             "prompt_len": shape.prompt_len,
             "gen_len": shape.gen_len,
             "num_timed_steps": len(self.timed),
             "prefill_s": prefill_s,
-            "decode_s": self.decode_s,
-            "total_s": prefill_s + self.decode_s,
-            "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + self.decode_s),
+            "decode_s": decode_s,
+            "total_s": prefill_s + decode_s,
+            "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + decode_s),
             "step_p50_s": p50,
             "step_p95_s": p95,
-            "h2d_bytes": self._bytes_of_all_steps(self.h2d_bytes),
-            "d2h_bytes": self._bytes_of_all_steps(self.d2h_bytes),
-            "weight_bytes": self._bytes_of_all_steps(self.weight_bytes),
+            **{name: None if timed is None else round(self._of_all_steps(timed)) for name, timed in num_bytes.items()},
             "weights_on_device": self.weights_on_device,
-            "device_read_bytes": self._bytes_of_all_steps(self.device_read_bytes),
             "device_kv_bytes": self.device_kv_bytes,
             "exposed_transfer_s": None if self.h2d_bytes is None else exposed_s,
-            "link_bytes_per_s": self.link_bytes_per_s,
+            "link_bytes_per_s": self.transferred_bytes / self.link_busy_s if self.link_busy_s else None,
             "peak_device_bytes": self.peak_device_bytes,
             "size": self.size,
             "device_frac": self.device_frac,
-            **{f"{name}_s": None if took is None else took / self.num_layers for name, took in blocks.items()},
+            **{f"{name}_s": None if absent.get(name) else took for name, took in blocks.items()},
         }
 
     def samples(self) -> dict[str, Any]:
@@ -156,9 +147,6 @@ class LatencyResult:
 
     def _of_all_steps(self, timed: float) -> float:
         return timed / len(self.timed) * (self.shape.gen_len - 1)
-
-    def _bytes_of_all_steps(self, timed: int | None) -> int | None:
-        return None if timed is None else round(self._of_all_steps(timed))
 
 
 def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
@@ -218,19 +206,40 @@ def _time(
     began = _now(device)
     logits = _begin(session, prompt)
     begin_s = _now(device) - began
-    _take_transfers(session)  # the prompt's have ended; recorded are those that follow
+    for link in session.links:
+        link.take_transfers()  # waits for the prompt's; recorded are those that follow
     for each in session.attached.devices:
-        _forget_peak(each)
+        if each.type == "cuda":
+            # Memory that a link was still reading when it was freed counts until the next allocation.
+            torch.empty(1, device=each)
+            torch.cuda.reset_peak_memory_stats(each)
     until = _now(device) + (shape.time_limit_s or math.inf)
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
     # The link is not waited for: the rows of the first timed step are under way already, as for every other step.
     h2d_bytes, d2h_bytes = session.loaded_bytes, session.written_bytes
     read_bytes, weight_bytes = session.reads.num_bytes, weights.num_bytes if weights else 0
-    step_s = _step_seconds(session, logits, shape, until)
+    step_s: list[list[float]] = []
+    before = _now(device)
+    for step in range(shape.repeats * shape.block_steps):
+        if step and before > until:
+            break
+        if step % shape.block_steps == 0:
+            step_s.append([])
+        session.timeline.begin_step()
+        logits = session.decode_step(logits.argmax(-1))
+        after = _now(device)
+        step_s[-1].append(after - before)
+        before = after
     segments = session.timeline.take()
-    by_link = _take_transfers(session)
+    by_link = [link.take_transfers() for link in session.links]
     counted = cell.placement != "managed"
+    if device.type == "cuda":
+        peak_device_bytes = sum(map(torch.cuda.max_memory_allocated, session.attached.devices))
+    else:
+        away = weights.host_bytes - weights.device_bytes if weights else 0
+        parameters = session.attached.model.parameters()
+        peak_device_bytes = sum(weight.nbytes for weight in parameters) - away + session.device_bytes
     return LatencyResult(
         shape=shape,
         dense_s=prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0,
@@ -246,7 +255,7 @@ def _time(
         link_busy_s=sum(map(_busy, by_link)),
         device_kv_bytes=session.device_bytes,
         pinned_bytes=session.pinned_bytes,
-        peak_device_bytes=_peak_device_bytes(session, weights),
+        peak_device_bytes=peak_device_bytes,
         size=session.reads.size,
         device_frac=session.reads.device_frac,
         num_layers=session.attached.geometry.num_layers,
@@ -254,32 +263,10 @@ def _time(
     )
 
 
-def _step_seconds(session: LiveSession, logits: Tensor, shape: LatencyConfig, until: float) -> list[list[float]]:
-    """Seconds of each timed step, [repeats] of [timed steps]; fewer if the clock reaches `until`, but at least one."""
-    step_s: list[list[float]] = []
-    before = _now(session.attached.device)
-    for step in range(shape.repeats * shape.block_steps):
-        if step and before > until:
-            break
-        if step % shape.block_steps == 0:
-            step_s.append([])
-        session.timeline.begin_step()
-        logits = session.decode_step(logits.argmax(-1))
-        after = _now(session.attached.device)
-        step_s[-1].append(after - before)
-        before = after
-    return step_s
-
-
 def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:
     if isinstance(prompt, SharedPrompt):
         return session.start(prompt.prompt)
     return session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
-
-
-def _take_transfers(session: LiveSession) -> list[list[Transfer]]:
-    """Each link's transfers since the last call, once it is idle: the counters of the stores are exact then."""
-    return [link.take_transfers() for link in session.links]
 
 
 def _busy(transfers: list[Transfer]) -> float:
@@ -289,21 +276,6 @@ def _busy(transfers: list[Transfer]) -> float:
         busy += max(0.0, transfer.end_s - max(end, transfer.start_s))
         end = max(end, transfer.end_s)
     return busy
-
-
-def _forget_peak(device: torch.device) -> None:
-    """Count the peak from here on. Memory that a link was still reading when it was freed counts until the next
-    allocation, hence the one here."""
-    if device.type == "cuda":
-        torch.empty(1, device=device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak_device_bytes(session: LiveSession, weights: StreamedWeights | None) -> int:
-    if session.attached.device.type == "cuda":
-        return sum(map(torch.cuda.max_memory_allocated, session.attached.devices))
-    away = weights.host_bytes - weights.device_bytes if weights else 0
-    return sum(weight.nbytes for weight in session.attached.model.parameters()) - away + session.device_bytes
 
 
 def _now(device: torch.device) -> float:

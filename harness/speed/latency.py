@@ -44,7 +44,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
 
     Raises UserError for a sequence longer than the model's limit, or a batch that does not fit into memory.
     """
-    shape = config.latency
+    shape, platform = config.latency, config.platform
     total = shape.prompt_len + shape.gen_len
     if total > loaded.max_length:
         raise UserError(
@@ -53,12 +53,22 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
         )
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
         setup = _setup(config, loaded, attached)
-        pinned, on_device = config.platform.pinned, config.platform.weights_on_device
-        cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, pinned, on_device)
+        on_device = platform.weights_on_device
+        cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, platform.pinned, on_device)
+
+        def run_densely() -> SharedPrompt:
+            require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
+            return run_shared_prompt(attached, prompt_ids(config, loaded))
+
         with two_memories(config, attached) as (rate, link):
-            prompt = _prompt(config, loaded, attached, Kept() if prompts is None else prompts)
+            prompt: SharedPrompt | Tensor
+            if attached.device.type == "cuda" or on_device < 1:
+                prompt = prompt_ids(config, loaded).to(attached.device)
+            else:
+                key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
+                prompt = (Kept() if prompts is None else prompts).get(key, run_densely)
             result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
-    marks = {"platform": config.platform.name, "source": SOURCES[config.platform.name]}
+    marks = {"platform": platform.name, "source": SOURCES[platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
     link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s, "late_frac": _late_frac(setup.method, result)}
     methods = {"latency": asdict(setup.method)}
@@ -83,24 +93,15 @@ def two_memories(config: RunConfig, attached: Attached) -> Iterator[tuple[LinkRa
 
     Yields the rate of the links, and the link of each device; None without host placement. They close at the end.
     """
-    rate = link_rate(config.results_dir, attached.device, config.platform.link_gbps)
-    card = smaller_card(attached.device, config.platform.device_gib)
-    with card, _opened_links(config, attached, rate) as links:
-        yield rate, links
-
-
-@contextmanager
-def _opened_links(config: RunConfig, attached: Attached, rate: LinkRate) -> Iterator[dict[torch.device, Link] | None]:
-    if config.placement != "host":
-        yield None
-        return
+    platform = config.platform
+    rate = link_rate(config.results_dir, attached.device, platform.link_gbps)
     bytes_per_s = rate.bytes_per_s if attached.device.type == "cpu" else None
     links = {}
-    with ExitStack() as stack:
-        for device in attached.devices:
-            link = open_link(device, bytes_per_s=bytes_per_s, overlap=config.platform.overlap, tuning=rate.tuning)
+    with smaller_card(attached.device, platform.device_gib), ExitStack() as stack:
+        for device in attached.devices if config.placement == "host" else ():
+            link = open_link(device, bytes_per_s=bytes_per_s, overlap=platform.overlap, tuning=rate.tuning)
             links[device] = stack.enter_context(link)
-        yield links
+        yield rate, links or None
 
 
 @contextmanager
@@ -129,19 +130,6 @@ def _setup(config: RunConfig, loaded: LoadedModel, attached: Attached) -> Setup:
     total = shape.prompt_len + shape.gen_len
     rows = range(shape.prompt_len, total - 1)
     return prepare(config, loaded, attached, lambda: [Row(cached, shape.prompt_len, total) for cached in rows])
-
-
-def _prompt(config: RunConfig, loaded: LoadedModel, attached: Attached, prompts: Prompts) -> SharedPrompt | Tensor:
-    shape = config.latency
-    if attached.device.type == "cuda" or config.platform.weights_on_device < 1:
-        return prompt_ids(config, loaded).to(attached.device)
-
-    def run_densely() -> SharedPrompt:
-        require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
-        return run_shared_prompt(attached, prompt_ids(config, loaded))
-
-    key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
-    return prompts.get(key, run_densely)
 
 
 def prompt_ids(config: RunConfig, loaded: LoadedModel) -> Tensor:

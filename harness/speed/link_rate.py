@@ -32,6 +32,7 @@ from harness.records.environment import processor
 log = logging.getLogger(__name__)
 MEMORY_TO_LINK = 62
 """Memory bandwidth over link bandwidth of the paper's machine: RTX A6000 768 GB/s, PCIe 3.0 x16 12.4 GB/s achieved."""
+CPU = torch.device("cpu")
 COPIED = 256 * 2**20
 """Bytes of a copy that measures a rate."""
 CLOSE = 1.03
@@ -58,25 +59,30 @@ class LinkRate:
 def link_rate(results_dir: str | Path, device: torch.device, link_gbps: float | None) -> LinkRate:
     """The rate of the link to `device`; `link_gbps` (10^9 bytes/s) sets the emulated one.
 
-    Raises UserError where the results folder cannot be written.
+    A kept rate or tuning that is damaged is measured anew. Raises UserError where the results folder cannot be written.
     """
     if link_gbps is not None:
         return LinkRate(link_gbps * 1e9, None)
     path = Path(results_dir) / "link.json"
-    known = _read(path)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        rate, tuning = _rate(path, known, name), _tuning(known.get(f"{name}, tuning"))
-        if rate is None or tuning is None:
-            rate, tuning = _measure(device)
-            _write(path, known | {name: rate, f"{name}, tuning": asdict(tuning)})
-        return LinkRate(rate, rate, tuning)
-    name = f"cpu, {processor()}"
-    rate = _rate(path, known, name)
-    if rate is None:
-        rate = measure_copy_rate()
-        _write(path, known | {name: rate})
-    return LinkRate(default_bytes_per_s(rate), rate)
+    try:
+        known: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        known = {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        log.warning("%s: damaged (%s); measured anew", path, reason(error))
+        known = {}
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"cpu, {processor()}"
+    rate: Any = known.get(name)
+    tuning = _tuning(known.get(f"{name}, tuning")) if is_cuda else DEFAULT_TUNING
+    is_rate = isinstance(rate, float) and 0 < rate < math.inf
+    if rate is not None and not is_rate:
+        log.warning("%s: %s=%s is no rate; measured anew", path, name, rate)
+    if not is_rate or tuning is None:
+        rate, tuning = _measure(device) if is_cuda else (measure_copy_rate(), DEFAULT_TUNING)
+        known |= {name: rate} | ({f"{name}, tuning": asdict(tuning)} if is_cuda else {})
+        write_atomic(path, json.dumps(known, indent=1) + "\n")
+    return LinkRate(rate if is_cuda else default_bytes_per_s(rate), rate, tuning)
 
 
 def default_bytes_per_s(copy_rate: float) -> float:
@@ -84,15 +90,23 @@ def default_bytes_per_s(copy_rate: float) -> float:
     return copy_rate / MEMORY_TO_LINK
 
 
-def measure_copy_rate() -> float:
-    """Payload bytes/s (each read once and written once) of copies within this machine's RAM; the median."""
-    return _copy_rate(torch.ones(COPIED, dtype=torch.uint8), torch.empty(COPIED, dtype=torch.uint8))
+def measure_copy_rate(device: torch.device = CPU) -> float:
+    """Payload bytes/s of plain copies, the median: within this machine's RAM, where each is read once and written once,
+    or from pinned memory to another device, the ceiling of its link."""
 
+    def idle_s() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
 
-def measure_pinned_copy_rate(device: torch.device) -> float:
-    """Payload bytes/s of plain copies from pinned memory to the device, the ceiling of a link; the median."""
-    source = torch.ones(COPIED, dtype=torch.uint8, pin_memory=True)
-    return _copy_rate(source, torch.empty_like(source, device=device))
+    source = torch.ones(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(REPEATS + 1):
+        began = idle_s()
+        target.copy_(source, non_blocking=True)
+        seconds.append(idle_s() - began)
+    return COPIED / statistics.median(seconds[1:])  # the first copy maps the pages
 
 
 def measure_tuning(device: torch.device) -> Tuning:
@@ -125,22 +139,7 @@ def choose_min_copy(kernel_s: Mapping[int, float], copy_s: Mapping[int, float]) 
 
 
 def _measure(device: torch.device) -> tuple[float, Tuning]:
-    return measure_pinned_copy_rate(device), measure_tuning(device)
-
-
-def _copy_rate(source: Tensor, target: Tensor) -> float:
-    seconds = []
-    for _ in range(REPEATS + 1):
-        began = _idle(target.device)
-        target.copy_(source, non_blocking=True)
-        seconds.append(_idle(target.device) - began)
-    return source.nbytes / statistics.median(seconds[1:])  # the first copy maps the pages
-
-
-def _idle(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return measure_copy_rate(device), measure_tuning(device)
 
 
 def _gather_seconds(device: torch.device) -> dict[tuple[int, int], float]:
@@ -184,30 +183,6 @@ def _seconds(move: Callable[[], object]) -> float:
         event.record()
     events[-1].synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)) / 1e3
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The kept rates; none, with a warning, where the file is damaged."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        log.warning("%s: damaged (%s); measured anew", path, reason(error))
-        return {}
-
-
-def _write(path: Path, known: dict[str, Any]) -> None:
-    write_atomic(path, json.dumps(known, indent=1) + "\n")
-
-
-def _rate(path: Path, known: dict[str, Any], name: str) -> float | None:
-    stored = known.get(name)
-    if isinstance(stored, float) and 0 < stored < math.inf:
-        return stored
-    if stored is not None:
-        log.warning("%s: %s=%s is no rate; measured anew", path, name, stored)
-    return None
 
 
 def _tuning(stored: Any) -> Tuning | None:
