@@ -218,61 +218,42 @@ TIMED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def points(series: str, metric: str, x_name: str, values: Mapping[float, float], layer: int | None = None) -> list[Row]:
-    common = {"series": series, "metric": metric, "x_name": x_name, "layer": layer}
-    return [common | {"x": x, "value": value} for x, value in values.items()]
-
-
-def points_of(curves: Iterable[tuple], **other: Any) -> list[Row]:
-    return [row | other for curve in curves for row in points(*curve)]
-
-
-LENGTHS, BATCHES = (1024, 2048, 4096), (1, 4, 16)
-SIMILARITIES = {"H2O": {10: 1.0, 500: 0.9, 1990: 0.7}, "Oracle": {10: 1.0, 500: 0.99, 1990: 0.98}}
+SIMILAR = {"H2O": {10: 1.0, 500: 0.9, 1990: 0.7}, "Oracle": {10: 1.0, 500: 0.99, 1990: 0.98}}
 SHARES, COUNTS = {0: 0.5, 32: 0.25, 64: 0.0, 96: 0.25}, {500: 80.0, 1000: 140.0, 1500: 150.0}
-MAGNITUDES = {"before skewing": {0: 2.0, 1: 1.5, 2: 1.0}, "after skewing": {0: 4.0, 1: 0.5, 2: 0.2}}
-ANALYSES = {
-    "fig2": points_of(
-        [
-            curve
-            for x_name, xs in (("seq_len", LENGTHS), ("batch_size", BATCHES))
-            for curve in (
-                ("KV cache", "bytes", x_name, {x: x * 2.0**24 for x in xs}),
-                ("weights", "bytes", x_name, dict.fromkeys(xs, 2.0**31)),
-            )
-        ],
-        stderr=None,
-        source="modelled",
-    ),
-    "fig4": points_of(
-        (name, "cosine_similarity", "token", values, layer)
-        for layer in (0, 18)
-        for name, values in SIMILARITIES.items()
-    ),
-    "fig5": points_of(
-        curve
-        for layer in (0, 18)
-        for curve in (
-            (f"layer {layer}", "share_of_queries", "key_tokens", SHARES, layer),
-            (f"layer {layer}", "key_tokens_for_0.9", "query_token", COUNTS, layer),
-        )
-    ),
-    "fig7": points_of(
-        (name, metric, "column_rank", values, 18)
-        for metric in ("query_magnitude", "key_magnitude")
-        for name, values in MAGNITUDES.items()
-    ),
-    "fig20": points_of(
-        [
-            *(
-                (f"layer {at}", "share_of_sparse_queries", "seq_len", {2048: 0.1, 4096: 0.2, 8192: 0.4}, at)
-                for at in (0, 18)
-            ),
-            ("key 7", "attention_weight", "query_token", {6000: 0.01, 7000: 0.02}, 18),
-            ("key 1200", "attention_weight", "query_token", {6000: 0.02, 7000: 0.04}, 18),
-        ]
-    ),
+SPARSE = {2048: 0.1, 4096: 0.2, 8192: 0.4}
+SKEWED = {"before skewing": {0: 2.0, 1: 1.5, 2: 1.0}, "after skewing": {0: 4.0, 1: 0.5, 2: 0.2}}
+CURVES: dict[str, list[tuple]] = {  # series, metric, x_name, value by x, layer
+    "fig2": [
+        ("KV cache", "bytes", "seq_len", {x: x * 2.0**24 for x in (1024, 2048, 4096)}, None),
+        ("weights", "bytes", "seq_len", dict.fromkeys((1024, 2048, 4096), 2.0**31), None),
+        ("KV cache", "bytes", "batch_size", {x: x * 2.0**24 for x in (1, 4, 16)}, None),
+        ("weights", "bytes", "batch_size", dict.fromkeys((1, 4, 16), 2.0**31), None),
+    ],
+    "fig4": [(name, "cosine_similarity", "token", SIMILAR[name], at) for at in (0, 18) for name in SIMILAR],
+    "fig5": [
+        *((f"layer {at}", "share_of_queries", "key_tokens", SHARES, at) for at in (0, 18)),
+        *((f"layer {at}", "key_tokens_for_0.9", "query_token", COUNTS, at) for at in (0, 18)),
+    ],
+    "fig7": [
+        *((name, "query_magnitude", "column_rank", SKEWED[name], 18) for name in SKEWED),
+        *((name, "key_magnitude", "column_rank", SKEWED[name], 18) for name in SKEWED),
+    ],
+    "fig20": [
+        *((f"layer {at}", "share_of_sparse_queries", "seq_len", SPARSE, at) for at in (0, 18)),
+        ("key 7", "attention_weight", "query_token", {6000: 0.01, 7000: 0.02}, 18),
+        ("key 1200", "attention_weight", "query_token", {6000: 0.02, 7000: 0.04}, 18),
+    ],
 }
+
+
+def curve_rows(name: str) -> list[Row]:
+    common = {"stderr": None, "source": "modelled"} if name == "fig2" else {}
+    return [
+        common | {"series": series, "metric": metric, "x_name": x_name, "layer": layer, "x": x, "value": value}
+        for series, metric, x_name, values, layer in CURVES[name]
+        for x, value in values.items()
+    ]
+
 
 WRITERS = {
     "fig11": write_fig11,
@@ -287,7 +268,7 @@ WRITERS = {
     "index": write_index,
     "ruler": write_needles,
     **{name: lambda results, name=name: write_latency(results, name, TIMED[name]) for name in TIMED},
-    **{name: lambda results, name=name: write_analysis(results, name, ANALYSES[name]) for name in ANALYSES},
+    **{name: lambda results, name=name: write_analysis(results, name, curve_rows(name)) for name in CURVES},
     **{f"{name}-modelled": costmodel.write_tables for name in costmodel.FIGURES},
 }
 
@@ -402,12 +383,9 @@ def test_a_line_joins_runs_of_one_kind(tmp_path) -> None:
     by_setting = [row | {"size": 0.15, "settings": "alpha=4, max_size=3"}]
     write_accuracy(tmp_path, "fig11", sized + by_setting)
     (axes,) = draw("fig11", tmp_path).axes
-    assert {name: list(xy(axes, name)[0]) for name in lines(axes)} == {
-        "InfiniGen": [10, 20],
-        "InfiniGen, size not set": [15],
-    }
-    colors = {line.lines[0].get_color() for line in lines(axes).values()}
-    assert colors == {style.LOOKS["InfiniGen"].color}
+    found = {name: list(xy(axes, name)[0]) for name in lines(axes)}
+    assert found == {"InfiniGen": [10, 20], "InfiniGen, size not set": [15]}
+    assert {line.lines[0].get_color() for line in lines(axes).values()} == {style.LOOKS["InfiniGen"].color}
     write_accuracy(tmp_path, "fig11", by_setting)
     assert list(lines(draw("fig11", tmp_path).axes[0])) == ["InfiniGen"]
 
@@ -440,8 +418,8 @@ def test_models_numbers_of_samples_sources_and_runs_share_no_panel(tmp_path) -> 
     write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(source="modelled")])
     titles = [axes.get_title() for axes in draw("fig14", tmp_path).axes]
     assert titles == ["source: emulated", "source: modelled"]
-    rows = points("H2O", "cosine_similarity", "token", {1: 1.0, 2: 0.9}, 0)
-    write_analysis(tmp_path, "fig4", [*rows, *(row | {"run_id": "1" * 16} for row in rows)])
+    rows = [row for row in curve_rows("fig4") if row["layer"] == 0]
+    write_analysis(tmp_path, "fig4", [*rows, *(dict(row) | {"run_id": "1" * 16} for row in rows)])
     assert [axes.get_title() for axes in draw("fig4", tmp_path).axes] == ["run " + "0" * 16, "run " + "1" * 16]
 
 
@@ -611,7 +589,7 @@ def test_figures_of_analyses(tmp_path) -> None:
     ],
 )
 def test_published_counts_only_of_the_same_layer_and_model(change, shown: bool, tmp_path) -> None:
-    write_analysis(tmp_path, "fig5", [dict(row) | change for row in ANALYSES["fig5"]])
+    write_analysis(tmp_path, "fig5", [dict(row) | change for row in curve_rows("fig5")])
     found = [point for axes in draw("fig5", tmp_path).axes for point in hollow_points(axes, analysis.OF_PG19)]
     expected = {(500, 80), (1000, 146), (1500, 160), (2000, 164), (998, 172), (999, 164), (1001, 154), (1002, 140)}
     assert set(found) == (expected if shown else set())
