@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.model.attach import Attached, Handler
+from harness.model.attach import Attached, Handler, PromptPass
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.policies import new_states, policies_of, select
-from harness.model.prompt import PromptPass
 from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
 from methods.attention import hide
 from methods.base import EMPTY, Calibration, Lengths, Method, PromptRows, Rows, Selection, State

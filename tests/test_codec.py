@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from living import attached_with_link, force, open_live, tiny, token_batch
 from replaying import open_session, watched
 
-from harness.model.attach import attach
-from harness.model.prompt import PromptPass
+from harness.model.attach import PromptPass, attach
 from harness.offload.step import DecodeStep
 from harness.replay import DecodePass
 from methods.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, ChannelCodec, Codec, SplitCodec, hadamard

@@ -29,10 +29,7 @@ VERDICTS = {  # the verdict, the kinds of layers, and what is said
     "roberta": ("refused", "", "logits are off"),
 }
 CORE = [
-    *(
-        Path("harness/model", f"{name}.py")
-        for name in ("attach", "attention", "decoder", "calibration", "policies", "prompt")
-    ),
+    *(Path("harness/model", f"{name}.py") for name in ("attach", "attention", "decoder", "calibration", "policies")),
     *Path("harness/replay").glob("*.py"),
     *Path("harness/offload").rglob("*.py"),
 ]

@@ -15,7 +15,7 @@ from living import (
 )
 
 from harness.errors import UserError
-from harness.model.prompt import run_prompt
+from harness.model.attach import run_prompt
 from harness.offload import links as emulated
 from harness.offload import step as timelines
 from harness.offload.cache import LayerCache

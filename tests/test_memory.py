@@ -17,10 +17,9 @@ from living import CPU, PROMPT, PROMPTS, attached_with_link, force, live, make_s
 from test_fake_cuda import opened, system_of
 
 from harness.errors import UserError
-from harness.model.attach import attach
+from harness.model.attach import attach, prompt_bytes, run_prompt
 from harness.model.decoder import read_decoder
 from harness.model.load import LoadedModel
-from harness.model.prompt import prompt_bytes, run_prompt
 from harness.model.tiny import tiny_model
 from harness.offload import live as sessions
 from harness.offload import memory

@@ -20,9 +20,8 @@ from living import calibration
 from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_one, run_ragged, token_ids, watched
 
 from harness import replay as passes
-from harness.model.attach import attach
+from harness.model.attach import PromptPass, attach
 from harness.model.calibration import calibrate
-from harness.model.prompt import PromptPass
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.infinigen import InfiniGen
 from methods.pqcache import PQCache

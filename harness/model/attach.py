@@ -15,9 +15,10 @@ sequences alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,9 +26,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from harness.errors import UserError
-from harness.model.attention import Rotary, dense_attention, rotary_of
+from harness.model.attention import Rotary, dense_attention, prompt_attention, rotary_of
 from harness.model.decoder import (
-    UNREADABLE,
     Call,
     Decoder,
     Layer,
@@ -37,8 +37,8 @@ from harness.model.decoder import (
     attention_function,
     options_of,
     read_decoder,
+    readable,
     refusal,
-    refused_by,
     replaced_forward,
     reraise_out_of_memory,
 )
@@ -120,10 +120,7 @@ class Attached:
                 self._rehearsed_in.setdefault(id(layer.before), []).append(index)
         self._rotaries: dict[int, Rotary | None] = {}
         self._handler: Handler | None = None
-        self._cache: ModelCache | None = None
-        self._rows: Tensor | None = None
-        self._is_padded = False
-        self._positions: Tensor | None = None
+        self._cache = self.new_cache()
         self._made: dict[PositionSource, Any] = {}
         self._rehearsing = False
 
@@ -212,7 +209,14 @@ class Attached:
         """Raise UserError for a sequence that is too long to be decoded as one pass computes it: beyond the window of a
         model with local layers only, or beyond the length from which rotary frequencies depend on the sequence's length
         (dynamic, longrope)."""
-        limits = {"sliding window": self.longest} | _rope_limits(self.decoder.stack.config)
+        limits = {"sliding window": self.longest}
+        config = self.decoder.stack.config
+        parameters = getattr(config, "rope_parameters", None) or {}
+        for rope in [parameters] if "rope_type" in parameters else filter(None, parameters.values()):
+            kinds = {"longrope": "longrope", "dynamic": "dynamic rope"}
+            if kind := kinds.get(rope.get("rope_type")):
+                limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+                limits[f"length up to which {kind} keeps its positions"] = limit
         for name, limit in limits.items():
             if limit and num_tokens > limit:
                 raise UserError(
@@ -272,7 +276,6 @@ class Attached:
         index = self._index[id(module)]
         latent = self.layers[index].latent
         query = self._as_handled(index, query)
-        assert self._cache is not None
         stored, self._cache.latest = self._cache.latest, None  # not held beyond the layer
         with launching_on(query.device):
             if latent is None:
@@ -285,19 +288,18 @@ class Attached:
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when a mixer has its input: here later layers are rehearsed."""
-        if self._handler is None or self._rehearsing:
+        if self._handler is None:
             return
-        if id(module) in self._index:
-            index = self._index[id(module)]
-            with launching_on(self.layers[index].device):
-                self._handler.layer_begins(index)
+        if (own := self._index.get(id(module))) is not None:
+            with launching_on(self.layers[own].device):
+                self._handler.layer_begins(own)
         for index in self._rehearsed_in.get(id(module), ()):
             if self._handler.rehearses(index):
                 with launching_on(self.layers[index].device):
                     self._handler.rehearse(index, self.early_query(index, Call(args, kwargs).hidden))
 
     def _after(self, module: Any, *_: Any) -> None:
-        if self._handler is not None and not self._rehearsing:
+        if self._handler is not None:
             index = self._index[id(module)]
             with launching_on(self.layers[index].device):
                 self._handler.layer_ends(index)
@@ -319,8 +321,6 @@ class Attached:
         """Run a recurrent module. In a padded batch each sequence's own rows run alone, with its own state. Rows run
         one by one where the module takes only one row after a state."""
         cache, columns = self._cache, self._rows
-        if self._handler is None or cache is None or columns is None:
-            return forward(*args, **kwargs)
         one_by_one = not self.decoder.takes_rows and cache.num_columns > 0 and columns.shape[1] > 1
         if not self._is_padded and not one_by_one:
             return forward(*args, **kwargs)
@@ -378,32 +378,15 @@ def require_in_range(hidden: Tensor) -> None:
         raise UserError(f"the model's activations are not finite; {LOOK_AT}")
 
 
-def _rope_limits(config: Any) -> dict[str, int | None]:
-    """The lengths up to which rotary frequencies do not depend on the sequence's length, by name."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
-    limits: dict[str, int | None] = {}
-    for rope in kinds:
-        original = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") == "longrope":
-            limits["length up to which longrope keeps its positions"] = original
-        elif rope.get("rope_type") == "dynamic":
-            limits["length up to which dynamic rope keeps its positions"] = original or config.max_position_embeddings
-    return limits
-
-
-_blanks: dict[Any, Tensor] = {}
-
-
 def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
     """The output of a projection that is left out: zeros, allocated once for each shape of a decode step."""
     shape = (*states.shape[:-1], size)
-    if states.shape[-2] > 1:
-        return states.new_zeros(shape)
-    key = shape, states.dtype, states.device
-    if key not in _blanks:
-        _blanks[key] = states.new_zeros(shape)
-    return _blanks[key]
+    return _blank(shape, states.dtype, states.device) if states.shape[-2] == 1 else states.new_zeros(shape)
+
+
+@cache
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @contextmanager
@@ -428,6 +411,90 @@ def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
             stack.enter_context(replaced_forward(module, partial(attached._recurrent, module, module.forward)))
         stack.enter_context(attention_function(decoder.stack, attached._attend))
         yield attached
+
+
+# Dense passes over prompts
+
+
+Keep = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Takes a layer, and its query, key and value [batch, heads, prompt, size]."""
+
+
+class PromptPass(Handler):
+    """A dense causal pass over prompts. `keep` is given every layer's number, query, key and value as they come.
+
+    real: bool [batch, prompt], False for the padding on the left; None: there is none.
+    """
+
+    def __init__(self, attached: Attached, real: Tensor | None = None, keep: Keep | None = None) -> None:
+        self.attached = attached
+        self.padding = () if real is None else (~real).sum(-1).tolist()
+        self.keep = keep
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.keep is not None:
+            self.keep(layer, query, key, value)
+        softmax, window = self.attached.softmaxes[layer], self.attached.layers[layer].window
+        return prompt_attention(query, key, value, softmax, self.padding, window)
+
+
+def positions_of(real: Tensor) -> Tensor:
+    """Positions of left-padded prompts, int [batch, prompt]; 0 in the padding."""
+    return (real.cumsum(-1) - 1).clamp(min=0)
+
+
+@dataclass
+class PrefilledPrompt:
+    """A prompt that has run, from which several methods can start.
+
+    real: bool [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads, prompt, size];
+    hidden: final hidden states of the last column [batch, hidden_size]; model_cache: recurrent layers' states.
+    """
+
+    real: Tensor
+    layers: list[tuple[Tensor, Tensor, Tensor]]
+    hidden: Tensor
+    model_cache: ModelCache
+
+
+def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
+    """One dense pass over left-padded prompts, ids and real [batch, prompt]."""
+    attached.require_even(real)
+    layers: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def alone(states: Tensor) -> Tensor:
+        """Copied where it is a part of a larger tensor, a fused projection, that would be kept with it."""
+        return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
+
+    def keep(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        layers.append((alone(query), alone(key), alone(value)))
+
+    model_cache = attached.new_cache()
+    hidden = attached.forward(ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real)
+    return PrefilledPrompt(real, layers, hidden[:, -1], model_cache)
+
+
+def prompt_bytes(attached: Attached, num_tokens: int) -> int:
+    """An upper bound of the bytes that a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
+
+    Per token: four hidden states, the rotary tables, and the larger of FFN and attention activations. Attention makes
+    query, key, value and output, the query once more, and the packed row and a copy.
+    """
+    layer, geometry = attached.layers[0], attached.geometry
+    hidden = layer.call.hidden.shape[-1]
+    of_attention = {id(each) for each in layer.module.parameters()}
+    attention = sum(each.numel() for each in layer.module.parameters() if each.dim() == 2) // hidden
+    attention += geometry.head_dim * (geometry.num_heads + 4 * geometry.num_kv_heads)
+    ffn = [each for each in layer.block.parameters() if id(each) not in of_attention]
+    matrices = [weight for weight in ffn if weight.dim() == 2]
+    # Of a tensor of experts a token meets a few. A product of two matrices in one stays as long as its halves are used.
+    num_experts = getattr(attached.decoder.stack.config, "num_experts_per_tok", None) or 1
+    activations = num_experts * sum(max(weight.shape[1:]) for weight in ffn if weight.dim() == 3)
+    if matrices:
+        fused = max(weight.shape[0] for weight in matrices) - max(weight.shape[1] for weight in matrices)
+        activations += sum(weight.numel() for weight in matrices) // hidden + max(0, fused)
+    per_token = 4 * hidden + 4 * geometry.head_dim + max(attention, activations)
+    return num_tokens * per_token * attached.dtype.itemsize
 
 
 # The check of a model at its first use
@@ -460,17 +527,14 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
         raise UserError(
             f"model family {decoder.family!r}: the model's own logits are all zero or not finite; {LOOK_AT}"
         )
-    uses_latents = any(layer.latent is not None for layer in decoder.layers)
-    try:
+    with readable(decoder.family):
         off = _difference(model, decoder, ids, expected)
         if decoder.recurrent and not off <= tolerance:
             decoder.takes_rows = False
             off = _difference(model, decoder, ids, expected)
-        if uses_latents and not off <= tolerance:
+        if any(layer.latent is not None for layer in decoder.layers) and not off <= tolerance:
             decoder.expand_latents()
             off = _difference(model, decoder, ids, expected)
-    except UNREADABLE as error:
-        raise refused_by(error, decoder.family) from error
     if not off <= tolerance:
         raise refusal(decoder.family, f"under our attention its logits are off by {off:.1e} of the largest")
     decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
@@ -536,11 +600,11 @@ def _why_no_padding(model: Any, decoder: Decoder, ids: Tensor, tolerance: float)
     batch = torch.cat([ids, ids.roll(3, 1)])
     real = torch.ones_like(batch, dtype=torch.bool)
     real[1, :3] = False
-    positions = (real.cumsum(-1) - 1).clamp(min=0)
     with attached_unchecked(model, decoder) as attached:
-        together = attached.logits(attached.forward(batch, positions, _History(attached, real), real=real))
+        hidden = attached.forward(batch, positions_of(real), PromptPass(attached, real), real=real)
         own = torch.arange(shorter, device=ids.device)[None]
-        alone = attached.logits(attached.forward(ids[:, :shorter], own, _History(attached)))
+        alone = attached.logits(attached.forward(ids[:, :shorter], own, PromptPass(attached)))
+        together = attached.logits(hidden)
     off = _relative(together[1:, 3:], alone)
     return None if off <= tolerance else f"a sequence beside a longer one is off by {off:.1e} of the largest logit"
 
@@ -550,12 +614,10 @@ def _relative(got: Tensor, expected: Tensor) -> float:
 
 
 class _History(Handler):
-    """Dense attention over all passes so far. real: bool [batch, rows] of the only pass; None: all rows are.
-    queries: by layer, of the last pass."""
+    """Dense attention over all passes so far. queries: by layer, of the last pass."""
 
-    def __init__(self, attached: Attached, real: Tensor | None = None, *, is_rehearsing: bool = False) -> None:
+    def __init__(self, attached: Attached, *, is_rehearsing: bool = False) -> None:
         self.attached = attached
-        self.real = real
         self.is_rehearsing = is_rehearsing
         self.stored: dict[int, tuple[Tensor, Tensor]] = {}
         self.queries: dict[int, Tensor] = {}
@@ -575,6 +637,4 @@ class _History(Handler):
         if window is not None:
             visible &= tokens >= window.first_visible(rows)[:, None]
         visible = visible.expand(len(key), 1, *visible.shape)
-        if self.real is not None:  # a row of padding sees itself, so that its softmax is of something
-            visible = visible & (self.real[:, None, None].to(key.device) | (tokens == rows[:, None]))
         return dense_attention(query, key, value, self.attached.softmaxes[layer], visible)

@@ -142,11 +142,6 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, softmax: Softma
     return torch.cat(outputs, 1)
 
 
-def padding_of(real: Tensor) -> list[int]:
-    """Rows of padding before each prompt; real: bool [batch, prompt]."""
-    return (~real).sum(-1).tolist()
-
-
 def weighted_values(scores: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """`scores` [batch, num_kv_heads, group, rows, slots] as weights of `value` [batch, num_kv_heads, slots, value_dim].
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from harness.errors import UserError
 from harness.files import replacing, text_sha256
-from harness.model.attach import Attached
-from harness.model.prompt import PromptPass
+from harness.model.attach import Attached, PromptPass
 from methods.base import Calibration, Method
 
 FORMAT = 4

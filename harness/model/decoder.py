@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import count
@@ -44,6 +44,10 @@ FAR = 2**20
 _names = (f"kv_harness_{number}" for number in count())
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class ModelCache(DynamicCache):
     """The cache object of one batch: it keeps the states of recurrent layers, and stores no keys and values.
 
@@ -52,35 +56,29 @@ class ModelCache(DynamicCache):
 
     num_columns: rows that the model has run so far, from which some models count positions. latest: the last (key,
     value) that an attention layer stored. on_state: called when a module writes a recurrent state. instead: the keys
-    and values that `update` returns; None: those that it was given.
+    and values that `update` returns; None: those that it was given. Method names are transformers'.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.num_columns = 0
         self.latest: tuple[Tensor, Tensor] | None = None
-        self.on_state: Callable[[], Any] | None = None
+        self.on_state: Callable[[], None] = nothing
         self.instead: tuple[Tensor, Tensor] | None = None
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store nothing."""
         self.latest = key, value
-        return (key, value) if self.instead is None else self.instead
+        return self.instead or self.latest
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """Columns before this pass."""
         return self.num_columns
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
-        if self.on_state is not None:
-            self.on_state()
+        self.on_state()
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
-        if self.on_state is not None:
-            self.on_state()
+        self.on_state()
         return super().update_recurrent_state(*args, **kwargs)
 
     @property
@@ -92,10 +90,8 @@ class ModelCache(DynamicCache):
         """A cache with the states of the sequences `index` int [new_batch]; layer: copy only this one."""
         child = copy(self)
         child.layers = [each if layer not in (None, at) else deepcopy(each) for at, each in enumerate(self.layers)]
-        for states in child._states(layer):
-            for name, state in states.items():
-                if isinstance(state, Tensor):
-                    states[name] = state.index_select(0, index.to(state.device))
+        for each in child.layers if layer is None else [child.layers[layer]]:
+            each.reorder_cache(index)
         return child
 
     def join(self, parts: list[ModelCache], layer: int) -> None:
@@ -240,14 +236,16 @@ def refusal(family: str, why: str) -> UserError:
     return UserError(f"model family {family!r} is not supported: {why}")
 
 
-UNREADABLE = (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError)
-"""Errors of a model's own code that is run in a way that it does not expect."""
-
-
-def refused_by(error: Exception, family: str) -> Exception:
-    """The refusal of a model whose code raised `error`; raises `error` itself where the memory did not suffice."""
-    reraise_out_of_memory(error)
-    return error if isinstance(error, UserError) else refusal(family, reason(error))
+@contextmanager
+def readable(family: str) -> Iterator[None]:
+    """Refuse a model whose own code fails inside the `with` block, where it runs in a way that it does not expect."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, TypeError, RuntimeError, ValueError, KeyError, IndexError) as error:
+        reraise_out_of_memory(error)
+        raise refusal(family, reason(error)) from error
 
 
 def reraise_out_of_memory(error: Exception) -> None:
@@ -292,10 +290,9 @@ class Decoder:
             self.recurrent: list[nn.Module] = trace.recurrent
             self.output_type = trace.output_type
             self.blocks = self._find_blocks()
-            self._find_previous_mixers()
             with attention_function(self.stack, stop):
-                self._find_unused()
                 for layer in self.layers:
+                    self._find_unused(layer)
                     layer.latent = self._read_latent(layer, trace.stored.get(id(layer.module)))
         for layer in self.layers:
             if layer.latent is not None:
@@ -323,40 +320,29 @@ class Decoder:
         return [each for name in layer.query_modules for each in layer.module.get_submodule(name).parameters()]
 
     def _find_blocks(self) -> list[nn.Module]:
-        """The list of modules that holds all attention modules. Sets the `block` of each attention layer."""
-        for modules in self.stack.modules():
-            if not isinstance(modules, nn.ModuleList):
+        """The list of modules that holds all attention modules. Sets `block` and `before` of each attention layer.
+
+        The mixer of a block is its attention module, else a child with a layer index.
+        """
+        attentions = {id(layer.module): layer for layer in self.layers}
+        for blocks in self.stack.modules():
+            if not isinstance(blocks, nn.ModuleList):
                 continue
-            blocks = {id(inner): block for block in modules for inner in block.modules()}
-            if all(id(layer.module) in blocks for layer in self.layers):
-                for layer in self.layers:
-                    layer.block = blocks[id(layer.module)]
-                return list(modules)
+            if not attentions.keys() <= {id(inner) for block in blocks for inner in block.modules()}:
+                continue
+            previous: nn.Module | None = None
+            for block in blocks:
+                inside = [attentions[id(each)] for each in block.modules() if id(each) in attentions]
+                for layer in inside:
+                    layer.block, layer.before = block, previous
+                    previous = layer.module
+                if not inside:
+                    previous = next((each for each in block.children() if hasattr(each, "layer_idx")), previous)
+            return list(blocks)
         raise refusal(self.family, "its layers are in no list")
 
-    def _find_previous_mixers(self) -> None:
-        """Set `before`. The mixer of a block is its attention module, else a child with a layer index."""
-        attentions = {id(layer.module): layer for layer in self.layers}
-        previous: nn.Module | None = None
-        for block in self.blocks:
-            inside = [each for each in block.modules() if id(each) in attentions]
-            for module in inside:
-                attentions[id(module)].before = previous
-                previous = module
-            if not inside:
-                previous = next((each for each in block.children() if hasattr(each, "layer_idx")), previous)
-
-    def _find_unused(self) -> None:
-        """Find the submodules that no query depends on by autograd's graph; a rehearsal leaves them out."""
-        known: dict[Any, Layer] = {}
-        for layer in self.layers:
-            names = tuple(name for name, _ in layer.module.named_modules())
-            first = known.setdefault((type(layer.module), names, layer.num_heads, layer.head_dim), layer)
-            if first is layer:
-                self._find_unused_of(layer)
-            layer.unused, layer.query_modules = first.unused, first.query_modules
-
-    def _find_unused_of(self, layer: Layer) -> None:
+    def _find_unused(self, layer: Layer) -> None:
+        """Find the submodules that the query does not depend on by autograd's graph; a rehearsal leaves them out."""
         outputs: dict[str, Tensor] = {}
         names = {each: name for name, each in layer.module.named_modules() if name and not list(each.children())}
 
@@ -373,7 +359,12 @@ class Decoder:
         finally:
             for hook in hooks:
                 hook.remove()
-        ancestors = {None, *_ancestors(query.grad_fn)}  # None: made of nothing that autograd follows
+        ancestors, todo = {None}, [query.grad_fn]  # None: made of nothing that autograd follows
+        while todo:
+            node = todo.pop()
+            if node not in ancestors:
+                ancestors.add(node)
+                todo += [before for before, _ in node.next_functions]
         unused = {name for name, each in outputs.items() if query.requires_grad and each.grad_fn not in ancestors}
         layer.unused = {name: each.shape[-1] for name, each in outputs.items() if name in unused}
         layer.query_modules = tuple(name for name in outputs if name not in unused)
@@ -381,9 +372,7 @@ class Decoder:
     def _read_latent(self, layer: Layer, cached: tuple[Tensor, Tensor] | None) -> Latent | None:
         """The matrices that turn a stored latent into every head's key and value: the output of the module's own code
         for unit latents. None where the module stores the keys and values that it attends to."""
-        if cached is None or cached[0].shape[1] == layer.num_kv_heads:
-            return None
-        if any(each.shape[1] != 1 for each in cached):
+        if cached is None or cached[0].shape[1] == layer.num_kv_heads or any(each.shape[1] != 1 for each in cached):
             return None
         rank, rotary = (torch.eye(each.shape[-1], dtype=each.dtype, device=each.device)[None, None] for each in cached)
 
@@ -424,23 +413,17 @@ class _Trace:
 
     def run(self) -> list[Layer]:
         """The attention layers, in order."""
+        stack = self.decoder.stack
         self._cache.on_state = self._note_recurrent
-        hooks: list[Any] = []
-        for module in self.decoder.stack.modules():
-            hooks.append(module.register_forward_pre_hook(self._enters, with_kwargs=True))
-            hooks.append(module.register_forward_hook(self._leaves, with_kwargs=True))
-        try:
-            with attention_function(self.decoder.stack, self._attend, self._mask):
-                ids = torch.ones(1, 2, dtype=torch.long, device=self.device)
-                positions = torch.arange(2, device=ids.device)[None]
-                given = {"input_ids": ids, "position_ids": positions, "past_key_values": self._cache}
-                self.output_type = type(self.decoder.stack(**given, use_cache=False))
-        except UNREADABLE as error:
-            raise refused_by(error, self.decoder.family) from error
-        finally:
-            self._cache.on_state = None
-            for hook in hooks:
-                hook.remove()
+        ids = torch.ones(1, 2, dtype=torch.long, device=self.device)
+        given = {"input_ids": ids, "position_ids": torch.arange(2, device=self.device)[None]}
+        with ExitStack() as hooks:
+            for module in stack.modules():
+                hooks.callback(module.register_forward_pre_hook(self._enters, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(self._leaves, with_kwargs=True).remove)
+            hooks.enter_context(readable(self.decoder.family))
+            hooks.enter_context(attention_function(stack, self._attend, self._mask))
+            self.output_type = type(stack(**given, past_key_values=self._cache, use_cache=False))
         if not self.layers:
             raise refusal(self.decoder.family, "its attention is not transformers' attention function")
         return self.layers
@@ -477,21 +460,17 @@ class _Trace:
             tokens = torch.arange(row + 2, device=zero.device)
             return mask_function(zero, zero, zero + row, tokens).expand(len(tokens))
 
-        def agrees(window: Window) -> bool:
-            """Whether the mask is this window around its edges, and far from the first token."""
-            rows = {max(0, times * window.size + step) for times in (0, 1, 2, 5) for step in (-2, -1, 0, 1)}
-            for row in (*rows, FAR):
-                tokens = torch.arange(row + 2, device=zero.device)
-                expected = (tokens >= window.first_visible(zero + row)) & (tokens <= row)
-                if not torch.equal(visible(row), expected):
-                    return False
-            return True
-
         num_seen = int(visible(FAR).sum())
         if num_seen == FAR + 1:
             return None
         for window in (Window(num_seen), Window(size or num_seen, is_chunk=True)):
-            if agrees(window):
+            # around its edges, and far from the first token
+            rows = {max(0, times * window.size + step) for times in (0, 1, 2, 5) for step in (-2, -1, 0, 1)} | {FAR}
+            for row in rows:
+                tokens = torch.arange(row + 2, device=zero.device)
+                if not torch.equal(visible(row), (tokens >= window.first_visible(zero + row)) & (tokens <= row)):
+                    break
+            else:
                 return window
         raise refusal(
             self.decoder.family, "a layer sees neither all earlier tokens, nor a sliding window, nor a chunk of them"
@@ -506,14 +485,14 @@ class _Trace:
             asked += [each for call in under_way for each in (*call.args, *call.kwargs.values())]
         masks = [window for mask, window in self._masks if any(each is mask for each in asked)]
         odd = sorted(name for name, each in options.items() if name not in HARMLESS_OPTIONS and each is not None)
-        if given is not None and not masks or odd:
-            raise refusal(self.decoder.family, f"its attention takes {', '.join(odd) or 'a mask of its own'}")
-        if not getattr(module, "is_causal", True):
-            raise refusal(self.decoder.family, "its attention is not causal")
-        if any(layer.module is module for layer in self.layers):
-            raise refusal(self.decoder.family, "a layer attends more than once")
-        if query.shape[2] != 2 or key.shape[2] != 2:
-            raise refusal(self.decoder.family, "a layer does not attend to each of the tokens")
+        for why, is_so in {
+            f"its attention takes {', '.join(odd) or 'a mask of its own'}": given is not None and not masks or odd,
+            "its attention is not causal": not getattr(module, "is_causal", True),
+            "a layer attends more than once": any(layer.module is module for layer in self.layers),
+            "a layer does not attend to each of the tokens": query.shape[2] != 2 or key.shape[2] != 2,
+        }.items():
+            if is_so:
+                raise refusal(self.decoder.family, why)
         call, (num_heads, rows, head_dim) = self._calls[id(module)], query.shape[1:]
         positions = [id(first_tensor(each.kwargs.get("position_embeddings"))) for each in under_way]
         source = next((self._made[each] for each in positions if each in self._made), None)
@@ -539,8 +518,7 @@ class _Trace:
         )
         self.layers.append(layer)
         if self._cache.latest is not None:
-            self.stored[id(module)] = self._cache.latest
-            self._cache.latest = None
+            self.stored[id(module)], self._cache.latest = self._cache.latest, None
         return value.new_zeros(query.shape[0], rows, num_heads, value.shape[3]), None
 
 
@@ -559,17 +537,6 @@ def first_tensor(output: Any) -> Tensor | None:
 def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of a call that are strings or whole numbers."""
     return tuple(each for each in (*args, *kwargs.values()) if isinstance(each, str | int))
-
-
-def _ancestors(node: Any) -> set[Any]:
-    """The nodes of autograd's graph that a tensor was computed from, its own included."""
-    found, todo = set(), [node]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [before for before, _ in node.next_functions]
-    return found
 
 
 def _stack_of(model: Any) -> Any:

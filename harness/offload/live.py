@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.attach import Attached, launching_on
+from harness.model.attach import Attached, PrefilledPrompt, PromptPass, launching_on, positions_of, prompt_bytes
 from harness.model.policies import Policy, new_states, policies_of
-from harness.model.prompt import PrefilledPrompt, PromptPass, positions_of, prompt_bytes
 from harness.offload import memory
 from harness.offload.cache import Batch, LayerCache, Stage, slots_needed
 from harness.offload.links import Link, Links, link_of

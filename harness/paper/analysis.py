@@ -19,10 +19,9 @@ from torch import Tensor
 from harness.data.text import calibration_ids, corpus_ids, first_window_offset
 from harness.errors import UserError, refused
 from harness.files import cache_dir
-from harness.model.attach import Attached, attach
+from harness.model.attach import Attached, PromptPass, attach
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel, model_config
-from harness.model.prompt import PromptPass
 from harness.model.shape import WEIGHT_BYTES, count_weights
 from harness.replay import MAX_CHUNK, SCORES_PER_CHUNK
 from harness.settings.config import RunConfig

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.model.attach import Attached
-from harness.model.prompt import PrefilledPrompt, run_prompt
+from harness.model.attach import Attached, PrefilledPrompt, run_prompt
 from harness.offload.links import Links, Transfer
 from harness.offload.live import LiveSession
 from harness.offload.step import SEGMENTS, Timeline

@@ -19,10 +19,9 @@ from torch import Tensor
 from harness.data.text import offline_text, token_ids
 from harness.errors import UserError
 from harness.files import cache_dir
-from harness.model.attach import Attached, attach
+from harness.model.attach import Attached, attach, prompt_bytes
 from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
-from harness.model.prompt import prompt_bytes
 from harness.offload.links import Link, open_link
 from harness.offload.memory import require_memory, smaller_card
 from harness.resources import Kept
