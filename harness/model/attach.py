@@ -108,25 +108,23 @@ class Attached:
         for window in windows:
             is_global = all_local or window is None
             self.numbers.append(sum(number is not None for number in self.numbers) if is_global else None)
+        self._numbered = list(zip(self.layers, self.numbers, strict=True))
         self.geometry = self._geometry()
         self.softmaxes = [
-            layer.softmax._replace(scale=self.geometry.scale) if number is not None else layer.softmax
-            for layer, number in zip(self.layers, self.numbers, strict=True)
+            layer.softmax if number is None else layer.softmax._replace(scale=self.geometry.scale)
+            for layer, number in self._numbered
         ]
         self._index = {id(layer.module): index for index, layer in enumerate(self.layers)}
-        self._rehearsed_in: dict[int, list[int]] = {}
-        for index, layer in enumerate(self.layers):
-            if layer.before is not None and self.numbers[index] is not None:
-                self._rehearsed_in.setdefault(id(layer.before), []).append(index)
         self._rotaries: dict[int, Rotary | None] = {}
         self._handler: Handler | None = None
         self._cache = self.new_cache()
+        self._real = torch.ones(0, 0)
         self._made: dict[PositionSource, Any] = {}
         self._rehearsing = False
 
     def _geometry(self) -> Geometry:
         """The sizes of the layers that see every token; UserError where they differ."""
-        layers = [layer for layer, number in zip(self.layers, self.numbers, strict=True) if number is not None]
+        layers = [layer for layer, number in self._numbered if number is not None]
         first = layers[0]
         sizes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.value_dim, each.elements) for each in layers}
         if len(sizes) > 1:
@@ -146,16 +144,15 @@ class Attached:
             softmaxes=() if all(each.is_plain for each in softmaxes) else softmaxes,
             windows=tuple(
                 layer.window._replace(weight=layer.num_kv_heads * layer.elements / token)
-                for layer, number in zip(self.layers, self.numbers, strict=True)
+                for layer, number in self._numbered
                 if number is None and layer.window is not None
             ),
         )
 
     def method_devices(self, num_exempt_layers: int) -> list[torch.device]:
         """The devices of the layers under a method, each once."""
-        numbered = zip(self.layers, self.numbers, strict=True)
-        under_method = [layer for layer, number in numbered if number is not None and number >= num_exempt_layers]
-        return list(dict.fromkeys(layer.device for layer in under_method))
+        under = [layer for layer, number in self._numbered if number is not None and number >= num_exempt_layers]
+        return list(dict.fromkeys(layer.device for layer in under))
 
     def new_cache(self) -> ModelCache:
         """The cache object for one batch, with the states of recurrent layers."""
@@ -181,7 +178,7 @@ class Attached:
             require_embedded(ids, self.decoder.stack.get_input_embeddings())
         self._handler, self._positions = handler, positions
         self._cache = self.new_cache() if cache is None else cache
-        self._rows = torch.ones_like(ids, dtype=torch.bool) if real is None else real
+        self._real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
         self._is_padded = bool(self.decoder.recurrent) and real is not None and not bool(real.all())
         try:
             output = self.decoder.stack(
@@ -286,23 +283,21 @@ class Attached:
             output = self._handler.attention(index, query, key, key[..., : latent.rank])
         return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Called when a mixer has its input: here later layers are rehearsed."""
-        if self._handler is None:
-            return
-        if (own := self._index.get(id(module))) is not None:
-            with launching_on(self.layers[own].device):
-                self._handler.layer_begins(own)
-        for index in self._rehearsed_in.get(id(module), ()):
-            if self._handler.rehearses(index):
-                with launching_on(self.layers[index].device):
-                    self._handler.rehearse(index, self.early_query(index, Call(args, kwargs).hidden))
-
-    def _after(self, module: Any, *_: Any) -> None:
+    def _begins(self, layer: int, *_: Any) -> None:
         if self._handler is not None:
-            index = self._index[id(module)]
-            with launching_on(self.layers[index].device):
-                self._handler.layer_ends(index)
+            with launching_on(self.layers[layer].device):
+                self._handler.layer_begins(layer)
+
+    def _ends(self, layer: int, *_: Any) -> None:
+        if self._handler is not None:
+            with launching_on(self.layers[layer].device):
+                self._handler.layer_ends(layer)
+
+    def _rehearse(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Called when the mixer before `layer` has its input."""
+        if self._handler is not None and self.numbers[layer] is not None and self._handler.rehearses(layer):
+            with launching_on(self.layers[layer].device):
+                self._handler.rehearse(layer, self.early_query(layer, Call(args, kwargs).hidden))
 
     def _positions_made(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Keep the position embeddings of this pass, for rehearsals of other layers."""
@@ -320,9 +315,9 @@ class Attached:
     def _recurrent(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a recurrent module. In a padded batch each sequence's own rows run alone, with its own state. Rows run
         one by one where the module takes only one row after a state."""
-        cache, columns = self._cache, self._rows
+        cache, columns = self._cache, self._real
         one_by_one = not self.decoder.takes_rows and cache.num_columns > 0 and columns.shape[1] > 1
-        if not self._is_padded and not one_by_one:
+        if self._handler is None or not (self._is_padded or one_by_one):
             return forward(*args, **kwargs)
 
         def run(cache_of_part: ModelCache, at: slice, rows: Tensor) -> Any:
@@ -393,14 +388,14 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
     attached = Attached(model, decoder)
-    mixers = {id(each): each for layer in decoder.layers for each in (layer.before, layer.module) if each is not None}
     sources = {id(layer.positions.module): layer.positions.module for layer in decoder.layers if layer.positions}
     with ExitStack() as stack:
-        for module in mixers.values():
-            hook = module.register_forward_pre_hook(attached._before, with_kwargs=True)
-            stack.callback(hook.remove)
-        for layer in decoder.layers:
-            stack.callback(layer.module.register_forward_hook(attached._after).remove)
+        for index, layer in enumerate(decoder.layers):
+            stack.callback(layer.module.register_forward_pre_hook(partial(attached._begins, index)).remove)
+            stack.callback(layer.module.register_forward_hook(partial(attached._ends, index)).remove)
+            if layer.before is not None:
+                hook = layer.before.register_forward_pre_hook(partial(attached._rehearse, index), with_kwargs=True)
+                stack.callback(hook.remove)
             if layer.prescales:
                 stack.callback(setattr, layer.module, "scaling", layer.module.scaling)
                 layer.module.scaling = 1.0  # type: ignore[assignment]
@@ -414,7 +409,6 @@ def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
 
 
 # Dense passes over prompts
-
 
 Keep = Callable[[int, Tensor, Tensor, Tensor], None]
 """Takes a layer, and its query, key and value [batch, heads, prompt, size]."""
