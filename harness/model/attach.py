@@ -210,10 +210,9 @@ class Attached:
         config = self.decoder.stack.config
         parameters = getattr(config, "rope_parameters", None) or {}
         for rope in [parameters] if "rope_type" in parameters else filter(None, parameters.values()):
-            kinds = {"longrope": "longrope", "dynamic": "dynamic rope"}
-            if kind := kinds.get(rope.get("rope_type")):
+            if rope.get("rope_type") in ("longrope", "dynamic"):
                 limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-                limits[f"length up to which {kind} keeps its positions"] = limit
+                limits[f"length up to which {rope['rope_type']} rope keeps its positions"] = limit
         for name, limit in limits.items():
             if limit and num_tokens > limit:
                 raise UserError(

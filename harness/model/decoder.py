@@ -359,7 +359,8 @@ class Decoder:
         finally:
             for hook in hooks:
                 hook.remove()
-        ancestors, todo = {None}, [query.grad_fn]  # None: made of nothing that autograd follows
+        ancestors: set[Any] = {None}  # None: made of nothing that autograd follows
+        todo: list[Any] = [query.grad_fn]
         while todo:
             node = todo.pop()
             if node not in ancestors:
