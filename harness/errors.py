@@ -1,9 +1,8 @@
 """How a command ends: refusals in one line, exit codes, interruptions.
 
-Every refusal of the project is a `UserError` whose message names the setting, its value and what is allowed.
-`harness.launch.cli` prints it without a traceback and exits with code `USERS`. Ctrl-C and SIGTERM end a command alike:
-one line, finished runs in the tables, no traceback. Imports nothing that takes time, so that a command is covered from
-its first moment on.
+A refusal is a `UserError` whose message names the setting, its value and what is allowed. `harness.launch.cli` prints
+it without a traceback and exits with code `USERS`. Ctrl-C and SIGTERM end a command with one line. Finished runs are
+then in the tables. Imports nothing that takes time, so that a command is covered from its first moment on.
 """
 
 import difflib
@@ -19,18 +18,16 @@ MAX_LISTED = 16
 A_BUG = " (a bug)"
 BUG, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to try again."""
-
-
 INTERRUPTED = "interrupted; the same command repeats only what is not finished"
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(ValueError):
-    """Something the user can put right: a setting, a file, the machine's memory. One line, no traceback."""
+    """Something the user can put right: a setting, a file, the machine's memory. Its message is one line."""
 
 
 class UnfinishedError(UserError):
-    """Nothing is wrong, and the same command goes on: a grid's time allotment is spent."""
+    """A grid's time is spent. Nothing is wrong, and the same command goes on."""
 
 
 class BugError(RuntimeError):
@@ -38,7 +35,7 @@ class BugError(RuntimeError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: whatever Ctrl-C ends, ends."""
+    """SIGTERM came. It ends whatever Ctrl-C ends."""
 
 
 def is_users(error: BaseException) -> bool:
@@ -46,20 +43,20 @@ def is_users(error: BaseException) -> bool:
     return isinstance(error, UserError | OSError)
 
 
-def told(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """An error in one line that says whether it is a bug."""
-    said = one_line(error)
-    return said if is_users(error) or isinstance(error, BugError) else f"{said} ({type(error).__name__}, a bug)"
+    line = one_line(error)
+    return line if is_users(error) or isinstance(error, BugError) else f"{line} ({type(error).__name__}, a bug)"
 
 
-def recorded(error: Exception) -> str:
+def to_record(error: Exception) -> str:
     """An error as the record of a failed run has it: with its type, and whether it is a bug."""
     return f"{type(error).__name__}: {error}{'' if is_users(error) else A_BUG}"
 
 
-def again(where: str, said: str) -> Exception:
-    """The error in a record, to be raised once more behind the words `where`."""
-    return (BugError if said.endswith(A_BUG) else UserError)(f"{where}{said}")
+def from_record(where: str, text: str) -> Exception:
+    """The error that `to_record` wrote, to be raised again behind the words `where`."""
+    return (BugError if text.endswith(A_BUG) else UserError)(f"{where}{text}")
 
 
 def one_line(error: BaseException) -> str:
@@ -68,15 +65,9 @@ def one_line(error: BaseException) -> str:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """Point from an unknown name to the known ones.
+    """The allowed names, at most `MAX_LISTED`, after those that are close to `name`, which the user wrote.
 
-    Args:
-        name: what the user wrote.
-        allowed: the known names, at least one, in the order in which they are shown.
-
-    Returns:
-        "did you mean 'h2o'? allowed: full, h2o, ..."; without the question where nothing is close, and the
-        list cut after `MAX_LISTED` names.
+    Such as "did you mean 'h2o'? allowed: full, h2o, ...".
     """
     names = list(allowed)
     more = ", ..." if len(names) > MAX_LISTED else ""
@@ -84,14 +75,14 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
 
 
 def question(name: object, allowed: Iterable[str], cutoff: float = 0.5) -> str:
-    """Ask for up to three known names that are close to what the user wrote; empty where none is."""
+    """Ask for up to three known names that are close to `name`, which the user wrote; empty if none is."""
     folded = {candidate.lower(): candidate for candidate in allowed}
     close = [folded[match] for match in difflib.get_close_matches(str(name).lower(), folded, n=3, cutoff=cutoff)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
 def reason(error: BaseException) -> str:
-    """What an error of foreign code says, in one line."""
+    """The type and message of an error of foreign code, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
@@ -102,18 +93,18 @@ def line_in(error: BaseException, files: Collection[str]) -> str:
 
 
 @contextmanager
-def refused(said: str) -> Iterator[None]:
-    """Raise whatever foreign code raises in the block as a `UserError`: `said`, and its own words in brackets."""
+def refused(what: str) -> Iterator[None]:
+    """Raise an error of foreign code in the block as a `UserError`: `what` is wrong, and its own words in brackets."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{said} ({reason(error)})") from error
+        raise UserError(f"{what} ({reason(error)})") from error
 
 
 def missing(error: ImportError) -> str:
-    """Which package foreign code needs, in words."""
+    """Which package foreign code needs."""
     package = (error.name or "").partition(".")[0]
     if package and importlib.util.find_spec(package) is None:
         return f"needs the Python package {package}, which is not installed"
@@ -121,19 +112,18 @@ def missing(error: ImportError) -> str:
 
 
 def printable(text: str) -> str:
-    """The text in one line that a terminal, a table or a figure can show: line breaks and control characters as the
-    escapes that Python writes."""
+    """The text in one line: line breaks and control characters as Python's escapes."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def shortened(text: str, length: int) -> str:
-    """The text, or its beginning and its end where it has more than `length` letters."""
+    """The text, or its beginning and its end if it has more than `length` letters."""
     head = (length - 1) // 2
     return text if len(text) <= length else f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Run a command: 0, or `USERS` after a line on stderr for what a user can put right."""
+    """Run a command. Returns 0, or `USERS` after a refusal, which is printed on stderr."""
     try:
         command()
     except UserError as error:
@@ -143,15 +133,15 @@ def exit_code(command: Callable[[], None]) -> int:
 
 
 def code_of_stop(stop: KeyboardInterrupt) -> int:
-    """As a shell tells a process that a signal ended: 130 after Ctrl-C, 143 after SIGTERM."""
+    """The exit code that a shell reports: 130 after Ctrl-C, 143 after SIGTERM."""
     return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
 def interruptible(command: Callable[[], int]) -> int:
-    """Run the command of this process, with SIGTERM raising `Terminated`; returns its exit code.
+    """Run the command of this process, with SIGTERM raising `Terminated`. Returns its exit code.
 
-    An interruption that the command does not catch, while it imports or writes its last tables, is one line. A second
-    signal stops the cleanup immediately.
+    An interruption that the command does not catch, such as during imports, is one line. A second signal stops the
+    cleanup immediately.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:

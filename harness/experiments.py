@@ -22,32 +22,39 @@ if TYPE_CHECKING:
     from harness.tables.columns import TableRow
 
 
+def _texts(config: RunConfig) -> dict[str, str]:
+    return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+
+
+def _refuse_codec_and_size(config: RunConfig, where: str) -> None:
+    for name in ("codec", "size"):
+        if (value := getattr(config, name)) is not None:
+            raise UserError(f"{name}={value}: plays no part in {where}; leave it out")
+
+
 class Perplexity(Experiment):
     """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2)."""
 
     depends_on = ("corpus", "data", "calibration", "seq_len", "prefill_len", "num_windows")
     code = ("accuracy",)
+    memory_settings = ("seq_len", "num_windows")
 
     def check(self, config: RunConfig) -> None:
         needed = max(1, config.prefill_len) + 2
         if config.seq_len < needed:
-            raise UserError(
-                f"prefill_len={config.prefill_len}, seq_len={config.seq_len}: seq_len must be at least {needed}, "
-                "so that a decode row predicts a token of the window"
-            )
+            lengths = f"prefill_len={config.prefill_len}, seq_len={config.seq_len}"
+            why = "so that a decode row predicts a token of the window"
+            raise UserError(f"{lengths}: seq_len must be at least {needed}, {why}")
         if config.method.needs_prompt and config.prefill_len < 1:
             raise UserError(f"prefill_len=0: must be at least 1, {config.method_name} learns from the prompt")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
-        return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+        return _texts(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.accuracy.perplexity import run_perplexity
 
         return run_perplexity(config, resources.model(config.model), resources.references)
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"seq_len": config.seq_len, "num_windows": config.num_windows}
 
 
 class Tasks(Experiment):
@@ -55,6 +62,7 @@ class Tasks(Experiment):
 
     depends_on = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
     code = ("accuracy",)
+    memory_settings = ("num_fewshot",)
 
     def check(self, config: RunConfig) -> None:
         if {*config.tasks} <= {*TASKS} and (config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}):
@@ -73,35 +81,27 @@ class Tasks(Experiment):
 
         return run_tasks(config, resources.model(config.model))
 
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"num_fewshot": config.num_fewshot}
-
-
-LOWEST = {"prefill_len": 1, "max_new_tokens": 2}
-"""A text goes on from a prompt, whose dense pass names the first token; a method decodes from the second on."""
-
 
 class LongDecode(Experiment):
     """`kind=long_decode`: greedy texts under a method and under the full cache, and how they part."""
 
     depends_on = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows")
     code = ("accuracy",)
+    memory_settings = ("max_new_tokens", "prefill_len")
 
     def check(self, config: RunConfig) -> None:
-        for name, lowest in LOWEST.items():
+        # The dense pass of a prompt gives the first token; a method decodes from the second on.
+        for name, lowest in (("prefill_len", 1), ("max_new_tokens", 2)):
             if (value := getattr(config, name)) < lowest:
                 raise UserError(f"{name}={value}: must be at least {lowest} in kind=long_decode")
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
-        return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+        return _texts(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.accuracy.long_decode import run_long_decode
 
         return run_long_decode(config, resources.model(config.model), resources.references)
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"max_new_tokens": config.max_new_tokens, "prefill_len": config.prefill_len}
 
 
 class Latency(Experiment):
@@ -111,6 +111,7 @@ class Latency(Experiment):
     table = "latency"
     code = ("speed",)
     live = True
+    memory_settings = ("latency.batch_size", "latency.prompt_len")
 
     def check(self, config: RunConfig) -> None:
         check_live(config.method, config.placement, config.reuse, config.platform)
@@ -122,9 +123,6 @@ class Latency(Experiment):
         from harness.speed.latency import run_latency
 
         return run_latency(config, resources.model(config.model), resources.prompts)
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"batch_size": config.latency.batch_size, "prompt_len": config.latency.prompt_len}
 
     def process(self, config: RunConfig) -> Any:
         return (repr(config.model), config.platform.name, config.latency.batch_size, config.latency.prompt_len)
@@ -140,6 +138,7 @@ class Generate(Experiment):
     code = ("speed",)
     live = True
     keeps_record = False
+    memory_settings = ("max_new_tokens",)
 
     def check(self, config: RunConfig) -> None:
         check_live(config.method, config.placement, config.reuse, config.platform)
@@ -153,9 +152,6 @@ class Generate(Experiment):
         print(f"\n\n{made.summary()}")
         return Outcome({})
 
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"max_new_tokens": config.max_new_tokens}
-
 
 class Contract(Experiment):
     """`kind=contract`: whether a method keeps what every method must; see `harness.contract`."""
@@ -165,9 +161,7 @@ class Contract(Experiment):
     keeps_record = False
 
     def check(self, config: RunConfig) -> None:
-        for name in ("codec", "size"):
-            if (value := getattr(config, name)) is not None:
-                raise UserError(f"{name}={value}: plays no part in experiment=contract; leave it out")
+        _refuse_codec_and_size(config, "experiment=contract")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return False
@@ -179,16 +173,13 @@ class Contract(Experiment):
         return Outcome({})
 
 
-OF_THE_SHAPE = "memory"
-"""The statistic for which nothing is loaded."""
-
-
 class Analysis(Experiment):
     """`kind=analysis`: statistics of one dense pass over a text, or of a shape (Figs 2, 4, 5, 7, 20, Table 1)."""
 
     depends_on = ("analysis", "corpus", "data", "calibration")
     table = "analysis"
     code = ("paper/analysis.py", "model/shape.py")
+    memory_settings = ("analysis.num_tokens",)
 
     def check(self, config: RunConfig) -> None:
         statistic = config.analysis.statistic
@@ -196,19 +187,15 @@ class Analysis(Experiment):
             raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
         if config.model.device == "map":
             raise UserError("model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda")
-        for name in ("codec", "size"):
-            if getattr(config, name) is not None:
-                raise UserError(f"{name}={getattr(config, name)}: plays no part in kind=analysis; leave it out")
+        _refuse_codec_and_size(config, "kind=analysis")
         if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
             raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")
 
     def needs_weights(self, config: RunConfig) -> bool:
-        return config.analysis.statistic != OF_THE_SHAPE
+        return config.analysis.statistic != "memory"  # which follows from the shape
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
-        if not self.needs_weights(config):
-            return {}
-        return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
+        return _texts(config) if self.needs_weights(config) else {}
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         if not self.needs_weights(config):
@@ -218,9 +205,6 @@ class Analysis(Experiment):
         from harness.paper.analysis import run_analysis
 
         return run_analysis(config, resources.model(config.model))
-
-    def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        return {"analysis.num_tokens": config.analysis.num_tokens}
 
 
 class Frontier(Experiment):

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from harness.errors import STOPS, BugError, UnfinishedError, UserError, is_users, told
+from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
 from harness.files import HeldError
 from harness.launch import tracking
 from harness.launch.runner import Run, fail, holding, is_held, relabel, require_devices, run
@@ -115,7 +115,7 @@ def run_cells(
                     if isinstance(outcome, Path):
                         yield outcome
                     else:
-                        failures.append((f"{each.title}: {told(outcome)}", outcome))
+                        failures.append((f"{each.title}: {describe(outcome)}", outcome))
                         tqdm.write(f"failed: {failures[-1][0]}")
             if held:
                 progress.set_description(f"waiting for another process: {held[0].title}")
@@ -213,7 +213,7 @@ def _child(pipe: Connection) -> None:
         except HeldError as error:
             outcome = error
         except Exception as error:  # not every exception can be sent
-            outcome = (UserError if is_users(error) else BugError)(told(error))
+            outcome = (UserError if is_users(error) else BugError)(describe(error))
         pipe.send(outcome)
 
 

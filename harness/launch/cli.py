@@ -83,7 +83,7 @@ class Jobs:
         except Exception as error:
             self.fail(error)
             if is_copy:
-                raise error if _is_users(error) else BugError(errors.told(error)) from error
+                raise error if _is_users(error) else BugError(errors.describe(error)) from error
         finally:
             if is_copy:
                 self.report()

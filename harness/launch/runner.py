@@ -19,7 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, again, line_in, one_line, reason, recorded
+from harness.errors import UserError, from_record, line_in, one_line, reason, to_record
 from harness.files import HeldError, lock_file, until_settled
 from harness.launch import tracking
 from harness.records import environment, inputs
@@ -151,7 +151,7 @@ def run(todo: Run, resources: Resources, *, since: float | None = None, say: Cal
             if why := todo.why_again():
                 say(why)
         elif record is not None and record["status"] == "failed" and todo.path.stat().st_mtime > since:
-            raise again("failed in another process: ", record["error"])
+            raise from_record("failed in another process: ", record["error"])
         if damage is not None:
             todo.path.replace(records.aside(todo.path))
         _record(todo, resources)
@@ -210,7 +210,7 @@ def _end(todo: Run, record: Mapping[str, Any]) -> None:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    return {"status": "failed", "error": recorded(error)}
+    return {"status": "failed", "error": to_record(error)}
 
 
 def _unfinished(todo: Run) -> dict[str, Any]:

@@ -7,26 +7,13 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from harness.errors import UserError, nearest
-from harness.settings.config import RunConfig
+from harness.settings.config import CODEC_WORDS, RunConfig
 
-COMMON = (
-    "experiment",
-    "kind",
-    "model",
-    "method",
-    "method_name",
-    "codec",
-    "value_codec",
-    "group_size",
-    "rotation",
-    "key_groups",
-    "residual",
-    "size",
-    "sizing",
-)
+COMMON = ("experiment", "kind", "model", "method", "method_name", *CODEC_WORDS, "group_size", "size", "sizing")
 """Settings that decide the numbers of every kind of run."""
 
 
@@ -48,13 +35,14 @@ class Outcome:
 
 
 class Experiment:
-    """A kind of run. Holds nothing: what lasts longer than a run is in `harness.resources.Resources`.
+    """A kind of run. Holds no state: what outlives a run is in `harness.resources.Resources`.
 
     depends_on: the settings that decide its numbers besides `COMMON`; any other makes no other run of it.
     table: the shape of its rows in tables.
     code: the folders and modules of `harness` that make its numbers, besides the core that all kinds share.
     live: it decodes through two memories, so that its label may name a system (`harness.settings.systems`).
-    keeps_record: its outcome is kept and skipped the next time; otherwise it is printed, and nothing else is.
+    keeps_record: its outcome is recorded, and the run is skipped the next time. Otherwise it only prints.
+    memory_settings: the settings on which its memory depends most.
     """
 
     depends_on: ClassVar[tuple[str, ...]] = ()
@@ -62,6 +50,7 @@ class Experiment:
     code: ClassVar[tuple[str, ...]] = ()
     live: ClassVar[bool] = False
     keeps_record: ClassVar[bool] = True
+    memory_settings: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: RunConfig) -> None:
         """Raise UserError for settings that make no sense in this kind of run."""
@@ -79,8 +68,8 @@ class Experiment:
         raise NotImplementedError
 
     def memory_hints(self, config: RunConfig) -> dict[str, Any]:
-        """The settings on which its memory depends most, as the user writes them, with their values."""
-        return {}
+        """`memory_settings` as the user writes them, with their values."""
+        return {name.removeprefix("latency."): attrgetter(name)(config) for name in self.memory_settings}
 
     def process(self, config: RunConfig) -> Any:
         """What runs must have in common to share a process of their own; None where a run needs none."""
