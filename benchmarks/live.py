@@ -77,7 +77,7 @@ def compare(model: Any, prompt: SharedPrompt, shape: LatencyConfig, rounds: int)
         theirs, faults = transformers_steps(model, prompt, shape.warmup_steps + shape.block_steps)
         theirs = theirs[shape.warmup_steps :]
         with attach(model) as attached:
-            ours = time_cell(attached, prompt, Cell(Full(), shape, "device")).timed
+            (ours,) = time_cell(attached, prompt, Cell(Full(), shape, "device")).samples["step_s"]
         our_s, their_s = statistics.median(ours), statistics.median(theirs)
         ratios.append(their_s / our_s)
         print(

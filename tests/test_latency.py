@@ -53,6 +53,7 @@ def ids():
 
 
 def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
+    """Metrics and samples of a cell."""
     with attach(model) as attached, open_link(attached.device, bytes_per_s=bytes_per_s, overlap=overlap) as link:
         calibration = calibrate(attached, InfiniGen(), ids[0].tolist())
         prompt = run_shared_prompt(attached, ids) if shared else ids
@@ -91,49 +92,39 @@ CACHED = sum(PROMPT + s for s in TIMED)
     ids=["offload", "offload+int4", "infinigen", "ideal"],
 )
 def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_bytes, device_read_bytes):
-    result = timed(tiny_gqa, ids, cell)
-    assert (result.h2d_bytes, result.d2h_bytes) == (h2d_bytes, d2h_bytes)
-    assert result.device_read_bytes == device_read_bytes
-    metrics = result.metrics()
-    assert metrics["h2d_bytes"] == round(h2d_bytes * 11 / 8), "of gen_len - 1 steps"
-    assert metrics["device_read_bytes"] == round(device_read_bytes * 11 / 8), "alike"
+    metrics, samples = timed(tiny_gqa, ids, cell)
+    counted = {"h2d_bytes": h2d_bytes, "d2h_bytes": d2h_bytes, "device_read_bytes": device_read_bytes}
+    for name, num_bytes in counted.items():
+        assert samples[f"timed_{name}"] == num_bytes
+        assert metrics[name] == round(num_bytes * 11 / 8), "of gen_len - 1 steps"
 
 
-def test_a_link_of_known_rate_takes_its_time(tiny_gqa, ids):
+def test_a_link_of_known_rate_takes_its_time_and_without_overlap_all_of_it_is_waited_for(tiny_gqa, ids):
     slow = 2e7
-    result = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow)
-    moved = result.h2d_bytes + result.d2h_bytes
+    metrics, samples = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow)
+    moved, busy_s, steps_s = samples["transferred_bytes"], samples["link_busy_s"], sum(map(sum, samples["step_s"]))
     # Of all ten steps, and what the last one asked for the next: the first layer's rows.
-    assert result.transferred_bytes == EXACT * (4 * sum(PROMPT + s for s in range(10)) + PROMPT + 10 + 10 * 4)
-    assert 0.99 * result.transferred_bytes / slow <= result.link_busy_s <= sum(result.timed) * 11 / 8 + 0.05
-    assert result.metrics()["link_bytes_per_s"] == pytest.approx(result.transferred_bytes / result.link_busy_s)
+    assert moved == EXACT * (4 * sum(PROMPT + s for s in range(10)) + PROMPT + 10 + 10 * 4)
+    assert 0.99 * moved / slow <= busy_s <= steps_s * 11 / 8 + 0.05
+    assert metrics["link_bytes_per_s"] == pytest.approx(moved / busy_s)
     # The first layer's rows of the first timed step have crossed before; no step is faster than the rest of them.
-    assert sum(result.timed) >= 0.9 * moved / slow
-    assert 0 < result.metrics()["exposed_transfer_s"] < result.decode_s
-
-
-def test_without_overlap_every_transfer_is_waited_for(tiny_gqa, ids):
-    slow = 2e7
-    metrics = {
-        overlap: timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow, overlap=overlap).metrics()
-        for overlap in (True, False)
-    }
-    exposed = {overlap: row["exposed_transfer_s"] for overlap, row in metrics.items()}
+    assert steps_s >= 0.9 * (samples["timed_h2d_bytes"] + samples["timed_d2h_bytes"]) / slow
+    assert 0 < metrics["exposed_transfer_s"] < metrics["decode_s"]
+    waiting, _ = timed(tiny_gqa, ids, Cell(Full(), SHAPE), bytes_per_s=slow, overlap=False)
     all_of_it = 11 / 8 * sum(4 * (PROMPT + s) for s in TIMED) * EXACT / slow
-    assert exposed[False] >= 0.95 * all_of_it
-    assert exposed[True] < exposed[False]
+    assert waiting["exposed_transfer_s"] >= 0.95 * all_of_it
+    assert metrics["exposed_transfer_s"] < waiting["exposed_transfer_s"]
 
 
 def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
-    result = timed(tiny_gqa, ids, Cell(Full(), SHAPE))
-    metrics = result.metrics()
-    ordered = sorted(result.timed)
+    metrics, samples = timed(tiny_gqa, ids, Cell(Full(), SHAPE))
+    ordered = sorted(seconds for block in samples["step_s"] for seconds in block)
     assert metrics["step_p50_s"] == pytest.approx((ordered[3] + ordered[4]) / 2)
     assert ordered[6] <= metrics["step_p95_s"] <= ordered[7]
-    assert metrics["decode_s"] == pytest.approx(sum(result.timed) / 8 * 11)
+    assert metrics["decode_s"] == pytest.approx(sum(ordered) / 8 * 11)
     assert metrics["total_s"] == pytest.approx(metrics["prefill_s"] + metrics["decode_s"])
     assert metrics["tokens_per_s"] == pytest.approx(BATCH * 12 / metrics["total_s"])
-    assert metrics["prefill_s"] == result.dense_s + result.begin_s and result.dense_s > 0
+    assert metrics["prefill_s"] == samples["dense_s"] + samples["begin_s"] and samples["dense_s"] > 0
     assert metrics["prediction_s"] is None, "full rehearses nothing"
     block = metrics["attention_s"] + metrics["ffn_s"] + metrics["transfer_s"] + metrics["other_s"]
     assert 0.3 * metrics["step_p50_s"] < 4 * block < 3 * metrics["step_p50_s"]
@@ -141,16 +132,15 @@ def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
-    peak = {
-        name: timed(tiny_gqa, ids, cell).peak_device_bytes - weights
-        for name, cell in {
-            "ideal": Cell(Full(), SHAPE, placement="device"),
-            "offload": Cell(Full(), SHAPE),
-            "infinigen": Cell(InfiniGen(fixed_fetch=5), SHAPE),
-            "infinigen+reuse": Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=True),
-        }.items()
+    cells = {
+        "ideal": Cell(Full(), SHAPE, placement="device"),
+        "offload": Cell(Full(), SHAPE),
+        "infinigen": Cell(InfiniGen(fixed_fetch=5), SHAPE),
+        "infinigen+reuse": Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=True),
     }
-    assert timed(tiny_gqa, ids, Cell(Full(), SHAPE)).metrics()["device_kv_bytes"] == peak["offload"]
+    found = {name: timed(tiny_gqa, ids, cell).metrics for name, cell in cells.items()}
+    peak = {name: metrics["peak_device_bytes"] - weights for name, metrics in found.items()}
+    assert {name: metrics["device_kv_bytes"] for name, metrics in found.items()} == peak
     own = EXACT  # a step's own row, behind those of a buffer
     layer, selected = (PROMPT + 12) * EXACT, 5 * EXACT
     assert peak["ideal"] == 4 * layer
@@ -165,21 +155,22 @@ def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
-    whole = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE), shared=False)
-    some = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7), shared=False)
+    whole, of_whole = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE), shared=False)
+    some, of_some = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7), shared=False)
     square = 64 * 64 * 4
     away = [5 * square // 2, 5 * square // 2, 3 * square, 5 * square // 2]  # 30 % of a layer's 9 matrices and norms
     layers = 4 * (9 * square + 2 * 64 * 4)
-    assert some.weight_bytes == 8 * sum(away) and some.weights_on_device == 1 - sum(away) / layers
-    assert (whole.weight_bytes, whole.weights_on_device) == (None, None)
-    shared = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE))
-    assert whole.dense_s == 0 < whole.begin_s
-    assert (whole.h2d_bytes, whole.size) == (shared.h2d_bytes, shared.size), "a prompt of its own is a shared one"
-    assert some.metrics()["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
-    found = [(each.h2d_bytes, each.d2h_bytes, each.device_kv_bytes) for each in (some, whole)]
-    assert found[0] == found[1]
-    assert some.transferred_bytes == whole.transferred_bytes + 10 * sum(away), "of all steps"
-    assert some.peak_device_bytes == whole.peak_device_bytes - sum(away) + 2 * max(away)
+    assert of_some["timed_weight_bytes"] == 8 * sum(away) and some["weights_on_device"] == 1 - sum(away) / layers
+    assert some["weight_bytes"] == 11 * sum(away), "of gen_len - 1 steps"
+    assert whole["weight_bytes"] is whole["weights_on_device"] is None
+    shared, _ = timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE))
+    assert of_whole["dense_s"] == 0 < of_whole["begin_s"]
+    for name in ("h2d_bytes", "size"):
+        assert whole[name] == shared[name], "a prompt of its own is a shared one"
+    for name in ("h2d_bytes", "d2h_bytes", "device_kv_bytes"):
+        assert some[name] == whole[name]
+    assert of_some["transferred_bytes"] == of_whole["transferred_bytes"] + 10 * sum(away), "of all steps"
+    assert some["peak_device_bytes"] == whole["peak_device_bytes"] - sum(away) + 2 * max(away)
     with pytest.raises(ValueError, match="weights_on_device=0.7: a shared prompt ran with all weights there"):
         timed(tiny_gqa, ids, Cell(InfiniGen(), SHAPE, weights_on_device=0.7))
 

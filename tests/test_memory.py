@@ -385,7 +385,7 @@ def timed(shape):
 
 
 def test_what_the_driver_moves_is_not_measured(anywhere):
-    metrics = timed(SHAPE).metrics()
+    metrics = timed(SHAPE).metrics
     unknown = {"h2d_bytes", "d2h_bytes", "exposed_transfer_s", "transfer_s", "link_bytes_per_s", "prediction_s"}
     of_weights = {"weight_bytes", "weights_on_device"}  # all of which are there
     assert {name for name, value in metrics.items() if value is None} == unknown | of_weights
@@ -400,10 +400,10 @@ def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, l
     step. A warm-up that takes all the time leaves one step."""
     seconds = count(step=2)
     monkeypatch.setattr(timing, "_now", lambda device: float(next(seconds)))
-    result = timed(replace(SHAPE, time_limit_s=limit_s))
-    assert [len(block) for block in result.step_s] == steps and len(result.segments) == sum(steps)
-    assert result.metrics()["num_timed_steps"] == sum(steps)
-    assert result.decode_s == 22, "two seconds a step, of gen_len - 1"
+    metrics, samples = timed(replace(SHAPE, time_limit_s=limit_s))
+    assert [len(block) for block in samples["step_s"]] == steps and len(samples["segments"]) == sum(steps)
+    assert metrics["num_timed_steps"] == sum(steps)
+    assert metrics["decode_s"] == 22, "two seconds a step, of gen_len - 1"
 
 
 def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):

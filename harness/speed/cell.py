@@ -1,19 +1,27 @@
 """Times one cell: a method, a placement, a codec and a link at one shape. Everything that is timed is listed here.
 
 prefill_s: from the prompts to the logits of the first new token: the dense pass, and the method's work on the prompt.
-  With a `SharedPrompt` the dense pass is timed once for all cells of its shape. Rows that are still on their way to the
-  host at the end of the prompt are not waited for: in a prefill of its own they travel beside the dense pass.
+  With a `SharedPrompt` the dense pass is timed once for all cells of its shape (dense_s), the rest in each (begin_s).
+  Rows that are still on their way to the host at the end of the prompt are not waited for: in a prefill of its own they
+  travel beside the dense pass.
 step_s: one decode step: choosing the token, the forward pass, and every wait for the link, up to the logits. Steps
   follow one another without a pause; under CUDA each ends with a wait for the compute stream, not for the link. The
-  first `warmup_steps` are not timed.
+  first `warmup_steps` are not timed. [repeats] of [timed steps].
 decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed ones times their number. With
   `time_limit_s`, no further step is timed after that many seconds of decoding.
-segments: seconds of a step by `harness.offload.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
+segments: seconds of a timed step by `harness.offload.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
   Under managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is counted, and
   peak_device_bytes, torch's, leaves out the cache.
+h2d_bytes, d2h_bytes: rows over the link. device_read_bytes: read in device memory. weight_bytes: streamed weights;
+  weights_on_device: the share of the decoder layers' bytes that stays there.
+transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and weights included.
+device_kv_bytes: device memory of cache, method and buffers. pinned_bytes: page-locked host memory of the cache.
+peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included, and
+  device_kv_bytes. size, device_frac: over all steps, see `harness.sizes`.
 
     with attach(model) as attached, open_link(attached.device) as link:
-        result = time_cell(attached, run_shared_prompt(attached, ids), cell, link=link, calibration=calibration)
+        prompt = run_shared_prompt(attached, ids)
+        metrics, samples = time_cell(attached, prompt, cell, link=link, calibration=calibration)
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ import statistics
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,98 +62,20 @@ class Cell:
     weights_on_device: float = 1.0
 
 
-@dataclass(frozen=True)
-class SharedPrompt:
+class SharedPrompt(NamedTuple):
     """A prompt that ran densely once for all cells of its shape, in `dense_s` seconds."""
 
     prompt: PrefilledPrompt
     dense_s: float
 
 
-@dataclass(frozen=True)
-class LatencyResult:
-    """Raw times and counts of a cell.
+class Timing(NamedTuple):
+    """metrics: the columns of a latency table that are measured here; None for what has no meaning. Segments are
+    medians, of one block of the model. samples: raw numbers for the record; bytes of the timed steps alone are called
+    `timed_...`."""
 
-    dense_s: the dense pass, where it was shared; begin_s: the rest of the prefill. step_s: seconds, [repeats] of
-    [timed steps]. segments: by timed step.
-    h2d_bytes, d2h_bytes: rows that crossed the link for the timed steps; None where the driver moves pages.
-    device_read_bytes: read in device memory in the timed steps. weight_bytes: streamed weights in the timed steps;
-    weights_on_device: the share of the decoder layers' bytes that stays there; None without streaming.
-    transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and weights included.
-    device_kv_bytes: device memory of cache, method and buffers. pinned_bytes: page-locked host memory of the cache.
-    peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included, and
-    device_kv_bytes. size, device_frac: over all steps, see `harness.sizes`.
-    """
-
-    shape: LatencyConfig
-    dense_s: float
-    begin_s: float
-    step_s: list[list[float]]
-    segments: list[dict[str, float]]
-    h2d_bytes: int | None
-    d2h_bytes: int | None
-    device_read_bytes: int
-    weight_bytes: int | None
-    weights_on_device: float | None
-    transferred_bytes: int
-    link_busy_s: float
-    device_kv_bytes: int
-    pinned_bytes: int
-    peak_device_bytes: int
-    size: float
-    device_frac: float
-    num_layers: int
-    predicts: bool
-
-    @property
-    def timed(self) -> list[float]:
-        """Seconds of every timed step."""
-        return [seconds for block in self.step_s for seconds in block]
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds of gen_len - 1 steps."""
-        return self._of_all_steps(sum(self.timed))
-
-    def metrics(self) -> dict[str, Any]:
-        """The columns of a latency table that are measured here. Segments are medians, of one block of the model."""
-        shape, prefill_s, decode_s = self.shape, self.dense_s + self.begin_s, self.decode_s
-        p50, p95 = torch.tensor(self.timed, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95]).double()).tolist()
-        exposed_s = self._of_all_steps(sum(step["transfer"] for step in self.segments) if self.link_busy_s else 0.0)
-        timed = ("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes")
-        num_bytes = {name: getattr(self, name) for name in timed}
-        absent = {"prediction": not self.predicts, "transfer": self.h2d_bytes is None}
-        blocks = {name: statistics.median(step[name] for step in self.segments) / self.num_layers for name in SEGMENTS}
-        return {
-            "batch_size": shape.batch_size,
-            "prompt_len": shape.prompt_len,
-            "gen_len": shape.gen_len,
-            "num_timed_steps": len(self.timed),
-            "prefill_s": prefill_s,
-            "decode_s": decode_s,
-            "total_s": prefill_s + decode_s,
-            "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + decode_s),
-            "step_p50_s": p50,
-            "step_p95_s": p95,
-            **{name: None if timed is None else round(self._of_all_steps(timed)) for name, timed in num_bytes.items()},
-            "weights_on_device": self.weights_on_device,
-            "device_kv_bytes": self.device_kv_bytes,
-            "exposed_transfer_s": None if self.h2d_bytes is None else exposed_s,
-            "link_bytes_per_s": self.transferred_bytes / self.link_busy_s if self.link_busy_s else None,
-            "peak_device_bytes": self.peak_device_bytes,
-            "size": self.size,
-            "device_frac": self.device_frac,
-            **{f"{name}_s": None if absent.get(name) else took for name, took in blocks.items()},
-        }
-
-    def samples(self) -> dict[str, Any]:
-        """Raw numbers for the record; bytes of the timed steps alone are called `timed_...`."""
-        names = ("dense_s", "begin_s", "step_s", "segments", "transferred_bytes", "pinned_bytes", "link_busy_s")
-        timed = ("h2d_bytes", "d2h_bytes", "weight_bytes", "device_read_bytes")
-        return {name: getattr(self, name) for name in names} | {f"timed_{name}": getattr(self, name) for name in timed}
-
-    def _of_all_steps(self, timed: float) -> float:
-        return timed / len(self.timed) * (self.shape.gen_len - 1)
+    metrics: dict[str, Any]
+    samples: dict[str, Any]
 
 
 def run_shared_prompt(attached: Attached, ids: Tensor) -> SharedPrompt:
@@ -164,7 +94,7 @@ def time_cell(
     *,
     link: Links | None = None,
     calibration: Calibration | None = None,
-) -> LatencyResult:
+) -> Timing:
     """Time a cell from its prompt on.
 
     prompt: shared, or ids [batch, prompt], which then run twice, the first time as a warm-up. With streamed weights it
@@ -198,9 +128,7 @@ def time_cell(
             return _time(session, weights, prompt, cell)
 
 
-def _time(
-    session: LiveSession, weights: StreamedWeights | None, prompt: SharedPrompt | Tensor, cell: Cell
-) -> LatencyResult:
+def _time(session: LiveSession, weights: StreamedWeights | None, prompt: SharedPrompt | Tensor, cell: Cell) -> Timing:
     device, shape = session.attached.device, cell.shape
     began = _now(device)
     logits = _begin(session, prompt)
@@ -216,8 +144,7 @@ def _time(
     for _ in range(shape.warmup_steps):
         logits = session.decode_step(logits.argmax(-1))
     # The link is not waited for: the rows of the first timed step are under way already, as for every other step.
-    h2d_bytes, d2h_bytes = session.loaded_bytes, session.written_bytes
-    read_bytes, weight_bytes = session.reads.num_bytes, weights.num_bytes if weights else 0
+    before_steps = _counts(session, weights, cell)
     step_s: list[list[float]] = []
     before = _now(device)
     for step in range(shape.repeats * shape.block_steps):
@@ -232,34 +159,72 @@ def _time(
         before = after
     segments = session.timeline.take()
     by_link = [link.take_transfers() for link in session.links]
-    counted = cell.placement != "managed"
+    counts = _counts(session, weights, cell)
+    num_bytes = {name: None if at is None else round(float(at - before_steps[name])) for name, at in counts.items()}
     if device.type == "cuda":
         peak_device_bytes = sum(map(torch.cuda.max_memory_allocated, session.attached.devices))
     else:
         away = weights.host_bytes - weights.device_bytes if weights else 0
         parameters = session.attached.model.parameters()
         peak_device_bytes = sum(weight.nbytes for weight in parameters) - away + session.device_bytes
-    return LatencyResult(
-        shape=shape,
-        dense_s=prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0,
-        begin_s=begin_s,
-        step_s=step_s,
-        segments=segments,
-        h2d_bytes=int(session.loaded_bytes - h2d_bytes) if counted else None,
-        d2h_bytes=int(session.written_bytes - d2h_bytes) if counted else None,
-        device_read_bytes=round(float(session.reads.num_bytes - read_bytes)),
-        weight_bytes=weights.num_bytes - weight_bytes if weights else None,
-        weights_on_device=weights.on_device if weights else None,
-        transferred_bytes=sum(transfer.num_bytes for transfers in by_link for transfer in transfers),
-        link_busy_s=sum(map(_busy, by_link)),
-        device_kv_bytes=session.device_bytes,
-        pinned_bytes=session.pinned_bytes,
-        peak_device_bytes=peak_device_bytes,
-        size=session.reads.size,
-        device_frac=session.reads.device_frac,
-        num_layers=session.attached.geometry.num_layers,
-        predicts=cell.method.names_rows,
-    )
+
+    timed = [seconds for block in step_s for seconds in block]
+
+    def of_all_steps(of_timed: float) -> float:
+        return of_timed / len(timed) * (shape.gen_len - 1)
+
+    p50, p95 = torch.tensor(timed, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95]).double()).tolist()
+    dense_s = prompt.dense_s if isinstance(prompt, SharedPrompt) else 0.0
+    prefill_s, decode_s = dense_s + begin_s, of_all_steps(sum(timed))
+    link_busy_s = sum(map(_busy, by_link))
+    transferred_bytes = sum(transfer.num_bytes for transfers in by_link for transfer in transfers)
+    exposed_s = of_all_steps(sum(step["transfer"] for step in segments) if link_busy_s else 0.0)
+    counted, num_layers = cell.placement != "managed", session.attached.geometry.num_layers
+    absent = {"prediction": not cell.method.names_rows, "transfer": not counted}
+    blocks = {name: statistics.median(step[name] for step in segments) / num_layers for name in SEGMENTS}
+    metrics = {
+        "batch_size": shape.batch_size,
+        "prompt_len": shape.prompt_len,
+        "gen_len": shape.gen_len,
+        "num_timed_steps": len(timed),
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "total_s": prefill_s + decode_s,
+        "tokens_per_s": shape.batch_size * shape.gen_len / (prefill_s + decode_s),
+        "step_p50_s": p50,
+        "step_p95_s": p95,
+        **{name: None if moved is None else round(of_all_steps(moved)) for name, moved in num_bytes.items()},
+        "weights_on_device": weights.on_device if weights else None,
+        "device_kv_bytes": session.device_bytes,
+        "exposed_transfer_s": exposed_s if counted else None,
+        "link_bytes_per_s": transferred_bytes / link_busy_s if link_busy_s else None,
+        "peak_device_bytes": peak_device_bytes,
+        "size": session.reads.size,
+        "device_frac": session.reads.device_frac,
+        **{f"{name}_s": None if absent.get(name) else took for name, took in blocks.items()},
+    }
+    samples = {
+        "dense_s": dense_s,
+        "begin_s": begin_s,
+        "step_s": step_s,
+        "segments": segments,
+        "transferred_bytes": transferred_bytes,
+        "pinned_bytes": session.pinned_bytes,
+        "link_busy_s": link_busy_s,
+        **{f"timed_{name}": moved for name, moved in num_bytes.items()},
+    }
+    return Timing(metrics, samples)
+
+
+def _counts(session: LiveSession, weights: StreamedWeights | None, cell: Cell) -> dict[str, Any]:
+    """Bytes up to now, which a GPU may still count; None for what does not cross the link, or not by our doing."""
+    counted = cell.placement != "managed"
+    return {
+        "h2d_bytes": session.loaded_bytes if counted else None,
+        "d2h_bytes": session.written_bytes if counted else None,
+        "weight_bytes": weights.num_bytes if weights else None,
+        "device_read_bytes": session.reads.num_bytes,
+    }
 
 
 def _begin(session: LiveSession, prompt: SharedPrompt | Tensor) -> Tensor:

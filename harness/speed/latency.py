@@ -28,7 +28,7 @@ from harness.resources import Kept
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
 from harness.setup import Setup, codec_of, prepare
-from harness.speed.cell import Cell, LatencyResult, SharedPrompt, run_shared_prompt, time_cell
+from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
 from methods.base import Method, Row
 
@@ -66,24 +66,24 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
             else:
                 key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
                 prompt = (Kept() if prompts is None else prompts).get(key, run_densely)
-            result = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
+            metrics, raw = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
+        late_frac = _late_frac(setup.method, attached.geometry.num_layers, metrics["size"])
     marks = {"platform": platform.name, "source": SOURCES[platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
-    link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s, "late_frac": _late_frac(setup.method, result)}
-    methods = {"latency": asdict(setup.method)}
-    return Outcome(marks | result.metrics() | link_facts, samples | result.samples(), methods)
+    link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s, "late_frac": late_frac}
+    return Outcome(marks | metrics | link_facts, samples | raw, {"latency": asdict(setup.method)})
 
 
-def _late_frac(method: Method, result: LatencyResult) -> float:
+def _late_frac(method: Method, num_layers: int, size: float) -> float:
     """Share of the rows over the link that are named in their own layer: compute waits for them, idle.
 
     Rows of the exempt layers, and rows named a layer ahead, travel beside the compute. If only some layers name their
     rows late, all layers are taken to read the same number.
     """
-    exempt, num_layers = min(method.num_exempt_layers, result.num_layers), result.num_layers
+    exempt = min(method.num_exempt_layers, num_layers)
     under_method = range(exempt, num_layers)
     late = sum(method.when_of(layer) == "own_query" for layer in under_method) / max(1, len(under_method))
-    return late * max(0.0, 1 - exempt / num_layers / result.size)
+    return late * max(0.0, 1 - exempt / num_layers / size)
 
 
 @contextmanager
