@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +26,9 @@ from tests.runs import outcome, stand_in, start
 CODE = ("code:method", "code:harness")
 
 
+MORE = "\nMORE = 1\n"
+
+
 @pytest.fixture
 def runs(monkeypatch):
     return stand_in(monkeypatch)
@@ -35,11 +39,22 @@ def command(tmp_path):
     return [f"results_dir={tmp_path / 'results'}", "method=h2o"]
 
 
+@pytest.fixture
+def sources(monkeypatch, tmp_path):
+    """A copy of the sources whose digests count; the real ones run."""
+    for name in ("harness", "methods"):
+        shutil.copytree(inputs.ROOT / name, tmp_path / "sources" / name)
+    monkeypatch.setattr(inputs, "ROOT", tmp_path / "sources")
+    return tmp_path / "sources"
+
+
+def edit(file, text):
+    """Append to a source, at another time."""
+    file.write_text(file.read_text() + text)
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+
+
 # Identity
-
-
-def identity(settings: str = "") -> str:
-    return records.run_id(load(settings.split()), {})
 
 
 @pytest.mark.parametrize(
@@ -49,42 +64,44 @@ def identity(settings: str = "") -> str:
         ("", "label=mine", True),
         ("", "num_samples=7 tasks=passkey scoring=mean seed=1 batch_size=2 platform.overlap=false", True),
         ("", "model.device=cpu model.dtype=float32", True),
-        ("experiment=latency", "experiment=latency data=hub corpus=wikitext2", True),
-        ("experiment=tasks", "experiment=tasks seq_len=512 num_windows=9", True),
-        ("experiment=tasks", "experiment=tasks num_samples=7", False),
-        ("experiment=tasks", "experiment=tasks seed=1", False),
-        ("experiment=latency", "experiment=latency seed=1", False),
+        ("experiment=latency", "data=hub corpus=wikitext2", True),
+        ("experiment=tasks", "seq_len=512 num_windows=9", True),
+        ("experiment=tasks", "num_samples=7", False),
+        ("experiment=tasks", "seed=1", False),
+        ("experiment=latency", "seed=1", False),
         ("", "method=full", False),
         ("", "method.alpha=inf", False),
         ("", "seq_len=512", False),
         ("", "codec=int4", False),
-        ("method=int4", "method=int4 group_size=32", False),
-        ("experiment=fig5", "experiment=fig5 seq_len=99", True),
-        ("experiment=fig5", "experiment=fig5 analysis.num_tokens=99", False),
-        ("method=full", "method=full analysis.num_tokens=99", True),
+        ("method=int4", "group_size=32", False),
+        ("experiment=fig5", "seq_len=99", True),
+        ("experiment=fig5", "analysis.num_tokens=99", False),
+        ("method=full", "analysis.num_tokens=99", True),
         ("", "size=0.2", False),
         ("", "experiment=fig12", False),
         ("", "model=opt-125m", False),
         ("", "calibration.num_tokens=512", False),
-        *(
-            (f"experiment={kind}", f"experiment={kind} platform=cuda", False)
-            for kind in ("perplexity", "tasks", "fig5")
-        ),
+        *((f"experiment={kind}", "platform=cuda", False) for kind in ("perplexity", "tasks", "fig5")),
     ],
 )
 def test_the_settings_that_make_another_run(one, other, same):
-    assert (identity(one) == identity(other)) == same
+    first, second = (records.run_id(load(settings.split()), {}) for settings in (one, f"{one} {other}"))
+    assert (first == second) == same
 
 
 def test_contents_make_another_run_and_paths_do_not(tmp_path):
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+
+    def identity(path: Path) -> str:
+        config = load([f"corpus.path={path}"])
+        return records.run_id(config, inputs.digests(config))
+
     for path in (one, two):
         path.write_text("the same text")
-    configs = [load([f"corpus.path={path}"]) for path in (one, two)]
-    first, second = (records.run_id(config, inputs.digests(config)) for config in configs)
-    assert first == second
+    first = identity(one)
+    assert identity(two) == first
     two.write_text("another text")
-    assert records.run_id(configs[1], inputs.digests(configs[1])) != first
+    assert identity(two) != first
 
 
 def test_inputs_of_local_data(tmp_path):
@@ -111,6 +128,7 @@ def test_inputs_of_a_model_are_its_files_or_its_revision(tmp_path, monkeypatch):
     assert inputs.digests(config)["model"] != first
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code: Path("x") / ("1" * 40))
     assert inputs.digests(load(["model=opt-125m"]))["model"] == "1" * 40
+    assert inputs.digests(load([]))["model"] == PACKAGED_SHA256
 
 
 def test_nothing_is_fetched_for_a_run_that_reads_no_weights(monkeypatch):
@@ -120,7 +138,52 @@ def test_nothing_is_fetched_for_a_run_that_reads_no_weights(monkeypatch):
         assert "model" not in inputs.digests(load(["model=opt-125m", *overrides]))
     shapeless = ["experiment=latency", "model.hub_id=org/other", "model.weights=random"]
     assert inputs.digests(load(shapeless))["model"] == "abc"
-    assert inputs.digests(load([]))["model"] == PACKAGED_SHA256
+
+
+# Code
+
+
+def test_the_code_that_makes_another_run_of_the_same_settings(sources):
+    config = load(["method=h2o"])
+    before = inputs.digests(config)
+    for file, text, counts in (
+        *((f"methods/{name}.py", MORE, True) for name in ("h2o", "codec")),
+        *((f"harness/{name}.py", MORE, True) for name in ("accuracy/perplexity", "replay", "data/text")),
+        ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
+        ("methods/streaming.py", MORE, False),
+        *((f"harness/{name}.py", MORE, False) for name in ("speed/cell", "launch/runner")),
+    ):
+        unchanged = (sources / file).read_text()
+        edit(sources / file, text)
+        after = inputs.digests(config)
+        assert (records.run_id(config, before) != records.run_id(config, after)) == counts == (before != after), file
+        assert records.settings_id(config, before) == records.settings_id(config, after)
+        (sources / file).write_text(unchanged)
+
+
+def test_a_run_of_other_code_is_named_and_run_again(runs, command, sources, capsys):
+    old = start(command)
+    edit(sources / "methods/h2o.py", MORE)
+    new = start(command)
+    assert new != old and len(runs.configs) == 2
+    said = f"perplexity H2O: made by other code (record {old.parent.name}), run again\n"
+    assert said in capsys.readouterr().out
+    both = records.read_records(old.parents[3], "perplexity")
+    assert {record["settings_id"] for record in both} == {old.parent.name.partition("-")[0]}
+    assert [record["run_id"] for record in records.current(both)] == [new.parent.name]
+
+
+def test_the_record_of_the_present_code_counts_before_a_newer_one(runs, command, sources):
+    path = start(command)
+    (record,) = records.read_records(path.parents[3], "perplexity")
+    later = record | {"run_id": "later", "started": "2999-01-01", "inputs": record["inputs"] | {"code:method": "0"}}
+    for order in ([record, later], [later, record]):
+        assert records.current(order) == [record]
+    edit(sources / "methods/h2o.py", MORE)
+    assert records.current([record, later]) == [later], "neither is of the present code: the newest"
+    assert records.current([record | {"status": "failed"}]) == []
+    gone = later | {"method_module": "methods.gone", "kind": "gone"}
+    assert records.current([gone]) == [gone], "of a method and a kind that are no more"
 
 
 # Files
@@ -129,7 +192,7 @@ def test_nothing_is_fetched_for_a_run_that_reads_no_weights(monkeypatch):
 def test_a_write_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     files.write_atomic(path, "old")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         files.write_atomic(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
@@ -229,10 +292,7 @@ def test_a_finished_run_is_recorded_whole_skipped_after_and_renamed(runs, comman
     ],
 )
 def test_a_run_that_did_not_finish_says_why_and_is_repeated(error, status, said, runs, command, capsys):
-    def fail(config):
-        raise error
-
-    runs.measure = fail
+    runs.measure = Mock(side_effect=error)
     with pytest.raises(type(error)):
         start(command)
     (record,) = records.read_records(load(command).results_dir, "perplexity")
@@ -261,10 +321,7 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
     ],
 )
 def test_what_a_user_can_mend_names_the_setting(error, kind, message, runs, command):
-    def fail(config):
-        raise error
-
-    runs.measure = fail
+    runs.measure = Mock(side_effect=error)
     with pytest.raises(UserError, match=f"^{message}"):
         start([*command, f"experiment={kind}"])
 
@@ -282,74 +339,6 @@ def test_a_process_keeps_the_last_model(runs, command):
     for more in ("method=full", "method=streaming", "model=opt-125m", "model=opt-125m method=full"):
         start([*command[:1], *more.split()], resources)
     assert runs.loads == ["smollm2-135m", "opt-125m"]
-
-
-# Code
-
-
-@pytest.fixture
-def sources(monkeypatch, tmp_path):
-    """A copy of the sources whose digests count; the real ones run."""
-    for name in ("harness", "methods"):
-        shutil.copytree(inputs.ROOT / name, tmp_path / "sources" / name)
-    monkeypatch.setattr(inputs, "ROOT", tmp_path / "sources")
-    return tmp_path / "sources"
-
-
-def edit(file, text):
-    """Append to a source, at another time."""
-    file.write_text(file.read_text() + text)
-    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
-
-
-MORE = "\nMORE = 1\n"
-
-
-def test_the_code_that_makes_another_run_of_the_same_settings(sources):
-    config = load(["method=h2o"])
-    before = inputs.digests(config)
-    for file, text, counts in (
-        ("methods/h2o.py", MORE, True),
-        ("methods/codec.py", MORE, True),
-        ("harness/accuracy/perplexity.py", MORE, True),
-        ("harness/replay.py", MORE, True),
-        ("harness/data/text.py", MORE, True),
-        ("methods/h2o.py", '\n# a comment\n"""words"""\n', False),
-        ("methods/streaming.py", MORE, False),
-        ("harness/speed/cell.py", MORE, False),
-        ("harness/launch/runner.py", MORE, False),
-    ):
-        unchanged = (sources / file).read_text()
-        edit(sources / file, text)
-        after = inputs.digests(config)
-        assert (records.run_id(config, before) != records.run_id(config, after)) == counts == (before != after), file
-        assert records.settings_id(config, before) == records.settings_id(config, after)
-        (sources / file).write_text(unchanged)
-
-
-def test_a_run_of_other_code_is_named_and_run_again(runs, command, sources, capsys):
-    old = start(command)
-    edit(sources / "methods/h2o.py", MORE)
-    new = start(command)
-    assert new != old and len(runs.configs) == 2
-    said = f"perplexity H2O: made by other code (record {old.parent.name}), run again\n"
-    assert said in capsys.readouterr().out
-    both = records.read_records(old.parents[3], "perplexity")
-    assert {record["settings_id"] for record in both} == {old.parent.name.partition("-")[0]}
-    assert [record["run_id"] for record in records.current(both)] == [new.parent.name]
-
-
-def test_the_record_of_the_present_code_counts_before_a_newer_one(runs, command, sources):
-    path = start(command)
-    (record,) = records.read_records(path.parents[3], "perplexity")
-    later = record | {"run_id": "later", "started": "2999-01-01", "inputs": record["inputs"] | {"code:method": "0"}}
-    for order in ([record, later], [later, record]):
-        assert records.current(order) == [record]
-    edit(sources / "methods/h2o.py", MORE)
-    assert records.current([record, later]) == [later], "neither is of the present code: the newest"
-    assert records.current([record | {"status": "failed"}]) == []
-    gone = later | {"method_module": "methods.gone", "kind": "gone"}
-    assert records.current([gone]) == [gone], "of a method and a kind that are no more"
 
 
 # Environment

@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import multiprocessing
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from harness.errors import UserError
 from harness.records import record as records
 from harness.records.samples import Baselines
 from harness.tables import write as tables
-from harness.tables.columns import COMPARED, LATENCY, METRICS, MISSING, TABLES, names, read_table, shape_of
+from harness.tables.columns import LATENCY, METRICS, MISSING, TABLES, names, read_table, shape_of
 from harness.tables.pages import render_markdown, render_terminal, sheets_of
 from harness.tables.rows import rows_of
 from harness.tables.text import MAX_WIDTH
@@ -57,25 +58,27 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
     return record
 
 
+def sizes(size: float) -> dict[str, float]:
+    return {"size": size, "size_artifact": 0.1, "device_frac": size + 0.05, "resident_frac": 0.02}
+
+
 def save_task(results: Path, *overrides: str, size: float = 0.16, **fields: Any) -> dict[str, Any]:
-    sizes = {"size": size, "size_artifact": 0.1, "device_frac": size + 0.05, "resident_frac": 0.02}
-    return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | sizes}, **fields)
+    return save(results, ["experiment=fig11", *overrides], {"passkey": TASK_METRICS | sizes(size)}, **fields)
 
 
 def save_text(results: Path, *overrides: str, size: float = 0.16, **fields: Any) -> dict[str, Any]:
-    sizes = {
-        "size": size,
-        "size_stderr": 0.001,
-        "size_artifact": 0.1,
-        "device_frac": size + 0.05,
-        "resident_frac": 0.02,
-    }
-    return save(results, ["experiment=perplexity", *overrides], {"offline": TEXT_METRICS | sizes}, **fields)
+    metrics = TEXT_METRICS | sizes(size) | {"size_stderr": 0.001}
+    return save(results, ["experiment=perplexity", *overrides], {"offline": metrics}, **fields)
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as stream:
+def update(results: Path, experiment: str) -> list[dict[str, str]]:
+    """Write the table; returns its lines as they are in the CSV."""
+    with tables.update(results, experiment).open(newline="") as stream:
         return list(csv.DictReader(stream))
+
+
+def page(results: Path, experiment: str) -> str:
+    return (results / "tables" / f"{experiment}.md").read_text()
 
 
 def sheet(path: Path) -> list[dict[str, str]]:
@@ -89,83 +92,63 @@ def sheet(path: Path) -> list[dict[str, str]]:
 # Rows
 
 
-def test_a_task_row_is_exact(tmp_path: Path) -> None:
+def test_a_task_row_is_exact(tmp_path):
     record = save_task(tmp_path, "method=h2o", size=0.1 + 0.2)
-    path = tables.update(tmp_path, "fig11")
-    (row,) = rows(path)
+    (row,) = update(tmp_path, "fig11")
     assert list(row.items()) == list({
         "experiment": "fig11", "model": "smollm2-135m", "method": "h2o", "label": "H2O", "settings": "",
-        "task": "passkey", "metric": "acc", "value": "0.75", "stderr": "0.0625", **dict.fromkeys(names(COMPARED), ""),
+        "task": "passkey", "metric": "acc", "value": "0.75", "stderr": "0.0625", "difference": "",
+        "difference_stderr": "", "mcnemar_p": "", "gained": "", "lost": "", "detectable": "",
         "num_samples": "48", "num_fewshot": "0", "seq_len": "", "size": "0.30000000000000004", "size_artifact": "0.1",
         "device_frac": "0.35000000000000003", "resident_frac": "0.02", "source": "measured", "shipped": "",
         "run_id": record["run_id"],
     }.items())  # fmt: skip
-    assert names(COMPARED) == ("difference", "difference_stderr", "mcnemar_p", "gained", "lost", "detectable")
-    path.write_bytes(path.read_bytes())
-    assert tables.update(tmp_path, "fig11").read_text().count("\n") == 2
 
 
-def test_a_text_has_a_row_per_measured_metric(tmp_path: Path) -> None:
-    save_text(tmp_path, "seq_len=512")
-    found = rows(tables.update(tmp_path, "perplexity"))
-    assert {row["metric"]: (row["value"], row["stderr"]) for row in found} == {
-        "perplexity": ("12.5", "0.25"), "perplexity_full": ("11.0", "0.2"), "kl_nats": ("0.0625", "0.01"),
-        "top1_agreement": ("0.875", "0.01"),
-    }  # fmt: skip
-    conditions = {(row["task"], row["seq_len"], row["num_samples"], row["num_fewshot"]) for row in found}
-    assert conditions == {("offline", "512", "3", "")}
-
-
-def test_chunks_have_their_range_in_the_task_and_a_row_per_metric(tmp_path: Path) -> None:
-    values = {"kl_nats": 0.5, "kl_nats_stderr": 0.1, "perplexity": 2.0, "repetition": None}
-    chunks = [{"first": 256 * at, "stop": 256 * (at + 1), "metrics": values} for at in (4, 1)]
-    save_text(tmp_path, chunks=chunks)
-    path = tables.update(tmp_path, "perplexity")
-    found = [(row["task"], row["metric"], row["value"], row["stderr"]) for row in rows(path) if "[" in row["task"]]
-    assert found == [
+def test_a_text_and_its_chunks_have_a_row_per_measured_metric(tmp_path):
+    chunk = {"kl_nats": 0.5, "kl_nats_stderr": 0.1, "perplexity": 2.0, "repetition": None}
+    chunks = [{"first": 256 * at, "stop": 256 * (at + 1), "metrics": chunk} for at in (4, 1)]
+    record = save_text(tmp_path, "seq_len=512", chunks=chunks)
+    found = update(tmp_path, "perplexity")
+    assert [(row["task"], row["metric"], row["value"], row["stderr"]) for row in found] == [
+        ("offline", "perplexity", "12.5", "0.25"), ("offline", "perplexity_full", "11.0", "0.2"),
+        ("offline", "kl_nats", "0.0625", "0.01"), ("offline", "top1_agreement", "0.875", "0.01"),
         ("offline[256:512]", "perplexity", "2.0", ""), ("offline[256:512]", "kl_nats", "0.5", "0.1"),
         ("offline[1024:1280]", "perplexity", "2.0", ""), ("offline[1024:1280]", "kl_nats", "0.5", "0.1"),
     ]  # fmt: skip
-    text = path.with_suffix(".md").read_text()
+    assert {(row["seq_len"], row["num_samples"], row["num_fewshot"]) for row in found} == {("512", "3", "")}
+    text = page(tmp_path, "perplexity")
     assert "by range of tokens" in text and "offline[256:512] perplexity" in text
+    file = record | {"metrics": {"/home/someone/book[1].txt": record["metrics"]["offline"]}, "chunks": []}
+    assert {row["task"] for row in rows_of(file, Baselines(()))} == {"book(1).txt"}
 
 
-def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path: Path) -> None:
+def test_a_needle_has_a_row_per_length_and_fifth_of_the_prompt(tmp_path):
     samples = [{"length": 512, "512": float(depth < 0.5), "depth": depth} for depth in (0.0, 0.1, 0.45, 0.55, 1.0)]
     metrics = {"niah_single_1": {"512": 0.6, "num_samples": 5, "size": 0.2}}
     save(tmp_path, ["experiment=fig11"], metrics, samples={"niah_single_1": samples})
-    path = tables.update(tmp_path, "fig11")
-    found = {row["task"]: (row["metric"], row["value"], row["num_samples"]) for row in rows(path)}
+    found = {row["task"]: (row["metric"], row["value"], row["num_samples"]) for row in update(tmp_path, "fig11")}
     assert found == {
         "niah_single_1": ("512", "0.6", "5"), "niah_single_1[512, 0-20 %]": ("512", "1.0", "2"),
         "niah_single_1[512, 40-60 %]": ("512", "0.5", "2"), "niah_single_1[512, 80-100 %]": ("512", "0.0", "1"),
     }  # fmt: skip
-    assert "512 tokens, 40-60 %" in path.with_suffix(".md").read_text()
+    assert "512 tokens, 40-60 %" in page(tmp_path, "fig11")
 
 
-def test_a_text_file_is_named_without_its_folder_and_brackets(tmp_path: Path) -> None:
-    record = save_text(tmp_path)
-    record["metrics"] = {"/home/someone/book[1].txt": record["metrics"]["offline"]}
-    assert {row["task"] for row in rows_of(record, Baselines(()))} == {"book(1).txt"}
-
-
-def test_a_timed_cell_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path: Path) -> None:
-    segments = dict(
-        zip(("attention_s", "ffn_s", "prediction_s", "transfer_s", "other_s"), (1, 2, None, 4, 0), strict=True)
-    )
+def test_a_timed_cell_is_in_seconds_and_bytes_and_its_page_in_ms_and_gib(tmp_path):
+    segments = {"attention_s": 1, "ffn_s": 2, "prediction_s": None, "transfer_s": 4, "other_s": 0}
     save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS | segments)
-    path = tables.update(tmp_path, "latency")
-    (row,) = rows(path)
+    (row,) = update(tmp_path, "latency")
     assert tuple(row) == names(LATENCY)
     shown = ("label", "prefill_s", "h2d_bytes", "link_bytes_per_s", "source", "attention_s", "prediction_s", "size")
     assert [row[name] for name in shown] == ["offload", "2.0", str(2**31), "", "emulated", "1", "", "0.2"]
-    (line,) = sheet(path)
+    (line,) = sheet(tmp_path / "tables" / "latency.csv")
     expected = {"prefill (ms)": "2000.0", "step p50 (ms)": "62.50", "to device (GiB)": "2.000", "tokens/s": "12.80"}
     assert expected.items() <= line.items() and line["size (%)"] == "20.0"
     assert "link (GiB/s)" not in line, "a column without a number"
 
 
-def test_order_depends_on_the_records_alone(tmp_path: Path) -> None:
+def test_order_depends_on_the_records_alone(tmp_path):
     settings = ["method=h2o", "method=full", "method=infinigen", "method=infinigen method.alpha=4"]
     texts = []
     for number, order in enumerate((settings, settings[::-1])):
@@ -177,22 +160,20 @@ def test_order_depends_on_the_records_alone(tmp_path: Path) -> None:
     assert [line["label"] for line in sheet(path)] == ["Full cache", "H2O", "InfiniGen", "InfiniGen"]
 
 
-def test_records_without_numbers_or_with_odd_ones_have_no_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_task(tmp_path, "method=full", status="failed")
+def test_records_without_numbers_or_with_odd_ones_have_no_row(tmp_path, caplog):
+    failed = save_task(tmp_path, "method=full", status="failed")
     save_task(tmp_path, "method=h2o", status="interrupted")
-    good = save_task(tmp_path, "method=infinigen")
-    cut = save_task(tmp_path, "method=int4")
+    good, cut = save_task(tmp_path, "method=infinigen"), save_task(tmp_path, "method=int4")
     odd = save(tmp_path, ["experiment=fig11", "method=streaming"], {"passkey": TASK_METRICS | {"size": "much"}})
     records.record_path(tmp_path, "fig11", cut["run_id"]).write_text(json.dumps(cut)[:-40])
-    (row,) = rows(tables.update(tmp_path, "fig11"))
-    assert row["run_id"] == good["run_id"]
+    (row,) = update(tmp_path, "fig11")
+    assert row["run_id"] == good["run_id"] and tables.summary([failed]) == ""
     for run in (cut["run_id"], odd["run_id"]):
         (said,) = [message for message in caplog.messages if run in message]
         assert "damaged record" in said and "\n" not in said
-    assert tables.summary([save_task(tmp_path, "method=full", status="failed")]) == ""
 
 
-def test_settings_are_those_that_differ_from_the_defaults(tmp_path: Path) -> None:
+def test_settings_are_those_that_differ_from_the_defaults(tmp_path):
     told = {
         "method=infinigen": "",
         "method=infinigen-coded": "",
@@ -202,36 +183,34 @@ def test_settings_are_those_that_differ_from_the_defaults(tmp_path: Path) -> Non
         "method=int4": "",
     }
     for overrides, expected in told.items():
-        record = save_text(tmp_path, *overrides.split(), text=overrides)
-        (row, *_) = rows_of(record, Baselines(()))
+        (row, *_) = rows_of(save_text(tmp_path, *overrides.split(), text=overrides), Baselines(()))
         assert row["settings"] == expected, overrides
     local = save_task(tmp_path, "num_samples=9", "seq_len=512", "data=local", f"data.root={tmp_path}")
     assert rows_of(local, Baselines(()))[0]["settings"] == "num_samples=9", "a task has no windows"
 
 
-def test_two_weights_of_one_model_are_told_apart(tmp_path: Path) -> None:
+def test_two_weights_of_one_model_are_told_apart(tmp_path):
     for weights in ("a" * 40, "b" * 40):
         save_task(tmp_path, "method=h2o", inputs={"model": weights}, text=weights)
-    found = {row["settings"] for row in rows(tables.update(tmp_path, "fig11"))}
-    assert found == {"weights=aaaaaaaa", "weights=bbbbbbbb"}
+    assert {row["settings"] for row in update(tmp_path, "fig11")} == {"weights=aaaaaaaa", "weights=bbbbbbbb"}
 
 
 # Shipped rows
 
 
-def shipped(results: Path) -> Path:
-    """A table of H2O at two sizes and the full cache, shipped without its records."""
+@pytest.fixture
+def shipped(tmp_path) -> Path:
+    """Results with a table of H2O at two sizes and the full cache, shipped without its records."""
     for overrides in ("method=full", "method=h2o size=0.1", "method=h2o size=0.2"):
-        save_task(results, *overrides.split(), size=0.1)
-    path = tables.update(results, "fig11")
-    tables.ship(results)
-    for record in results.glob("runs/*/*/record.json"):
-        record.unlink()
-    return path
+        save_task(tmp_path, *overrides.split(), size=0.1)
+    tables.update(tmp_path, "fig11")
+    tables.ship(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    return tmp_path
 
 
-def values(path: Path) -> list[tuple[str, str, str, str]]:
-    return [(row["label"], row["settings"], row["value"], row["shipped"]) for row in rows(path)]
+def values(results: Path) -> list[tuple[str, str, str, str]]:
+    return [(row["label"], row["settings"], row["value"], row["shipped"]) for row in update(results, "fig11")]
 
 
 SHIPPED = [
@@ -239,59 +218,51 @@ SHIPPED = [
 ]  # fmt: skip
 
 
-def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_it_repeats(tmp_path: Path) -> None:
-    path = shipped(tmp_path)
+def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_it_repeats(shipped):
+    path = shipped / "tables" / "fig11.csv"
     before = path.read_bytes()
-    assert values(tables.update(tmp_path, "fig11")) == SHIPPED and path.read_bytes() == before
-    assert "own run" not in path.with_suffix(".md").read_text()
+    assert values(shipped) == SHIPPED and path.read_bytes() == before
+    assert "own run" not in page(shipped, "fig11")
     metrics = {"passkey": TASK_METRICS | {"acc": 0.5, "size": 0.1}}
     for overrides in ("method=h2o size=0.2", "method=infinigen", "method=h2o size=0.1 label=Mine"):
-        save(tmp_path, ["experiment=fig11", *overrides.split()], metrics)
+        save(shipped, ["experiment=fig11", *overrides.split()], metrics)
     own = [("H2O", "size=0.2", "0.5", ""), ("InfiniGen", "", "0.5", ""), ("Mine", "size=0.1", "0.5", "")]
-    assert values(tables.update(tmp_path, "fig11")) == [*SHIPPED[:2], *own]
+    assert values(shipped) == [*SHIPPED[:2], *own]
     assert [line["label"] for line in sheet(path)] == ["Full cache", "H2O", "H2O \\*", "InfiniGen \\*", "Mine \\*"]
-    assert "\\* One's own run; the other rows are shipped with the project." in path.with_suffix(".md").read_text()
-    for record in tmp_path.glob("runs/*/*/record.json"):
-        record.unlink()
-    assert values(tables.update(tmp_path, "fig11")) == SHIPPED[:2], "no row of a record that is gone"
+    assert "\\* One's own run; the other rows are shipped with the project." in page(shipped, "fig11")
+    shutil.rmtree(shipped / "runs")
+    assert values(shipped) == SHIPPED[:2], "no row of a record that is gone"
 
 
-def test_a_run_replaces_all_metrics_and_chunks_of_a_shipped_one(tmp_path: Path) -> None:
-    chunk = {"first": 256, "stop": 512, "metrics": {"perplexity": 2.0}}
-    save_text(tmp_path, "method=h2o", chunks=[chunk])
-    path = tables.update(tmp_path, "perplexity")
-    tables.ship(tmp_path)
-    save_text(tmp_path, "method=h2o", chunks=[chunk | {"first": 128}])
-    found = rows(tables.update(tmp_path, "perplexity"))
-    assert {row["shipped"] for row in found} == {""} and "offline[128:512]" in {row["task"] for row in found}
-    assert len(found) == 5 and not (path.parent / ".lock").exists()
-
-
-def test_a_series_of_an_analysis_is_replaced_whole(tmp_path: Path) -> None:
-    def save_points(value: float, *series: tuple[str, float]) -> None:
+def test_a_run_replaces_all_metrics_and_chunks_of_a_shipped_one_and_a_series_whole(tmp_path):
+    def save_both(first: int, value: float, *series: tuple[str, float]) -> None:
+        save_text(tmp_path, "method=h2o", chunks=[{"first": first, "stop": 512, "metrics": {"perplexity": 2.0}}])
         same = {"metric": "bytes", "value": value, "stderr": None, "num_samples": 1, "x_name": "layer", "layer": 1}
         points = [same | {"series": name, "x": x} for name, x in series]
         save(tmp_path, ["experiment=fig2"], {"source": "measured", "points": points}, kind="analysis")
 
-    save_points(1.0, ("a", 1.0), ("a", 2.0), ("b", 1.0))
-    tables.update(tmp_path, "fig2")
+    save_both(256, 1.0, ("a", 1.0), ("a", 2.0), ("b", 1.0))
+    for experiment in ("perplexity", "fig2"):
+        tables.update(tmp_path, experiment)
     tables.ship(tmp_path)
-    save_points(5.0, ("a", 3.0), ("c", 1.0))
-    found = rows(tables.update(tmp_path, "fig2"))
-    assert [(row["series"], row["x"], row["value"]) for row in found] == [
+    save_both(128, 5.0, ("a", 3.0), ("c", 1.0))
+    found = update(tmp_path, "perplexity")
+    assert [row["task"] for row in found] == ["offline"] * 4 + ["offline[128:512]"]
+    assert {row["shipped"] for row in found} == {""}
+    assert [(row["series"], row["x"], row["value"]) for row in update(tmp_path, "fig2")] == [
         ("b", "1.0", "1.0"), ("a", "3.0", "5.0"), ("c", "1.0", "5.0"),
     ]  # fmt: skip
 
 
-def test_processes_that_write_at_once_leave_the_rows_of_all_and_the_shipped_ones(tmp_path: Path, monkeypatch) -> None:
+def test_processes_that_write_at_once_leave_the_rows_of_all_and_the_shipped_ones(shipped, monkeypatch):
     """The first to read the records would be the last to write."""
-    path, read = shipped(tmp_path), tables.read_records
+    read = tables.read_records
 
     def run(number: int) -> None:
         time.sleep(0.2 * number)
         monkeypatch.setattr(tables, "read_records", lambda *asked: (read(*asked), time.sleep(1.2 - 0.6 * number))[0])
-        save_task(tmp_path, "method=h2o", f"label=run {number}", text=number)
-        tables.update(tmp_path, "fig11")
+        save_task(shipped, "method=h2o", f"label=run {number}", text=number)
+        tables.update(shipped, "fig11")
 
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=run, args=(number,)) for number in range(3)]
@@ -300,11 +271,12 @@ def test_processes_that_write_at_once_leave_the_rows_of_all_and_the_shipped_ones
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 3
-    assert {row["label"] for row in rows(path)} == {"Full cache", "H2O", "run 0", "run 1", "run 2"}
-    assert {file.name for file in path.parent.iterdir()} == {"fig11.csv", "fig11.md"}
+    rows = read_table(shipped / "tables" / "fig11.csv")
+    assert {row["label"] for row in rows} == {"Full cache", "H2O", "run 0", "run 1", "run 2"}
+    assert {file.name for file in (shipped / "tables").iterdir()} == {"fig11.csv", "fig11.md"}
 
 
-def test_a_file_that_is_no_table_stays_and_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_table_stays_and_is_named(tmp_path):
     save_task(tmp_path)
     path = tables.update(tmp_path, "fig11")
     for text in ("a,b\n1,2\n", path.read_text().replace("0.75", "much"), path.read_text() + "x\n", "\x00"):
@@ -312,29 +284,27 @@ def test_a_file_that_is_no_table_stays_and_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="fig11.csv: not a table of results"):
             tables.update(tmp_path, "fig11")
         assert path.read_text() == text and not (path.parent / ".lock").exists()
-    folder = tmp_path / "other"
-    save_task(folder)
-    (folder / "tables").write_text("a file where the folder should be")
+    shutil.rmtree(path.parent)
+    path.parent.write_text("a file where the folder should be")
     with pytest.raises(UserError, match="results_dir: .*tables cannot be written"):
-        tables.update(folder, "fig11")
+        tables.update(tmp_path, "fig11")
 
 
 # Pages
 
 
-def test_a_page_has_units_and_errors(tmp_path: Path) -> None:
+def test_a_page_has_units_and_errors(tmp_path):
     save_text(tmp_path, "method=h2o")
-    path = tables.update(tmp_path, "perplexity")
-    assert sheet(path) == [{
+    assert sheet(tables.update(tmp_path, "perplexity")) == [{
         "label": "H2O", "settings": "-", "size (%)": "16.0", "read on device (%)": "21.0", "kept on device (%)": "2.0",
         "offline perplexity": "12.500 ± 0.250", "offline full cache's perplexity": "11.000 ± 0.200",
         "offline KL (nats)": "0.0625 ± 0.0100", "offline top-1 agreement (%)": "87.5 ± 1.0",
     }]  # fmt: skip
-    assert "## smollm2-135m\n" in path.with_suffix(".md").read_text()
+    assert "## smollm2-135m\n" in page(tmp_path, "perplexity")
     assert METRICS["kl_nats"].show(-1e-9, 1e-9) == "0.0000 ± 0.0000" and METRICS["kl_nats"].show(-0.5) == "-0.5000"
 
 
-def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path: Path) -> None:
+def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path):
     """Settings that all runs on a task share stand below the table."""
     for skew in ("true", "false"):
         method = ["experiment=fig13", "method=infinigen", f"method.skew={skew}", "method.alpha=9", f"label=skew {skew}"]
@@ -342,25 +312,23 @@ def test_a_line_joins_runs_of_a_method_and_settings_on_texts_and_tasks(tmp_path:
         save(tmp_path, [*method, "tasks=[copa]", *local], {"copa": TASK_METRICS | {"size": 0.2, "num_samples": 100}})
         save(tmp_path, [*method, "tasks=[passkey]"], {"passkey": TASK_METRICS | {"size": 0.2}})
         save(tmp_path, [*method, "kind=perplexity"], {"offline": TEXT_METRICS | {"size": 0.2}})
-    path = tables.update(tmp_path, "fig13")
-    found = sheet(path)
-    assert [(line["label"], line["settings"]) for line in found] == [
-        ("skew false", "skew=False"), ("skew true", MISSING)
+    first, second = sheet(tables.update(tmp_path, "fig13"))
+    assert [(line["label"], line["settings"]) for line in (first, second)] == [
+        ("skew false", "skew=False"), ("skew true", MISSING),
     ]  # fmt: skip
-    assert {"copa acc (%), n = 100", "passkey acc (%), n = 48", "offline perplexity, n = 3"} <= set(found[0])
-    assert MISSING not in [cell for line in found for heading, cell in line.items() if heading != "settings"]
-    assert "Settings of all runs: alpha=9.0, num_samples=100." in path.with_suffix(".md").read_text()
+    assert {"copa acc (%), n = 100", "passkey acc (%), n = 48", "offline perplexity, n = 3"} <= set(first)
+    assert MISSING not in [*first.values(), *(second | {"settings": ""}).values()]
+    assert "Settings of all runs: alpha=9.0, num_samples=100." in page(tmp_path, "fig13")
 
 
-def test_a_terminal_has_a_line_per_method_and_settings_and_hides_no_run(tmp_path: Path) -> None:
+def test_a_terminal_has_a_line_per_method_and_settings_and_hides_no_run(tmp_path):
     chosen = [save_task(tmp_path, "method=infinigen", f"method.alpha={alpha}") for alpha in (4, 6)]
     chosen += [save_text(tmp_path, "method=infinigen", "method.alpha=4", size=0.12)]
     text = tables.summary(chosen)
     first, second = text.splitlines()[-2:]
     assert first.startswith("InfiniGen  alpha=4.0") and "12.0-16.0" in first and "87.5 ± 1.0" in first
     assert second.startswith("InfiniGen  alpha=6.0") and second.endswith("-") and "full cache's" not in text
-    again = copy.deepcopy(chosen[0])
-    again["run_id"] = again["settings_id"] = "0" * 16
+    again = copy.deepcopy(chosen[0]) | {"run_id": "0", "settings_id": "0"}
     again["metrics"]["passkey"]["acc"] = 0.5
     text = tables.summary([chosen[0], again])
     assert "75.0 ± 6.2" in text and "50.0 ± 6.2" in text
@@ -368,7 +336,7 @@ def test_a_terminal_has_a_line_per_method_and_settings_and_hides_no_run(tmp_path
     assert "seq_len=512" in lengths and "seq_len=2048" in lengths
 
 
-def test_a_terminal_shows_whatever_lm_eval_measured_in_parts_that_fit(tmp_path: Path) -> None:
+def test_a_terminal_shows_whatever_lm_eval_measured_in_parts_that_fit(tmp_path):
     generated = {"exact_match,strict-match": 0.5, "exact_match,strict-match_stderr": 0.1, "size": 0.2, "num_samples": 8}
     lengths = {"512": 0.25, "2048": 0.5, "2048_stderr": None, "size": 0.2, "num_samples": 8}
     group = {"acc": 0.75, "tasks": ["a", "b"], "size": 0.2, "num_samples": 16}
@@ -376,13 +344,14 @@ def test_a_terminal_shows_whatever_lm_eval_measured_in_parts_that_fit(tmp_path: 
     shown = " ".join(tables.summary([save(tmp_path, ["experiment=tasks"], metrics)]).split())
     assert all(word in shown for word in ("strict-match", "512", "2,048", "f1", "50.0 ± 10.0")) and "norm" not in shown
     wide = save(tmp_path, ["experiment=tasks"], {f"task_{number}": TASK_METRICS for number in range(40)})
-    parts = tables.summary([wide]).split("\n\n")
-    assert len(parts) > 1 and all(len(line) <= MAX_WIDTH for part in parts for line in part.splitlines())
-    assert all(part.count("InfiniGen") == 1 for part in parts) and "".join(parts).count("75.0 ± 6.2") == 40
-    assert "continued" in parts[1] and "continued" not in parts[0]
+    first, *others = tables.summary([wide]).split("\n\n")
+    assert others and all(len(line) <= MAX_WIDTH for part in (first, *others) for line in part.splitlines())
+    assert all(part.count("InfiniGen") == 1 for part in (first, *others))
+    assert "".join((first, *others)).count("75.0 ± 6.2") == 40
+    assert "continued" not in first and all("continued" in part for part in others)
 
 
-def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path: Path) -> None:
+def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):
     save_task(tmp_path, "method=h2o")
     save_text(tmp_path, "experiment=fig11", "kind=perplexity", "method=h2o")
     save(tmp_path, ["experiment=latency", "label=offload"], LATENCY_METRICS)
@@ -393,46 +362,43 @@ def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path: Path) 
         path = tables.update(tmp_path, name)
         read, shape = read_table(path), SHAPES.get(name, "accuracy")
         assert shape_of(path.read_text().splitlines()[0].split(",")) == shape
-        assert render_markdown(name, read) == path.with_suffix(".md").read_text(), name
+        assert render_markdown(name, read) == page(tmp_path, name)
         columns = [column for column in TABLES[shape] if column.name in read[0]]
         assert tables.render_csv(columns, read) == path.read_text()
     assert "1,024" in render_terminal([row | {"x": 1024.0} for row in read if row["x"]])
-    (one, other) = (sheet.title for sheet in sheets_of(read))
-    assert (one, other) == ("smollm2-135m: GiB, by layer", "smollm2-135m: GiB")
+    titles = [sheet.title for sheet in sheets_of(read)]
+    assert titles == ["smollm2-135m: GiB, by layer", "smollm2-135m: GiB"]
 
 
 # Figures of speed
 
 
-def save_cells(results: Path, shapes: list[dict[str, Any]], **fields: Any) -> None:
-    for shape in shapes:
-        for label in ("ideal", "offload"):
-            given = [f"label={label}", *(f"{name}={value}" for name, value in shape.items())]
-            save(results, ["experiment=latency", *given], LATENCY_METRICS | fields | shape, text=str(fields))
+def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path):
+    def save_cells(*shapes: tuple[int, int], model: str = "smollm2-135m", **fields: str) -> None:
+        for batch, prompt in shapes:
+            for label in ("ideal", "offload"):
+                given = [f"label={label}", f"batch_size={batch}", f"prompt_len={prompt}", f"model={model}"]
+                metrics = LATENCY_METRICS | fields | {"batch_size": batch, "prompt_len": prompt}
+                save(tmp_path, ["experiment=latency", *given], metrics, text=str(fields))
 
+    def shapes(figure: str) -> list[tuple[str, int, int]]:
+        rows = read_table(tmp_path / "tables" / f"{figure}.csv")
+        assert page(tmp_path, figure).startswith(f"# {figure}\n") and {row["experiment"] for row in rows} == {figure}
+        return [(row["source"], row["batch_size"], row["prompt_len"]) for row in rows if row["label"] == "ideal"]
 
-def test_each_figure_of_speed_has_its_rows_of_the_timed_cells(tmp_path: Path) -> None:
-    shapes = [(1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048)]
-    save_cells(tmp_path, [{"batch_size": batch, "prompt_len": prompt} for batch, prompt in shapes])
-    save_cells(tmp_path, [{"batch_size": 2, "prompt_len": 64}], platform="cuda", source="measured")
-    assert len(rows(tables.update(tmp_path, "latency"))) == 12
-    found = {}
-    for figure in ("fig14", "fig15", "fig16a", "fig18"):
-        path = tmp_path / "tables" / f"{figure}.csv"
-        assert path.with_suffix(".md").read_text().startswith(f"# {figure}\n")
-        read = rows(path)
-        assert {row["experiment"] for row in read} == {figure}
-        assert [row["label"] for row in read if row["source"] == "measured"] == ["ideal", "offload"]
-        emulated = [row for row in read if row["source"] == "emulated"]
-        found[figure] = sorted({(int(row["batch_size"]), int(row["prompt_len"])) for row in emulated})
-        assert len(emulated) == 2 * len(found[figure])
-    assert found["fig15"] == [(1, 1024), (4, 1024), (8, 1024)] and found["fig14"] == [(8, 1024)], "its largest batch"
-    assert found["fig16a"] == [(4, 512), (4, 1024), (4, 2048)] and found["fig18"] == [(4, 2048)], "its longest"
+    save_cells((1, 1024), (4, 1024), (8, 1024), (4, 512), (4, 2048))
+    save_cells((2, 64), platform="cuda", source="measured")
+    assert len(update(tmp_path, "latency")) == 12
+    expected = {
+        "fig15": [(1, 1024), (4, 1024), (8, 1024)], "fig14": [(8, 1024)],  # its largest batch
+        "fig16a": [(4, 512), (4, 1024), (4, 2048)], "fig18": [(4, 2048)],  # its longest prompt
+    }  # fmt: skip
+    for figure, found in expected.items():
+        assert sorted(shapes(figure)) == sorted([*(("emulated", *shape) for shape in found), ("measured", 2, 64)])
     assert not (tmp_path / "tables" / "fig16b.csv").exists(), "one model is no comparison"
-    save_cells(tmp_path, [{"batch_size": 4, "model": "opt-125m"}])
+    save_cells((4, 1024), model="opt-125m")
     tables.update(tmp_path, "latency")
-    models = sorted((row["model"], row["batch_size"]) for row in rows(tmp_path / "tables" / "fig16b.csv"))
-    assert models == 2 * [("opt-125m", "4")] + 2 * [("smollm2-135m", "4")]
+    assert shapes("fig16b") == [("emulated", 4, 1024)] * 2
     for path in tmp_path.glob("runs/latency/*/record.json"):
         if json.loads(path.read_text())["config"]["model"]["name"] == "opt-125m":
             path.unlink()
