@@ -46,13 +46,10 @@ positions; a softcap, and layers with a sliding window between those that the me
 PROMPTS = {"even": (200, 200), "padded": (200, 180)}
 """Prompt tokens of each sequence: enough for the defaults of every shipped method."""
 STEPS = 10
-ROWS_PER_BLOCK = 3
-"""Size of the blocks of the second replay: several blocks, of several rows each."""
-ROWS_OF_FIRST_CALL = (8, 3)
-"""Rows of even and odd sequences in the first of two calls; the second call has the others."""
+ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
+ROWS_OF_FIRST_CALL = (8, 3)  # of even and odd sequences, in the first of two calls; the second call has the others
 NUM_CALIBRATION_TOKENS = 256
-LINK_BYTES_PER_S = 1e12
-"""Rate of the emulated link: it costs no time."""
+LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
 TOLERANCE = 1e-4
 """Allowed difference of logits: live and replay sum the same products in another order."""
 SIZE_TOLERANCE = 1e-9
@@ -108,15 +105,9 @@ def open_replay(attached: Attached, setup: Setup, real: Tensor, more_columns: in
 
 
 def replay(
-    attached: Attached,
-    setup: Setup,
-    prompts: tuple[int, ...],
-    prefill_len: int | None = None,
-    steps: int = STEPS,
-    seed: int = 0,
-    only: int | None = None,
-    **options: Any,
-) -> Result:
+    attached: Attached, setup: Setup, prompts: tuple[int, ...], prefill_len: int | None = None,
+    steps: int = STEPS, seed: int = 0, only: int | None = None, **options: Any,
+) -> Result:  # fmt: skip
     """Teacher-forced decoding of all rows at once.
 
     prefill_len: columns of the prompt, by default the longest prompt. steps, seed, only: as in `token_batch`. options:
@@ -168,14 +159,9 @@ def force(session: LiveSession, prompts: tuple[int, ...], steps: int = STEPS, **
 
 
 def live(
-    attached: Attached,
-    setup: Setup,
-    prompts: tuple[int, ...],
-    steps: int = STEPS,
-    seed: int = 0,
-    only: int | None = None,
-    **options: Any,
-) -> Result:
+    attached: Attached, setup: Setup, prompts: tuple[int, ...],
+    steps: int = STEPS, seed: int = 0, only: int | None = None, **options: Any,
+) -> Result:  # fmt: skip
     """The rows of `replay` one step at a time; options: of `LiveSession`."""
     with closing(open_live(attached, setup, steps, **options)) as session:
         return result_of(session, force(session, prompts, steps, seed=seed, only=only))

@@ -3,7 +3,6 @@ selected rows and the exempt layers cross the link."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import cache
@@ -26,6 +25,7 @@ from living import (
     of_codec,
     open_live,
     replay,
+    setup_of,
 )
 from living import live as live_session
 
@@ -38,8 +38,7 @@ from harness.model.tiny import tiny_model
 from harness.offload.cache import LayerCache
 from harness.offload.links import EmulatedLink
 from harness.setup import Setup
-from harness.sizes import expected_size
-from methods.base import Geometry, Rest, Row, Rows, Selection
+from methods.base import Geometry, Rest, Rows, Selection
 
 PROMPT_LEAVES_NO_TRACE = ("full", "h2o-fills", "streaming-fills", "residual-fills")
 """Nothing is dropped or coded while the prompt ends: a row is the same whether it is the prompt's or a step's."""
@@ -61,9 +60,8 @@ def replayed(family: str, name: str, padding: str, prefill_len: int | None = Non
 
 
 class Decoded(NamedTuple):
-    """Live decoding, and what crossed the link: `selected`, the rows that the layers' selections name, whatever was
-    asked for; `crossed`, bytes by the count of the stores and by that of the fetches; `slot_bytes`, of an exempt layer
-    and of any other."""
+    """selected: rows that the layers' selections name. crossed: bytes over the link by the count of the stores and by
+    that of the fetches. slot_bytes: of an exempt layer and of any other."""
 
     result: Result
     geometry: Geometry
@@ -137,14 +135,10 @@ def test_an_off_by_one_prefill_len_shows(name):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.codec is None])
 def test_the_size_is_its_closed_form(name):
-    method = CASES[name].method
-    rows = Counter(Row(prompt + step, prompt, prompt + STEPS) for prompt in PROMPTS["padded"] for step in range(STEPS))
-    layers = range(method.num_exempt_layers, 4)
-    read = {(row, layer): method.tokens_read(row, layer) for row in rows for layer in layers}
-    assert all((tokens or 0) <= method.max_tokens_read(*at) <= at[0].cached for at, tokens in read.items())
-    if None not in read.values():
-        size = expected_size(method, rows, 4, 0.5 if method.holds_keys else 1.0)
-        assert replayed("gqa", name, "padded").size == pytest.approx(size, abs=1e-9)
+    with attached_with_link() as (attached, link):
+        trial = Trial(attached, link, setup_of(attached, CASES[name]), PROMPTS["padded"])
+        trial.replayed = replayed("gqa", name, "padded")
+        CHECKS["the size is its closed form"](trial)
 
 
 # Every method in conf/method, with its defaults: a new file there is a new test here

@@ -57,15 +57,9 @@ def write(text: str = MINE, name: str = "mine.py") -> Path:
 
 @pytest.mark.parametrize(
     ("choice", "name"),
-    [
-        ("./mine.py", "mine"),
-        ("{here}/mine.py", "mine"),
-        ("./mine.py:Mine", "mine.Mine"),
-        ("mine.Mine", "mine.Mine"),
-        ("package.inner.Mine", "package.inner.Mine"),
-        ("package/inner.py", "inner"),
-    ],
-)
+    [("./mine.py", "mine"), ("{here}/mine.py", "mine"), ("./mine.py:Mine", "mine.Mine"), ("mine.Mine", "mine.Mine"),
+     ("package.inner.Mine", "package.inner.Mine"), ("package/inner.py", "inner")],
+)  # fmt: skip
 def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, folder):
     write()
     write(name="package/inner.py")
@@ -87,43 +81,34 @@ def test_it_is_one_of_a_sweep(monkeypatch, capsys):
 
 # Refused
 
-REFUSED = {
-    "./none.py": ("", "there is no file none.py"),
-    "./mine.py": ("\nclass Mine(:\n", "{here}/mine.py:5: SyntaxError: invalid syntax"),
-    "mine.py": ("\nimport nothing_of_this_name\n", "{here}/mine.py:5: ModuleNotFoundError: No module named"),
-    "./mine.py ": ("", "no class in it derives from methods.base.Method"),
-    "./mine.py  ": (MINE + OTHER, "defines Mine, Other; choose one, as method=./mine.py:Mine"),
-    "./mine.py:Mime": (MINE + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
-    "nowhere.Mine": (MINE, "ModuleNotFoundError: No module named 'nowhere'"),
-    "./mine.py   ": (
-        "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n",
-        "Mine must be a @dataclass(frozen=True)",
-    ),
-    "./mine.py     ": (
-        "\n@dataclass(frozen=True)\nclass Mine(Method):\n    def new_state(self, *_): ...\n",
-        "Mine lacks tokens_read; methods/base.py says what it is",
-    ),
-    "./mine.py      ": (MINE + "    late: int = field(kw_only=True)\n", "Mine.late needs a default"),
-}
+REFUSED = [
+    ("./none.py", "", "there is no file none.py"),
+    ("./mine.py", "\nclass Mine(:\n", "{here}/mine.py:5: SyntaxError: invalid syntax"),
+    ("mine.py", "\nimport nothing_of_this_name\n", "{here}/mine.py:5: ModuleNotFoundError: No module named"),
+    ("./mine.py", "", "no class in it derives from methods.base.Method"),
+    ("./mine.py", MINE + OTHER, "defines Mine, Other; choose one, as method=./mine.py:Mine"),
+    ("./mine.py:Mime", MINE + OTHER, "did you mean 'Mine'? allowed: Mine, Other"),
+    ("nowhere.Mine", MINE, "ModuleNotFoundError: No module named 'nowhere'"),
+    ("./mine.py", "\nclass Mine(Streaming):\n    kept_frac: float = 0.5\n", "Mine must be a @dataclass(frozen=True)"),
+    ("./mine.py", "\n@dataclass(frozen=True)\nclass Mine(Method):\n    def new_state(self, *_): ...\n",
+     "Mine lacks tokens_read; methods/base.py says what it is"),
+    ("./mine.py", MINE + "    late: int = field(kw_only=True)\n", "Mine.late needs a default"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", REFUSED)
-def test_what_is_wrong_with_a_file_is_one_line(choice, folder, capsys):
-    text, expected = REFUSED[choice]
+@pytest.mark.parametrize(("choice", "text", "expected"), REFUSED)
+def test_what_is_wrong_with_a_file_is_one_line(choice, text, expected, folder, capsys):
     write(text)
-    assert main([f"method={choice.strip()}"]) == 2
+    assert main([f"method={choice}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: method={choice.strip()}: {expected.format(here=folder)}")
+    assert line.startswith(f"error: method={choice}: {expected.format(here=folder)}")
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("h2o.py", "h2o is a method of conf/method; rename the file"),
-        ("my-own.py", "the file's name must be a Python name"),
-        ("torch.py", "torch is a module of "),
-    ],
-)
+    [("h2o.py", "h2o is a method of conf/method; rename the file"), ("torch.py", "torch is a module of "),
+     ("my-own.py", "the file's name must be a Python name")],
+)  # fmt: skip
 def test_a_name_that_is_taken_is_refused(name, expected):
     write(name=name)
     with pytest.raises(UserError, match=re.escape(expected)):
@@ -161,12 +146,9 @@ def test_an_edited_file_is_another_run_and_its_place_is_not(folder):
 
 @pytest.mark.parametrize(
     ("choice", "text"),
-    [
-        ("./mine.py", "def late():\n    from beside import VALUE\n"),
-        ("package.mine.Mine", "from . import beside\n"),
-        ("package.mine.Mine", "from package.beside import VALUE\n"),
-    ],
-)
+    [("./mine.py", "def late():\n    from beside import VALUE\n"), ("package.mine.Mine", "from . import beside\n"),
+     ("package.mine.Mine", "from package.beside import VALUE\n")],
+)  # fmt: skip
 def test_what_lies_beside_the_file_and_is_imported_counts(choice, text):
     place = "package/" if choice.startswith("package") else ""
     write(text + MINE, f"{place}mine.py")
@@ -193,11 +175,9 @@ def test_a_new_method_works_as_it_is(folder, monkeypatch, capsys):
         assert main([*command, *texts, "method.num_channels=4", *small, *shape]) == 0
         assert "FAILED" not in capsys.readouterr().out
     found = [json.loads(path.read_text()) for path in sorted(Path("results/runs").rglob("record.json"))]
-    assert [(record["experiment"], record["config"]["label"]) for record in found] == [
-        ("latency", "page_means"),
-        ("perplexity", "Page means"),
-    ]
-    for record in found:
+    assert [record["experiment"] for record in found] == ["latency", "perplexity"]
+    for record, label in zip(found, ("page_means", "Page means"), strict=True):
+        assert record["config"]["label"] == label
         assert record["method_file"] == str(Path("page_means.py").resolve())
         assert record["config"]["method"]["num_channels"] == 4
     assert main(["method=./page_means.py", "experiment=generate", "max_new_tokens=3", "platform.link_gbps=1"]) == 0
@@ -205,12 +185,9 @@ def test_a_new_method_works_as_it_is(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("class", "NAME=class: must be a Python name"),
-        ("h2o", "NAME=h2o: is the name of a method or a module already"),
-        ("./mine", "mine.py: File exists"),
-    ],
-)
+    [("class", "NAME=class: must be a Python name"), ("./mine", "mine.py: File exists"),
+     ("h2o", "NAME=h2o: is the name of a method or a module already")],
+)  # fmt: skip
 def test_a_name_for_a_new_method_is_refused(name, expected, capsys):
     path = write()
     assert new_method.main([name]) == 2

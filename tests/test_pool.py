@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
@@ -30,40 +30,29 @@ from methods.infinigen import InfiniGen
 # The plain rules: a pool per layer and KV head, a Python dict from a token to its use
 
 
-@dataclass
-class Use:
-    """How often, and in which row last, a token was fetched."""
-
-    count: int
-    last: int
-
-
 class Pool:
-    """The tokens of one KV head. Victims come from the lowest positions present."""
+    """The tokens of one KV head, each with its number of fetches and the row of the last. Victims come from the lowest
+    positions present."""
 
     def __init__(self, capacity: int, policy: str, protect_recent: float) -> None:
-        self.capacity = capacity
-        self.policy = policy
+        self.capacity, self.policy = capacity, policy
         self.num_unprotected = max(1, math.floor((1 - protect_recent) * capacity))
-        self.tokens: dict[int, Use] = {}
+        self.tokens: dict[int, tuple[int, int]] = {}
 
     def enter(self, token: int) -> None:
         if len(self.tokens) == self.capacity:
             unprotected = sorted(self.tokens)[: self.num_unprotected]
             del self.tokens[min(unprotected, key=self._worth)]
-        self.tokens[token] = Use(0, token)
+        self.tokens[token] = (0, token)
 
     def fetch(self, tokens: Iterable[int], row: int) -> None:
-        for token in tokens:
-            self.tokens[token].count += 1
-            self.tokens[token].last = row
-        if any(use.count >= pool_rules.SATURATED for use in self.tokens.values()):
-            for use in self.tokens.values():
-                use.count //= 2
+        self.tokens |= {token: (self.tokens[token][0] + 1, row) for token in tokens}
+        if any(count >= pool_rules.SATURATED for count, _ in self.tokens.values()):
+            self.tokens = {token: (count // 2, last) for token, (count, last) in self.tokens.items()}
 
     def _worth(self, token: int) -> tuple[int, int]:
-        use = self.tokens[token]
-        return {"fifo": 0, "lru": use.last, "counter": use.count}[self.policy], token
+        count, last = self.tokens[token]
+        return {"fifo": 0, "lru": last, "counter": count}[self.policy], token
 
 
 class ArtifactPool:
@@ -73,8 +62,7 @@ class ArtifactPool:
     """
 
     def __init__(self, prompt: int, capacity: int, policy: str) -> None:
-        self.capacity = capacity
-        self.policy = policy
+        self.capacity, self.policy = capacity, policy
         self.count = {token: prompt - token for token in range(prompt)}
         self.last = dict.fromkeys(range(prompt), prompt - 1)
         self.gone = set(range(prompt - capacity)) if policy == "fifo" else set()
@@ -91,15 +79,12 @@ class ArtifactPool:
             self.last[token] = t
         self.count[t], self.last[t] = 0, t
         if t >= self.capacity:
-            self.victims.append(self._victim(t))
-            self.gone.add(self.victims[-1])
+            numbers = {"lru": self.last, "counter": self.count}.get(self.policy)
+            oldest = t - self.capacity
+            victim = min(range(t // 2), key=lambda token: (numbers[token], token)) if numbers else oldest
+            self.victims.append(victim)
+            self.gone.add(victim)
         return chosen
-
-    def _victim(self, t: int) -> int:
-        if self.policy == "fifo":
-            return t - self.capacity
-        numbers = {"lru": self.last, "counter": self.count}[self.policy]
-        return min(range(t // 2), key=lambda token: (numbers[token], token))
 
 
 def capacity(method: InfiniGen, final_length: int) -> int:
@@ -161,13 +146,11 @@ def test_replay_is_the_reference(name, family, monkeypatch):
         got = replay_case(attached, Case(method), PROMPT)
         geometry = attached.geometry
     with torch.inference_mode():
-        expected = PooledReference(
-            tiny(family),
-            method,
-            final_length=ids.shape[1],
-            prefill_len=PROMPT[0],
-            rotation=calibration(geometry.num_kv_heads, geometry.head_dim)["rotation"],
-        ).run(ids[0].tolist())
+        rotation = calibration(geometry.num_kv_heads, geometry.head_dim)["rotation"]
+        reference = PooledReference(
+            tiny(family), method, final_length=ids.shape[1], prefill_len=PROMPT[0], rotation=rotation
+        )
+        expected = reference.run(ids[0].tolist())
     assert capacity(method, ids.shape[1]) < ids.shape[1], "nothing is evicted"
     assert expected.margin > 1e-6, "these ids make a choice that rounding decides"
     assert largest_difference(got.logits[0, 1:], expected.logits) <= TOLERANCE
@@ -193,14 +176,9 @@ class Simulated(NamedTuple):
 def simulate(policy: str, monkeypatch, calls: int = 1, seed: int = 0, pool_tokens: int = 60) -> Simulated:
     """A state of random queries and keys, as replay drives it: left-padded prompts, then all rows."""
     method = InfiniGen(
-        alpha=inf,
-        max_fetch_frac=0.15,
-        skew=False,
-        partial_weight_ratio=1.0,
-        pool_tokens=pool_tokens,
-        pool_policy=policy,
-        eviction="artifact",
-    )
+        alpha=inf, max_fetch_frac=0.15, skew=False, partial_weight_ratio=1.0, pool_tokens=pool_tokens,
+        pool_policy=policy, eviction="artifact",
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     prompts, finals = torch.tensor(BATCH).T
     prompt, steps = int(prompts.max()), int((finals - prompts)[0])
@@ -227,14 +205,8 @@ def simulate(policy: str, monkeypatch, calls: int = 1, seed: int = 0, pool_token
         own = torch.arange(begin, stop)
         positions = tokens[:, begin:stop]
         state.append(1, key[:, :, begin:stop], key[:, :, begin:stop], positions, slice(begin, stop))
-        rows = Rows(
-            query[:, :, begin:stop],
-            positions,
-            torch.ones_like(positions, dtype=torch.bool),
-            tokens[:, None, :stop],
-            own.expand(2, 1, -1),
-            lambda: pytest.fail("it selects by its rehearsal"),
-        )
+        is_real, own_query = torch.ones_like(positions, dtype=torch.bool), query[:, :, begin:stop]
+        rows = Rows(own_query, positions, is_real, tokens[:, None, :stop], own.expand(2, 1, -1), None)
         selection = state.select(1, rows)
         masks.append(torch.nn.functional.pad(selection.mask, (0, columns - stop)))
         counts.append(selection.num_read)
