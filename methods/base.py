@@ -73,7 +73,25 @@ class Method:
     """Names of the fields that change what `calibrate` measures."""
 
     def __post_init__(self) -> None:
-        require(self.num_exempt_layers >= 0, "num_exempt_layers", self.num_exempt_layers, "an integer >= 0")
+        """Check the settings, each with `require` or one of the three methods below."""
+        self._require_least(0, "num_exempt_layers")
+
+    def _require_least(self, least: int, *fields: str, null: bool = False) -> None:
+        """Each field is an integer >= `least`, or None where `null`."""
+        for field in fields:
+            value = getattr(self, field)
+            fits = (null and value is None) or value >= least
+            require(fits, field, value, f">= {least} or null" if null else f"an integer >= {least}")
+
+    def _require_fraction(self, *fields: str, zero: bool = False) -> None:
+        """0 < each field <= 1 (0 too where `zero`)."""
+        for field in fields:
+            value = getattr(self, field)
+            require(0 < value <= 1 or (zero and value == 0), field, value, "in [0, 1]" if zero else "in (0, 1]")
+
+    def _require_one_of(self, field: str, *allowed: str) -> None:
+        value = getattr(self, field)
+        require(value in allowed, field, value, f"one of {', '.join(allowed)}")
 
     @property
     def label(self) -> str:
@@ -397,17 +415,6 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise ValueError naming the setting, its value and what is allowed, unless `condition`."""
     if not condition:
         raise ValueError(f"method.{field}={value}: must be {allowed}")
-
-
-def require_fraction(field: str, value: float, *, zero: bool = False) -> None:
-    """Raise ValueError unless 0 < value <= 1 (0 too where `zero`)."""
-    low = "[0, 1]" if zero else "(0, 1]"
-    require(math.isfinite(value) and (0 <= value <= 1 if zero else 0 < value <= 1), field, value, f"in {low}")
-
-
-def require_one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of the allowed words."""
-    require(value in allowed, field, value, f"one of {', '.join(allowed)}")
 
 
 def share_above(count: int, whole: int) -> float:

@@ -30,7 +30,6 @@ from methods.base import (
     State,
     floor_frac,
     require,
-    require_fraction,
     share_above,
 )
 from methods.kernels import kernels_for
@@ -63,8 +62,8 @@ class EvictingToShare(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("kept_frac", self.kept_frac)
-        require(self.kept_tokens is None or self.kept_tokens >= 1, "kept_tokens", self.kept_tokens, ">= 1 or null")
+        self._require_fraction("kept_frac")
+        self._require_least(1, "kept_tokens", null=True)
 
     def budget(self, final: int) -> int:
         """Tokens that are kept of a sequence of T = `final`."""

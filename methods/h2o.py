@@ -13,7 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from methods.attention import received_attention
-from methods.base import PromptRows, Row, floor_frac, require, require_fraction
+from methods.base import PromptRows, Row, floor_frac, require
 from methods.evicting import Evicting, WorthState
 
 
@@ -46,8 +46,7 @@ class H2O(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("heavy_frac", self.heavy_frac, zero=True)
-        require_fraction("recent_frac", self.recent_frac, zero=True)
+        self._require_fraction("heavy_frac", "recent_frac", zero=True)
         total = self.heavy_frac + self.recent_frac
         require(0 < total <= 1, "heavy_frac + method.recent_frac", total, "in (0, 1]")
 

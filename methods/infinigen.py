@@ -40,8 +40,6 @@ from methods.base import (
     When,
     floor_frac,
     require,
-    require_fraction,
-    require_one_of,
 )
 from methods.evicting import EvictingState
 from methods.kernels import kernels_for
@@ -77,9 +75,9 @@ class ScoreSelecting(Selecting):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.alpha is None or self.alpha >= 0, "alpha", self.alpha, "a number >= 0, inf or null")
-        require_fraction("max_fetch_frac", self.max_fetch_frac)
-        require_one_of("cap_of", self.cap_of, ("cached", "final"))
-        require(self.fixed_fetch is None or self.fixed_fetch >= 1, "fixed_fetch", self.fixed_fetch, ">= 1 or null")
+        self._require_fraction("max_fetch_frac")
+        self._require_one_of("cap_of", "cached", "final")
+        self._require_least(1, "fixed_fetch", null=True)
         one_scale = self.group == "best" or self._counts_by_cap
         require(one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf")
 
@@ -356,20 +354,20 @@ class InfiniGen(ScoreSelecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("partial_weight_ratio", self.partial_weight_ratio)
-        require_one_of("round_columns", self.round_columns, ("up", "down"))
-        require_one_of("columns", self.columns, COLUMN_RULES)
-        require_one_of("index", self.index, ("columns", "balanced"))
-        require_one_of("statistics", self.statistics, ("prompt", "calibration", "both"))
+        self._require_fraction("partial_weight_ratio")
+        self._require_one_of("round_columns", "up", "down")
+        self._require_one_of("columns", *COLUMN_RULES)
+        self._require_one_of("index", "columns", "balanced")
+        self._require_one_of("statistics", "prompt", "calibration", "both")
         require_index_bits(self.index_bits)
-        require(self.pool_tokens is None or self.pool_tokens >= 1, "pool_tokens", self.pool_tokens, ">= 1 or null")
+        self._require_least(1, "pool_tokens", null=True)
         one_limit = self.pool_tokens is None or self.pool_frac is None
         require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")
         if self.pool_frac is not None:
-            require_fraction("pool_frac", self.pool_frac)
-        require_fraction("protect_recent", self.protect_recent, zero=True)
-        require_one_of("pool_policy", self.pool_policy, ("fifo", "lru", "counter"))
-        require_one_of("eviction", self.eviction, ("corrected", "artifact"))
+            self._require_fraction("pool_frac")
+        self._require_fraction("protect_recent", zero=True)
+        self._require_one_of("pool_policy", "fifo", "lru", "counter")
+        self._require_one_of("eviction", "corrected", "artifact")
         one_set = not self.limited or (self.covers, self.group) == ("kv_head", "best")
         require(one_set, "covers, method.group", f"{self.covers}, {self.group}", "kv_head, best in a limited pool")
 

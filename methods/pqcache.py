@@ -84,9 +84,9 @@ class PQCache(Retrieving):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.page_size == 1, "page_size", self.page_size, "1: tokens are scored, not pages")
-        require(self.sub_vectors >= 1, "sub_vectors", self.sub_vectors, "an integer >= 1")
+        self._require_least(1, "sub_vectors")
         require(1 <= self.bits <= 8, "bits", self.bits, "an integer from 1 to 8")
-        require(self.iterations >= 0, "iterations", self.iterations, "an integer >= 0")
+        self._require_least(0, "iterations")
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         divides = f"a divisor of {geometry.head_dim}, the elements of a head"

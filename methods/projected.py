@@ -29,8 +29,6 @@ from methods.base import (
     Rows,
     State,
     require,
-    require_fraction,
-    require_one_of,
 )
 from methods.codec import INTEGER_BITS, Codec
 from methods.selection import Retrieving, RetrievingState
@@ -51,7 +49,7 @@ class Projected(Retrieving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("rank", self.rank)
+        self._require_fraction("rank")
         require_index_bits(self.index_bits)
 
     def num_columns(self, head_dim: int) -> int:
@@ -204,7 +202,7 @@ class DoubleSparsity(Calibrated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("channels", self.channels, ("qk", "q", "k"))
+        self._require_one_of("channels", "qk", "q", "k")
 
     def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
         """qk, q, k: mean magnitude of each channel, over tokens and the group, fp32 [num_kv_heads, head_dim]."""

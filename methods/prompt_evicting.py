@@ -37,8 +37,6 @@ from methods.base import (
     Rows,
     Selection,
     require,
-    require_fraction,
-    require_one_of,
     share_above,
 )
 from methods.evicting import INF, Evicting, EvictingState, least_worthy
@@ -107,13 +105,12 @@ class PromptEvicting(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("kept_frac", self.kept_frac)
-        require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
-        require(self.window >= 0, "window", self.window, "an integer >= 0")
+        self._require_fraction("kept_frac")
+        self._require_least(0, "num_sinks", "window")
         enough = self.kept_tokens is None or self.kept_tokens > self.safe
         require(enough, "kept_tokens", self.kept_tokens, f"above num_sinks + window={self.safe}, or null")
-        require_one_of("layers", self.layers, ("uniform", "pyramid"))
-        require_one_of("heads", self.heads, ("uniform", "adaptive"))
+        self._require_one_of("layers", "uniform", "pyramid")
+        self._require_one_of("heads", "uniform", "adaptive")
 
     @property
     def safe(self) -> int:
@@ -217,9 +214,9 @@ class SnapKV(PromptEvicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.window >= 1, "window", self.window, "an integer >= 1")
+        self._require_least(1, "window")
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
-        require_one_of("pooling", self.pooling, ("max", "avg"))
+        self._require_one_of("pooling", "max", "avg")
 
     @property
     def label(self) -> str:

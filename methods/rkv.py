@@ -23,7 +23,6 @@ from methods.base import (
     Rows,
     Selection,
     require,
-    require_fraction,
 )
 from methods.evicting import INF, EvictingState, EvictingToShare
 
@@ -145,11 +144,11 @@ class RKV(EvictingToShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.window >= 1, "window", self.window, "an integer >= 1")
+        self._require_least(1, "window")
         above = f"above window={self.window}, or null"
         require(self.kept_tokens is None or self.kept_tokens > self.window, "kept_tokens", self.kept_tokens, above)
-        require(self.divide_length >= 1, "divide_length", self.divide_length, "an integer >= 1")
-        require_fraction("mix_lambda", self.mix_lambda, zero=True)
+        self._require_least(1, "divide_length")
+        self._require_fraction("mix_lambda", zero=True)
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd integer >= 1")
 
     def tokens_read(self, row: Row, layer: int) -> float:

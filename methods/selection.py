@@ -29,8 +29,6 @@ from methods.base import (
     When,
     floor_frac,
     require,
-    require_fraction,
-    require_one_of,
 )
 from methods.kernels import kernels_for
 
@@ -62,12 +60,11 @@ class Selecting(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("group", self.group, GROUPS)
-        require_one_of("covers", self.covers, ("kv_head", "layer"))
-        require_one_of("when", self.when, self.choices_of_when)
-        require(self.own_query_layers >= 0, "own_query_layers", self.own_query_layers, "an integer >= 0")
-        require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
-        require_fraction("recent_frac", self.recent_frac, zero=True)
+        self._require_one_of("group", *GROUPS)
+        self._require_one_of("covers", "kv_head", "layer")
+        self._require_one_of("when", *self.choices_of_when)
+        self._require_least(0, "own_query_layers", "num_sinks")
+        self._require_fraction("recent_frac", zero=True)
 
     def when_of(self, layer: int) -> When:
         return "own_query" if layer - self.num_exempt_layers < self.own_query_layers else self.when
@@ -209,9 +206,9 @@ class Retrieving(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("read_frac", self.read_frac)
-        require(self.read_tokens is None or self.read_tokens >= 1, "read_tokens", self.read_tokens, ">= 1 or null")
-        require(self.page_size >= 1, "page_size", self.page_size, "an integer >= 1")
+        self._require_fraction("read_frac")
+        self._require_least(1, "read_tokens", null=True)
+        self._require_least(1, "page_size")
 
     def budget(self, cached: int) -> int:
         """Tokens that the settings ask for with `cached` tokens."""

@@ -24,9 +24,6 @@ from methods.base import (
     Selection,
     State,
     floor_frac,
-    require,
-    require_fraction,
-    require_one_of,
 )
 from methods.selection import Retrieving, largest
 
@@ -144,10 +141,10 @@ class ShadowKV(Retrieving):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("covers", self.covers, ("kv_head",))  # each KV head keeps tokens of its own
-        require_fraction("rank_frac", self.rank_frac)
-        require(self.local_chunks >= 0, "local_chunks", self.local_chunks, "an integer >= 0")
-        require_fraction("outlier_frac", self.outlier_frac, zero=True)
+        self._require_one_of("covers", "kv_head")  # each KV head keeps tokens of its own
+        self._require_fraction("rank_frac")
+        self._require_least(0, "local_chunks")
+        self._require_fraction("outlier_frac", zero=True)
 
     def chunks(self, prompt: int) -> int:
         """Full chunks of a prompt before its `local_chunks`."""

@@ -29,7 +29,6 @@ from methods.base import (
     Rows,
     Selection,
     require,
-    require_fraction,
 )
 from methods.evicting import EvictingState, EvictingToShare
 
@@ -96,7 +95,7 @@ class Streaming(EvictingToShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
+        self._require_least(0, "num_sinks")
 
 
 class DuoState(WindowState):
@@ -136,9 +135,9 @@ class DuoAttention(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("sparsity", self.sparsity, zero=True)
-        require(self.num_sinks >= 0, "num_sinks", self.num_sinks, "an integer >= 0")
-        require(self.num_recent >= 1, "num_recent", self.num_recent, "an integer >= 1")
+        self._require_fraction("sparsity", zero=True)
+        self._require_least(0, "num_sinks")
+        self._require_least(1, "num_recent")
         require(self.file is None or Path(self.file).is_file(), "pattern", self.pattern, "a file that exists, or null")
 
     @property
