@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -194,15 +195,16 @@ class Plain:
         return output
 
 
-def check(run, attached, case: Case, handlers) -> None:
-    """Every decode row of every coded layer and head of `run()` is what the rule gives."""
+@contextmanager
+def checked(attached, case: Case, handlers) -> Iterator[None]:
+    """Every decode row of every coded layer and head that is computed inside is what the rule gives."""
     seen: dict[int, list[tuple]] = {}
 
     def note(layer, *states):
         seen.setdefault(layer, []).append(tuple(state.clone() for state in states))
 
     with watched(note, handlers):
-        run()
+        yield
     geometry, bits = attached.geometry, case.codec.keys.bits
     for layer in range(case.method.num_exempt_layers, geometry.num_layers):
         *parts, outputs = zip(*seen[layer], strict=True)
@@ -227,28 +229,22 @@ every_kivi = pytest.mark.parametrize(
 def test_kivi_in_replay_is_the_rule(family, case):
     """In several calls, whose edges lie within groups; in forks too."""
     ids, real = token_batch(PADDED, STEPS)
-    with attach(tiny(family)) as attached:
-
-        def run() -> None:
-            session = open_session(attached, case, real.sum(-1).tolist(), ids.shape[1])
-            session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-            for begin, end in ((0, 7), (7, 8), (8, STEPS)):
-                columns = slice(PROMPT + begin, PROMPT + end)
-                session.decode(ids[:, columns], real[:, columns])
-                session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
-
-        check(run, attached, case, (PromptPass, DecodePass))
+    with attach(tiny(family)) as attached, checked(attached, case, (PromptPass, DecodePass)):
+        session = open_session(attached, case, real.sum(-1).tolist(), ids.shape[1])
+        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
+        for begin, end in ((0, 7), (7, 8), (8, STEPS)):
+            columns = slice(PROMPT + begin, PROMPT + end)
+            session.decode(ids[:, columns], real[:, columns])
+            session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
 
 
 @every_kivi
 def test_kivi_live_is_the_rule(family, case):
-    with attached_with_link(family) as (attached, link):
-
-        def run() -> None:
-            with closing(open_live(attached, case, STEPS, placement="host", link=link)) as session:
-                force(session, PADDED, STEPS)
-
-        check(run, attached, case, (PromptPass, DecodeStep))
+    with (
+        attached_with_link(family) as (attached, link), checked(attached, case, (PromptPass, DecodeStep)),
+        closing(open_live(attached, case, STEPS, placement="host", link=link)) as session,
+    ):  # fmt: skip
+        force(session, PADDED, STEPS)
 
 
 def test_kivis_bytes_and_sizes_by_hand():

@@ -93,8 +93,8 @@ def selected_rows() -> Iterator[list[int]]:
     numbers: list[int] = []
     select = LayerCache.select
 
-    def counting(cache, query, true_scores):
-        selection = select(cache, query, true_scores)
+    def counting(cache, *given):
+        selection = select(cache, *given)
         heads = cache.store.slots.shape[1] // selection.mask.shape[1]
         numbers.append(int(selection.mask[..., :-1].sum()) * heads)  # the own slot is the last
         return selection

@@ -17,7 +17,8 @@ import reference as plain
 import torch
 from cases import CASES, Case
 from living import calibration
-from replaying import LENGTH, MODELS, PROMPT, assert_close, open_session, pad, run_one, run_ragged, token_ids, watched
+from reference import softmax
+from replaying import LENGTH, MODELS, PROMPT, assert_close, run, run_ragged, token_ids, watched
 
 from harness import replay as passes
 from harness.model.attach import PromptPass, attach
@@ -83,22 +84,15 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
         return selection
 
     sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(BATCH)]
-    first, valid = pad([ids[:prompt] for ids, (prompt, _) in zip(sequences, BATCH, strict=True)], left=True)
-    rest, real = pad([ids[prompt:] for ids, (prompt, _) in zip(sequences, BATCH, strict=True)], left=False)
-    with pytest.MonkeyPatch.context() as patch, watched(note, REPLAYING), attach(model) as attached:
+    with pytest.MonkeyPatch.context() as patch, attach(model) as attached, watched(note, REPLAYING):
         original = passes._Block._select
         patch.setattr(passes._Block, "_select", select)
-        session = open_session(attached, case, [length for _, length in BATCH], first.shape[1] + rest.shape[1])
-        session.prefill(first, valid)
-        edges = [0, *CALLS, rest.shape[1]]
-        for begin, stop in zip(edges, edges[1:], strict=False):
-            session.decode(rest[:, begin:stop], real[:, begin:stop])
+        run(attached, case, sequences, [prompt for prompt, _ in BATCH], calls=CALLS)
         geometry = attached.geometry
-    is_token = torch.cat([valid, real], 1)
     found: dict[int, list[Sequence]] = {}
     for layer, blocks in selected.items():
         query, key, value = (torch.cat(parts, 2) for parts in zip(*seen[layer], strict=True))
-        for b in range(len(BATCH)):
+        for b, (prompt, length) in enumerate(BATCH):
             read: Read = [[] for _ in range(key.shape[1])]
             num_read: list[float] = []
             for masks, tokens, rows, counts in blocks:
@@ -106,7 +100,8 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
                     num_read.append(float(counts[b, row]))
                     for head, mask in enumerate(masks[b, :, row]):
                         read[head].append(set(tokens[b][mask].tolist()))
-            own = [part[b][:, is_token[b]].numpy() for part in (query * geometry.scale, key, value)]
+            columns = slice(PROMPT - prompt, PROMPT - prompt + length)  # padded before the prompt and behind the rows
+            own = [part[b][:, columns].numpy() for part in (query * geometry.scale, key, value)]
             found.setdefault(layer, []).append(Sequence(*own, read, num_read))
     assert sorted(found) == list(range(case.method.num_exempt_layers, 4))
     return geometry, found
@@ -124,11 +119,6 @@ def of_heads(rule: Callable[..., Callable[[int], set[int]]]):
         return read
 
     return whole
-
-
-def softmax(scores: np.ndarray) -> np.ndarray:
-    powers = np.exp(scores - scores.max())
-    return powers / powers.sum()
 
 
 def norm(vectors: np.ndarray) -> np.ndarray:
@@ -515,8 +505,8 @@ def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
         if layer == 3:
             seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
 
-    with watched(note, REPLAYING):
-        run_one(MODELS[model], Case(method))
+    with attach(MODELS[model]) as attached, watched(note, REPLAYING):
+        run(attached, Case(method), [token_ids(LENGTH)], [PROMPT])
     query, key, value, output = (torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True))
     with attach(MODELS[model]) as attached:
         geometry, positions = attached.geometry, torch.arange(PROMPT)[None]
