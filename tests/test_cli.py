@@ -1,6 +1,8 @@
 """The command line, in-process: usage that must work, exit codes, a line for every failure, no litter."""
 
+import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from harness.errors import UserError
-from harness.launch.cli import main
+from harness.launch.cli import main, read_words
+from harness.settings.compose import read_override
 from harness.settings.experiment import Outcome
 from harness.settings.systems import LABELS
 from tests.runs import outcome
@@ -42,16 +45,7 @@ def test_usage(command, runs, capsys):
     assert {path.name for path in Path("results").iterdir()} == {"runs", "tables"}
 
 
-def test_sweep(runs, capsys):
-    assert main(["-m", "method=full,h2o,int4,infinigen"]) == 0
-    assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4", "infinigen"]
-    assert runs.loads == ["smollm2-135m"]
-    printed = capsys.readouterr()
-    assert printed.out.count("size (%)") == 1, "one table in the end"
-    assert {path.name for path in Path().iterdir()} == {"results"}
-
-
-def test_a_failing_job_does_not_stop_a_sweep(runs, capsys):
+def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     def fail_h2o(config):
         if config.method_name == "h2o":
             raise UserError("h2o is not well")
@@ -60,30 +54,25 @@ def test_a_failing_job_does_not_stop_a_sweep(runs, capsys):
     runs.measure = fail_h2o
     assert main(["-m", "method=full,h2o,int4"]) == 2
     assert [config.method_name for config in runs.configs] == ["full", "h2o", "int4"]
+    assert runs.loads == ["smollm2-135m"]
     printed = capsys.readouterr()
-    assert printed.err == "error: h2o is not well\n"
+    assert printed.err == "error: h2o is not well\n" and printed.out.count("size (%)") == 1
     assert "INT4" in printed.out and "H2O" not in printed.out
+    assert {path.name for path in Path().iterdir()} == {"results"}
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--help"], "keydiff, kivi, kivi4, knorm"),
-        (["--help"], ", ".join(LABELS)),
-        (["--cfg", "job", "method=h2o"], "heavy_frac: 0.1"),
+        (["--help"], ["keydiff, kivi, kivi4, knorm", ", ".join(LABELS)]),
+        (["--cfg", "job", "method=h2o"], ["heavy_frac: 0.1"]),
     ],
 )
 def test_hydra_flags(flags, expected, runs, capsys):
     assert main(flags) == 0
-    assert expected in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in expected)
     assert runs.configs == [] and list(Path().iterdir()) == []
-
-
-@pytest.mark.parametrize("command", ["method=[", "--cfg job method=h2", "hydra=null", "-m seed=range(1,2,0)"])
-def test_what_hydra_refuses_is_one_line(command, runs, capsys):
-    assert main(command.split()) == 2
-    said = only_error(capsys)
-    assert said.startswith("error: ") and "a bug" not in said and runs.configs == []
 
 
 @pytest.mark.parametrize(
@@ -108,26 +97,66 @@ def test_faults_of_a_users_model_or_disk_are_theirs(metrics, said, runs, capsys)
     assert said in only_error(capsys)
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("label=offlod+int4 experiment=latency", "label=offlod+int4: is no system; did you mean 'offload+int4'"),
-        ("method=full label=offlod experiment=latency", "label=offlod: is no system; did you mean 'offload'"),
-        ("method=infinigen method.alpha=4 size=0.16", "method.alpha=4.0: size=0.16 sets it; leave one of them out"),
-        ("method=quest method.read_frac=0.3 size=0.16", "method.read_frac=0.3: size=0.16 sets it"),
-        ("-m method=full,h2", "error: method=h2: did you mean 'h2o'"),
-        ("size=near:0.1", "size=near:0.1: must be a share of the full cache such as 0.16, or nearest:0.16"),
-        ("size=nearest:2", "size=2.0: must be above 0 and at most 1"),
-        ("experiment=latency method=full reuse=true", "reuse=true: reuses selected tokens, Full cache selects none"),
-        ("grid=./nothing.yaml", "grid=./nothing.yaml: there is no file ./nothing.yaml; allowed: accuracy"),
-        (f"seed={'9' * 5000}", "cannot be read (ValueError: Exceeds the limit"),
-        (f"tasks={'[' * 3000}{']' * 3000}", "cannot be read (RecursionError"),
-    ],
-)
-def test_refusals_of_settings_that_do_not_go_together(command, said, runs, capsys):
+REFUSED = {
+    "method=[": "",
+    "--cfg job method=h2": "",
+    "hydra=null": "",
+    "-m seed=range(1,2,0)": "",
+    "seed": "seed: must be NAME=VALUE",
+    "seed=${nothing}": "Interpolation key 'nothing' not found",
+    "seed=\udcff": "seed=\\udcff: is not UTF-8 text",
+    f"seed={'9' * 5000}": "seed=9",
+    f"tasks={'[' * 3000}{']' * 3000}": "tasks=[",
+    "hydra/launcher=x": "hydra/launcher=x: ",
+    "method=null": "method=null: must be one name; allowed: adakv, ",
+    "method=[full,h2o]": "method=[full,h2o]: must be one name",
+    "model={name:x}": "model={name:x}: must be one name",
+    "-m method=full,null": "method=full,null: must be one name",
+    "method=full,h2o": "method=full,h2o: is a sweep, which needs -m",
+    "-m label=a,b": "label=a,b: names the same run several times; a sweep takes systems alone: ideal, ",
+    "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
+    "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
+    "export= results_dir=.": "export=: must be a folder, or a file",
+    "grid.share=1/2": "grid.share=1/2: needs grid=NAME",
+    "grid=./nothing.yaml": "grid=./nothing.yaml: there is no file ./nothing.yaml; allowed: accuracy",
+    "label=offlod+int4 experiment=latency": "label=offlod+int4: is no system; did you mean 'offload+int4'",
+    "method=full label=offlod experiment=latency": "label=offlod: is no system; did you mean 'offload'",
+    "method=infinigen method.alpha=4 size=0.16": "method.alpha=4.0: size=0.16 sets it; leave one of them out",
+    "method=quest method.read_frac=0.3 size=0.16": "method.read_frac=0.3: size=0.16 sets it",
+    "-m method=full,h2": "method=h2: did you mean 'h2o'",
+    "size=near:0.1": "size=near:0.1: must be a share of the full cache such as 0.16, or nearest:0.16",
+    "size=nearest:2": "size=2.0: must be above 0 and at most 1",
+    "experiment=latency method=full reuse=true": "reuse=true: reuses selected tokens, Full cache selects none",
+}
+"""What Hydra would misread, or refuse in words that do not help, and settings that do not go together."""
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_is_refused_is_one_line(command, runs, capsys):
     assert main(command.split()) == 2
-    line = only_error(capsys)
-    assert said in line and len(line) < 900 and runs.configs == []
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {REFUSED[command]}") and "a bug" not in printed.err
+    assert printed.err.count("\n") == 1 and len(printed.err) < 900
+    assert printed.out == "" and runs.configs == [] and list(Path().iterdir()) == []
+
+
+QUOTED = {
+    "label=It's fine": """'label="It'"'"'s fine"'""",
+    "results_dir=/tmp/Übung": """'results_dir="/tmp/Übung"'""",
+    'label=say "hi"': """'label="say \\"hi\\""'""",
+    "prompt='": """'prompt="'"'"'"'""",
+}
+"""What Hydra's grammar does not take, and what a user of a shell types instead."""
+
+
+@pytest.mark.parametrize("word", QUOTED)
+def test_what_needs_quotes_is_shown_in_them(word, runs, capsys):
+    assert main([word]) == 2
+    said = only_error(capsys)
+    assert said.startswith(f"error: {word}: ") and QUOTED[word].strip("'") in said
+    (typed,) = shlex.split(said.partition("as text: ")[2])
+    assert read_override(typed).value() == word.partition("=")[2]
+    read_words([typed])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -164,6 +193,18 @@ def test_a_bug_is_one_line_exit_code_1_and_a_traceback_on_demand(runs, capsys, m
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     assert main([]) == 1
     assert "in break_down" in capsys.readouterr().err
+
+
+def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        terminal = io.TextIOWrapper(written, encoding="ascii")
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        assert main(["method=full", "label='größer'"]) == 0
+        assert main(["method=größer"]) == 2
+    terminal.flush()
+    assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
 
 
 def test_entry_point(tmp_path):

@@ -1,28 +1,18 @@
-"""What nobody should type, or have in a file, and somebody does: one line that names it, exit code 2, nothing written.
+"""Settings and rows of data that cannot be, and that somebody has: one line names them."""
 
-Settings are tried on a configuration that is composed once for each choice of `conf/`; what only a whole command line
-shows goes through `main`.
-"""
-
-import io
 import json
 import logging
-import shlex
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import pytest
 from hydra.errors import HydraException
-from test_cli import only_error
 from test_tasks import FILES, ROWS, loaded, root, settings  # noqa: F401, fixtures
 
 from harness.accuracy.evaluation import run_tasks
 from harness.data.suite import COMPLAINTS
 from harness.errors import UserError
-from harness.launch.cli import in_words, main, read_words
-from harness.settings.compose import read_override
+from harness.launch.cli import in_words
 from harness.settings.config import DataConfig
 from tests.composed import load
 
@@ -89,64 +79,6 @@ def test_a_setting_that_cannot_be(command):
         load(command.split())
     said = in_words(error.value) if isinstance(error.value, HydraException) else str(error.value)
     assert "\n" not in said and (name in said or "experiment" in command), said
-
-
-QUOTED = {
-    "label=It's fine": """'label="It'"'"'s fine"'""",
-    "results_dir=/tmp/Übung": """'results_dir="/tmp/Übung"'""",
-    'label=say "hi"': """'label="say \\"hi\\""'""",
-    "prompt='": """'prompt="'"'"'"'""",
-}
-"""What Hydra's grammar does not take, and what a user of a shell types instead."""
-
-
-@pytest.mark.parametrize("word", QUOTED)
-def test_what_needs_quotes_is_shown_in_them(word, runs, capsys):
-    assert main([word]) == 2
-    said = only_error(capsys)
-    assert said.startswith(f"error: {word}: ") and QUOTED[word].strip("'") in said
-    (typed,) = shlex.split(said.partition("as text: ")[2])
-    assert read_override(typed).value() == word.partition("=")[2]
-    read_words([typed])
-
-
-MISREAD = {
-    "method=null": "method=null: must be one name; allowed: adakv, ",
-    "method=[full,h2o]": "method=[full,h2o]: must be one name",
-    "model={name:x}": "model={name:x}: must be one name",
-    "-m method=full,null": "method=full,null: must be one name",
-    "method=full,h2o": "method=full,h2o: is a sweep, which needs -m",
-    "-m label=a,b": "label=a,b: names the same run several times; a sweep takes systems alone: ideal, ",
-    "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
-    "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
-    "export= results_dir=.": "export=: must be a folder, or a file",
-    "seed": "seed: must be NAME=VALUE",
-    "seed=${nothing}": "Interpolation key 'nothing' not found",
-    "seed=\udcff": "seed=\\udcff: is not UTF-8 text",
-    "grid.share=1/2": "grid.share=1/2: needs grid=NAME",
-    "hydra/launcher=x": "hydra/launcher=x: ",
-}
-"""What Hydra would misread, or refuse in words that do not help."""
-
-
-@pytest.mark.parametrize("command", MISREAD)
-def test_what_is_typed_is_refused_in_one_line(command, runs, capsys):
-    assert main(command.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"error: {MISREAD[command]}") and printed.err.count("\n") == 1
-    assert printed.out == "" and runs.configs == [] and list(Path().iterdir()) == []
-
-
-def test_a_terminal_of_ascii_shows_any_name(runs, monkeypatch):
-    written = io.BytesIO()
-    with monkeypatch.context() as patch:
-        terminal = io.TextIOWrapper(written, encoding="ascii")
-        patch.setattr(sys, "stdout", terminal)
-        patch.setattr(sys, "stderr", terminal)
-        assert main(["method=full", "label='größer'"]) == 0
-        assert main(["method=größer"]) == 2
-    terminal.flush()
-    assert written.getvalue().count(rb"gr\xf6\xdfer") == 3
 
 
 # Rows
