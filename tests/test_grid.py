@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +11,15 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from harness.errors import UNFINISHED, UserError
-from harness.launch import cli
+from harness.launch import cli, runner, status
 from harness.launch.grid import Plan, read_plan
+from harness.launch.runner import Run, run
 from harness.records import inputs
 from harness.records import record as records
+from harness.resources import Resources
 from harness.settings.compose import Composer, compose
 from harness.settings.schema import CONF_DIR
+from tests.composed import load
 from tests.runs import outcome, own_grids
 
 EVERY = sorted(path.stem for path in (CONF_DIR / "grid").glob("*.yaml"))
@@ -360,3 +364,50 @@ def test_a_bug_in_any_cell_is_the_grids(runs, small, capsys):
     assert f"error: {said} (HYDRA_FULL_ERROR=1 shows where)\n" in printed.err
     errors = {record["error"] for record in records.read_records("results", "fig12")}
     assert errors == {"KeyError: 'a' (a bug)", "UserError: full is not well", "UserError: h2o is not well"}
+
+
+# how far its cells are
+
+
+@pytest.fixture
+def some(runs) -> list[Run]:
+    """Runs that are done (in 90 s), failed, interrupted and, where its lock is held, running."""
+
+    def measure(config):
+        if config.method_name != "full":
+            raise UserError("not well") if config.method_name == "h2o" else KeyboardInterrupt
+        return outcome(config)
+
+    runs.measure = measure
+    found = [Run.of(load([f"method={method}"])) for method in ("full", "h2o", "int4", "int8")]
+    for each in found:
+        with suppress(UserError, KeyboardInterrupt):
+            run(each, Resources())
+    records.write_record(found[0].path, records.read_record(found[0].path) | {"seconds": 90.0})
+    return found
+
+
+def row(text: str, name: str = "perplexity") -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(name))
+    return line.split()[1:]
+
+
+def test_every_state_is_counted_and_named(some):
+    missing = Run.of(load(["method=oracle"]))
+    with runner.holding(some[3].path, wait=False):
+        text = status.render(status.of_runs([*some, missing]))
+    assert text.splitlines()[0].split() == ["experiment", *status.STATES, "time", "left"]
+    assert row(text)[:-1] == ["1", "1", "1", "1", "1"]
+    hours, minutes, seconds = map(int, row(text)[-1].split(":"))
+    assert 3 * 90 < 3600 * hours + 60 * minutes + seconds <= 4 * 90, "of four cells, one of which has begun"
+    named = text.split("\n\n")[1].splitlines()
+    assert named[0].startswith("running for 0:00:") and named[0].endswith(": perplexity INT8")
+    assert named[1:] == ["failed: perplexity H2O: UserError: not well", "interrupted: perplexity INT4"]
+
+
+def test_a_folder_is_shown_without_its_grid(some, capsys):
+    assert main(["status=true"]) == 0
+    printed = capsys.readouterr()
+    assert row(printed.out) == ["1", "0", "1", "2", "0", "0:04:30"] and printed.err == ""
+    assert main(["status=true", "results_dir=elsewhere"]) == 0
+    assert capsys.readouterr().out == "nothing was started yet\n" and not Path("elsewhere").exists()
