@@ -16,9 +16,8 @@ from harness.records import record as records
 from harness.records.samples import Baselines
 from harness.tables import write as tables
 from harness.tables.columns import LATENCY, METRICS, MISSING, TABLES, names, read_table, shape_of
-from harness.tables.pages import render_markdown, render_terminal, sheets_of
+from harness.tables.pages import MAX_WIDTH, render_markdown, render_terminal, sheets_of
 from harness.tables.rows import rows_of
-from harness.tables.text import MAX_WIDTH
 from tests.composed import load
 
 TASK_METRICS = {

@@ -31,8 +31,8 @@ from harness.tables.columns import (
     column,
     quantity,
 )
+from harness.tables.pages import aligned
 from harness.tables.rows import is_part, with_rows
-from harness.tables.text import aligned
 
 NAMES = (
     "experiment", "platform", "source", "model", "method", "label", "settings", "task",
@@ -194,8 +194,7 @@ def _table(
             difference = f"{shown.factor * each['difference']:+.3g}{spread}"
             cells = [_or_missing(each["standard_errors"], ".1f"), *cells, difference, _or_missing(each["pairs"], ".0f")]
         lines.append([*cells, f"{heading}: {_owner(each, names)}"])
-    sides = [*["right"] * len(header), "left"]
-    yield from map(_cut, aligned(title, [*header, "of"], lines, sides).splitlines())
+    yield from map(_cut, aligned(title, [*header, "of"], lines, words=["of"]).splitlines())
     if len(changes) > MAX_SHOWN:
         yield f"and {len(changes) - MAX_SHOWN} that moved less; --csv FILE has all"
 

@@ -5,9 +5,14 @@ Rows of a record and rows read from a CSV give the same pages. Seconds become ms
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import shutil
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from tabulate import tabulate
+
+from harness.errors import printable, shortened
 from harness.records.samples import TWO_SIDED_5
 from harness.tables.columns import (
     ASKED_SIZE,
@@ -39,8 +44,15 @@ from harness.tables.columns import (
 )
 from harness.tables.leaderboard import FRONTIER, HIGHER, REFERENCES, has_its_size, size_of
 from harness.tables.rows import is_depth, is_part
-from harness.tables.text import Sheet, markdown, terminal
 
+WORDS = (LABEL.heading, SETTINGS.heading)
+"""Headings of columns of words, aligned left. All other columns are numbers."""
+HEADING_LETTERS, MAX_WIDTH, GAP = 13, 160, 2
+HEADING_PADDING = 2  # what tabulate adds to a heading
+WORD_LETTERS = 44
+"""Longest cell of words in a terminal."""
+MARKUP = re.compile(r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)")
+"""Characters that Markdown would interpret."""
 SCORES = ("acc", "exact_match", "perplexity")
 """Metrics of `METRICS` that every run on a task or text measures, as it does any metric that is not in `METRICS`."""
 BRIEF = (*SCORES, "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
@@ -82,6 +94,22 @@ MODELLED_NOTE = (
 )
 
 
+class Sheet(NamedTuple):
+    """One table: a title, the headings, and the cells as text.
+
+    scores: headings of metrics that every run measures, so an empty cell is a gap. bold: cells, as (line, column).
+    notes: lines below the table. details: further text of each line, for a report.
+    """
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+    scores: Collection[str] = ()
+    bold: Collection[tuple[int, int]] = ()
+    notes: Sequence[str] = ()
+    details: Sequence[str] = ()
+
+
 def sheets_of(rows: Sequence[TableRow]) -> Iterator[Sheet]:
     """A table per model, source and shape of row; chunks of texts below, each quantity of an analysis apart."""
     for title, of_title in grouped(rows, _title).items():
@@ -112,12 +140,12 @@ def render_markdown(name: str, rows: Sequence[TableRow]) -> str:
     header = ["model", "series", "x_name", "x", "metric", "value", "kind"]
     lines = [[row[each] or MISSING for each in header] for row in published_rows() if row["figure"] == name]
     published = [Sheet("the paper's numbers", header, lines)] if lines else []
-    return markdown(name, note, [*sheets_of(rows), *published])
+    return _markdown(name, note, [*sheets_of(rows), *published])
 
 
 def render_modelled(figure: str, rows: Sequence[TableRow]) -> str:
     """The whole `.md` file of the cost model's predictions of a figure."""
-    return markdown(f"{figure}, modelled", MODELLED_NOTE, sheets_of(rows))
+    return _markdown(f"{figure}, modelled", MODELLED_NOTE, sheets_of(rows))
 
 
 def render_terminal(rows: Sequence[TableRow]) -> str:
@@ -128,7 +156,7 @@ def render_terminal(rows: Sequence[TableRow]) -> str:
         for row in rows
         if _shape(row) != "accuracy" or is_brief(row)
     ]
-    return "\n\n".join(map(terminal, sheets_of(shown)))
+    return "\n\n".join(map(_terminal, sheets_of(shown)))
 
 
 def is_brief(row: TableRow) -> bool:
@@ -373,3 +401,64 @@ def _best(column: Column, rows: Sequence[TableRow]) -> list[int]:
 
 
 SHAPES = {"latency": _latency, "accuracy": _accuracy, "analysis": _analysis, "board": _board}
+
+
+# Text
+
+
+def _markdown(title: str, note: str, sheets: Iterable[Sheet]) -> str:
+    """A whole `.md` file: title, note, tables."""
+    parts = [f"# {title}", note]
+    for sheet in sheets:
+        cells = [
+            [f"**{cell}**" if (row, column) in sheet.bold else cell for column, cell in enumerate(map(_escaped, line))]
+            for row, line in enumerate(sheet.lines)
+        ]
+        header = list(map(_escaped, sheet.header))
+        table = tabulate(cells, header, "pipe", colalign=_sides(sheet.header, WORDS), disable_numparse=True)
+        parts += [f"## {_escaped(sheet.title)}", table, *map(_escaped, sheet.notes)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """Words as Markdown that shows them literally, in one line."""
+    return MARKUP.sub(r"\\\g<0>", printable(text))
+
+
+def _sides(header: Sequence[str], words: Collection[str]) -> list[str]:
+    return ["left" if heading in words else "right" for heading in header]
+
+
+def _terminal(sheet: Sheet) -> str:
+    """A table for a terminal, in parts that fit its width, or `MAX_WIDTH` letters if the output is no terminal.
+
+    Each part repeats the columns of words.
+    """
+    lines = [[shortened(printable(cell), WORD_LETTERS) for cell in line] for line in sheet.lines]
+    header = list(map(printable, sheet.header))
+    widths = [
+        GAP + max([HEADING_PADDING + max(map(len, _wrapped(heading))), *(len(line[at]) for line in lines)])
+        for at, heading in enumerate(header)
+    ]
+    max_width = shutil.get_terminal_size((MAX_WIDTH, 0)).columns
+    words = [at for at, heading in enumerate(header) if heading in WORDS]
+    parts = [words]
+    for at in (at for at in range(len(header)) if at not in words):
+        if len(parts[-1]) > len(words) and sum(widths[each] for each in (*parts[-1], at)) > max_width:
+            parts.append(words)
+        parts[-1] = [*parts[-1], at]
+    texts = []
+    for number, part in enumerate(parts):
+        cells = [[line[at] for at in part] for line in lines]
+        texts.append(aligned(sheet.title + ", continued" * bool(number), [header[at] for at in part], cells))
+    return "\n\n".join(texts)
+
+
+def aligned(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], words: Collection[str] = WORDS) -> str:
+    """A table in columns, its headings wrapped; words: headings of the columns that are aligned left."""
+    wrapped, sides = ["\n".join(_wrapped(heading)) for heading in header], _sides(header, words)
+    return f"{printable(title)}\n{tabulate(lines, wrapped, 'simple', colalign=sides, disable_numparse=True)}"
+
+
+def _wrapped(heading: str) -> list[str]:
+    return textwrap.wrap(heading, HEADING_LETTERS)

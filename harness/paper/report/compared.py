@@ -10,8 +10,7 @@ from harness.paper.costmodel.published import PaperCell, quantity
 from harness.tables import columns
 from harness.tables.columns import ASKED_SIZE, BOARD_TASKS, KL, MISSING, SIZE, STEP, TOP1, TableRow
 from harness.tables.leaderboard import REFERENCES
-from harness.tables.pages import is_brief
-from harness.tables.text import Sheet
+from harness.tables.pages import Sheet, is_brief
 
 T = TypeVar("T")
 POINT = ("model", "series", "x_name", "x", "metric")

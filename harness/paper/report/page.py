@@ -30,8 +30,7 @@ from harness.records.archive import opened
 from harness.records.record import read_all
 from harness.tables.columns import GIB, MISSING, TableRow, read_table
 from harness.tables.leaderboard import NAME as LEADERBOARD
-from harness.tables.pages import sheets_of
-from harness.tables.text import WORDS, Sheet
+from harness.tables.pages import WORDS, Sheet, sheets_of
 
 HERE = Path(__file__).parent
 REGISTRY = yaml.safe_load((HERE.parents[2] / "plots" / "registry.yaml").read_text(encoding="utf-8"))
