@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SETTLED_S = 2.0
 """A file changed less than so long ago may change once more within one tick of its file system's clock."""
-
 ABANDONED_S = 3600.0
+"""A scratch file that nobody has written to for so long was left by a killed process."""
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 CGROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controllers, none of version 2 and one of version 1: where groups lie, and what they call limit, use, and caches
-that can be dropped."""
+"""Of cgroups version 2 ("") and 1: the folder of the groups, and the names of limit, use and droppable caches."""
 POLL_S = 0.5
 """How often a process that waits for a lock asks for it."""
 
@@ -52,13 +51,17 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A scratch file beside `path` that takes its place in one step, where the block ends without an error.
+    """A scratch file beside `path` that takes its place in one step, if the block ends without an error.
 
-    A reader, or a process cut short, sees the old file or the new one; the scratch files of processes that were killed
-    go. Raises OSError where the folder cannot be written.
+    A reader sees the old file or the new one. Scratch files of killed processes are removed. Raises OSError if the
+    folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
+    scratches = re.compile(re.escape(f".{path.name}.") + r"\w{8}")
+    for other in path.parent.iterdir():
+        with contextlib.suppress(OSError):  # another process removes it as well
+            if scratches.fullmatch(other.name) and time.time() - other.stat().st_mtime > ABANDONED_S:
+                other.unlink()
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)
     scratch = Path(name)
@@ -70,21 +73,11 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(scratch, path)
     finally:
         with contextlib.suppress(OSError):
-            scratch.unlink()  # there only where something failed
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove scratch files of `path` that nobody has written to for `ABANDONED_S`."""
-    scratch = re.compile(re.escape(f".{path.name}.") + r"\w{8}")
-    for other in path.parent.iterdir():
-        if scratch.fullmatch(other.name):
-            with contextlib.suppress(OSError):  # another process removes it as well
-                if time.time() - other.stat().st_mtime > ABANDONED_S:
-                    other.unlink()
+            scratch.unlink()  # there only if something failed
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path`, a file of results, by `text` in one step; UserError where the folder cannot be written."""
+    """Replace `path`, a file of results, by `text` in one step. Raises UserError if the folder cannot be written."""
     try:
         with replacing(path) as scratch:
             scratch.write_text(text, encoding="utf-8")
@@ -93,15 +86,13 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def lock_file(path: Path, *, wait: bool) -> BaseFileLock | None:
-    """The lock of a file that is there for it, held until it is released or its process ends.
-
-    Returns None where the file system has no locks.
+    """The lock of a lock file, held until it is released or its process ends; None if the file system has no locks.
 
     Raises:
         HeldError: another process holds it, and wait is False.
         OSError: the file cannot be written.
     """
-    import filelock  # a tenth of a second, of which a run that is finished needs nothing
+    import filelock  # takes a tenth of a second, and a finished run needs no lock
 
     lock = filelock.FileLock(path, fallback_to_soft=False)
     try:
@@ -117,9 +108,9 @@ def lock_file(path: Path, *, wait: bool) -> BaseFileLock | None:
 
 
 def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
-    """Do `derive` until no file matching `pattern` under `folder`, all that it reads, has changed or gone meanwhile.
+    """Do `derive`, which reads the files matching `pattern` under `folder`, until none of them has changed meanwhile.
 
-    Where several processes write the same table or figure, the last to write then has read what all of them left.
+    If several processes write the same table or figure, the last to write has then read the results of all.
     """
     while True:
         before = _stamps(folder, pattern)
@@ -130,15 +121,12 @@ def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:
 
 def _stamps(folder: Path, pattern: str) -> dict[Path, tuple[int, int]]:
     """Inode and time of change: every atomic write makes a new inode."""
-    return {path: _stamp(path) for path in folder.glob(pattern)}
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return 0, 0  # gone since it was listed, which no other look at the folder will find
-    return stat.st_ino, stat.st_mtime_ns
+    found = {}
+    for path in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+            stat = path.stat()
+            found[path] = (stat.st_ino, stat.st_mtime_ns)
+    return found
 
 
 def text_sha256(*texts: str) -> str:
@@ -147,10 +135,9 @@ def text_sha256(*texts: str) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes; a file that was not written since last time is not read again.
+    """sha256 of a file's bytes. A file that was not written since last time is not read again.
 
-    Raises:
-        OSError: the file cannot be read. A cache that cannot be written only costs the shortcut.
+    Raises OSError if the file cannot be read. A cache that cannot be written only makes it slower.
     """
     path = Path(os.path.realpath(path))
     stamp = _written(path)
@@ -163,7 +150,7 @@ def file_sha256(path: Path) -> str:
         pass  # no usable note: read the file
     begun = time.time()
     digest = content_sha256(path)
-    # A file system's clock ticks in steps: what is written within one of them has the same stamp as what was read.
+    # A file system's clock ticks in steps: a later write within the same step leaves the same stamp.
     if stamp == _written(path) and begun - path.stat().st_ctime > SETTLED_S:
         with contextlib.suppress(OSError), replacing(note) as scratch:
             scratch.write_text(json.dumps({"stamp": stamp, "sha256": digest}))
@@ -171,19 +158,19 @@ def file_sha256(path: Path) -> str:
 
 
 def _written(path: Path) -> list[int]:
-    """What differs once a file has been written: unlike its modification time, its change time cannot be set."""
+    """Changes when a file is written: unlike its modification time, its change time cannot be set."""
     stat = path.stat()
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def content_sha256(path: Path) -> str:
-    """sha256 of a file's bytes, read whatever is known of it."""
+    """sha256 of a file's bytes, always read."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def files_sha256(files: Iterable[Path]) -> str:
-    """One digest of files by name and content, wherever their folder lies."""
+    """One digest of the names and contents of files."""
     return text_sha256(*(f"{file.name} {file_sha256(file)}" for file in sorted(files)))
 
 
@@ -208,8 +195,10 @@ def total_memory() -> int:
 
 
 def memory_limits(system: Path = Path("/")) -> Iterator[tuple[int, int]]:
-    """Limit and use in bytes, droppable caches apart, of each control group around this process that has a limit, as
-    containers and schedulers set them; `system`: where /proc and /sys lie. psutil knows of none."""
+    """Limit and use in bytes, without droppable caches, of each control group around this process that has a limit.
+
+    Containers and schedulers set them, and psutil does not see them. system: the folder of /proc and /sys.
+    """
     try:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -27,7 +27,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.live import generate
-from harness.resources import Kept
+from harness.resources import Memo
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from methods.full import Full
@@ -141,7 +141,7 @@ def test_sizes_are_those_of_the_decode_rows(loaded, text):
 
 def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, monkeypatch):
     decoded = calls_of(monkeypatch, long_decode, "decode_freely")
-    references: Kept = Kept()
+    references: Memo = Memo()
     first, second = (
         metrics_of(run_long_decode(settings(text, method), loaded, references))
         for method in (H2O(), Streaming(kept_frac=0.2))

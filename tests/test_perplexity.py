@@ -15,7 +15,7 @@ from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
-from harness.resources import Kept
+from harness.resources import Memo
 from harness.settings.config import CorpusConfig, RunConfig
 from harness.settings.experiment import find
 from methods.full import Full
@@ -159,7 +159,7 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
 
 def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeypatch):
     passes = calls_of(monkeypatch, perplexity, "full_pass")
-    references = Kept()
+    references = Memo()
     first = metrics_of(run_perplexity(settings(text, H2O()), loaded, references))
     second = metrics_of(run_perplexity(settings(text, Streaming(kept_frac=0.2)), loaded, references))
     assert len(passes) == 3 and first["perplexity_full"] == second["perplexity_full"]

@@ -2,22 +2,24 @@
 
 from types import SimpleNamespace
 
-from harness.resources import Kept, Resources
+from harness.resources import Memo, Resources
 from harness.settings.config import ModelConfig
 
 ONE, OTHER = ModelConfig("one"), ModelConfig("other")
 
 
 def test_values_are_made_once_and_the_oldest_leaves_before_the_next_is_made():
-    kept, made = Kept(limit=2), []
+    memo, made = Memo(limit=2), []
     for key in "abacba":
-        kept.get(key, lambda key=key: made.append((key, list(kept._values))) or key)
+        memo.get(key, lambda key=key: made.append((key, list(memo._values))) or key)
     assert made == [("a", []), ("b", ["a"]), ("c", ["b"]), ("a", ["c"])]
 
 
-def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_along():
-    loads = []
-    resources = Resources(lambda config: loads.append(config.name) or SimpleNamespace(name=config.name))
+def test_a_model_is_loaded_once_for_equal_settings_and_takes_what_depends_on_it_along(monkeypatch):
+    loads, resources = [], Resources()
+    monkeypatch.setattr(
+        "harness.model.load.load_model", lambda config: loads.append(config.name) or SimpleNamespace(name=config.name)
+    )
     first = resources.model(ONE)
     resources.references.get("window", lambda: 1)
     assert resources.model(ModelConfig("one")) is first

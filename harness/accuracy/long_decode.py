@@ -25,7 +25,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.records.samples import EXPONENTIAL, clustered_stderr
-from harness.resources import Kept
+from harness.resources import Memo
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
 from harness.setup import Setup, prepare
@@ -71,7 +71,7 @@ class Decoded(NamedTuple):
     reads: ReadStats
 
 
-def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Kept[list[Text]] | None = None) -> Outcome:
+def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[list[Text]] | None = None) -> Outcome:
     """All texts of `config` under its method.
 
     references: kept texts of this model under the full cache; new ones are added.
@@ -81,7 +81,7 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Kept[lis
     """
     prompts = _prompts(config, loaded)
     length, steps = config.prefill_len, config.max_new_tokens
-    references = Kept() if references is None else references
+    references = Memo() if references is None else references
     pairs: list[Pair] = []
     reads = ReadStats()
     with attach(loaded.model) as attached:

@@ -21,7 +21,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
 from harness.records.samples import clustered_stderr
-from harness.resources import Kept
+from harness.resources import Memo
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
 from harness.setup import Setup, prepare
@@ -37,7 +37,7 @@ CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
 FULL = Setup(Full(), codec=None, calibration=None)
 
-References = Kept[tuple[Tensor, Tensor]]
+References = Memo[tuple[Tensor, Tensor]]
 """Dense passes of a model's windows: every method of a sweep is compared with the same one."""
 
 
@@ -98,7 +98,7 @@ def run_perplexity(config: RunConfig, loaded: LoadedModel, references: Reference
     ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
     offset = first_window_offset(config.corpus, config.calibration)
     windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset)
-    references = Kept() if references is None else references
+    references = Memo() if references is None else references
     with attach(loaded.model) as attached:
         prompt, length = max(1, config.prefill_len), config.seq_len
         rows = [Row(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]

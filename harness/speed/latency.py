@@ -24,7 +24,7 @@ from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.offload.links import Link, open_link
 from harness.offload.memory import require_memory, smaller_card
-from harness.resources import Kept
+from harness.resources import Memo
 from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome
 from harness.setup import Setup, codec_of, prepare
@@ -34,7 +34,7 @@ from methods.base import Method, Row
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
-Prompts = Kept[SharedPrompt]
+Prompts = Memo[SharedPrompt]
 """The dense pass of a shape's prompt, for the cells that follow."""
 
 
@@ -65,7 +65,7 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                 prompt = prompt_ids(config, loaded).to(attached.device)
             else:
                 key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
-                prompt = (Kept() if prompts is None else prompts).get(key, run_densely)
+                prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
             metrics, raw = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
         late_frac = _late_frac(setup.method, attached.geometry.num_layers, metrics["size"])
     marks = {"platform": platform.name, "source": SOURCES[platform.name]}
