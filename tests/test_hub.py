@@ -116,7 +116,8 @@ def test_a_gated_model_is_refused_in_the_hubs_words_and_fetched_with_a_token(ser
     ],
 )
 def test_a_refusal_says_what_the_hub_answered(asked, answer, words, served, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    if answer in (stall, hang):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     served.disturb(asked, answer)
     message = refused()
     assert re.search(words, message)
@@ -125,8 +126,7 @@ def test_a_refusal_says_what_the_hub_answered(asked, answer, words, served, monk
 
 def test_other_refusals(served, monkeypatch):
     assert re.search("Repository Not Found .* make sure you are authenticated", refused("org/no"))
-    with pytest.raises(UserError, match="^model.hub_id=a/b/c: not a repository id; expected organisation/name"):
-        source.snapshot("a/b/c")
+    assert "Repo id must" in refused("a/b/c")
     served.requests.clear()
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -3,10 +3,8 @@
 While attached, a forward pass hands each attention layer's fresh query, key and value to a *handler*, which owns the
 history. The model itself stores no keys and values, and is given explicit positions. All hooks go at the end.
 
-The description of a model by `harness.model.decoder` is not trusted. At the first use some tokens run through our
-attention in several passes, the later ones over the history of the earlier ones, and the logits are compared with those
-of the model's own forward. Each early query is compared with the layer's true one, and a batch with padding with its
-sequences alone.
+The description of a model by `harness.model.decoder` is not trusted: at the first use `check_decoder` compares with the
+model's own forward.
 
     with attach(model) as attached:
         hidden = attached.forward(ids, positions, handler)

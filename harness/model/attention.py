@@ -7,7 +7,7 @@ taken off in the layout of the model's own code, which `rotary_of` finds by tryi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,12 +80,9 @@ def row_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask:
 def _read_ahead_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """The same numbers, a few heads at a time, whose rows are read into the CPU's cache just before.
 
-    A core prefetches what is read in order. The fused attention reads keys first and the values, which lie between
-    them, later, and waits for memory each time: on one thread it takes longer than both reads here (see "One thread"
-    in benchmarks/NOTES.md).
-
-    query: [batch, num_kv_heads, group, head_dim]; the others as in `row_attention`. Returns [batch, num_kv_heads,
-    group, value_dim].
+    A core prefetches what is read in order. The fused attention reads the keys first, and later the values between
+    them, and waits for memory each time (see "One thread" in benchmarks/NOTES.md). Shapes as in `row_attention`, heads
+    of a group as its rows.
     """
     queries, keys, values = (each.flatten(0, 1).unsqueeze(0) for each in (query, key, value))
     span = (keys.shape[2] - 1) * keys.stride(2) + keys.shape[3]  # numbers from a head's first key to its last
@@ -216,15 +213,26 @@ def angles(layer: Layer, states: Tensor, positions: Tensor) -> tuple[Tensor, Ten
 @torch.inference_mode()
 def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
     """The rotary layout of a layer's stored keys; None where no layout fits."""
-    given = layer.call.kwargs.get("position_embeddings")
-    if given is not None and layer.positions is None:
+    if layer.positions is None and layer.call.kwargs.get("position_embeddings") is not None:
         return None
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, layer.call.hidden.shape[-1], generator=generator).to(layer.call.hidden)
+
+    def keys(positions: Tensor) -> Tensor:
+        """The keys [1, num_kv_heads, 4, head_dim] that the layer stores of `hidden` at `positions` [1, 4]."""
+        positions, cache, made = positions.to(hidden.device), ModelCache(decoder.stack.config), None
+        if layer.positions is not None:
+            made = layer.positions.module.forward(hidden, positions, *layer.positions.options)
+        call = layer.call.with_hidden(
+            hidden, position_embeddings=made, position_ids=positions, attention_mask=None, past_key_values=cache
+        )
+        key = decoder.run_to_attention(layer, call).key
+        return key if layer.latent is None or cache.latest is None else torch.cat(cache.latest, -1)
+
     positions = torch.tensor([[1, 5, 11, 40]])
     try:
         with attention_function(decoder.stack, stop):
-            bare, placed = (_keys(decoder, layer, hidden, each) for each in (torch.zeros_like(positions), positions))
+            bare, placed = keys(torch.zeros_like(positions)), keys(positions)
     except RuntimeError as error:  # its code takes no other rows than those of its own pass
         reraise_out_of_memory(error)
         return None
@@ -233,8 +241,12 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
         return Rotary(layer)
     if layer.positions is None:
         return None
-    cos, _ = angles(layer, bare, positions)
-    planes = _one_of_each(cos)
+    cos, planes = angles(layer, bare, positions)[0], slice(None)
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[..., :half], cos[..., half:]):  # every plane's angle is there twice
+        planes = slice(half)
+    elif torch.equal(cos[..., 0::2], cos[..., 1::2]):
+        planes = slice(0, None, 2)
     size = 2 * cos[..., planes].shape[-1]
     for start in {0, layer.head_dim - size}:
         for interleaved in (False, True):
@@ -242,25 +254,3 @@ def rotary_of(decoder: Decoder, layer: Layer) -> Rotary | None:
             if start >= 0 and torch.allclose(rotary.apply(bare, positions), placed, atol=close):
                 return rotary
     return None
-
-
-def _one_of_each(cos: Tensor) -> slice:
-    """Which of the angles are one of each plane: where all are there twice, the first half, or every other one."""
-    half = cos.shape[-1] // 2
-    if torch.equal(cos[..., :half], cos[..., half:]):
-        return slice(half)
-    return slice(0, None, 2) if torch.equal(cos[..., 0::2], cos[..., 1::2]) else slice(None)
-
-
-def _keys(decoder: Decoder, layer: Layer, hidden: Tensor, positions: Tensor) -> Tensor:
-    """The keys [1, num_kv_heads, n, head_dim] that a layer stores of `hidden` at `positions` [1, n]."""
-    positions = positions.to(hidden.device)
-    cache = ModelCache(decoder.stack.config)
-    made: Any = None
-    if layer.positions is not None:
-        made = layer.positions.module.forward(hidden, positions, *layer.positions.options)
-    call = layer.call.with_hidden(
-        hidden, position_embeddings=made, position_ids=positions, attention_mask=None, past_key_values=cache
-    )
-    key = decoder.run_to_attention(layer, call).key
-    return key if layer.latent is None or cache.latest is None else torch.cat(cache.latest, -1)

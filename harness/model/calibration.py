@@ -59,29 +59,18 @@ def cached_calibration(
     code = [inspect.getsource(each) for each in own]
     identity = (FORMAT, fingerprint, str(attached.dtype), list(ids), type(method).__name__, settings, code)
     path = cache_dir / f"{text_sha256(repr(identity))[:32]}.safetensors"
-    found = _read(path)
-    if found is None:
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError):  # not there, or damaged
         found = calibrate(attached, method, ids)
-        _save(found, path)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+        try:
+            with replacing(path) as scratch:
+                save_file(tensors, scratch)
+        except OSError as error:
+            where = f"the cache {cache_dir} cannot be written ({error.strerror})"
+            raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
     return {name: tensor.to(attached.device) for name, tensor in found.items()}
-
-
-def _read(path: Path) -> Calibration | None:
-    """The saved tensors; None where there is no whole file."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError):
-        return None
-
-
-def _save(calibration: Calibration, path: Path) -> None:
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in calibration.items()}
-    try:
-        with replacing(path) as scratch:
-            save_file(tensors, scratch)
-    except OSError as error:
-        where = f"the cache {path.parent} cannot be written ({error.strerror})"
-        raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
 
 
 @contextmanager

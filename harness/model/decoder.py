@@ -28,24 +28,18 @@ from harness.errors import UserError, reason
 from methods.attention import Softmax
 from methods.base import Window
 
-HARMLESS_OPTIONS = frozenset(
-    (
-        *("attention_mask", "cache_position", "cross_attn_layer_idx", "dropout", "encoder_attention_mask"),
-        *("encoder_hidden_states", "head_mask", "is_causal", "layer_head_mask", "logits_to_keep", "output_attentions"),
-        *("output_hidden_states", "output_router_logits", "past_key_value", "past_key_values", "per_layer_input"),
-        *("position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "shared_kv_states"),
-        *("sliding_window", "softcap", "token_type_ids", "use_cache", "use_kernels"),
-    )
-)
+HARMLESS_OPTIONS = {
+    "attention_mask", "cache_position", "cross_attn_layer_idx", "dropout", "encoder_attention_mask",
+    "encoder_hidden_states", "head_mask", "is_causal", "layer_head_mask", "logits_to_keep", "output_attentions",
+    "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values", "per_layer_input",
+    "position_embeddings", "position_ids", "return_dict", "s_aux", "scaling", "shared_kv_states", "sliding_window",
+    "softcap", "token_type_ids", "use_cache", "use_kernels",
+}  # fmt: skip
 """Arguments of an attention function that are handled here, or do not change its result."""
 FAR = 2**20
 """A position beyond every window: whether a row there sees the first token tells a window from full attention."""
 
 _names = (f"kv_harness_{number}" for number in count())
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class ModelCache(DynamicCache):
@@ -63,7 +57,7 @@ class ModelCache(DynamicCache):
         super().__init__(config=config)
         self.num_columns = 0
         self.latest: tuple[Tensor, Tensor] | None = None
-        self.on_state: Callable[[], None] = nothing
+        self.on_state: Callable[[], Any] = lambda: None
         self.instead: tuple[Tensor, Tensor] | None = None
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -296,8 +290,11 @@ class Decoder:
                     layer.latent = self._read_latent(layer, trace.stored.get(id(layer.module)))
         for layer in self.layers:
             if layer.latent is not None:
-                latent = layer.latent
-                layer.num_kv_heads, layer.head_dim, layer.value_dim = 1, latent.to_query.shape[2], latent.rank
+                layer.num_kv_heads, layer.head_dim, layer.value_dim = (
+                    1,
+                    layer.latent.to_query.shape[2],
+                    layer.latent.rank,
+                )
 
     def expand_latents(self) -> None:
         """Store keys and values of every head, where latents do not give the model's own numbers."""
@@ -350,15 +347,12 @@ class Decoder:
             if isinstance(output, Tensor):
                 outputs[names[module]] = output
 
-        hooks = [module.register_forward_hook(note) for module in names]
-        try:
-            with torch.enable_grad():
-                hidden = layer.call.hidden.clone().requires_grad_()
-                call = layer.call.with_hidden(hidden, past_key_values=ModelCache(self.stack.config))
-                query = self.run_to_attention(layer, call).query
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.enable_grad():
+            for module in names:
+                hooks.callback(module.register_forward_hook(note).remove)
+            hidden = layer.call.hidden.clone().requires_grad_()
+            call = layer.call.with_hidden(hidden, past_key_values=ModelCache(self.stack.config))
+            query = self.run_to_attention(layer, call).query
         ancestors: set[Any] = {None}  # None: made of nothing that autograd follows
         todo: list[Any] = [query.grad_fn]
         while todo:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -126,13 +127,12 @@ def own_logits(model: Any) -> str:
                 if found.size != 1:
                     raise AssertionError(f"the full cache reads {found.size} of itself")
     with attach(model) as attached:
-        if not attached.decoder.no_padding:
-            return ""
-        try:
-            replay(attached, full, SHORT[0])
-        except UserError:
+        if attached.decoder.no_padding:
+            with suppress(UserError):
+                replay(attached, full, SHORT[0])
+                raise AssertionError("a padded batch is not refused")
             return f"takes no padded batch: {attached.decoder.no_padding}"
-    raise AssertionError("a padded batch is not refused")
+    return ""
 
 
 def early_queries(model: Any) -> str:
@@ -200,22 +200,20 @@ def kinds_of_layers(attached: Attached) -> str:
 
 def as_markdown(findings: Sequence[Finding]) -> str:
     """The page docs/families.md."""
-    by_layers: dict[str, list[str]] = {}
-    for finding in findings:
-        if finding.verdict == "works":
-            by_layers.setdefault(finding.layers, []).append(finding.family)
-    by_reason: dict[str, list[str]] = {}
-    for finding in findings:
-        if finding.verdict == "refused":
-            by_reason.setdefault(re.sub(r" by \S+ of the largest", "", finding.why), []).append(finding.family)
-    number = sum(map(len, by_layers.values()))
+    works: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for each in findings:
+        if each.verdict == "works":
+            works.setdefault(each.layers, []).append(each.family)
+        elif each.verdict == "refused":
+            refused.setdefault(re.sub(r" by \S+ of the largest", "", each.why), []).append(each.family)
     lines = [
         "# Model families",
         "",
         "Any decoder of transformers whose attention goes through its attention interface runs, read off the model:",
         "no family is known by its name. This page, written by `python -m harness.model.families`, says what was seen",
         f"on a tiny random model of each family in transformers {transformers.__version__}:",
-        f"{number} of {len(findings)} work whole.",
+        f"{sum(map(len, works.values()))} of {len(findings)} work whole.",
         "",
         "- In replay, the full cache gives the model's own logits, shorter and longer than its window, padded or not.",
         "- Live decoding gives the logits of replay; so do infinigen, h2o, quest, snapkv and int4.",
@@ -225,7 +223,7 @@ def as_markdown(findings: Sequence[Finding]) -> str:
         "",
         "| layers | families that work |",
         "|---|---|",
-        *(f"| {layers} | {', '.join(names)} |" for layers, names in sorted(by_layers.items())),
+        *(f"| {layers} | {', '.join(names)} |" for layers, names in sorted(works.items())),
         "",
         "| in part | layers | refused |",
         "|---|---|---|",
@@ -233,7 +231,7 @@ def as_markdown(findings: Sequence[Finding]) -> str:
         "",
         "| refused, since | families |",
         "|---|---|",
-        *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(by_reason.items())),
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
         "",
         f"Not tried: {', '.join(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*families()}))}. Of a multimodal model",
         "the text decoder runs, which is in the table under its own name.",
@@ -247,23 +245,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.model.families", description=__doc__)
     parser.add_argument("family", nargs="*", help=f"names in {SHAPES.name}; all by default")
     names = parser.parse_args(argv).family
-    return exit_code(lambda: _check_and_write(names))
 
+    def check_and_write() -> None:
+        logging.set_verbosity_error()
+        for name in names:
+            if name not in families():
+                raise UserError(f"family {name}: must be one of {', '.join(families())}")
+        findings = []
+        for name in names or families():
+            findings.append(check_family(name))
+            print("  ".join([f"{findings[-1].verdict:8}", f"{name:22}", *findings[-1][2:]]), flush=True)
+        failed = [each.family for each in findings if each.verdict == "FAILED"]
+        if failed:
+            raise UserError(f"{len(failed)} of {len(findings)} families fail: {', '.join(failed)}")
+        if not names:
+            write_atomic(TABLE, as_markdown(findings))
 
-def _check_and_write(names: Sequence[str]) -> None:
-    logging.set_verbosity_error()
-    for name in names:
-        if name not in families():
-            raise UserError(f"family {name}: must be one of {', '.join(families())}")
-    findings = []
-    for name in names or families():
-        findings.append(check_family(name))
-        print("  ".join([f"{findings[-1].verdict:8}", f"{name:22}", *findings[-1][2:]]), flush=True)
-    failed = [each.family for each in findings if each.verdict == "FAILED"]
-    if failed:
-        raise UserError(f"{len(failed)} of {len(findings)} families fail: {', '.join(failed)}")
-    if not names:
-        write_atomic(TABLE, as_markdown(findings))
+    return exit_code(check_and_write)
 
 
 if __name__ == "__main__":

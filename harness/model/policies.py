@@ -65,8 +65,8 @@ def new_states(
     """A method's fresh states for a batch, one on each device that has layers under the method, in their order; none
     where it reads everything.
 
-    Raises ValueError where the method cannot work at these lengths, and UserError for one that shares selections
-    between layers and does not say what they hand on.
+    Raises ValueError where the method cannot work at these lengths, and UserError for one on several devices that
+    shares selections between layers and does not say what they hand on.
     """
     states: dict[torch.device, State] = {}
     for device in [] if method.reads_all else attached.method_devices(method.num_exempt_layers):
@@ -74,13 +74,12 @@ def new_states(
         measured = None if calibration is None else {name: each.to(device) for name, each in calibration.items()}
         states[device] = method.new_state(attached.geometry, on_device, measured)
     numbers = range(method.num_exempt_layers, attached.geometry.num_layers)
-    if len(states) > 1 and any(method.when_of(number) == "earlier_layer" for number in numbers):
-        state = next(iter(states.values()))
-        if not state.handed_on:
-            raise UserError(
-                f"model.device=map: {type(state).__name__} takes selections from earlier layers and names none of them "
-                "in `handed_on`; allowed: auto, cuda"
-            )
+    shares = any(method.when_of(number) == "earlier_layer" for number in numbers)
+    if len(states) > 1 and shares and not (state := next(iter(states.values()))).handed_on:
+        raise UserError(
+            f"model.device=map: {type(state).__name__} takes selections from earlier layers and names none of them in "
+            "`handed_on`; allowed: auto, cuda"
+        )
     return states
 
 

@@ -216,14 +216,8 @@ def snapshot(hub_id: str, *, with_code: bool = False) -> Path:
     """The cached folder with a repository's config, safetensors and tokenizer, downloaded where it is not whole.
 
     The folder is named by its revision, a commit hash. A model that another program has cached without a tokenizer is
-    completed; without a network it is used as it is.
-
-    Args:
-        hub_id: "organisation/name".
-        with_code: also fetch the repository's Python files (only for trust_remote_code).
-
-    Raises:
-        UserError: the hub is unreachable, refuses, or has no safetensors of this model.
+    completed; without a network it is used as it is. with_code: also fetch the repository's Python files (only for
+    trust_remote_code). Raises UserError where the hub is unreachable, refuses, or has no safetensors of this model.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -294,14 +288,10 @@ def refusal(error: Exception) -> str:
 @contextmanager
 def _refusals(hub_id: str) -> Iterator[None]:
     """Raise whatever the hub's client raises as a UserError with the hub's own words and what remains."""
-    from huggingface_hub.errors import HFValidationError
-
     try:
         yield
     except UserError:
         raise
-    except HFValidationError as error:
-        raise UserError(f"model.hub_id={hub_id}: not a repository id; expected organisation/name") from error
     except Exception as error:  # of the hub's client, and of all that is below it
         raise _not_had(hub_id, f"not (wholly) cached, and {refusal(error)}") from error
 
