@@ -26,7 +26,7 @@ from lm_eval.models.huggingface import HFLM
 from benchmarks.timing import in_turn
 from harness.accuracy.evaluation import ReplayEngine
 from harness.accuracy.lm import Prefill, ReplayLM
-from harness.data.suite import load_suite
+from harness.data.tasks import load_suite
 from harness.data.text import offline_text, token_ids
 from harness.errors import exit_code
 from harness.model.load import LoadedModel, load_model

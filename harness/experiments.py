@@ -67,7 +67,7 @@ class Tasks(Experiment):
     def check(self, config: RunConfig) -> None:
         if {*config.tasks} <= {*TASKS} and (config.data.name != "offline" or {*config.tasks} <= {*OFFLINE_TASKS}):
             return  # spares loading lm-eval
-        from harness.data.lm_tasks import check_names, plan
+        from harness.data.tasks import check_names, plan
 
         check_names(config.tasks, config.task.include_path)
         if config.data.name == "offline":

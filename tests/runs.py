@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from harness.data import hub as data_hub
+from harness.data import rows
 from harness.launch.runner import Run, run
 from harness.model import load as models
 from harness.model import source
@@ -64,7 +64,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     monkeypatch.setattr(models, "load_model", load_model)
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: Path("snapshots/1"))
-    monkeypatch.setattr(data_hub, "revision", lambda path, part, fetch, has_options=False: "1")
+    monkeypatch.setattr(rows, "revision", lambda path, part, fetch, has_options=False: "1")
     for name, run_of_kind in (("evaluation", "tasks"), ("perplexity", "perplexity"), ("long_decode", "long_decode")):
         module = ModuleType(f"harness.accuracy.{name}")
         setattr(module, f"run_{run_of_kind}", runs)

@@ -16,9 +16,8 @@ from test_tasks import MAX_LENGTH, refuse
 from tokens import byte_tokenizer
 
 from harness.accuracy.evaluation import run_tasks
-from harness.data import lm_tasks, suite
-from harness.data.lm_tasks import plan
-from harness.data.suite import load_suite
+from harness.data import tasks as lm_tasks
+from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
@@ -126,7 +125,7 @@ def stock(config: RunConfig, loaded: LoadedModel) -> dict[str, Any]:
     """What lm-eval's own `HFLM` makes of the same tasks and groups."""
     found = load_suite(config, loaded)
     lm = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1)
-    tasks = {"tasks": found.tasks, "groups": {group.name: group for group in found.groups}}
+    tasks = found._asdict()
     return evaluate(lm, tasks, limit=config.num_samples, bootstrap_iters=100)
 
 
@@ -186,7 +185,7 @@ def test_a_group_that_cannot_be_resolved(folder):
 def test_a_folder_comes_before_all(folder, root):
     write_yaml(folder, CHOICE | {"task": "copa"}, CHOICE | {"task": "gsm8k"})
     planned = plan(settings("copa", "gsm8k", folder=folder, root=root))
-    assert all(leaf.config["dataset_path"] == "org/toy" for leaf in planned.leaves.values())
+    assert all(leaf.config["dataset_path"] == "org/toy" for leaf in planned.tasks.values())
 
 
 # Rows
@@ -207,7 +206,7 @@ def test_rows_lie_where_the_hub_has_them(place, root, monkeypatch):
         rows = [row | {"question": f"{number} + 1?"} for number in range(count)]
         write_rows(root / place.format(part="abstract_algebra", split=split), rows)
     task = load_suite(settings("mmlu_abstract_algebra", root=root, num_fewshot=2), None).tasks["mmlu_abstract_algebra"]
-    monkeypatch.setattr(suite, "_index", lambda *_: pytest.fail("a split is read for each example of it"))
+    monkeypatch.setattr(lm_tasks, "_number_of", lambda *_: pytest.fail("a split is read for each example of it"))
     task.build_all_requests()
     assert len(task.instances) == 3 * 4
     assert task.instances[0].args[0].count("Answer:") == 3
@@ -292,7 +291,7 @@ def test_a_task_within_a_group_of_ones_own(folder, root, loaded):
     inline = {name: value for name, value in SHAPES.items() if name not in ("task", "tag")} | {"task": "inside"}
     write_yaml(folder, GROUP | {"group": "outer", "task": ["toy_colours", inline, "toy"]})
     planned = plan(settings("outer", folder=folder, root=root))
-    assert list(planned.leaves) == ["toy_colours", "outer::inside", "toy_shapes"]
+    assert list(planned.tasks) == ["toy_colours", "outer::inside", "toy_shapes"]
     assert list(planned.groups) == ["outer", "toy"]
 
 
@@ -413,7 +412,7 @@ def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     with pytest.raises(UserError, match=f"^tasks=toy_bad: {reason}") as error:
         inputs.tasks(settings("toy_bad", folder=folder, root=root))
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=f"^tasks=mixed: 1 of its 2 tasks cannot run, such as toy_bad: {reason}"):
+    with pytest.raises(UserError, match=f"^tasks=mixed: its task toy_bad: {reason}"):
         inputs.tasks(settings("mixed", folder=folder, root=root))
 
 

@@ -169,7 +169,7 @@ def with_hub(grid: str) -> Plan:
 
 @pytest.mark.parametrize("grid", [name for name in EVERY if not PARTS[name]])
 def test_every_grid_composes_and_repeats_nothing(grid, monkeypatch):
-    monkeypatch.setattr("harness.data.hub.revision", lambda *_, **__: "1")
+    monkeypatch.setattr("harness.data.rows.revision", lambda *_, **__: "1")
     plan = with_hub(grid)
     digests = inputs.digests(plan.cells[0])
     ids = Counter((config.experiment, records.run_id(config, digests)) for config in plan.cells)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tokens import byte_tokenizer
 
-from harness.data.hub import revision
+from harness.data.rows import revision
 from harness.data.text import WIKITEXT_HUB, corpus_text
 from harness.errors import UserError
 from harness.launch.cli import main

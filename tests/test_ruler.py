@@ -1,5 +1,6 @@
 """RULER's six tasks: their rows are lm-eval's, whatever ran before; lengths that a task or the model cannot do."""
 
+import contextlib
 import importlib.util
 import inspect
 import random
@@ -18,6 +19,7 @@ from tokens import byte_tokenizer, word_tokenizer
 from harness.accuracy.evaluation import run_tasks
 from harness.data import ruler
 from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
+from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
@@ -52,7 +54,7 @@ def settings(*overrides: str):
 
 
 def model_of(tokenizer, max_length: int = 4096):
-    """What `ruler.load` needs of a model."""
+    """What `load_suite` needs of a model."""
     return SimpleNamespace(tokenizer=tokenizer, max_length=max_length, name="tiny")
 
 
@@ -73,7 +75,7 @@ def test_rows_are_the_first_of_lm_evals_own(task, tokenizer, tmp_path):
         fresh = importlib.util.module_from_spec(own.__spec__)
         own.__spec__.loader.exec_module(fresh)
         own = fresh
-    with ruler._silence():
+    with contextlib.redirect_stdout(None):
         theirs = getattr(own, function)(max_seq_lengths=[LENGTH], pretrained=str(tmp_path))["test"]
     assert len(theirs) == 500 and ours == theirs.to_list()[:3]
 
@@ -115,7 +117,7 @@ def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
     for name in ("prepare_niah", "niah_utils"):
         monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
     download = nltk.download
-    with ruler._silence():
+    with contextlib.redirect_stdout(None):
         assert ruler._module("niah_single_1").generate_samples.__globals__["WORDS"] == ["a-a"]
     assert nltk.download is download
 
@@ -127,7 +129,7 @@ def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
 def test_a_task_prompts_and_scores(task, tokenizer):
     lengths = [LENGTH, LENGTH + 100]
     config = settings(f"tasks=[{task}]", f"metadata.max_seq_lengths={lengths}", "num_samples=2")
-    made = ruler.load(task, config, model_of(tokenizer))
+    made = load_suite(config, model_of(tokenizer)).tasks[task]
     assert [doc["max_length"] for doc in made.eval_docs] == [LENGTH, LENGTH, LENGTH + 100, LENGTH + 100]
     made.build_all_requests(limit=1)
     prompt, generation = made.instances[0].args
@@ -168,7 +170,7 @@ def test_the_full_cache_writes_and_scores_as_stock_hflm():
     model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048)
     loaded = LoadedModel(model, byte_tokenizer(), "tiny", 2048, "f" * 64)
     config = settings("method=full", "tasks=[niah_single_1]", "metadata.max_seq_lengths=[1400]", "num_samples=2")
-    task = ruler.load("niah_single_1", config, loaded)
+    task = load_suite(config, loaded).tasks["niah_single_1"]
     stock = HFLM(pretrained=model, tokenizer=loaded.tokenizer, batch_size=2, max_length=2048)
     theirs = evaluate(stock, {"tasks": {"niah_single_1": task}}, log_samples=True, bootstrap_iters=0)
     outcome = run_tasks(config, loaded)
@@ -222,6 +224,6 @@ def test_a_length_beyond_the_model(tokenizer):
     assert ruler.load("ruler_fwe", settings("num_samples=2"), model_of(tokenizer, taken))
     assert ruler.load("ruler_fwe", settings("num_samples=2", "too_long=truncate"), model_of(tokenizer, 600))
     with pytest.raises(UserError, match="num_fewshot=2: task ruler_vt takes no examples"):
-        ruler.load("ruler_vt", settings("num_fewshot=2"), model_of(tokenizer))
+        load_suite(settings("tasks=[ruler_vt]", "num_fewshot=2"), model_of(tokenizer))
     with pytest.raises(UserError, match=r"^tasks=ruler_vt: its worked example takes \d+ tokens with this tokenizer"):
         make("ruler_vt", 10_000, 1, 0, byte_tokenizer())

@@ -27,7 +27,7 @@ from harness.accuracy.answers import Request, Score, generate, score
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS, facts
-from harness.data.suite import COMPLAINTS, load_suite
+from harness.data.tasks import COMPLAINTS, load_suite
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
@@ -64,15 +64,13 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """
     with _lm_eval(f"tasks={','.join(config.tasks)}"):
         suite = load_suite(config, loaded)
-    _show_complaints()
     outcome = Outcome({})
     reads, results = {}, {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
         results[name], outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine)
-        _show_complaints()
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
-    for group in suite.groups:
+    for group in suite.groups.values():
         if group.has_aggregation:
             names = [task.task_name for task in group.get_all_tasks()]
             by_rule = group.aggregate(results).items()
@@ -172,6 +170,7 @@ def _run_task(
 @contextmanager
 def _lm_eval(what: str) -> Iterator[None]:
     """Run lm-eval and the code of tasks: without their progress bars, and with a user's mistakes as UserError."""
+    COMPLAINTS.stream = sys.stderr
     try:
         with redirect_stderr(io.StringIO()):
             yield
@@ -182,11 +181,8 @@ def _lm_eval(what: str) -> Iterator[None]:
             f"{what}: a metric overflows ({error}), as perplexity does where the model does not fit the text; "
             "choose another model"
         ) from error
-
-
-def _show_complaints() -> None:
-    for line in COMPLAINTS.take():
-        tqdm.write(line, file=sys.stderr)
+    finally:
+        COMPLAINTS.stream = None
 
 
 def _measured(results: Mapping[str, Any], logged: Logged) -> tuple[Metrics, dict[str, dict[int, float]]]:

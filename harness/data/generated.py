@@ -16,9 +16,10 @@ of 128 questions of kv_recall and 0.87 (0.03) of passkey, with seed 0 and the te
 import random
 import re
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from harness.data.text import offline_text
+from harness.settings.config import RunConfig
 
 MARKER = "\nQuestion:"  # where the question of a prompt starts; contexts do not contain it
 QUESTIONS_PER_CONTEXT = 8
@@ -70,6 +71,24 @@ def passkey_context(rng: random.Random) -> Context:
 CONTEXTS = {"kv_recall": kv_recall_context, "passkey": passkey_context}
 
 
+def load(task: str, config: RunConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings of lm-eval's task, and its rows."""
+    settings = {
+        "task": task,
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "prompt",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "target_delimiter": "",  # choices bring their space
+        "num_fewshot": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    count = config.num_samples_of(task)
+    assert count is not None, "generated tasks have no end of their own"
+    return settings, [question._asdict() for question in questions(task, count, config.seed)]
+
+
 def questions(task: str, num_questions: int, seed: int) -> list[Question]:
     """The first questions of a task in `CONTEXTS`: the same on every machine, and for every `num_questions`."""
     made: list[Question] = []
@@ -77,8 +96,14 @@ def questions(task: str, num_questions: int, seed: int) -> list[Question]:
         context_id = len(made) // QUESTIONS_PER_CONTEXT
         rng = random.Random(f"{task}/{seed}/{context_id}")
         context = CONTEXTS[task](rng)
-        asked = rng.sample(list(context.values), QUESTIONS_PER_CONTEXT)
-        made += [_question(rng, context_id, context, item) for item in asked]
+        for item in rng.sample(list(context.values), QUESTIONS_PER_CONTEXT):
+            right = context.values[item]
+            others = [code for other, code in context.values.items() if other != item]
+            choices = [right, *rng.sample(others, NUM_CHOICES - 1)]
+            rng.shuffle(choices)
+            subject = f"{context.subject} of the {item}"
+            prompt = f"{context.text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
+            made.append(Question(context_id, prompt, [f" {code}" for code in choices], choices.index(right)))
     return made[:num_questions]
 
 
@@ -94,12 +119,3 @@ def _values(rng: random.Random, num_items: int, num_digits: int) -> dict[str, st
     items = rng.sample(ITEMS, num_items)
     codes = rng.sample(range(10 ** (num_digits - 1), 10**num_digits), num_items)
     return dict(zip(items, map(str, codes), strict=True))
-
-
-def _question(rng: random.Random, context_id: int, context: Context, item: str) -> Question:
-    others = [code for other, code in context.values.items() if other != item]
-    choices = [context.values[item], *rng.sample(others, NUM_CHOICES - 1)]
-    rng.shuffle(choices)
-    subject = f"{context.subject} of the {item}"
-    prompt = f"{context.text}{MARKER} What is the {subject}?\nAnswer: The {subject} is"
-    return Question(context_id, prompt, [f" {code}" for code in choices], choices.index(context.values[item]))

@@ -1,4 +1,4 @@
-"""The files of a task's data set below `data.root`, named as on the hub.
+"""Where the rows of a task come from: files below `data.root`, named as on the hub, or data sets of the hub.
 
 A split is one file, `SPLIT.jsonl`, `SPLIT.json` or `SPLIT.parquet` (JSON lines or parquet), or several,
 `SPLIT-*.parquet`, in the first of these folders, or in its `data`, that has the split which is scored:
@@ -9,31 +9,39 @@ A split is one file, `SPLIT.jsonl`, `SPLIT.json` or `SPLIT.parquet` (JSON lines 
     ROOT/<task>    mmlu_abstract_algebra
 
 Where a data set has one part only (no name, `main` or `default`) the folder may lack it: `gsm8k/test.jsonl`.
+
+Rows of the hub in its local cache are used without asking the hub: a repeated run is the same and needs no network. If
+rows are missing and the hub is out of reach, the error is one line within seconds.
 """
+
+from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.errors import UserError
+from harness.model.source import refusal
 
 ONLY_PART = (None, "", "main", "default")
 """Names of a data set's part that the hub uses where there is one."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("test_split", "validation_split", "training_split", "fewshot_split")
-
-MAX_FIELDS = 1000
-"""Fields of a row, or of an object in it: with 100,000 a table takes minutes."""
 KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
 """Types of JSON values but null, in words."""
+TIMEOUT_S = 5.0
+"""An unreachable hub is given up after this; `datasets` itself would retry for half a minute."""
 
 Files = dict[str, list[Path]]
 """The files of each split."""
-Labels = Mapping[str, Sequence[Any]]
-"""Allowed values by field."""
+T = TypeVar("T")
 
 
 def scored_split(config: Mapping[str, Any]) -> str | None:
@@ -49,6 +57,9 @@ def example_split(config: Mapping[str, Any]) -> str | None:
     return next((split for split in others if split and split != scored_split(config)), None)
 
 
+# Files
+
+
 def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
     """The files of all splits that there are; that which is scored is among them.
 
@@ -57,18 +68,15 @@ def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
     """
     root = Path(root).resolve()
     scored = scored_split(config)
-    folders = list(_folders(task, config))
-    for folder in folders if scored else []:
+    for folder in _folders(task, config) if scored else ():
         for place in (root / folder, root / folder / "data"):
-            files = {config[role]: _of_split(place, config[role]) for role in ROLES if config.get(role)}
+            files: Files = {}
+            for split in filter(None, map(config.get, ROLES)):
+                whole = [path for suffix in SUFFIXES if (path := place / f"{split}{suffix}").is_file()]
+                files[split] = whole[:1] or sorted(place.glob(f"{split}-*.parquet"))
             if files[str(scored)]:
                 return {split: found for split, found in files.items() if found}
     raise UserError(f"data.root={root}: tasks={task} needs {layout(task, config)}; there are none")
-
-
-def hub_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which a task loads its data set from the hub; code in a data set is never run."""
-    return {key: value for key, value in (config.get("dataset_kwargs") or {}).items() if key != "trust_remote_code"}
 
 
 def layout(task: str, config: Mapping[str, Any]) -> str:
@@ -77,103 +85,6 @@ def layout(task: str, config: Mapping[str, Any]) -> str:
     *others, last = dict.fromkeys(f"{folder}/" for folder in _folders(task, config))
     where = f"{last} (or {', '.join(others)})" if others else last
     return f"{scored}.jsonl, {scored}.parquet or {scored}-*.parquet in {where}"
-
-
-def read_rows(path: Path, fields: Sequence[str], labels: Labels | None = None) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines. labels: see `label_problem`.
-
-    Raises:
-        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`, has
-            an object of more than `MAX_FIELDS`, or holds something else in a field than the lines before it.
-    """
-    try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    if not lines[-1]:
-        lines.pop()  # the end of the last line
-    if not lines:
-        raise UserError(f"{path}: the file is empty")
-    rows = []
-    kinds: dict[str, tuple[str, int]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            row = _row(line, fields)
-            if problem := label_problem(row, labels or {}):
-                raise ValueError(problem)
-            for field, kind in ((field, KINDS[type(value)]) for field, value in row.items() if value is not None):
-                first, at = kinds.setdefault(field, (kind, number))
-                if kind != first:
-                    raise ValueError(f"field {field!r} holds {kind}, but {first} in line {at}")
-            if len(kinds) > MAX_FIELDS:
-                raise ValueError(f"with it the rows have more than {MAX_FIELDS} fields")
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: {error}") from None
-        rows.append(row)
-    return rows
-
-
-def label_problem(row: Mapping[str, Any], labels: Labels) -> str | None:
-    """The wrong label of a row in words; None where there is none. Some tasks' Python would take any label."""
-    for field, allowed in labels.items():
-        value = row.get(field)
-        if not any(type(value) is type(each) and value == each for each in allowed):
-            return f"field {field!r} is {value!r}; allowed: {', '.join(map(repr, allowed))}"
-    return None
-
-
-def _row(line: bytes, fields: Sequence[str]) -> dict[str, Any]:
-    """The object of a line; ValueError names its fault."""
-    if not line.strip():
-        raise ValueError("empty line")
-    try:
-        text = line.decode("utf-8")
-        row = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON, {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object with {', '.join(fields) or 'fields'}")
-    for field in fields:
-        if row.get(field) is None:
-            raise ValueError(f"field {field!r} is missing")
-    return row
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are given once each."""
-    row = dict(pairs)
-    if len(pairs) > MAX_FIELDS:
-        raise ValueError(f"an object has {len(pairs)} fields; allowed: up to {MAX_FIELDS}")
-    if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"not JSON, it gives {twice!r} twice")
-    return row
-
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"not JSON, which has no {word}")
-
-
-def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that the templates of a task put into every prompt; none where Python makes or changes the rows."""
-    if config.get("process_docs"):
-        return ()
-    texts = [config.get(name) for name in ("doc_to_text", "doc_to_target", "doc_to_choice")]
-    found = {field for text in texts if isinstance(text, str) for field in _variables(text)}
-    return tuple(sorted(found))
-
-
-def _variables(template: str) -> set[str]:
-    """The variables of a template; none where it has conditions or defaults."""
-    if re.search(r"{%|\bif\b|\bdefault\b", template):
-        return set()
-    from jinja2 import Environment, TemplateSyntaxError, meta
-
-    try:
-        return meta.find_undeclared_variables(Environment().parse(template))
-    except TemplateSyntaxError:
-        return set()
 
 
 def _folders(task: str, config: Mapping[str, Any]) -> Iterator[str]:
@@ -188,6 +99,161 @@ def _folders(task: str, config: Mapping[str, Any]) -> Iterator[str]:
     yield task
 
 
-def _of_split(folder: Path, split: str) -> list[Path]:
-    whole = [path for suffix in SUFFIXES if (path := folder / f"{split}{suffix}").is_file()]
-    return whole[:1] or sorted(folder.glob(f"{split}-*.parquet"))
+def read_rows(path: Path, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines.
+
+    Raises:
+        UserError: the file is missing, empty, or a line (named by number) is no JSON object with all of `fields`, or
+            holds something else in a field than the lines before it.
+    """
+    try:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    if not lines[-1]:
+        lines.pop()  # the end of the last line
+    if not lines:
+        raise UserError(f"{path}: the file is empty")
+    rows = []
+    kinds: dict[str, tuple[str, int]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}: not JSON, {error}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: expected an object")
+        for field in fields:
+            if row.get(field) is None:
+                raise UserError(f"{path}, line {number}: field {field!r} is missing")
+        for field, kind in ((field, KINDS[type(value)]) for field, value in row.items() if value is not None):
+            first, at = kinds.setdefault(field, (kind, number))
+            if kind != first:
+                raise UserError(f"{path}, line {number}: field {field!r} holds {kind}, but {first} in line {at}")
+        rows.append(row)
+    return rows
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"which has no {word}")
+
+
+def template_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that the templates of a task put into every prompt, whatever is in them.
+
+    None where Python makes or changes the rows, and none of a template that has conditions or defaults.
+    """
+    from jinja2 import Environment, meta
+
+    found: set[str] = set()
+    for name in ("doc_to_text", "doc_to_target", "doc_to_choice") if not config.get("process_docs") else ():
+        template = config.get(name)
+        if isinstance(template, str) and not re.search(r"{%|\bif\b|\bdefault\b", template):
+            found |= meta.find_undeclared_variables(Environment().parse(template))
+    return tuple(sorted(found))
+
+
+# The hub
+
+
+def hub_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which a task loads its data set from the hub; code in a data set is never run."""
+    return {key: value for key, value in (config.get("dataset_kwargs") or {}).items() if key != "trust_remote_code"}
+
+
+def hub_rows(task: str, config: Mapping[str, Any]) -> Any:
+    """The rows of a task's data set on the hub, from the cache if they are there; raises as `from_hub`."""
+    import datasets
+
+    path, part = config.get("dataset_path"), config.get("dataset_name")
+
+    def load() -> Any:
+        return datasets.load_dataset(path=path, name=part, **hub_options(config))
+
+    return from_hub(str(path), load, f"{layout(task, config)} below it")
+
+
+@contextmanager
+def no_network() -> Iterator[None]:
+    """Inside, `datasets` and the hub's client use the local cache alone, and do not warn that they do."""
+    from datasets import config, logging
+    from huggingface_hub import constants
+
+    before, verbosity = (config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE), logging.get_verbosity()
+    config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        logging.set_verbosity(verbosity)
+
+
+def from_hub(name: str, load: Callable[[], T], files: str | None = None) -> T:
+    """Call `load`, which reads the hub's data set `name`, without the network; where that fails, with it.
+
+    files: the files that `data=local` would need below its root, for the error.
+
+    Raises:
+        UserError: it is not cached and the hub is unreachable or refuses, or it cannot be read; says what remains.
+        ImportError: a package that reads it is not installed.
+    """
+    from huggingface_hub import constants, get_session
+
+    try:
+        with no_network():
+            return load()
+    except ImportError:
+        raise
+    except Exception:  # `datasets` has many for rows that are not cached, or not whole; online it says what is wrong
+        pass
+    why = "not cached, and "
+    try:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_S)
+        print(f"{name}: fetching from {constants.ENDPOINT}", file=sys.stderr)
+        why = ""
+        return load()
+    except ImportError:
+        raise
+    except Exception as error:
+        local = "data=local data.root=DIR" + (f" with {files}" if files else "")
+        raise UserError(
+            f"data=hub: {name} cannot be loaded ({why}{refusal(error)}); what remains: {local}, or data=offline (no "
+            "download)"
+        ) from error
+
+
+def revision(path: str, part: str | None, fetch: Callable[[], object], *, has_options: bool = False) -> str:
+    """The commit on the hub of a data set's cached rows; `fetch` puts rows into the cache where there are none. ""
+    where it leaves none there.
+
+    part: its configuration, None for the only one. has_options: it is loaded with other settings as well. Raises as
+    `from_hub`.
+    """
+    found = _cached_revision(path, part, has_options)
+    if found is None:
+        fetch()
+        found = _cached_revision(path, part, has_options)
+    return found or ""
+
+
+def _cached_revision(path: str, part: str | None, has_options: bool) -> str | None:
+    """The commit of the newest rows, which `datasets` takes offline; importing it would take a second.
+
+    Rows lie in OWNER___NAME/PART/VERSION/COMMIT, names in snake case, a dash and a digest after a part with options.
+    """
+    from huggingface_hub import constants
+
+    def letters(name: str) -> str:
+        return name.replace("/", "").replace("_", "").lower()
+
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
+    configuration = f"{escape(part or 'default')}-*" if has_options else escape(part) if part else "*"
+    made = [
+        rows
+        for folder in cache.glob("*")
+        if letters(folder.name) == letters(path)
+        for rows in folder.glob(f"{configuration}/*/*/dataset_info.json")
+        if "." not in rows.parent.name  # .incomplete: on its way, or cut short
+    ]
+    return max(made, key=lambda rows: rows.parent.stat().st_mtime_ns).parent.name if made else None

@@ -23,8 +23,6 @@ from harness.files import cache_dir, replacing, text_sha256
 from harness.settings.config import RULER_TASKS, RunConfig
 
 if TYPE_CHECKING:
-    from lm_eval.api.task import ConfigurableTask
-
     from harness.model.load import LoadedModel
 
 Row = dict[str, Any]
@@ -44,32 +42,31 @@ MARKERS = {task: "\nWhat" if task in NEEDLES else "\nQuestion:" for task in RULE
 """Text with which the question of a prompt starts, at its last occurrence."""
 
 
-def load(task: str, config: RunConfig, loaded: LoadedModel) -> ConfigurableTask:
-    """lm-eval's task, as many rows for each of `metadata.max_seq_lengths`, in that order.
+def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, Any], list[Row]]:
+    """The settings of lm-eval's task, and as many rows for each of `metadata.max_seq_lengths`, in that order.
 
     A metric is named by its length in tokens, as lm-eval's are; a row has that of its own length alone.
 
     Raises:
-        UserError: a length that is too short for the task or too long for the model; examples were asked for.
+        UserError: a length that is too short for the task or too long for the model.
     """
-    from datasets import Dataset
-    from lm_eval.api.task import ConfigurableTask
+    from lm_eval import tasks
+    from lm_eval.tasks._yaml_loader import load_yaml
 
-    if config.num_fewshot:
-        raise UserError(f"num_fewshot={config.num_fewshot}: task {task} takes no examples; allowed: 0")
-    count = config.num_samples_of(task)
+    count, lengths = config.num_samples_of(task), config.task.lengths
     assert count is not None, "lm-eval makes as many as it is asked for"
-    lengths = config.task.lengths
-    settings = _settings(task)
-    rows = [row for length in lengths for row in _rows_that_fit(task, length, count // len(lengths), config, loaded)]
-    settings |= {
+    yaml = Path(tasks.__file__).parent / "ruler" / f"{task.removeprefix('ruler_')}.yaml"
+    settings = load_yaml(yaml, resolve_func=False)  # functions as words: importing them would need more packages
+    max_gen_toks = settings["generation_kwargs"]["max_gen_toks"] if config.task.too_long == "refuse" else None
+    rows: list[Row] = []
+    for length in lengths:
+        rows += _rows_that_fit(task, length, count // len(lengths), config.seed, loaded, max_gen_toks)
+    return settings | {
         "task": task,
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
         "process_results": _score,
         "metric_list": [{"metric": str(each), "aggregation": "mean", "higher_is_better": True} for each in lengths],
         "num_fewshot": 0,
-    }
-    return ConfigurableTask(config=settings)
+    }, rows
 
 
 def facts(task: str, row: Row) -> dict[str, float | int | None]:
@@ -81,28 +78,27 @@ def facts(task: str, row: Row) -> dict[str, float | int | None]:
     return {"length": row["max_length"], "depth": depth}
 
 
-def _rows_that_fit(task: str, length: int, count: int, config: RunConfig, loaded: LoadedModel) -> list[Row]:
-    """The rows of one length; UserError where one exceeds the model's limit and is not to be truncated.
+def _rows_that_fit(
+    task: str, length: int, count: int, seed: int, loaded: LoadedModel, max_gen_toks: int | None
+) -> list[Row]:
+    """The rows of one length; UserError where one exceeds the model's limit. max_gen_toks: None lets it be truncated.
 
     lm-eval counts the tokens to generate into a length. Yet its needles do without the beginning of the answer, and
     ruler_fwe without what is generated, so that rows can be longer.
     """
-    refuse = config.task.too_long == "refuse"
-    if refuse:
-        _check_limit(task, length, length, loaded)
-    rows = rows_of(task, length, count, config.seed, loaded.tokenizer)
-    if refuse:
-        longest = max(num_tokens(f"{row['input']} {row['gen_prefix']}", loaded.tokenizer) for row in rows)
-        _check_limit(task, length, longest + _settings(task)["generation_kwargs"]["max_gen_toks"], loaded)
+
+    def check_limit(tokens: int) -> None:
+        if max_gen_toks is not None and tokens > loaded.max_length:
+            raise UserError(
+                f"metadata.max_seq_lengths: {length} is too long: {task} takes {tokens} tokens, generated ones "
+                f"included; model {loaded.name} takes {loaded.max_length}"
+            )
+
+    check_limit(length)
+    rows = rows_of(task, length, count, seed, loaded.tokenizer)
+    longest = max(num_tokens(f"{row['input']} {row['gen_prefix']}", loaded.tokenizer) for row in rows)
+    check_limit(longest + (max_gen_toks or 0))
     return rows
-
-
-def _check_limit(task: str, length: int, tokens: int, loaded: LoadedModel) -> None:
-    if tokens > loaded.max_length:
-        raise UserError(
-            f"metadata.max_seq_lengths: {length} is too long: {task} takes {tokens} tokens, generated ones included; "
-            f"model {loaded.name} takes {loaded.max_length}"
-        )
 
 
 def _score(row: Row, answers: Sequence[str]) -> dict[str, float]:
@@ -110,15 +106,6 @@ def _score(row: Row, answers: Sequence[str]) -> dict[str, float]:
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
     return {str(row["max_length"]): string_match_all(postprocess_pred(list(answers)), [row["outputs"]])}
-
-
-def _settings(task: str) -> dict[str, Any]:
-    """lm-eval's YAML, its functions as words: importing them would need more packages."""
-    from lm_eval import tasks
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    folder = Path(tasks.__file__).parent / "ruler"
-    return load_yaml(folder / f"{task.removeprefix('ruler_')}.yaml", resolve_func=False)
 
 
 # Rows
@@ -135,7 +122,10 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
     Raises:
         UserError: the length is too short for the task with this tokenizer.
     """
-    key = text_sha256("rows", digest(), task, str(length), str(seed), _tokenizer_digest(tokenizer))
+    # What decides how a text is split into tokens.
+    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
+    of_tokenizer = text_sha256(whole, str(tokenizer("").input_ids))
+    key = text_sha256("rows", digest(), task, str(length), str(seed), of_tokenizer)
     note = cache_dir() / "ruler" / f"{task}-{length}-{key[:32]}.json"
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
@@ -152,16 +142,17 @@ def rows_of(task: str, length: int, count: int, seed: int, tokenizer: Any) -> li
 def make(task: str, length: int, count: int, seed: int, tokenizer: Any) -> list[Row]:
     """As `rows_of`, made anew. Prints nothing, and leaves the global generators as they were."""
     too_short = f"metadata.max_seq_lengths: {length} is too short for {task} with this tokenizer"
-    with _silence(), _generators(seed):
+    with _lm_evals_start(seed):
         least = _least_tokens(task, length, tokenizer)
     if length < least:
         raise UserError(f"{too_short}, which needs {least}")
-    with _silence(), _generators(seed):
+    with _lm_evals_start(seed):
         try:
             rows = _make(task, length, count, tokenizer)
         except (ValueError, RuntimeError) as error:  # how lm-eval says that no needle fits
             raise UserError(f"{too_short}: no prompt fits") from error
-    if len(rows) < count or not all(row["outputs"] and _holds_answers(row) for row in rows):
+    holds_answers = [row["outputs"] and all(answer in row["input"] for answer in row["outputs"]) for row in rows]
+    if len(rows) < count or not all(holds_answers):
         raise UserError(f"{too_short}: not every prompt has room for what it asks")
     return rows
 
@@ -223,10 +214,6 @@ def _vt_tokens(module: Any, tokenizer: Any, *, noises: int, is_icl: bool = False
     return num_tokens(f"{text} {answers}", tokenizer) + module.CONFIG["variable_tracking"]["tokens_to_generate"]
 
 
-def _holds_answers(row: Row) -> bool:
-    return all(answer in row["input"] for answer in row["outputs"])
-
-
 def _module(task: str) -> Any:
     """lm-eval's module that makes the rows. nltk, whose download an import would start, splits essays only."""
     nltk: Any = importlib.import_module("nltk")
@@ -239,13 +226,15 @@ def _module(task: str) -> Any:
 
 
 @contextlib.contextmanager
-def _generators(seed: int) -> Iterator[None]:
-    """Python's, numpy's and lm-eval's own generator as they are when lm-eval begins to make a task's rows."""
+def _lm_evals_start(seed: int) -> Iterator[None]:
+    """Python's, numpy's and lm-eval's own generator as they are when lm-eval begins to make a task's rows; its prints
+    and progress bars go nowhere."""
     import numpy as np
 
-    cwe = _module("ruler_cwe")
-    before = cwe.RNG.getstate()
-    with _restored():
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), _restored():
+        cwe = _module("ruler_cwe")
+        before = cwe.RNG.getstate()
         random.seed(seed)
         np.random.seed(1234 + seed)
         cwe.RNG.seed(42)
@@ -269,19 +258,6 @@ def _restored() -> Iterator[None]:
         np.random.set_state(before[1])
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Their prints and progress bars go nowhere."""
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
-
-
 def num_tokens(text: str, tokenizer: Any) -> int:
     """Tokens as lm-eval counts them: with the special tokens that the tokenizer adds."""
     return len(tokenizer(text).input_ids)
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """sha256 of everything that decides how a text is split into tokens."""
-    whole = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-    return text_sha256(whole, str(tokenizer("").input_ids))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.data.hub import from_hub
+from harness.data.rows import from_hub
 from harness.errors import UserError
 from harness.settings.config import CalibrationConfig, CorpusConfig, DataConfig
 

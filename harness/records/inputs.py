@@ -14,9 +14,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.data import hub as data_hub
-from harness.data import ruler
-from harness.data.rows import find_files, hub_options
+from harness.data import rows, ruler
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
@@ -32,7 +30,7 @@ from harness.settings.config import (
 from harness.settings.experiment import find
 
 if TYPE_CHECKING:
-    from harness.data.lm_tasks import Leaf
+    from harness.data.tasks import Leaf
 
 CODE = "code:"
 """Prefix of the inputs that are code."""
@@ -79,7 +77,7 @@ def corpus(config: CorpusConfig, data: DataConfig) -> dict[str, str]:
     """The scored text."""
     read = partial(corpus_text, config, data)
     if config.path is None and config.name != "offline" and data.name == "hub":
-        return {"corpus": data_hub.revision(*WIKITEXT_HUB, read)}
+        return {"corpus": rows.revision(*WIKITEXT_HUB, read)}
     return {"corpus": text_sha256(read())}
 
 
@@ -97,11 +95,11 @@ def tasks(config: RunConfig) -> dict[str, str]:
     folder = config.task.include_path
     if len(found) == len(config.tasks) and folder is None:
         return found  # spares loading lm-eval
-    from harness.data.lm_tasks import digest_of, plan
+    from harness.data.tasks import digest_of, plan
 
     planned = plan(config)
-    for name, leaf in planned.leaves.items():
-        found[name] = _leaf(leaf, config.data) if leaf.config else generated(name)
+    for name, leaf in planned.tasks.items():
+        found[name] = _leaf(leaf, digest_of(leaf.config), config.data) if leaf.config else generated(name)
     found |= {name: digest_of(group.to_dict() or {}) for name, group in planned.groups.items()}
     if folder is not None:
         own = sorted(path for path in Path(folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
@@ -109,20 +107,16 @@ def tasks(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def _leaf(leaf: Leaf, data: DataConfig) -> str:
+def _leaf(leaf: Leaf, digest: str, data: DataConfig) -> str:
+    """The identity of a task with its data. digest: of its YAML."""
     if leaf.makes_rows or data.name == "offline":
-        return leaf.digest
+        return digest
     if data.name == "local":
-        files = find_files(str(data.root), leaf.task_name, leaf.config)
-        return text_sha256(leaf.digest, *(f"{split} {files_sha256(paths)}" for split, paths in sorted(files.items())))
-
-    def fetch() -> None:
-        from harness.data.suite import hub_rows
-
-        hub_rows(leaf.task_name, leaf.config)
-
+        files = rows.find_files(str(data.root), leaf.task_name, leaf.config)
+        return text_sha256(digest, *(f"{split} {files_sha256(paths)}" for split, paths in sorted(files.items())))
     path, part = str(leaf.config.get("dataset_path")), leaf.config.get("dataset_name")
-    return text_sha256(leaf.digest, data_hub.revision(path, part, fetch, has_options=bool(hub_options(leaf.config))))
+    fetch = partial(rows.hub_rows, leaf.task_name, leaf.config)
+    return text_sha256(digest, rows.revision(path, part, fetch, has_options=bool(rows.hub_options(leaf.config))))
 
 
 # Code
