@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,32 +81,29 @@ def results(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_damaged_record_is_refused_or_as_it_was_written(results):
+@contextmanager
+def at_most_refused(what: str, message: str = "") -> Iterator[None]:
+    """The block ends without an error, or with a refusal in one line that begins with `message`."""
+    try:
+        yield
+    except UserError as refusal:
+        assert str(refusal).startswith(message) and "\n" not in str(refusal), what
+    except Exception as error:
+        raise AssertionError(f"{what}: {error!r}") from error
+
+
+def test_damaged_records_are_refused_or_as_they_were_written_and_break_no_table(results):
     paths = sorted(results.glob("runs/*/*/record.json"))
     for seed in SEEDS:
         path = paths[seed % len(paths)]
-        expected, before = read_record(path), path.read_bytes()
+        expected, before, experiment = read_record(path), path.read_bytes(), path.parts[-3]
         path.write_bytes(with_damage(before, seed))
-        try:
-            assert read_record(path) == expected, seed
-        except UserError as refusal:
-            assert str(refusal).startswith(f"{path}: damaged record (") and "\n" not in str(refusal), seed
-        path.write_bytes(before)
-
-
-def test_a_record_with_an_odd_value_breaks_no_table(results):
-    paths = sorted(results.glob("runs/*/*/record.json"))
-    for seed in SEEDS:
-        path = paths[seed % len(paths)]
-        before, experiment = path.read_bytes(), path.parts[-3]
+        with at_most_refused(f"seed {seed}", f"{path}: damaged record ("):
+            assert read_record(path) == expected
         path.write_text(json.dumps(with_odd_value(json.loads(before), seed)))
-        try:
+        with at_most_refused(f"{experiment} seed {seed}"):
             tables.update(results, experiment)
             assert isinstance(tables.summary(read_records(results, experiment)), str)
-        except UserError as refusal:
-            assert "\n" not in str(refusal), seed
-        except Exception as error:
-            raise AssertionError(f"{experiment} seed {seed}: {error!r}") from error
         path.write_bytes(before)
 
 
@@ -119,10 +118,7 @@ def test_a_damaged_table_is_refused_or_drawn_and_shown(tmp_path, monkeypatch):
         WRITERS[name](tmp_path)
         path = tmp_path / "tables" / f"{'leaderboard' if name == 'frontier' else name}.csv"
         path.write_bytes(with_damage(path.read_bytes(), seed))
-        for read in (lambda: plots.draw_figures(tmp_path), lambda path=path: page.sheets(path, read_table(path))):
-            try:
-                read()
-            except UserError as refusal:
-                assert "\n" not in str(refusal), seed
-            except Exception as error:
-                raise AssertionError(f"{name} seed {seed}: {error!r}") from error
+        with at_most_refused(f"{name} seed {seed}"):
+            plots.draw_figures(tmp_path)
+        with at_most_refused(f"{name} seed {seed}"):
+            page.sheets(path, read_table(path))

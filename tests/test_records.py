@@ -18,7 +18,6 @@ from harness.model import source
 from harness.model.source import PACKAGED_SHA256
 from harness.records import environment, inputs
 from harness.records import record as records
-from harness.resources import Resources
 from harness.settings.experiment import Outcome
 from tests.composed import load
 from tests.runs import outcome, stand_in, start
@@ -161,29 +160,24 @@ def test_the_code_that_makes_another_run_of_the_same_settings(sources):
         (sources / file).write_text(unchanged)
 
 
-def test_a_run_of_other_code_is_named_and_run_again(runs, command, sources, capsys):
+def test_a_run_of_other_code_is_named_and_run_again_and_the_present_code_counts(runs, command, sources, capsys):
     old = start(command)
     edit(sources / "methods/h2o.py", MORE)
     new = start(command)
     assert new != old and len(runs.configs) == 2
     said = f"perplexity H2O: made by other code (record {old.parent.name}), run again\n"
     assert said in capsys.readouterr().out
-    both = records.read_records(old.parents[3], "perplexity")
-    assert {record["settings_id"] for record in both} == {old.parent.name.partition("-")[0]}
-    assert [record["run_id"] for record in records.current(both)] == [new.parent.name]
-
-
-def test_the_record_of_the_present_code_counts_before_a_newer_one(runs, command, sources):
-    path = start(command)
-    (record,) = records.read_records(path.parents[3], "perplexity")
-    later = record | {"run_id": "later", "started": "2999-01-01", "inputs": record["inputs"] | {"code:method": "0"}}
-    for order in ([record, later], [later, record]):
-        assert records.current(order) == [record]
+    first, second = (records.read_record(path) for path in (old, new))
+    assert first["settings_id"] == second["settings_id"] == old.parent.name.partition("-")[0]
+    later = first | {"started": "2999-01-01"}
+    for order in ([later, second], [second, later]):
+        assert records.current(order) == [second], "before a newer one of other code"
     edit(sources / "methods/h2o.py", MORE)
-    assert records.current([record, later]) == [later], "neither is of the present code: the newest"
-    assert records.current([record | {"status": "failed"}]) == []
+    assert records.current([second, later]) == [later], "neither is of the present code: the newest"
+    assert records.current([second | {"status": "failed"}]) == []
     gone = later | {"method_module": "methods.gone", "kind": "gone"}
-    assert records.current([gone]) == [gone], "of a method and a kind that are no more"
+    for order in ([gone], [gone, second | {"started": "2998"}]):
+        assert records.current(order) == [gone], "of a method and a kind that are no more"
 
 
 # Files
@@ -206,7 +200,7 @@ def test_a_metric_that_is_not_finite_is_the_users_in_one_line_and_fails_the_run(
     with pytest.raises(UserError, match=f"^offline/perplexity={value}: is not finite; [^\n]*$"):
         start(command)
     (record,) = records.read_records(load(command).results_dir, "perplexity")
-    assert record["status"] == "failed" and record["metrics"] == {} and "defect" not in record["error"]
+    assert record["status"] == "failed" and record["metrics"] == {} and "bug" not in record["error"]
     runs.measure = lambda config: Outcome({"offline": {"kl_nats": 0.1}}, {"windows": [{"nll": value}]})
     with pytest.raises(UserError, match=f"^samples/windows/0/nll={value}: is not finite"):
         start(command)
@@ -332,13 +326,6 @@ def test_torch_says_what_we_listen_for():
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         torch.empty(2**50)
     assert torch.OutOfMemoryError.__name__ == "OutOfMemoryError"
-
-
-def test_a_process_keeps_the_last_model(runs, command):
-    resources = Resources()
-    for more in ("method=full", "method=streaming", "model=opt-125m", "model=opt-125m method=full"):
-        start([*command[:1], *more.split()], resources)
-    assert runs.loads == ["smollm2-135m", "opt-125m"]
 
 
 # Environment
