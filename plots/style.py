@@ -36,20 +36,10 @@ FILLED = 0.84
 """Share of a group's width that its bars cover."""
 
 RC: Any = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.5,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 4.5,
-    "hatch.linewidth": 0.5,
-    "pdf.fonttype": 42,
+    **{"font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "legend.frameon": False},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True},
+    **{"grid.color": "#DDDDDD", "grid.linewidth": 0.5, "hatch.linewidth": 0.5},
+    **{"lines.linewidth": 1.2, "lines.markersize": 4.5, "pdf.fonttype": 42},
     "svg.hashsalt": "kv-harness",  # equal names of parts on a rerun
     "text.parse_math": False,  # a dollar in a label is a dollar
 }
@@ -58,12 +48,12 @@ DrawPanel = Callable[[Axes, pd.DataFrame], None]
 
 
 class Look(NamedTuple):
-    """A label's fixed appearance."""
+    """A label's appearance."""
 
     color: str
     marker: str
     line: str
-    hatch: str
+    hatch: str = ""
 
 
 BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
@@ -99,20 +89,14 @@ LOOKS = {
     "infinigen": Look(BLUE, "o", "-", ""),
     "infinigen+reuse": Look(SKY, "p", ":", "///"),
     "infinigen+int4": Look(YELLOW, "h", "-.", "++"),
-    "accuracy": Look(BLUE, "o", "-", ""),
-    "latency": Look(VERMILION, "s", "--", "\\\\\\"),
+    "accuracy": Look(BLUE, "o", "-"),
+    "latency": Look(VERMILION, "s", "--"),
 }
 SEQUENCE = (
-    Look(BLUE, "o", "-", ""),
-    Look(VERMILION, "s", "--", "\\\\\\"),
-    Look(GREEN, "D", "-.", "xx"),
-    Look(ORANGE, "v", ":", "///"),
-    Look(PURPLE, "^", "-", ".."),
-    Look(SKY, "p", "--", "||"),
-    Look(BLACK, "X", "-.", "++"),
-    Look(GREY, "P", ":", "oo"),
+    *(Look(BLUE, "o", "-"), Look(VERMILION, "s", "--"), Look(GREEN, "D", "-."), Look(ORANGE, "v", ":")),
+    *(Look(PURPLE, "^", "-"), Look(SKY, "p", "--"), Look(BLACK, "X", "-."), Look(GREY, "P", ":")),
 )
-"""For series that are no methods."""
+"""Of lines that are no methods."""
 OTHERS = [
     Look(color, marker, line, hatch)
     for marker, line, hatch in (("P", "-", "*"), ("X", "--", "O"), ("h", "-.", "|||"), ("8", ":", "---"))

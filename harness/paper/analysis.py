@@ -71,18 +71,11 @@ class Point:
     num_samples: int = 1
 
 
-def mean_point(
-    values: Tensor,
-    series: str,
-    metric: str,
-    x_name: str | None = None,
-    x: float | None = None,
-    layer: int | None = None,
-) -> Point:
-    """The mean of `values` [heads or layers] as a point."""
+def mean_point(values: Tensor, series: str, metric: str, *at: Any) -> Point:
+    """The mean of `values` [heads or layers] as a point. at: x_name, x, layer."""
     known = values.double()
     stderr = float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else None
-    return Point(series, metric, float(known.mean()), x_name, x, layer, stderr, len(known))
+    return Point(series, metric, float(known.mean()), *at, stderr=stderr, num_samples=len(known))
 
 
 def binned(values: Tensor, first: int, num_bins: int) -> Iterator[tuple[float, Tensor]]:
@@ -187,13 +180,12 @@ def similarity(subject: Subject) -> list[Point]:
     kept, num_tokens = subject.config.analysis.kept_frac, subject.num_tokens
     method = subject.config.method.with_size(kept)
     budget = method.tokens_read(Row(num_tokens, 1, num_tokens), method.num_exempt_layers)
-    if not budget:
-        raise UserError(f"analysis.kept_frac={kept}: keeps none of {num_tokens} tokens; raise one of them")
     methods, geometry = (method, Oracle(fixed_fetch=int(budget))), subject.attached.geometry
-    observers = {
-        layer: [Similarity(each, geometry, subject.ids) for each in methods]
-        for layer in subject.layers(SIMILARITY_LAYERS)
-    }
+    layers = subject.layers(SIMILARITY_LAYERS)
+    try:
+        observers = {layer: [Similarity(each, geometry, subject.ids) for each in methods] for layer in layers}
+    except ValueError as error:  # of the method, as a session would raise it
+        raise UserError(f"analysis.kept_frac={kept}: {error}") from error
     subject.observe(observers)
     return [
         mean_point(heads, each.title, "cosine_similarity", "token", x, layer)

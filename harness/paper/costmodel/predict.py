@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import mean, median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -20,6 +20,7 @@ from harness.errors import UserError, nearest
 from harness.model.shape import WEIGHT_BYTES, ModelShape, read_yaml
 from harness.settings.schema import CONF_DIR, build
 from harness.settings.systems import LABELS, System
+from harness.tables.columns import TableRow
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -245,91 +246,62 @@ class BlockTimes(NamedTuple):
         return self.prediction + self.attention + self.ffn + self.other
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted seconds and bytes of a run.
+def predict(case: Case) -> TableRow:
+    """Seconds and bytes of `case`, a row of the latency table: prefill, then gen_len - 1 decode steps, one walk each.
 
-    step_s: seconds of each decode step. block: seconds of one non-exempt block in the last step by segment; transfer
-    is the time that compute waits. h2d_bytes, d2h_bytes: prefill included. size: share of the full cache that a decode
-    step reads, as `harness.sizes` counts it.
+    The segments are of one non-exempt block in the last step; transfer is the time that compute waits. Bytes over the
+    link: prefill included. None is what the model does not know.
     """
-
-    case: Case
-    prefill_s: float
-    step_s: tuple[float, ...]
-    block: dict[str, float]
-    exposed_transfer_s: float
-    link_bytes_per_s: float | None
-    h2d_bytes: float
-    d2h_bytes: float
-    size: float
-
-    @property
-    def total_s(self) -> float:
-        """Prefill and decode."""
-        return self.prefill_s + sum(self.step_s)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens over the total, as the paper counts them."""
-        return self.case.batch_size * self.case.gen_len / self.total_s
-
-    def row(self, experiment: str) -> dict[str, Any]:
-        """A row of the latency table; None is what the model does not know."""
-        case, system = self.case, self.case.scheme.system
-        return {
-            "experiment": experiment,
-            "platform": case.platform.name,
-            "source": "modelled",
-            "model": case.shape.name,
-            "method": system.codec or system.method,
-            "label": case.label,
-            "batch_size": case.batch_size,
-            "prompt_len": case.prompt_len,
-            "gen_len": case.gen_len,
-            "prefill_s": self.prefill_s,
-            "decode_s": sum(self.step_s),
-            "total_s": self.total_s,
-            "tokens_per_s": self.tokens_per_s,
-            "step_p50_s": median(self.step_s),
-            "step_p95_s": float(np.percentile(self.step_s, 95)),
-            "h2d_bytes": round(self.h2d_bytes),
-            "d2h_bytes": round(self.d2h_bytes),
-            "exposed_transfer_s": self.exposed_transfer_s,
-            "link_bytes_per_s": self.link_bytes_per_s,
-            "peak_device_bytes": None,
-            "size": self.size,
-            "run_id": "",
-        } | {f"{segment}_s": seconds for segment, seconds in self.block.items()}
-
-
-def predict(case: Case) -> Prediction:
-    """Seconds and bytes of `case`: prefill, then gen_len - 1 decode steps, one walk each."""
     num_layers, overlap = case.shape.num_layers, case.scheme.overlap
     vocabulary = _matmul(case.batch_size, case.shape.vocab_size * case.shape.hidden_size)
     head_s = _seconds(case, (vocabulary,))
     # Of each decode step: the cached tokens, and how many of them a non-exempt layer reads.
     steps = [(at, case.scheme.tokens(at, case.final_len)[0]) for at in range(case.prompt_len, case.final_len - 1)]
-    prompt, rows = _prefill_work(case), _decode_work(case, steps)
+    layers = layers_of(case)
+    _, kept = case.scheme.tokens(case.prompt_len, case.final_len)
+    paged = _managed_bytes(case, case.prompt_len, kept, scores_of=case.prompt_len) > case.platform.device_bytes
+    prompt = [prefill_block(case, layer, kept, paged=paged) for layer in layers]
+    _, kept = case.scheme.tokens(case.final_len, case.final_len)
+    paged = _managed_bytes(case, case.final_len, kept) > case.platform.device_bytes
+    rows: list[BlockWork] = []  # the blocks of all decode steps, one step after the other
+    for cached, read in steps:
+        different = {layer: decode_block(case, layer, cached, read, paged=paged) for layer in set(layers)}
+        rows += [different[layer] for layer in layers]
     distinct = {work: _times(case, work) for work in set(rows)}  # most layers of a step are alike
     times = [distinct[work] for work in rows]
     times[num_layers - 1 :: num_layers] = [last._replace(other=head_s) for last in times[num_layers - 1 :: num_layers]]
     ends = block_ends(times, overlap)
     loaded, link_s = _loaded(case, rows), sum(block.load for block in times)
-    segments = {name: getattr(times[-2], name) for name in ("attention", "ffn", "prediction", "other")}
-    exempt = mean(layer.exempt for layer in layers_of(case))
+    exempt = mean(layer.exempt for layer in layers)
     width = INT4_SHARE if case.scheme.int4 else 1.0
-    return Prediction(
-        case=case,
-        prefill_s=block_ends([_times(case, work) for work in prompt], overlap)[-1] + head_s,
-        step_s=tuple(np.diff([0.0, *ends[num_layers - 1 :: num_layers]]).tolist()),
-        block=segments | {"transfer": _exposed(ends[-2] - ends[-3], times[-2:-1])},
-        exposed_transfer_s=_exposed(ends[-1], times),
-        link_bytes_per_s=loaded / link_s if link_s else None,
-        h2d_bytes=_loaded(case, prompt) + loaded,
-        d2h_bytes=sum(work.store_bytes for work in (*prompt, *rows)),
-        size=mean(exempt + (1 - exempt) * width * read / cached for cached, read in steps),
-    )
+    prefill_s = block_ends([_times(case, work) for work in prompt], overlap)[-1] + head_s
+    step_s = np.diff([0.0, *ends[num_layers - 1 :: num_layers]]).tolist()
+    total_s = prefill_s + sum(step_s)
+    return {
+        "platform": case.platform.name,
+        "source": "modelled",
+        "model": case.shape.name,
+        "method": case.scheme.system.codec or case.scheme.system.method,
+        "label": case.label,
+        "batch_size": case.batch_size,
+        "prompt_len": case.prompt_len,
+        "gen_len": case.gen_len,
+        "prefill_s": prefill_s,
+        "decode_s": sum(step_s),
+        "total_s": total_s,
+        "tokens_per_s": case.batch_size * case.gen_len / total_s,
+        "step_p50_s": median(step_s),
+        "step_p95_s": float(np.percentile(step_s, 95)),
+        "h2d_bytes": round(_loaded(case, prompt) + loaded),
+        "d2h_bytes": round(sum(work.store_bytes for work in (*prompt, *rows))),
+        "exposed_transfer_s": _exposed(ends[-1], times),
+        "link_bytes_per_s": loaded / link_s if link_s else None,
+        "peak_device_bytes": None,
+        "size": mean(exempt + (1 - exempt) * width * read / cached for cached, read in steps),
+        "run_id": "",
+        "transfer_s": _exposed(ends[-2] - ends[-3], times[-2:-1]),
+        **{f"{name}_s": getattr(times[-2], name) for name in ("attention", "ffn", "prediction", "other")},
+    }
 
 
 def layers_of(case: Case) -> list[Layer]:
@@ -425,24 +397,6 @@ def block_ends(blocks: Sequence[BlockTimes], overlap: Overlap) -> list[float]:
         compute += block.ffn + block.other
         ends.append(compute)
     return ends
-
-
-def _prefill_work(case: Case) -> list[BlockWork]:
-    _, kept = case.scheme.tokens(case.prompt_len, case.final_len)
-    paged = _managed_bytes(case, case.prompt_len, kept, scores_of=case.prompt_len) > case.platform.device_bytes
-    return [prefill_block(case, layer, kept, paged=paged) for layer in layers_of(case)]
-
-
-def _decode_work(case: Case, steps: Sequence[tuple[int, float]]) -> list[BlockWork]:
-    """The blocks of all decode steps, one step after the other."""
-    _, kept = case.scheme.tokens(case.final_len, case.final_len)
-    paged = _managed_bytes(case, case.final_len, kept) > case.platform.device_bytes
-    layers = layers_of(case)
-    blocks: list[BlockWork] = []
-    for cached, read in steps:
-        distinct = {layer: decode_block(case, layer, cached, read, paged=paged) for layer in set(layers)}
-        blocks += [distinct[layer] for layer in layers]
-    return blocks
 
 
 def _managed_bytes(case: Case, exempt_tokens: int, kept: int, scores_of: int = 0) -> float:

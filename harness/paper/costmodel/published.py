@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from harness.errors import UserError, nearest
 from harness.files import write_atomic
 from harness.model.shape import load_shape
-from harness.paper.costmodel.predict import FITTED, Case, Efficiency, Prediction, load_platform, predict
-from harness.tables.columns import LATENCY, published_rows
+from harness.paper.costmodel.predict import FITTED, Case, Efficiency, load_platform, predict
+from harness.tables.columns import LATENCY, SEGMENTS, TableRow, published_rows
 from harness.tables.pages import render_modelled
 from harness.tables.write import render_csv
 
@@ -91,11 +91,11 @@ class Comparison(NamedTuple):
         return (self.figure, self.series, self.metric) not in REPEATED
 
 
-def figure_rows(figure: str, platform: str) -> list[dict[str, Any]]:
+def figure_rows(figure: str, platform: str) -> list[TableRow]:
     """The rows of a figure's latency table, modelled; UserError for an unknown figure or platform."""
     if figure not in FIGURES:
         raise UserError(f"figure={figure}: {nearest(figure, FIGURES)}")
-    return [_predict(cell, platform, FITTED).row(figure) for cell in FIGURES[figure]]
+    return [_predict(cell, platform, FITTED) | {"experiment": figure} for cell in FIGURES[figure]]
 
 
 def write_tables(results_dir: str | Path, platform: str = PAPER_PLATFORM) -> list[Path]:
@@ -141,40 +141,41 @@ def render(comparisons: Sequence[Comparison]) -> str:
     return "\n".join(lines)
 
 
-def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], Any]) -> float | None:
+def quantity(row: Mapping[str, str], timed: Callable[[PaperCell], TableRow]) -> float | None:
     """The quantity of a published row about one of `FIGURES`, made of our runs, in the row's unit; None if the row is
     not about time.
 
-    timed: returns our run of a cell of the paper, with `total_s`, `tokens_per_s` and `block` as a `Prediction` has
-    them. Its exceptions are passed on.
+    timed: returns our run of a cell of the paper, a row of a latency table. Its exceptions are passed on.
     """
     figure, series, metric = row["figure"], row["series"], row["metric"]
     total_len = int(row["x"]) if row["x_name"] == "seq_len" else TOTAL_LEN
     batch_size = {"fig14": 20, "fig16b": 4}.get(figure, int(row["x"]) if row["x_name"] == "batch_size" else 8)
 
-    def run(label: str, batch: int = batch_size) -> Any:
+    def run(label: str, batch: int = batch_size) -> TableRow:
         return timed(PaperCell(label, row["model"], batch, total_len))
 
     def block_s(label: str) -> float:
-        return sum(run(label).block.values())
+        return sum(run(label)[segment.name] or 0 for segment in SEGMENTS)
 
     if metric in ("speedup_min", "speedup_max"):
         batches = sorted({cell.batch_size for cell in FIGURES[figure]})
-        speedups = [run(other, size).total_s / run(series, size).total_s for size in batches for other in BASELINES]
+        speedups = [
+            run(other, size)["total_s"] / run(series, size)["total_s"] for size in batches for other in BASELINES
+        ]
         return min(speedups) if metric == "speedup_min" else max(speedups)
     quantities = {
-        "total_latency": lambda: run(series).total_s,
-        "tokens_per_s": lambda: run(series).tokens_per_s,
-        "speedup_over_offload": lambda: run("offload").total_s / run(series).total_s,
+        "total_latency": lambda: run(series)["total_s"],
+        "tokens_per_s": lambda: run(series)["tokens_per_s"],
+        "speedup_over_offload": lambda: run("offload")["total_s"] / run(series)["total_s"],
         "block_latency": lambda: 1e3 * block_s(series),  # ms
-        "transfer_share": lambda: run(series).block["transfer"] / block_s(series),
+        "transfer_share": lambda: run(series)["transfer_s"] / block_s(series),
         "slowdown_vs_ideal": lambda: block_s(series) / block_s("ideal"),
     }
     return quantities[metric]() if metric in quantities else None
 
 
 @cache
-def _predict(cell: PaperCell, platform: str, efficiency: Efficiency) -> Prediction:
+def _predict(cell: PaperCell, platform: str, efficiency: Efficiency) -> TableRow:
     sizes = {"batch_size": cell.batch_size, "prompt_len": cell.total_len - GEN_LEN, "gen_len": GEN_LEN}
     shape = load_shape(cell.model)
     return predict(Case(load_platform(platform), shape, cell.label, efficiency=efficiency, **sizes))

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperCell, quantity
@@ -48,7 +47,7 @@ def published_sheet(figure: str, rows: Sequence[TableRow]) -> Sheet | None:
 def our_value(line: Mapping[str, str], rows: Sequence[TableRow]) -> float | None:
     """The published quantity from our rows; None where a row that it needs is absent, emulated, or there twice."""
 
-    def timed(cell: PaperCell) -> Any:
+    def timed(cell: PaperCell) -> TableRow:
         wanted = {"model": cell.model, "label": cell.label, "batch_size": cell.batch_size}
         (row,) = (
             row
@@ -57,8 +56,7 @@ def our_value(line: Mapping[str, str], rows: Sequence[TableRow]) -> float | None
             and wanted.items() <= row.items()
             and row["prompt_len"] + row["gen_len"] == cell.total_len
         )
-        block = {segment.name.removesuffix("_s"): row[segment.name] or 0 for segment in columns.SEGMENTS}
-        return SimpleNamespace(total_s=row["total_s"], tokens_per_s=row["tokens_per_s"], block=block)
+        return row
 
     try:
         if line["figure"] in TIMED_FIGURES:
