@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from harness.errors import UserError
 from harness.files import content_sha256, replacing
-from harness.records.record import ODD, read_record
+from harness.records.record import BAD_VALUE_ERRORS, read_record
 
 SCHEMA = 2
 MANIFEST = "MANIFEST.json"
@@ -120,7 +120,7 @@ def opened(source: Path) -> Iterator[Path]:
             yield folder
         except UserError as error:
             raise UserError(str(error).replace(str(folder), str(source))) from error
-        except ODD as error:
+        except BAD_VALUE_ERRORS as error:
             raise UserError(f"{source}: holds values that no run writes ({error!r})") from error
 
 

@@ -38,7 +38,7 @@ IN_COLUMNS = {
 """Settings that `changed_settings` leaves out: a table has a column for them, or they decide no number."""
 GROUPS = ("method", "task", "latency")
 """Groups whose settings are named without the group on the command line or in a table."""
-ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+BAD_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What code raises when a record holds values that no run writes."""
 log = logging.getLogger(__name__)
 

@@ -17,21 +17,9 @@ from typing import Any
 import yaml
 
 from harness.errors import UserError
-from harness.records.record import ODD, current, read_records
+from harness.records.record import BAD_VALUE_ERRORS, current, read_records
 from harness.records.samples import Baselines, nll_difference
-from harness.tables.columns import (
-    BOARD,
-    BOARD_TASKS,
-    KL,
-    NLL,
-    SIZE,
-    STEP,
-    TOP1,
-    Column,
-    TableRow,
-    check,
-    grouped,
-)
+from harness.tables.columns import BOARD, BOARD_TASKS, KL, NLL, SIZE, STEP, TOP1, Column, TableRow, check, grouped
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +60,7 @@ def board_rows(results_dir: str | Path) -> list[TableRow]:
             row |= _step(row, timed.get(method))
             check(BOARD, [row])
             rows.append(row)
-        except ODD as error:
+        except BAD_VALUE_ERRORS as error:
             used = (*runs, *filter(None, [timed.get(method)]))
             named = ", ".join(f"{record['experiment']}/{record['run_id']}" for record in used)
             log.warning("%s: damaged record (%r); left out of the leaderboard", named, error)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records.record import ODD, current
+from harness.records.record import BAD_VALUE_ERRORS, current
 from harness.records.samples import Baselines, Difference, clustered_stderr, of_windows
 from harness.settings.experiment import foreign_settings
 from harness.tables.columns import OF_SOME_MODELS, TABLES, TableRow, check, grouped
@@ -40,14 +40,14 @@ def with_rows(
         try:
             rows = rows_of(record, full)
             check(TABLES[record["table"]], rows)
-        except ODD as error:
+        except BAD_VALUE_ERRORS as error:
             path = f"{record['experiment']}/{record['run_id']}/record.json"
             log.warning("%s: damaged record (%r); left out of tables and figures", path, error)
             continue
         if rows:
             pairs.append((record, rows))
     if weights:
-        _tell_weights(pairs)
+        _add_weights(pairs)
     return pairs
 
 
@@ -84,7 +84,7 @@ def is_depth(row: TableRow) -> bool:
     return str(row["task"]).endswith(" %]")
 
 
-def _tell_weights(pairs: Pairs) -> None:
+def _add_weights(pairs: Pairs) -> None:
     """Add the weights to the settings if runs of one model name have different ones, as a model may be replaced."""
     for of_model in grouped(pairs, lambda pair: pair[0]["config"]["model"]["name"]).values():
         if len({record["inputs"].get("model") for record, _ in of_model} - {None}) > 1:
