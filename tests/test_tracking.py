@@ -12,10 +12,8 @@ from omegaconf import OmegaConf
 
 from harness.launch import cli, tracking
 from harness.launch.grid import read_plan
-from harness.launch.runner import Run
 from harness.launch.tracking import PROJECT, TRACKERS, Entry
 from harness.records import record as records
-from tests.composed import load
 from tests.runs import outcome
 
 ONE = ("method=h2o", "experiment=fig12", "num_windows=2")
@@ -85,17 +83,13 @@ def test_a_failed_run_is_sent_with_its_error_and_a_skipped_one_not_at_all(runs, 
     runs.measure = lambda config: 1 / 0
     assert main(*ONE) == 1
     runs.measure = outcome
-    assert [main(*ONE), main(*ONE)] == [0, 0]
+    assert [main(*ONE), main(*ONE)] == [0, 0] and cli.main(ONE) == 0
+    assert len(list(Path("results/runs").rglob("record.json"))) == 1, "a tracker is no part of a run's identity"
     assert [entry.status for entry in client.entries] == ["failed", "finished"] and client.checks == 2
     assert client.entries[0].tags["error"].startswith("ZeroDivisionError") and client.entries[0].metrics.keys() == {
         "seconds"
     }
     assert client.entries[0].parameters == client.entries[1].parameters
-
-
-def test_a_tracker_is_no_part_of_a_runs_identity():
-    plain, tracked = (Run.of(load([*ONE, *more])) for more in ((), ("tracker=wandb",)))
-    assert plain.path == tracked.path and plain.config != tracked.config
 
 
 def test_one_that_cannot_be_used_is_refused_before_any_work(runs, client, grid, capsys):
