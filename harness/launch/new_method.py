@@ -17,11 +17,6 @@ from harness.errors import UserError, exit_code
 from harness.settings.schema import options
 
 SKELETON = Path(__file__).with_name("my_method.py")
-NEXT = {
-    "experiment=contract": "does it keep the contract",
-    "experiment=perplexity": "how close is it to the full cache",
-    "experiment=latency": "what does a decode step cost",
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,9 +44,10 @@ def write(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     shown = path if path.is_absolute() else f"./{path}"
-    print(f"wrote {shown}; next:")
-    for experiment, question in NEXT.items():
-        print(f"  python run.py method={shown} {experiment:22} # {question}?")
+    print(f"""wrote {shown}; next:
+  python run.py method={shown} experiment=contract    # does it keep the contract?
+  python run.py method={shown} experiment=perplexity  # how close is it to the full cache?
+  python run.py method={shown} experiment=latency     # what does a decode step cost?""")
 
 
 if __name__ == "__main__":

@@ -191,12 +191,20 @@ def report(paths: Sequence[Path]) -> str:
 
 def _record(todo: Run, resources: Resources) -> None:
     """Measure, and write the record, whichever way it ends."""
-    record = _unfinished(todo)
+    record, config, experiment = _unfinished(todo), todo.config, find(todo.config.kind)
     records.write_record(todo.path, record)  # before any work, so that an unwritable folder costs nothing
     start = time.perf_counter()
     try:
-        with users_faults(todo.config):
-            measured = _measure(todo.config, resources)
+        with users_faults(config):
+            outcome = experiment.run(config, resources)
+            records.require_finite(outcome.metrics)
+            devices: list[str] = []
+            if experiment.needs_weights(config):
+                model = resources.model(config.model).model
+                spread = dict.fromkeys(f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values())
+                devices = [*spread] or [str(model.device)]
+            measured = asdict(outcome) | {"methods": records.jsonable(outcome.methods)}
+            measured["environment"] = environment.describe(devices)
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
         _end(todo, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
@@ -238,20 +246,6 @@ def _unfinished(todo: Run) -> dict[str, Any]:
         "seconds": None,
         "error": None,
     }
-
-
-def _measure(config: RunConfig, resources: Resources) -> dict[str, Any]:
-    """The part of the record that the run itself makes."""
-    experiment = find(config.kind)
-    outcome = experiment.run(config, resources)
-    records.require_finite(outcome.metrics)
-    devices: list[str] = []
-    if experiment.needs_weights(config):
-        model = resources.model(config.model).model
-        spread = dict.fromkeys(f"cuda:{index}" for index in getattr(model, "hf_device_map", {}).values())
-        devices = [*spread] or [str(model.device)]
-    described = environment.describe(devices)
-    return asdict(outcome) | {"methods": records.jsonable(outcome.methods), "environment": described}
 
 
 # Faults of the user's model, data or method
