@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from cases import Case
@@ -17,9 +16,9 @@ from harness import contract as decode
 from harness.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
 from harness.model.attach import Attached, attach
 from harness.model.tiny import tiny_model
-from harness.offload.links import EmulatedLink, Link, Ticket, Transfer
+from harness.offload.links import EmulatedLink, Link, Ticket
 from harness.offload.live import LiveSession
-from harness.offload.store import Chosen, KeyValue, KVStore, RowFormat, SlotRequest, chosen
+from harness.offload.store import Chosen, KVStore, RowFormat, SlotRequest
 from harness.replay import ReplaySession
 from harness.setup import Setup
 from harness.sizes import ReadStats
@@ -46,34 +45,6 @@ def make_store(head_dim: int, codec: str | AnyCodec = "fp32", *, dtype=torch.flo
     slab = options.pop("slab", None)
     store = KVStore(RowFormat(stored, head_dim, dtype), **({"placement": "host", "device": CPU} | options))
     return store.allocate(slab)
-
-
-class Prefetched(NamedTuple):
-    """A transfer under way, and where its rows will be."""
-
-    ticket: Ticket
-    rows: Tensor
-
-    def wait(self) -> Tensor:
-        self.ticket.wait()
-        return self.rows
-
-
-def prefetch(link: Link, store: KVStore, request: int | Tensor) -> Prefetched:
-    """Ask a link for rows, into a buffer of their own."""
-    count = request if isinstance(request, int) else request.shape[-1]
-    rows = store.rows_in(store.new_buffer(count), count)[:, :, :count]
-    return Prefetched(link.prefetch(store, request if isinstance(request, int) else chosen(request), rows), rows)
-
-
-def loaded(store: KVStore, request: int | Tensor, buffer: Tensor | None = None) -> KeyValue:
-    """The requested rows, at once; through `buffer`, where one of negative index keeps what it held, or a new one."""
-    count = request if isinstance(request, int) else request.shape[-1]
-    if buffer is None:
-        buffer = store.new_buffer(count)
-    rows = store.rows_in(buffer, count)[:, :, :count]
-    store.load(request if isinstance(request, int) else chosen(request), rows)
-    return store.format.unpack(rows)
 
 
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
@@ -126,10 +97,8 @@ def replay(
 def replay_ids(attached: Attached, case: Case, ids: Tensor, real: Tensor) -> tuple[Tensor, ReadStats]:
     """Logits [batch, new, vocab] by which each of the new tokens of `ids` [batch, prompt + new] was chosen."""
     columns, new = real.shape[1], ids.shape[1] - real.shape[1]
-    session = ReplaySession(
-        attached, case.method, codec=case.codec, calibration=calibration_of(attached),
-        final_lengths=real.sum(-1) + new, num_columns=ids.shape[1],
-    )  # fmt: skip
+    lengths = {"final_lengths": real.sum(-1) + new, "num_columns": ids.shape[1]}
+    session = ReplaySession(attached, case.method, codec=case.codec, calibration=calibration_of(attached), **lengths)
     last = session.prefill(ids[:, :columns], real)[:, -1:]
     rows = session.decode(ids[:, columns:-1], torch.ones_like(ids[:, columns:-1], dtype=torch.bool))
     return attached.logits(torch.cat([last, rows], 1)), session.reads
@@ -187,8 +156,4 @@ class LatestLink(Link):
         while self.queue:
             self.queue.pop(0)()
 
-    def take_transfers(self) -> list[Transfer]:
-        return []
-
-    def close(self) -> None:
-        self.drain()
+    close = drain

@@ -4,17 +4,21 @@ CUDA's runtime is a stand-in where there is no GPU (`fake_cuda.Runtime`).
 """
 
 import sys
+import weakref
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, product
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES
 from fake_cuda import CUDA, LIBC10, fake_gpu, fake_model, fake_runtime
-from held import Held
-from living import CPU, PROMPT, PROMPTS, attached_with_link, force, live, make_store, open_live, tiny, token_batch
+from living import CPU, PROMPT, PROMPTS, attached_with_link, force, live, open_live, tiny, token_batch
 from test_fake_cuda import opened, system_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from harness.errors import UserError
 from harness.model.attach import attach, prompt_bytes, run_prompt
@@ -23,8 +27,7 @@ from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.offload import live as sessions
 from harness.offload import memory
-from harness.offload.cache import Batch, LayerCache, Stage
-from harness.offload.links import EmulatedLink
+from harness.offload.cache import LayerCache
 from harness.offload.memory import (
     ALIGNMENT,
     GIB,
@@ -52,6 +55,38 @@ def runtime():
     """A GPU with 40 GiB free, a host with 50."""
     with fake_runtime() as runtime:
         yield runtime
+
+
+class Held(TorchDispatchMode):
+    """Bytes that tensors on a kind of device hold, of those made under it: now, and at most since `restart`."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.storages: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def restart(self) -> None:
+        """Forget what has been freed."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device_type:
+                self._hold(tensor.untyped_storage())
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.storages:
+            self.storages[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.storages.pop(key)
 
 
 # What a session needs
@@ -85,22 +120,6 @@ def test_a_session_needs_its_slots_and_buffers(name, placement, reuse):
 def state_bytes(session) -> int:
     """What the method keeps beside the rows."""
     return sum(layer_bytes(cache.state, cache.policy.number) for cache in session.caches if cache.state is not None)
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_buffers_of_opt_13b_by_hand(reuse):
-    """Batch 20, 40 heads of 128, 2,048 tokens; two exempt layers; a selection of 409 tokens."""
-    shape = {"batch": 20, "num_kv_heads": 40, "capacity": 2048, "placement": "host", "device": CPU}
-    row_format = make_store(128, "fp16", dtype=torch.float16, **shape | {"capacity": 1}).format
-    stores = [sessions.KVStore(row_format, **shape) for _ in range(40)]
-    batch = Batch(torch.ones(1, 1, dtype=torch.bool), 1)
-    row = 20 * 40 * 2 * 128 * 2
-    assert stores[0].nbytes == 2048 * row and 40 * stores[0].nbytes == 31.25 * GIB
-    with EmulatedLink(1e12) as link:
-        stage = Stage(CPU, batch, link, reuse)
-        assert stage.plan(stores, 409, num_ahead=2) == (2 * 2049 + 2 * 410 + reuse * 38 * 410) * row
-        assert stage.plan(stores, 2048) == (2 + reuse * 40) * 2049 * row
-    assert Stage(CPU, batch, None, reuse).plan(stores, 2048) == 0
 
 
 def test_what_a_method_keeps_is_refused_once_its_first_layer_shows_it(monkeypatch):

@@ -10,7 +10,7 @@ from cases import CASES
 from fake_cuda import fake_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from living import CPU, PROMPTS, LatestLink, attached_with_link, live, loaded, make_store
+from living import CPU, PROMPTS, LatestLink, attached_with_link, live, make_store
 from torch import Tensor
 
 from harness.errors import UserError
@@ -39,6 +39,14 @@ def store_of(codec="fp32", placement="host", head_dim=8, **shape):
 
 def key_value(num_rows, generator, head_dim=8):
     return torch.randn(2, BATCH, HEADS, num_rows, head_dim, generator=generator).unbind()
+
+
+def loaded(store, request, buffer=None):
+    """The requested rows, at once; through `buffer`, where one of negative index keeps what it held, or a new one."""
+    count = request if isinstance(request, int) else request.shape[-1]
+    rows = store.rows_in(store.new_buffer(count) if buffer is None else buffer, count)[:, :, :count]
+    store.load(request if isinstance(request, int) else chosen(request), rows)
+    return store.format.unpack(rows)
 
 
 class Reference:
@@ -105,15 +113,15 @@ def test_random_operations_agree_with_a_dict(operations, codec, placement, seed)
 def test_refusals(monkeypatch):
     store = store_of()
     rows = store.format.pack(*key_value(2, torch.Generator().manual_seed(0)))
-    with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):
-        store.write(rows, at=CAPACITY - 1)
-    with pytest.raises(ValueError, match="column 13 is beyond the capacity of 12"):
-        loaded(store, CAPACITY + 1)
     beyond = torch.tensor([[[CAPACITY], [0], [0]]] * 2)  # no row of the next head
-    with pytest.raises(IndexError, match="slot index 12 is beyond the capacity of 12"):
-        loaded(store, beyond)
-    with pytest.raises(IndexError, match="slot index 12 is beyond the capacity of 12"):
-        store.write(rows[:, :, :1], at=chosen(beyond))
+    for refused, error, message in (
+        (lambda: store.write(rows, at=CAPACITY - 1), ValueError, "column 13 is beyond the capacity of 12"),
+        (lambda: loaded(store, CAPACITY + 1), ValueError, "column 13 is beyond the capacity of 12"),
+        (lambda: loaded(store, beyond), IndexError, "slot index 12 is beyond the capacity of 12"),
+        (lambda: store.write(rows[:, :, :1], chosen(beyond)), IndexError, "slot index 12 is beyond the capacity of 12"),
+    ):
+        with pytest.raises(error, match=message):
+            refused()
     monkeypatch.setattr("harness.offload.memory.available_bytes", lambda home: 2**30)
     with pytest.raises(UserError, match=r"needs 100\.0 GiB of cpu memory and 1\.0 GiB are available; lower batch_size"):
         store_of("fp16", head_dim=25, batch=1024, num_kv_heads=1024, capacity=1024)
@@ -248,10 +256,6 @@ def test_missing_rows_keep_what_is_there_and_fetch_the_rest_into_free_rows(mask,
 # Fetches
 
 
-def small_store(batch: int = 1, heads: int = 1, capacity: int = 4) -> KVStore:
-    return make_store(2, batch=batch, num_kv_heads=heads, capacity=capacity)
-
-
 def rows_of(store: KVStore, values: list[float]) -> Tensor:
     rows = torch.tensor(values).view(1, 1, -1, 1).expand(-1, -1, -1, 2)
     return store.format.pack(rows, rows)
@@ -268,7 +272,7 @@ def fetched(cache: LayerCache, mask: list[bool]) -> list[float]:
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token(reuse):
-    store, mask = small_store(), [True, True, False, True]
+    store, mask = make_store(2, batch=1, num_kv_heads=1, capacity=4), [True, True, False, True]
     store.write(rows_of(store, [0.0, 1.0, 2.0, 3.0]), 0)
     with EmulatedLink(1e12) as link:
         stage = Stage(CPU, Batch(torch.ones(1, 4, dtype=torch.bool), 1), link, reuse)
