@@ -58,17 +58,12 @@ def code_width(codec: AnyCodec | None, geometry: Geometry) -> float:
 
 
 def share_of_cache(
-    cached: Tensor,
-    read: Tensor,
-    width: float,
-    num_exempt: int,
-    num_layers: int,
-    windows: Sequence[Window] = (),
+    cached: Tensor, read: Tensor, width: float, num_exempt: int, num_layers: int, windows: Sequence[Window] = ()
 ) -> Tensor:
     """Elements read / elements of the full cache, per row.
 
-    cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV heads), both of
-    one shape; width: bits of a stored element / 16; windows: those of the local layers.
+    cached: tokens t of each row; read: tokens read, summed over the non-exempt layers (mean over KV heads), of the same
+    shape; width: bits of a stored element / 16; windows: of the local layers.
     """
     local = in_windows(cached, windows)
     return (num_exempt * cached.double() + width * read + local) / (num_layers * cached.double() + local)
@@ -82,11 +77,12 @@ def share_beside(cached: Tensor, read: Tensor, num_layers: int, windows: Sequenc
 def resident_share(
     states: Sequence[State], codec: AnyCodec | None, final: Tensor, num_exempt: int, geometry: Geometry
 ) -> Tensor:
-    """What a method, its codec and the local layers keep on the device of each sequence / the full cache at T, fp64
-    [batch].
+    """Share of the full cache at T that a method, its codec and the local layers keep on the device of each sequence,
+    fp64 [batch].
 
     states: the method's, one on each device; none: it reads all, and its codec may leave the last tokens exact.
-    final: int [batch], T.
+    final: int [batch], T. A state's tensors of a sequence count as they are, in a batch as long as the longest sequence
+    needs them; those of slots count as many slots as tokens are kept, of however many there is room for.
     """
     final = final.cpu()
     token = geometry.num_kv_heads * geometry.elements * FLOAT_BYTES
@@ -96,13 +92,21 @@ def resident_share(
         exact = final - codec.stored(final) if codec else torch.zeros_like(final)
         kept += token * (geometry.num_layers - num_exempt) * exact.double()
     for state in states:
-        kept += _bytes_of_state(state)
+        rows, of_state = _last_rows(state), torch.zeros_like(kept)
+        for name in state.sequence_tensors:
+            value = getattr(state, name)
+            of_state += sum(
+                _bytes(tensor[0]) for tensor in (value.values() if isinstance(value, Mapping) else (value,))
+            )
+        for name in state.slot_tensors:
+            for layer, tensor in getattr(state, name).items():
+                tokens = [state.method.tokens_kept(row, layer) for row in rows]
+                of_state += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
+        kept += of_state
     if states:
         method, layers = states[0].method, range(num_exempt, geometry.num_layers)
-        rows = _last_rows(states[0])
-        kept += token * torch.tensor(
-            [sum(method.tokens_resident(row, layer) for layer in layers) for row in rows], dtype=torch.float64
-        )
+        resident = [sum(method.tokens_resident(row, layer) for layer in layers) for row in _last_rows(states[0])]
+        kept += token * torch.tensor(resident, dtype=torch.float64)
     return kept / (token * (geometry.num_layers * final.double() + local))
 
 
@@ -110,24 +114,6 @@ def _last_rows(state: State) -> list[Row]:
     """Of each sequence the row at T."""
     prompts, finals = (part.tolist() for part in state.lengths)
     return [Row(cached=final, prompt=prompt, final=final) for prompt, final in zip(prompts, finals, strict=True)]
-
-
-def _bytes_of_state(state: State) -> Tensor:
-    """Bytes that a state keeps for each sequence at its end, fp64 [batch].
-
-    Tensors of a sequence count as they are, in a batch as long as the longest sequence needs them; those of slots count
-    as many slots as tokens are kept, of however many there is room for.
-    """
-    rows = _last_rows(state)
-    kept = torch.zeros(len(rows), dtype=torch.float64)
-    for name in state.sequence_tensors:
-        value = getattr(state, name)
-        kept += sum(_bytes(tensor[0]) for tensor in (value.values() if isinstance(value, Mapping) else (value,)))
-    for name in state.slot_tensors:
-        for layer, tensor in getattr(state, name).items():
-            tokens = [state.method.tokens_kept(row, layer) for row in rows]
-            kept += _bytes(tensor[0, :, 0]) * torch.tensor(tokens, dtype=torch.float64)
-    return kept
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -188,14 +174,9 @@ class ReadStats:
         return self._mean(self.frac_sum) if self.rows else 1.0
 
     @property
-    def index_frac(self) -> float:
-        """Share that is read of an index."""
-        return self._mean(self.index_sum)
-
-    @property
     def device_frac(self) -> float:
         """Share that is read in device memory: rows and index."""
-        return self.size + self.index_frac
+        return self.size + self._mean(self.index_sum)
 
     @property
     def resident_frac(self) -> float:

@@ -66,11 +66,8 @@ class FollowingState(QuestState):
         return Selection(self.chosen["mask"], self.chosen["num_read"])
 
 
-FULL = Case(Full())
 FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
 METHODS = ("full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "kivi", "following")
-
-
 PLACED = [*((name, "host") for name in METHODS), ("int4", "device"), ("infinigen", "device")]
 
 
@@ -130,9 +127,8 @@ def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
     case = case_of(name)
     with followed(gpus) as (attached, measured, ids, real):
         links = {device: CudaLink(device) for device in attached.devices} if placement == "host" else None
-        options = {"max_new_tokens": 5, "codec": case.codec, "calibration": measured}
-        session = LiveSession(attached, case.method, placement=placement, link=links, **options)
-        with closing(session):
+        options = {"max_new_tokens": 5, "codec": case.codec, "calibration": measured, "placement": placement}
+        with closing(LiveSession(attached, case.method, link=links, **options)) as session:
             token = session.prefill(ids, real).argmax(-1)
             assert token.device == CUDA and [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
             gpus.restart()
@@ -232,10 +228,10 @@ def over_host(attached: Attached, case: Case) -> tuple[Any, list[tuple[int, int]
 @pytest.mark.parametrize("name", METHODS)
 def test_numbers_and_bytes_are_those_of_one_device(name):
     case = case_of(name)
-    with attach(tiny("gqa")) as attached:
-        whole = replay(attached, case, PADDED), live(attached, case, PADDED), *over_host(attached, case)
-    with split() as attached:
-        parts = replay(attached, case, PADDED), live(attached, case, PADDED), *over_host(attached, case)
+    whole, parts = [], []
+    for found, model in ((whole, attach(tiny("gqa"))), (parts, split())):
+        with model as attached:
+            found += [replay(attached, case, PADDED), live(attached, case, PADDED), *over_host(attached, case)]
     for one, other in zip(whole[:3], parts[:3], strict=True):
         assert torch.equal(one.logits, other.logits)
         assert (one.size, one.device_frac) == (other.size, other.device_frac)

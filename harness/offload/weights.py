@@ -83,8 +83,9 @@ class StreamedWeights:
         self._sizes = [_num_bytes(chosen) for chosen in self._chosen]
         self.host_bytes = sum(self._sizes)
         self.on_device = 1 - self.host_bytes / sum(_num_bytes(module.parameters()) for module in self._modules)
-        by_size = sorted(zip(self._sizes, self._devices, strict=True), key=lambda each: each[0])
-        self._largest = {device: size for size, device in by_size}
+        self._largest = dict.fromkeys(self._devices, 0)
+        for size, device in zip(self._sizes, self._devices, strict=True):
+            self._largest[device] = max(self._largest[device], size)
         self.device_bytes = 2 * sum(self._largest.values())
         self._ahead: dict[torch.device, _Ahead] = {}
         self._slab: PinnedSlab | None = None
@@ -93,7 +94,7 @@ class StreamedWeights:
 
     @torch.inference_mode(False)  # a parameter that was an inference tensor would take no gradient later
     def open(self) -> None:
-        """Move the weights to host memory, and request the first layer's."""
+        """Move the weights to host memory, make the parameters views of a buffer, and request the first layer's."""
         if self.attached.device.type == "cuda" and self.host_bytes > (available := available_memory()):
             raise UserError(
                 f"platform.weights_on_device={self.on_device:.2f}: the rest needs {self.host_bytes / 2**30:.1f} GiB of "
@@ -104,7 +105,13 @@ class StreamedWeights:
         if self.pinned and self.host_bytes:
             self._slab = PinnedSlab(sum(map(aligned, self._sizes)))
         for chosen, device in zip(self._chosen, self._devices, strict=True):
-            self._layers.append(self._moved(chosen, buffers[device]))
+            size = [_num_bytes(chosen)]
+            host = self._slab.take(size) if self._slab else torch.empty(size, dtype=torch.uint8)
+            first, second = (_split(buffer, chosen) for buffer in buffers[device])
+            for parameter, held, view in zip(chosen, _split(host, chosen), first, strict=True):
+                held.copy_(parameter.data)
+                parameter.data = view
+            self._layers.append(_Layer(chosen, host, buffers[device], (first, second)))
         for index, module in enumerate(self._modules):
             self._hooks.append(module.register_forward_pre_hook(partial(self._layer_begins, index)))
         self._ahead = {device: self._request(self._devices.index(device), turn=0) for device in self._links}
@@ -152,16 +159,6 @@ class StreamedWeights:
                     chosen[-1].append(parameter)
                     owed -= parameter.nbytes
         return chosen
-
-    def _moved(self, parameters: Sequence[nn.Parameter], buffers: list[Tensor]) -> _Layer:
-        """Copy parameters to host memory; from now on they are views of a buffer."""
-        size = [_num_bytes(parameters)]
-        host = self._slab.take(size) if self._slab else torch.empty(size, dtype=torch.uint8)
-        first, second = (_split(buffer, parameters) for buffer in buffers)
-        for parameter, held, view in zip(parameters, _split(host, parameters), first, strict=True):
-            held.copy_(parameter.data)
-            parameter.data = view
-        return _Layer(parameters, host, buffers, (first, second))
 
     def _layer_begins(self, index: int, *_: object) -> None:
         """Request the next layer's weights, then wait for this layer's. The other buffer was the previous layer's; the

@@ -38,17 +38,13 @@ width_of = triton.constexpr_function(plane_width)
 def segment_of(head_dim: int, bits: int, group_size: int) -> int:
     """Elements that lie in one group and one bit plane."""
     segment, rest = width_of(head_dim, bits), group_size
-    while rest:
+    while rest:  # math.gcd is unknown to the compiler
         segment, rest = rest, segment % rest
     return segment
 
 
 @triton.jit
-def element_of_lane(  # type: ignore[no-untyped-def]
-    HEAD_DIM: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
-    BITS: tl.constexpr,  # noqa: N803
-    GROUP_SIZE: tl.constexpr,  # noqa: N803
-):
+def element_of_lane(HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """Which element of a row each lane of it holds, [planes, segments, segment]; HEAD_DIM for none."""
     width: tl.constexpr = width_of(HEAD_DIM, BITS)
     segment: tl.constexpr = segment_of(HEAD_DIM, BITS, GROUP_SIZE)
@@ -60,14 +56,7 @@ def element_of_lane(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def decoded(  # type: ignore[no-untyped-def]
-    packed,
-    seen,
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    BITS: tl.constexpr,  # noqa: N803
-    GROUP_SIZE: tl.constexpr,  # noqa: N803
-    DTYPE: tl.constexpr,  # noqa: N803
-):
+def decoded(packed, seen, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, DTYPE: tl.constexpr):
     """Keys or values in fp32, rounded as the codec rounds them in DTYPE: [rows, lanes].
 
     packed, seen: where each row's begin, and whether it is read.
@@ -90,13 +79,7 @@ def decoded(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pack_half(  # type: ignore[no-untyped-def]
-    states,
-    packed,
-    HEAD_DIM: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
-    BITS: tl.constexpr,  # noqa: N803
-    GROUP_SIZE: tl.constexpr,  # noqa: N803
-):
+def _pack_half(states, packed, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP_SIZE: tl.constexpr):
     groups: tl.constexpr = (HEAD_DIM + GROUP_SIZE - 1) // GROUP_SIZE
     width: tl.constexpr = width_of(HEAD_DIM, BITS)
     group = tl.arange(0, triton.next_power_of_2(groups))
@@ -125,7 +108,7 @@ def _pack_half(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _pack_rows(  # type: ignore[no-untyped-def]
+def _pack_rows(
     keys,
     values,
     packed,
@@ -137,11 +120,11 @@ def _pack_rows(  # type: ignore[no-untyped-def]
     value_batch_stride,
     value_head_stride,
     value_row_stride,
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    BITS: tl.constexpr,  # noqa: N803
-    GROUP_SIZE: tl.constexpr,  # noqa: N803
-    KEY_BYTES: tl.constexpr,  # noqa: N803
-    SLOT_BYTES: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row, head, batch = program % num_rows, program // num_rows % num_kv_heads, program // num_rows // num_kv_heads
@@ -186,7 +169,7 @@ def pack(keys: Tensor, values: Tensor, codec: Codec, slot_bytes: int) -> Tensor:
         "bias_group_stride",
     ]
 )
-def _attend_to_parts(  # type: ignore[no-untyped-def]
+def _attend_to_parts(
     query,
     packed,
     visible,  # None: all rows are
@@ -207,13 +190,13 @@ def _attend_to_parts(  # type: ignore[no-untyped-def]
     bias_batch_stride,
     bias_head_stride,
     bias_group_stride,
-    SLOT_BYTES: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
-    KEY_BYTES: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    BITS: tl.constexpr,  # noqa: N803
-    GROUP_SIZE: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803
+    SLOT_BYTES: tl.constexpr,
+    KEY_BYTES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     program = tl.program_id(0)
     split, head = program % SPLITS, program // SPLITS
@@ -260,7 +243,7 @@ def _attend_to_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _join_parts(  # type: ignore[no-untyped-def]
+def _join_parts(
     query,
     own_key,
     own_value,
@@ -277,9 +260,9 @@ def _join_parts(  # type: ignore[no-untyped-def]
     key_head_stride,
     value_batch_stride,
     value_head_stride,
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    LANES: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
+    HEAD_DIM: tl.constexpr,
+    LANES: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     head = tl.program_id(0)
     batch, of_batch = (head // heads).to(tl.int64), head % heads

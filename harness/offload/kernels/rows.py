@@ -32,7 +32,7 @@ LIST_WARPS = 8
     do_not_specialize=["num_rows", "rows_per_head", "head_stride", "capacity"],
     do_not_specialize_on_alignment=["index", "targets"],
 )
-def _move_rows(  # type: ignore[no-untyped-def]
+def _move_rows(
     slots,
     rows,
     index,
@@ -41,11 +41,11 @@ def _move_rows(  # type: ignore[no-untyped-def]
     rows_per_head,
     head_stride,  # of `rows`, in rows
     capacity,
-    WORDS: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
-    AT_ONCE: tl.constexpr,  # noqa: N803 - words of an access, a divisor of WORDS
-    TILE_ROWS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr,  # noqa: N803 - accesses to a tile, rounded up to a power of two
-    TO_SLOTS: tl.constexpr,  # noqa: N803
+    WORDS: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # words of an access, a divisor of WORDS
+    TILE_ROWS: tl.constexpr,
+    TILE: tl.constexpr,  # accesses to a tile, rounded up to a power of two
+    TO_SLOTS: tl.constexpr,
 ):
     access = tl.arange(0, TILE)
     tile_row = access // (WORDS // AT_ONCE)
@@ -119,7 +119,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "cap"])
-def _list_slots(  # type: ignore[no-untyped-def]
+def _list_slots(
     mask,
     found,
     heads,
@@ -127,7 +127,7 @@ def _list_slots(  # type: ignore[no-untyped-def]
     head_stride,
     num_slots,
     cap,
-    BLOCK: tl.constexpr,  # noqa: N803 - compile-time constants are written in capitals
+    BLOCK: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     mask += head // heads * batch_stride + head % heads * head_stride
@@ -145,7 +145,7 @@ def _list_slots(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "room"])
-def _list_missing(  # type: ignore[no-untyped-def]
+def _list_missing(
     mask,
     kept,
     wanted,  # a head's mask, from which what stays is struck out
@@ -157,7 +157,7 @@ def _list_missing(  # type: ignore[no-untyped-def]
     head_stride,
     num_slots,
     room,
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     mask += head // heads * batch_stride + head % heads * head_stride
