@@ -1,4 +1,4 @@
-"""What the tests of replay share: every method and codec as a case, padded batches, and the reference's traces."""
+"""What the tests of replay share: models, padded batches, and runs of a case."""
 
 from __future__ import annotations
 
@@ -7,31 +7,19 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
-import reference as plain
 import torch
-from cases import CASES, Case, smooth
+from cases import Case
 from living import calibration
 
 from harness.model.attach import attach
 from harness.model.tiny import tiny_model
 from harness.replay import ReplaySession
 from harness.sizes import ReadStats
-from methods.codec import Codec, SplitCodec
-from methods.full import Full
-from methods.h2o import H2O
-from methods.infinigen import InfiniGen, Oracle
-from methods.prompt_evicting import PromptEvicting
-from methods.streaming import Streaming
 
 LENGTH, PROMPT = 56, 19
 RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))
 """(prompt, length) of the sequences of a padded batch."""
 TOLERANCE = 1e-4
-EVICTING_ONCE = [case.method for case in CASES.values() if isinstance(case.method, PromptEvicting)]
-TOO_SHORT = [method for method in EVICTING_ONCE if method.kept_tokens is None]
-"""Methods that refuse a prompt of one token."""
-WELL_APART = 1e-6
-"""The least `Reference.margin` at which fp32 and fp64 must choose alike."""
 
 
 MODELS = {
@@ -39,21 +27,6 @@ MODELS = {
     "gqa": tiny_model("llama", num_key_value_heads=2),
     "opt": tiny_model("opt", word_embed_proj_dim=64),
 }
-WITHOUT_STEPS = [name for name, case in CASES.items() if case.codec is None or not isinstance(case.codec.values, Codec)]
-"""Cases of which no value lies at the border of two codes, where rounding decides."""
-REFERENCED = [
-    name
-    for name in WITHOUT_STEPS
-    if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
-    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced"))
-    and not isinstance(CASES[name].codec, SplitCodec)
-]
-"""Cases that the plain reference knows; others have one of their own."""
-BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
-"""Cases that take the batch of `RAGGED`."""
-
-every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
-every_case = pytest.mark.parametrize("name", BATCHED)
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
@@ -119,30 +92,6 @@ def run_one(model, case: Case, ids=None, prompt: int = PROMPT, **options) -> Run
 def run_ragged(model, case: Case, **options) -> Run:
     with attach(model) as attached:
         return run(attached, case, RAGGED_IDS, [prompt for prompt, _ in RAGGED], **options)
-
-
-_traces: dict[tuple, plain.Trace] = {}
-
-
-def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
-    """The reference's decode of one sequence, computed once."""
-    ids = ids or token_ids(LENGTH)
-    key = (id(model), name, tuple(ids), prompt)
-    if key not in _traces:
-        case = CASES[name]
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        with torch.inference_mode():
-            reference = plain.Reference(
-                model,
-                case.method,
-                final_length=len(ids),
-                prefill_len=prompt,
-                rotation=calibration(getattr(config, "num_key_value_heads", 4), head_dim)["rotation"],
-                codec=case.codec and smooth,
-            )
-            _traces[key] = reference.run(ids)
-    return _traces[key]
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:

@@ -81,10 +81,7 @@ def test_what_a_live_cache_does_not_take_is_refused_and_leaves_the_model_as_it_w
     ids, plain = prompts_of("even")
     ids, model = ids.repeat(2, 1), tiny("gqa")
     before = model.config._attn_implementation
-    with (
-        pytest.raises(UserError, match=message),
-        attached_with_link() as (attached, _),
-    ):
+    with pytest.raises(UserError, match=message), attached_with_link() as (attached, _):
         CachedModel(attached, Full()).generate(ids, **({"max_new_tokens": NEW} | asked))
     assert "forward" not in model.__dict__ and model.config._attn_implementation == before
     assert model.generate(ids[:1], **plain).shape == (1, PROMPT + NEW)

@@ -130,6 +130,7 @@ def test_bytes_by_hand(name, placement):
     ):
         force(session, PADDED)
         crossed, read, kept = int(session.loaded_bytes), float(session.reads.num_bytes), session.device_bytes
+        written = int(session.written_bytes)
     selected = [hand.read(t, final) for t, final in rows]
     index = [hand.index(t, final) for t, final in rows]
     cached, own = [t for t, _ in rows], 4 * len(rows)
@@ -138,6 +139,10 @@ def test_bytes_by_hand(name, placement):
     columns = batch * sum(range(24, 34))  # padding crosses the link, and is not read
     over_link = 2 * columns * EXACT + 2 * hand.row * (sum(selected) if hand.has_state else columns)
     assert crossed == (HEADS * over_link if placement == "host" else 0)
+    columns = 8 if name == "h2o" else 34  # of a prompt only what H2O keeps, and some of its own rows
+    own_rows = written - HEADS * batch * 2 * (34 * EXACT + columns * hand.row) * (placement == "host")
+    most = 2 * HEADS * len(rows) * EXACT if (name, placement) == ("h2o", "host") else 0
+    assert bool(most) <= own_rows <= most
 
     state = batch * (LENGTHS + 2 * HEADS * hand.state) + hand.shared if hand.has_state else 0
     slots = 8 if name == "h2o" else 34

@@ -3,19 +3,13 @@ several GPUs."""
 
 from contextlib import closing
 
+import aot
 import pytest
 import torch
-from aot import ARCHITECTURES, Binary, Launches, compile_launches
+from aot import ARCHITECTURES, COUNTS, Binary, Launches, compile_launches
 from cases import CASES, Case
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from launches import (
-    COUNTS,
-    launch_attention,
-    launch_lists,
-    launch_narrow_moves,
-    launch_wide_moves,
-)  # fmt: skip
 from living import TOLERANCE, attached_with_link, force, open_live
 
 from harness.model.attach import Attached
@@ -175,14 +169,8 @@ def test_lists_are_those_of_the_cpu(case, block):
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[Launches, list[Binary]]:
-    return compile_launches(
-        {
-            launch_wide_moves: ARCHITECTURES,
-            launch_narrow_moves: (90,),
-            launch_lists: (80,),
-            launch_attention: (89,),
-        }
-    )
+    one_each = {aot.launch_narrow_moves: (90,), aot.launch_lists: (80,), aot.launch_attention: (89,)}
+    return compile_launches({aot.launch_wide_moves: ARCHITECTURES} | one_each)
 
 
 def check_moves(binaries: list[Binary], width: int) -> None:
@@ -195,7 +183,7 @@ def check_moves(binaries: list[Binary], width: int) -> None:
 
 
 def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(compiled):
-    wide, narrow = compiled[launch_wide_moves], compiled[launch_narrow_moves]
+    wide, narrow = compiled[aot.launch_wide_moves], compiled[aot.launch_narrow_moves]
     each = 3 + 3 * len(COUNTS)
     for start in range(0, len(wide), each):
         check_moves(wide[start : start + each], 16)
@@ -206,14 +194,14 @@ def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(
 
 
 def test_lists_are_made_by_one_binary_of_few_registers(compiled):
-    binaries = compiled[launch_lists]
+    binaries = compiled[aot.launch_lists]
     assert [binary.kernel for binary in binaries] == ["_list_slots"] * len(COUNTS) + ["_list_missing"] * len(COUNTS)
     assert len({binary.digest for binary in binaries}) == 2, "compiled anew for other counts"
     assert all(binary.registers <= 64 and binary.spill_bytes == 0 for binary in binaries)
 
 
 def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows(compiled):
-    binaries = compiled[launch_attention]
+    binaries = compiled[aot.launch_attention]
     assert len(binaries) == 5
     assert len({(binary.kernel, binary.digest) for binary in binaries}) == 3
     for binary in binaries:

@@ -2,44 +2,80 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import inf
 
 import pytest
 import reference as plain
 import torch
-from cases import CASES, WIDE, Case
+from cases import CASES, WIDE, Case, smooth
+from living import calibration
 from replaying import (
-    BATCHED,
     LENGTH,
     PROMPT,
     RAGGED,
     RAGGED_IDS,
-    WELL_APART,
     assert_close,
-    every_case,
     every_model,
-    every_referenced_case,
     open_session,
     pad,
     run_one,
     run_ragged,
     token_ids,
-    trace,
-)  # fmt: skip
+)
 
 from harness import replay as passes
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.sizes import ReadStats
 from methods import attention
+from methods.codec import Codec, SplitCodec
+from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
-from methods.prompt_evicting import SnapKV
+from methods.prompt_evicting import PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.shadowkv import ShadowKV
 from methods.streaming import Streaming
 
+WELL_APART = 1e-6
+"""The least `Reference.margin` at which fp32 and fp64 must choose alike."""
+WITHOUT_STEPS = [name for name, case in CASES.items() if case.codec is None or not isinstance(case.codec.values, Codec)]
+"""Cases of which no value lies at the border of two codes, where rounding decides."""
+REFERENCED = [
+    name
+    for name in WITHOUT_STEPS
+    if type(CASES[name].method) in (Full, H2O, Streaming, Oracle, InfiniGen)
+    and not name.startswith(("pool", "infinigen-coded", "infinigen-balanced"))
+    and not isinstance(CASES[name].codec, SplitCodec)
+]
+"""Cases that the plain reference knows; others have one of their own."""
+EVICTING_ONCE = [case.method for case in CASES.values() if isinstance(case.method, PromptEvicting)]
+TOO_SHORT = [method for method in EVICTING_ONCE if method.kept_tokens is None]
+"""Methods that refuse a prompt of one token, as the batch of `RAGGED` has."""
+BATCHED = [name for name in WITHOUT_STEPS if CASES[name].method not in TOO_SHORT]
+
+every_referenced_case = pytest.mark.parametrize("name", REFERENCED)
+every_case = pytest.mark.parametrize("name", BATCHED)
+
+
 # Against the reference
+
+
+@cache
+def traced(model, name: str, ids: tuple[int, ...], prompt: int) -> plain.Trace:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotation = calibration(getattr(config, "num_key_value_heads", 4), head_dim)["rotation"]
+    codec = CASES[name].codec and smooth
+    with torch.inference_mode():
+        lengths = {"final_length": len(ids), "prefill_len": prompt}
+        return plain.Reference(model, CASES[name].method, **lengths, rotation=rotation, codec=codec).run(list(ids))
+
+
+def trace(model, name: str, ids=None, prompt: int = PROMPT) -> plain.Trace:
+    """The reference's decode of one sequence, computed once."""
+    return traced(model, name, tuple(ids or token_ids(LENGTH)), prompt)
 
 
 @every_model

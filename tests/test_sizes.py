@@ -96,20 +96,13 @@ def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_sm
         sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
 
 
-def test_rows_count_as_often_as_they_occur():
-    method = Streaming(kept_frac=0.5, num_sinks=1)
+def test_rows_count_as_often_as_they_occur_and_a_codecs_bits_in_the_layers_that_it_codes():
+    method, width = Streaming(kept_frac=0.5, num_sinks=1), 0.28125
     one, other = (expected_size(method, {row: 1}, 4) for row in (Row(6, 1, 10), Row(9, 1, 10)))
     assert one != other
     assert expected_size(method, {Row(6, 1, 10): 3, Row(9, 1, 10): 1}, 4) == pytest.approx((3 * one + other) / 4)
-
-
-def test_a_codecs_bits_count_in_the_layers_that_it_codes():
-    row = Row(100, 50, 200)
-    assert (
-        expected_size(Streaming(kept_frac=0.2, num_sinks=1), {row: 1}, 10, width=0.28125)
-        == (2 + 8 * 0.28125 * 0.4) / 10
-    )
-    assert expected_size(Full(), {row: 1}, 10, width=0.28125) == (2 + 8 * 0.28125) / 10
+    for method, share in ((Streaming(kept_frac=0.2, num_sinks=1), 0.4), (Full(), 1)):
+        assert expected_size(method, {Row(100, 50, 200): 1}, 10, width) == (2 + 8 * width * share) / 10
 
 
 @pytest.mark.parametrize(
