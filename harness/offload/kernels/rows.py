@@ -6,8 +6,7 @@ of a row: a program moves as many whole rows at a time as `Tuning.tile_bytes` ho
 rows and leave the other multiprocessors to compute; within the device there is one program for every tile.
 
 Counts change from step to step and no launch may compile anew, so only the width of an access is known at compile time:
-16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in `harness.offload.store` and
-`harness.offload.fetch`. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
+16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in `harness.offload.store`. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def _list_missing(
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:
-    """As `harness.offload.fetch.indices`."""
+    """As `harness.offload.store.indices`."""
     batch, heads, num_slots = mask.shape
     found = torch.empty((batch, heads, cap), dtype=torch.int64, device=mask.device)
     if found.numel():
@@ -210,7 +209,7 @@ def indices(mask: Tensor, cap: int) -> Tensor:
 
 def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The missing slots, the buffer rows that are free for them, and the new `kept`, all int64 [batch, heads, room]; as
-    `harness.offload.fetch.missing_rows`."""
+    `harness.offload.store.missing_rows`."""
     batch, heads, num_slots = mask.shape
     missing, free, after = (torch.empty_like(kept, memory_format=torch.contiguous_format) for _ in range(3))
     if kept.numel():
