@@ -6,7 +6,8 @@ of a row: a program moves as many whole rows at a time as `Tuning.tile_bytes` ho
 rows and leave the other multiprocessors to compute; within the device there is one program for every tile.
 
 Counts change from step to step and no launch may compile anew, so only the width of an access is known at compile time:
-16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in `harness.offload.store`. With TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
+16 bytes where slot_bytes is a multiple of 16, else 8 or 4. Shapes as in `harness.offload.store`. With
+TRITON_INTERPRET=1 set before the import the kernels run on CPU tensors.
 """
 
 from __future__ import annotations
