@@ -458,10 +458,7 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
     grouped = query.double().view(batch, num_kv_heads, -1, tokens, head_dim)
     weighted = grouped * weight.unsqueeze(2) / grouped.shape[2]
     centred = key.double() - (key.double() * weight).sum(2, keepdim=True)
-    return {
-        "query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3),
-        "key": (centred * weight).mT @ centred,
-    }
+    return {"query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3), "key": (centred * weight).mT @ centred}
 
 
 def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:

@@ -20,16 +20,7 @@ import torch
 from torch import Tensor
 
 from methods.attention import product
-from methods.base import (
-    EMPTY,
-    Calibration,
-    Geometry,
-    PromptRows,
-    Rest,
-    Rows,
-    State,
-    require,
-)
+from methods.base import EMPTY, Calibration, Geometry, PromptRows, Rest, Rows, State, require
 from methods.codec import INTEGER_BITS, Codec
 from methods.selection import Retrieving, RetrievingState
 

@@ -27,18 +27,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, cosine_similarity, max_pool1d, normalize
 
 from methods.attention import received_attention
-from methods.base import (
-    EMPTY,
-    Calibration,
-    Geometry,
-    Lengths,
-    PromptRows,
-    Row,
-    Rows,
-    Selection,
-    require,
-    share_above,
-)
+from methods.base import EMPTY, Calibration, Geometry, Lengths, PromptRows, Row, Rows, Selection, require, share_above
 from methods.evicting import INF, Evicting, EvictingState, least_worthy
 
 STEEPNESS = 20

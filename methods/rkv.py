@@ -15,15 +15,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize, pad
 
 from methods.attention import PROMPT_CHUNK
-from methods.base import (
-    EMPTY,
-    Calibration,
-    PromptRows,
-    Row,
-    Rows,
-    Selection,
-    require,
-)
+from methods.base import EMPTY, Calibration, PromptRows, Row, Rows, Selection, require
 from methods.evicting import INF, EvictingState, EvictingToShare
 
 ALIKE = 0.5

@@ -16,15 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from methods.attention import attention_scores
-from methods.base import (
-    Calibration,
-    PromptRows,
-    Row,
-    Rows,
-    Selection,
-    State,
-    floor_frac,
-)
+from methods.base import Calibration, PromptRows, Row, Rows, Selection, State, floor_frac
 from methods.selection import Retrieving, largest
 
 

@@ -19,17 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from methods.base import (
-    EMPTY,
-    Calibration,
-    Geometry,
-    Method,
-    PromptRows,
-    Row,
-    Rows,
-    Selection,
-    require,
-)
+from methods.base import EMPTY, Calibration, Geometry, Method, PromptRows, Row, Rows, Selection, require
 from methods.evicting import EvictingState, EvictingToShare
 
 

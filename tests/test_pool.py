@@ -10,15 +10,7 @@ import pytest
 import reference as plain
 import torch
 from cases import Case
-from living import (
-    TOLERANCE,
-    attached_with_link,
-    calibration,
-    largest_difference,
-    open_live,
-    tiny,
-    token_batch,
-)
+from living import TOLERANCE, attached_with_link, calibration, largest_difference, open_live, tiny, token_batch
 from living import replay as replay_case
 
 from harness.errors import UserError
