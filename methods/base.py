@@ -56,21 +56,15 @@ class Method:
 
     num_exempt_layers: int = 2
 
-    title: ClassVar[str] = ""
-    """Name in tables and legends."""
-    when: ClassVar[When] = "kept"
-    """When the method chooses tokens; `when_of` says it of one layer."""
-    state: ClassVar[type[State]]
-    """Class of the states that `new_state` makes."""
-    reads_all: ClassVar[bool] = False
-    """True if every cached token is read: the method has no state."""
+    title: ClassVar[str] = ""  # in tables and legends
+    when: ClassVar[When] = "kept"  # for all layers; `when_of` says it of one layer
+    state: ClassVar[type[State]]  # class of the states that `new_state` makes
+    reads_all: ClassVar[bool] = False  # every cached token is read: the method has no state
+    needs_prompt: ClassVar[bool] = False  # it learns from the prompt's rows, so that an empty prompt is refused
+    calibration_settings: ClassVar[tuple[str, ...]] = ()  # fields that change what `calibrate` measures
     holds_keys: ClassVar[bool] = False
     """True if the state gives keys back (`State.rebuild`). The cache then holds values only, and only they cross the
     link. Some tokens of the prompt (`State.resident`) and all generated ones stay exact on the device."""
-    needs_prompt: ClassVar[bool] = False
-    """True if the method learns from the prompt's rows, so that an empty prompt is refused."""
-    calibration_settings: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields that change what `calibrate` measures."""
 
     def __post_init__(self) -> None:
         """Check the settings, each with `require` or one of the three methods below."""

@@ -1,8 +1,7 @@
 """H2O (Zhang et al., NeurIPS 2023): keep the tokens with the largest accumulated attention, and the most recent.
 
-This is H2O's own rule: a token competes with its whole history as soon as it is no longer recent. The InfiniGen
-artifact's variant drops new tokens from the heavy set at once and recalls less attention (.854 against .923 on the same
-rows), so the rule here is the stronger baseline.
+A token competes with its whole history as soon as it is no longer recent, as in H2O's own rule. The InfiniGen artifact
+drops new tokens from the heavy set at once, which recalls less attention (docs/methods.md).
 """
 
 from __future__ import annotations

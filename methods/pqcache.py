@@ -1,8 +1,8 @@
 """PQCache (Zhang et al., SIGMOD 2025): tokens scored by a product quantisation of their keys.
 
-A key, after its position, is cut into sub-vectors. Each sub-vector has `2^bits` centroids, found by k-means on one KV
-head's keys of the prompt. The index stores the numbers of a token's nearest centroids. A query is multiplied with the
-centroids once, and a token's score is a sum of look-ups. A generated token takes the nearest existing centroids.
+A key, after its position, is cut into sub-vectors with `2^bits` centroids each, found by k-means on one KV head's keys
+of the prompt. The index stores the numbers of a token's nearest centroids, and a token's score is a sum of look-ups. A
+generated token takes the nearest existing centroids.
 """
 
 from __future__ import annotations

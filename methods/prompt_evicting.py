@@ -1,18 +1,16 @@
 """Methods that evict once, after the prompt, and keep all that is generated.
 
-A state says what a prompt's tokens are worth (`prompt_worth`). The base decides how many stay, how layers and KV heads
-share them, and which tokens stay whatever their worth. The methods:
+A state says how much each prompt token is worth (`prompt_worth`). The base decides how many tokens stay, how layers and
+KV heads share them, and which tokens stay whatever their worth.
 
 SnapKV (Li et al., NeurIPS 2024): the attention of the last prompt rows, smoothed along the tokens. `layers=pyramid` is
 PyramidKV (Cai et al., 2024), `heads=adaptive` Ada-KV (Feng et al., 2024). The original chooses a set for each query
-head and so holds a group's tokens several times; here the query heads of a KV head share one set.
+head; here the query heads of a KV head share one set.
 
-Expected Attention (Devoto et al., 2025): the attention that the coming queries should give. Their distribution is taken
-to be that of the prompt's queries, a normal one for each query head, rotated to the positions that follow. The
-prompt's question plays no special part.
+Expected Attention (Devoto et al., 2025): the attention that the coming queries should give. They are taken to be normal
+for each query head, as the prompt's are, and rotated to the positions that follow.
 
-KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is. It is compared with the mean of all keys'
-directions, which takes one pass instead of every pair.
+KeyDiff (Park et al., NeurIPS 2025): how unlike the other keys a key is, compared with the mean of their directions.
 
 Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attention.
 """

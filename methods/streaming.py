@@ -2,10 +2,10 @@
 
 StreamingLLM (Xiao et al., ICLR 2024): every KV head keeps such a window.
 
-DuoAttention (Xiao et al., ICLR 2025): some KV heads keep a window ("stream"), the others keep everything ("retrieve").
-A head's gate says how much it looks far back; the heads with the smallest gates stream. Gates come from a file, as the
-authors trained them, or are measured on a text without training (as in kvpress): the mean query attends to the mean
-key at 500 positions, and the more of its attention falls on early positions, the larger the gate.
+DuoAttention (Xiao et al., ICLR 2025): the KV heads with the smallest gates keep a window ("stream"), the others keep
+everything. Gates come from a file, as the authors trained them, or are measured on a text without training (as in
+kvpress): the mean query attends to the mean key at 500 positions, and the more of its attention falls on early
+positions, the larger the gate.
 """
 
 from __future__ import annotations
