@@ -330,24 +330,6 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
     assert selection.num_read.item() == selection.mask[0, :, 0].sum(-1).double().mean().item()
 
 
-def test_the_cap_is_a_share_of_what_is_cached_or_of_the_final_length():
-    """Of 20 cached tokens of 40, and of 8: floor(0.3 * 20) = 6, floor(0.3 * 40) = 12, never more than there are."""
-    for cap_of, expected in (("cached", [6, 2]), ("final", [12, 8])):
-        method = InfiniGen(alpha=math.inf, max_fetch_frac=0.3, cap_of=cap_of)
-        assert [method.tokens_read(Row(cached, 5, 40), 2) for cached in (20, 8)] == expected
-        scores = torch.randn(1, KV_HEADS, GROUP, 2, 20, generator=torch.Generator().manual_seed(0))
-        scores[..., 1, 8:] = -math.inf
-        selection = chosen(method, scores, torch.tensor([[20, 8]]), 40)
-        assert selection.num_read.tolist() == [expected]
-        assert selection.mask.sum(-1).tolist() == [[expected] * KV_HEADS]
-    tiny = InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final")
-    assert tiny.tokens_read(Row(20, 5, 40), 2) == 1, "at least one"
-    by_alpha = InfiniGen(alpha=2.5, max_fetch_frac=0.3, cap_of="final")
-    steps = -torch.arange(20.0).expand(1, KV_HEADS, GROUP, 1, 20).clone()
-    assert chosen(by_alpha, steps, torch.tensor([[20]]), 40).num_read.item() == 3
-    assert by_alpha.max_tokens_read(Row(20, 5, 40), 2) == 12
-
-
 # Columns
 
 
