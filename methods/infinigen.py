@@ -104,14 +104,9 @@ class ScoreSelecting(Selecting):
         return self.max_fetch_frac
 
     def select(
-        self,
-        scores: Tensor,
-        rows: Rows,
-        final: Tensor,
-        geometry: Geometry,
-        cached: Tensor | None = None,
-        order: Tensor | None = None,
-    ) -> Selection:
+        self, scores: Tensor, rows: Rows, final: Tensor, geometry: Geometry,
+        cached: Tensor | None = None, order: Tensor | None = None,
+    ) -> Selection:  # fmt: skip
         """Each KV head's best tokens.
 
         scores: [batch, num_kv_heads, group, rows, slots], scaled; overwritten. Those of slots that are not visible may
@@ -247,14 +242,9 @@ class PooledState(InfiniGenState, EvictingState):
             by_age = held.sort(-1)
             this = slice(row, row + 1)
             one = replace(rows, positions=rows.positions[:, this], real=rows.real[:, this], own_slots=own[..., this])
-            chosen = self.method.select(
-                scores[:, :, :, this],
-                replace(one, slot_positions=held),
-                self.lengths.final,
-                self.geometry,
-                cached=candidates[:, this],
-                order=by_age.indices,  # live slots are reused; ties go to the lowest token
-            )
+            given = scores[:, :, :, this], replace(one, slot_positions=held), self.lengths.final, self.geometry
+            # Live slots are reused; ties go to the lowest token.
+            chosen = self.method.select(*given, cached=candidates[:, this], order=by_age.indices)
             self.use(layer, one, chosen.mask[:, :, 0], by_age.values)
             masks.append(chosen.mask)
             # The artifact's cap is a share of all tokens, of which its FIFO may hold fewer.
