@@ -137,7 +137,7 @@ def test_replay_is_the_reference(name, family, monkeypatch):
     assert pool_rules.SATURATED == 255
     if name == "saturates":
         monkeypatch.setattr(pool_rules, "SATURATED", 3)
-    prompts, steps = ((24, 15), 36) if name in SIMULATED else ((24,), 10)
+    prompts, steps = ((10, 5), 60) if name in SIMULATED else ((24,), 10)
     ids, _ = token_batch(prompts, steps)
     with attach(tiny(family)) as attached:
         got = replay_case(attached, Case(method), prompts, steps=steps)
