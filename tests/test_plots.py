@@ -319,6 +319,12 @@ def xy(axes: Axes, name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(line.get_xdata(orig=False)), np.asarray(line.get_ydata(orig=False))
 
 
+def bar_of(axes: Axes, name: str, at: int = 0) -> np.ndarray:
+    """The ends of an error bar of the line of a name."""
+    _, _, (bars,) = lines(axes)[name]
+    return bars.get_segments()[at][:, 1]
+
+
 def hollow_points(axes: Axes, of: str = style.OF_PAPER) -> list[tuple[float, float]]:
     marks = [line for line in axes.lines if str(line.get_label()).startswith(of)]
     return [(float(mark.get_xdata()[0]), float(mark.get_ydata()[0])) for mark in marks]
@@ -371,8 +377,7 @@ def test_fig11_draws_lines_full_cache_chance_and_errors(tmp_path) -> None:
     recall, _, kl, _ = figure.axes
     assert levels(recall) == [85] and levels(recall, "chance") == [25] and not levels(kl)
     np.testing.assert_allclose(xy(recall, "InfiniGen"), [[10, 16, 25], [60, 67.5, 72]])
-    _, _, (error,) = lines(recall)["InfiniGen"]
-    np.testing.assert_allclose(error.get_segments()[0], [[10, 57], [10, 63]])
+    np.testing.assert_allclose(bar_of(recall, "InfiniGen"), [57, 63])
     np.testing.assert_allclose(xy(recall, "INT8/4/2")[0], [16, 28, 53])
     assert kl.get_yscale() == "log"
 
@@ -399,8 +404,7 @@ def test_bars_are_errors_of_the_difference_where_the_table_has_it(tmp_path) -> N
     rows = task_rows("kv_recall")
     write_accuracy(tmp_path, "fig11", map(paired, rows))
     figure = draw("fig11", tmp_path)
-    _, _, (error,) = lines(figure.axes[0])["InfiniGen"]
-    np.testing.assert_allclose(error.get_segments()[0], [[10, 59], [10, 61]])
+    np.testing.assert_allclose(bar_of(figure.axes[0], "InfiniGen"), [59, 61])
     assert not figure.axes[0].patches, "no band of the full cache's own error, which the differences do not have"
     assert note(figure).endswith("bars: standard error of the difference to the full cache")
     write_accuracy(tmp_path, "fig11", [*map(paired, rows), *task_rows("passkey")])
@@ -430,16 +434,12 @@ def test_a_line_over_chunks_breaks_at_a_missing_one(tmp_path) -> None:
     np.testing.assert_allclose(xy(axes, "H2O, 16 %"), [[384, 640, 896], [21, np.nan, 22]])
     assert list(axes.get_xticks()) == [256, 512, 768, 1024]
     assert lines(axes)["Full cache"][0].get_linestyle() == "--"
-
-
-def test_long_decode_draws_both_curves_and_no_distance_of_the_full_cache(tmp_path) -> None:
     figure = drawn("long_decode", tmp_path)
     kl, perplexity = figure.axes
     assert [kl.get_ylabel(), perplexity.get_ylabel()] == [accuracy.AXES["kl_nats"], accuracy.AXES["text_perplexity"]]
     assert set(lines(kl)) == {"InfiniGen, 16 %", "H2O, 16 %"} == set(lines(perplexity)) - {"Full cache"}
     np.testing.assert_allclose(xy(kl, "H2O, 16 %"), [[128, 384, 640, 896], [0.8, 1.6, 2.4, 3.2]])
-    _, _, (error,) = lines(kl)["H2O, 16 %"]
-    np.testing.assert_allclose(error.get_segments()[1], [[384, 1.4], [384, 1.8]])
+    np.testing.assert_allclose(bar_of(kl, "H2O, 16 %", 1), [1.4, 1.8])
     assert (kl.get_yscale(), perplexity.get_yscale()) == ("log", "linear") and "1,024 tokens" in note(figure)
 
 
@@ -533,8 +533,7 @@ def test_an_index_is_drawn_at_its_size_on_the_device(tmp_path) -> None:
     kl, score = figure.axes
     np.testing.assert_allclose(xy(kl, "coded, 4 bits"), [[2.5, 7.5, 12.5], [0.1, 0.1 / 3, 0.02]])
     np.testing.assert_allclose(xy(score, "columns"), [[5, 15, 25], [100 / 3, 40, 140 / 3]])
-    _, _, (error,) = lines(score)["columns"]
-    np.testing.assert_allclose(np.diff(error.get_segments()[0][:, 1]), 2 * 3 / 2**0.5)
+    np.testing.assert_allclose(np.diff(bar_of(score, "columns")), 2 * 3 / 2**0.5)
     assert legend(figure) == ["columns", "coded, 4 bits"]
 
 
@@ -707,16 +706,6 @@ def test_a_damaged_table_is_named_and_one_without_rows_is_no_figure(text: str, t
     with pytest.raises(UserError, match=r"fig11\.csv: (not a table|no column)") as refusal:
         plots.main(tmp_path)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_table_may_lack_optional_columns(tmp_path) -> None:
-    write_fig12(tmp_path)
-    path = tmp_path / "tables" / "fig12.csv"
-    before = data.Tables(path.parent).accuracy("fig12")
-    kept = [column for column in before if column not in columns.OPTIONAL]
-    before[kept].to_csv(path, index=False)
-    after = data.Tables(path.parent).accuracy("fig12")
-    assert set(after.columns) == set(before.columns) and after[list(columns.OPTIONAL)].isna().all(axis=None)
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_a_full_disk_leaves_nothing(tmp_path, monkeypatch) -> None:

@@ -71,11 +71,18 @@ class Point:
     num_samples: int = 1
 
 
-def mean_point(values: Tensor, series: str, metric: str, *at: Any) -> Point:
-    """The mean of `values` [heads or layers] as a point. at: x_name, x, layer."""
+def mean_point(
+    values: Tensor,
+    series: str,
+    metric: str,
+    x_name: str | None = None,
+    x: float | None = None,
+    layer: int | None = None,
+) -> Point:
+    """The mean of `values` [heads or layers] as a point."""
     known = values.double()
     stderr = float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else None
-    return Point(series, metric, float(known.mean()), *at, stderr=stderr, num_samples=len(known))
+    return Point(series, metric, float(known.mean()), x_name, x, layer, stderr, len(known))
 
 
 def binned(values: Tensor, first: int, num_bins: int) -> Iterator[tuple[float, Tensor]]:
