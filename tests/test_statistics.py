@@ -49,10 +49,10 @@ def test_the_error_of_a_perplexity_is_that_of_a_jackknife():
     jackknife = math.sqrt((len(left) - 1) * statistics.pvariance(left))
     found = perplexity(windows)
     assert found.value == pytest.approx(gap(windows)) and found.stderr == pytest.approx(jackknife, rel=0.01)
-    assert found.detectable == pytest.approx(2.8 * found.stderr) and found.flips is None
+    assert found.detectable == pytest.approx(2.8 * found.stderr) and found.gained is None
     one = [{"nll": 2.5, "nll_full": 1.5}]
-    assert perplexity(one) == (pytest.approx(gap(one)), None, None, 1, None), "one window has no error"
-    assert nll_difference(one) == (1.0, None, None, 1, None)
+    assert perplexity(one) == (pytest.approx(gap(one)), *[None] * 2, 1, *[None] * 3), "one window has no error"
+    assert nll_difference(one)[:4] == (1.0, None, None, 1)
 
 
 def answers(values: Sequence[Any], metric: str = "acc", per_context: int = 2, first: int = 0) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def questions(own: Sequence[Any], full: Sequence[Any], metric: str = "acc") -> D
 def test_questions_are_paired_and_clustered_by_context(metric):
     own, full = [0, 0, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 1, 0, 0]
     found = questions(answers(own, metric), answers(full, metric), metric)
-    assert found is not None and found.flips == (1, 3, mcnemar_p(1, 3)) and found.value == -0.25
+    assert found is not None and found[4:] == (1, 3, mcnemar_p(1, 3)) and found.value == -0.25
     less = [one - other for one, other in zip(own, full, strict=True)]
     sums = [sum(less[at : at + 2]) for at in range(0, 8, 2)]  # equal clusters: the error of their mean
     assert found.stderr == pytest.approx(statistics.stdev(sums) / 2 / math.sqrt(4))
@@ -79,11 +79,11 @@ def test_questions_are_paired_and_clustered_by_context(metric):
 
 def test_questions_without_flips_or_right_in_part():
     whole = answers([1, 0, 1])
-    assert questions(whole, whole) == (0, 0, 1.0, 3, (0, 0, 1.0)), "the rule of three"
+    assert questions(whole, whole) == (0, 0, 1.0, 3, 0, 0, 1.0), "the rule of three"
     found = questions(answers([0.5, 1.0], per_context=1), answers([1.0, 1.0], per_context=1))
-    assert found is not None and found.flips is None and found.value == -0.25 and found.stderr == pytest.approx(0.25)
+    assert found is not None and found.gained is None and found.value == -0.25 and found.stderr == pytest.approx(0.25)
     scores = answers([30.0, 70.0], "bleu", per_context=1)
-    assert questions(scores, scores, "bleu") == (0, 0, None, 2, None), "no share of questions"
+    assert questions(scores, scores, "bleu") == (0, 0, None, 2, None, None, None), "no share of questions"
 
 
 @pytest.mark.parametrize(

@@ -35,29 +35,22 @@ MAY_DIFFER = {*COMMON, *OF_METHODS, "tasks"} - {"kind", "model"}
 """Settings in which a run and its full cache may differ: the method's own, and further tasks of the same run."""
 
 
-class Flips(NamedTuple):
-    """Questions that only the method (gained) or only the full cache (lost) answers correctly.
-
-    p: McNemar's exact p-value of flips this unequal, if either direction is equally likely.
-    """
-
-    gained: int
-    lost: int
-    p: float
-
-
 class Difference(NamedTuple):
     """A method's value minus the full cache's, or one run's minus another's, in the unit of the value.
 
     stderr: None with a single window or context. detectable: smallest difference that would have been detected, if
-    known. num_pairs: questions or windows. flips: only if every answer is right or wrong.
+    known. num_pairs: questions or windows. gained, lost: questions that only the method, or only the full cache,
+    answers correctly; None unless every answer is right or wrong. mcnemar_p: McNemar's exact p-value of counts this
+    unequal, if either direction is equally likely.
     """
 
     value: float
     stderr: float | None
     detectable: float | None
     num_pairs: int
-    flips: Flips | None = None
+    gained: int | None = None
+    lost: int | None = None
+    mcnemar_p: float | None = None
 
 
 class Measured(NamedTuple):
@@ -130,11 +123,11 @@ def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     detectable = _detectable(stderr)
     if stderr == 0 and all(0 <= value <= 1 for value in values):
         detectable = RULE_OF_THREE / len(pairs)
-    flips = None
-    if all(value in (0, 1) for value in values):
-        gained, lost = (sum(difference == sign for difference in differences) for sign in (1, -1))
-        flips = Flips(gained, lost, mcnemar_p(gained, lost))
-    return Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs), flips)
+    found = Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs))
+    if not all(value in (0, 1) for value in values):
+        return found
+    gained, lost = (sum(difference == sign for difference in differences) for sign in (1, -1))
+    return found._replace(gained=gained, lost=lost, mcnemar_p=mcnemar_p(gained, lost))
 
 
 def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:

@@ -140,9 +140,8 @@ def _compared(difference: Difference | None) -> TableRow:
     """The cells of `columns.COMPARED`."""
     if difference is None:
         return {}
-    value, stderr, flips = difference.value, difference.stderr, difference.flips
-    cells = {"difference": value, "difference_stderr": stderr, "detectable": difference.detectable}
-    return cells if flips is None else cells | {"gained": flips.gained, "lost": flips.lost, "mcnemar_p": flips.p}
+    cells = {"difference": difference.value, "difference_stderr": difference.stderr}
+    return cells | {name: getattr(difference, name) for name in ("detectable", "gained", "lost", "mcnemar_p")}
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
