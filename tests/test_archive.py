@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from test_tables import LATENCY_METRICS, TEXT_METRICS, save
+from test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save
 
 from harness.launch.cli import main
 from harness.paper import report
@@ -37,14 +37,9 @@ OTHER_HITS = (0.0, *HITS[1:])
 NLLS = (2.0, 2.5, 3.0)
 
 
-def questions(hits: tuple[float, ...], first: int = 0) -> list[dict[str, Any]]:
-    """Two questions a context."""
-    return [{"question": first + index, "context": index // 2, "acc": hit} for index, hit in enumerate(hits)]
-
-
 def save_task(results: Path, method: str, hits: tuple[float, ...] = HITS, **fields: Any) -> dict[str, Any]:
     metrics = {"acc": sum(hits) / len(hits), "acc_stderr": 0.2, "num_samples": len(hits), "num_fewshot": 0}
-    ran = RAN | {"samples": {"passkey": questions(hits)}} | fields
+    ran = RAN | {"samples": {"passkey": answers(hits)}} | fields
     return save(results, ["experiment=fig11", f"method={method}"], {"passkey": metrics | SIZES}, **ran)
 
 
@@ -328,7 +323,7 @@ def test_texts_are_compared_by_windows_or_prompts(tmp_path, results, other):
     ("fields", "causes"),
     [
         ({"inputs": RAN["inputs"] | {"corpus": "e" * 64}}, ["data"]),
-        ({"samples": {"passkey": questions(OTHER_HITS, first=1)}}, []),
+        ({"samples": {"passkey": answers(OTHER_HITS, first=1)}}, []),
         ({"samples": {}}, []),
     ],
 )

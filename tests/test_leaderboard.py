@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from test_tables import LATENCY_METRICS, save
+from test_tables import LATENCY_METRICS, answers, save
 
 from harness.errors import UserError
 from harness.launch import cli
@@ -35,10 +35,15 @@ def save_method(results: Path, method: str, asked: float | None, *, kl: float, h
     text = fidelity | shares | {"perplexity": 12.0, "num_samples": 2}
     scores = ["experiment=leaderboard-scores", *chosen]
     save(results, scores, {"offline": text}, samples={"windows": windows}, **about)
-    answers = [{"question": at, "context": at // 2, "acc": float(hit == "1")} for at, hit in enumerate(hits)]
     task = shares | {"acc": hits.count("1") / len(hits), "acc_stderr": 0.125, "num_samples": len(hits)}
     both = dict.fromkeys(("kv_recall", "passkey"), task)
-    save(results, [*scores, "kind=tasks"], both, samples=dict.fromkeys(both, answers), **about)
+    save(
+        results,
+        [*scores, "kind=tasks"],
+        both,
+        samples=dict.fromkeys(both, answers([float(hit) for hit in hits])),
+        **about,
+    )
     if step:
         metrics = LATENCY_METRICS | {"late_frac": 0.0, "link_bytes_per_s": 1e9, "size": read} | step
         save(results, ["experiment=leaderboard-times", *chosen], metrics, **about)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tables import TEXT_METRICS, save, sheet
+from test_tables import TEXT_METRICS, answers, save, sheet
 
 from harness.records.samples import (
     Baselines,
@@ -53,10 +53,6 @@ def test_the_error_of_a_perplexity_is_that_of_a_jackknife():
     one = [{"nll": 2.5, "nll_full": 1.5}]
     assert perplexity(one) == (pytest.approx(gap(one)), *[None] * 2, 1, *[None] * 3), "one window has no error"
     assert nll_difference(one)[:4] == (1.0, None, None, 1)
-
-
-def answers(values: Sequence[Any], metric: str = "acc", per_context: int = 2, first: int = 0) -> list[dict[str, Any]]:
-    return [{"question": first + at, "context": at // per_context, metric: value} for at, value in enumerate(values)]
 
 
 def questions(own: Sequence[Any], full: Sequence[Any], metric: str = "acc") -> Difference | None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def save(results: Path, overrides: list[str], metrics: dict[str, Any], **fields:
     record.setdefault("table", SHAPES.get(record["kind"], "accuracy"))
     records.write_record(records.record_path(results, config.experiment, run), record)
     return record
+
+
+def answers(values: Sequence[Any], metric: str = "acc", per_context: int = 2, first: int = 0) -> list[dict[str, Any]]:
+    """The samples of a task, by default two questions a context."""
+    return [{"question": first + at, "context": at // per_context, metric: value} for at, value in enumerate(values)]
 
 
 def sizes(size: float) -> dict[str, float]:
