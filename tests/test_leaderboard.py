@@ -37,13 +37,8 @@ def save_method(results: Path, method: str, asked: float | None, *, kl: float, h
     save(results, scores, {"offline": text}, samples={"windows": windows}, **about)
     task = shares | {"acc": hits.count("1") / len(hits), "acc_stderr": 0.125, "num_samples": len(hits)}
     both = dict.fromkeys(("kv_recall", "passkey"), task)
-    save(
-        results,
-        [*scores, "kind=tasks"],
-        both,
-        samples=dict.fromkeys(both, answers([float(hit) for hit in hits])),
-        **about,
-    )
+    sampled = dict.fromkeys(both, answers([float(hit) for hit in hits]))
+    save(results, [*scores, "kind=tasks"], both, samples=sampled, **about)
     if step:
         metrics = LATENCY_METRICS | {"late_frac": 0.0, "link_bytes_per_s": 1e9, "size": read} | step
         save(results, ["experiment=leaderboard-times", *chosen], metrics, **about)
