@@ -12,7 +12,7 @@ import yaml
 from datasets import Dataset
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from test_tasks import MAX_LENGTH, refuse
+from test_tasks import refuse
 from tokens import byte_tokenizer
 
 from harness.accuracy.evaluation import run_tasks
@@ -20,11 +20,11 @@ from harness.data import tasks as lm_tasks
 from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.model.load import LoadedModel
-from harness.model.tiny import tiny_model
 from harness.records import inputs
 from harness.settings.config import DataConfig, RunConfig
 from methods.h2o import H2O
 from tests.composed import load
+from tests.runs import tiny_loaded
 
 CHOICE = {
     "task": "toy_colours",
@@ -74,7 +74,7 @@ def folder(tmp_path) -> Path:
 def write_yaml(folder: Path, *tasks: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     for task in tasks:
-        (folder / f"{task.get('task') if 'group' not in task else task['group']}.yaml").write_text(yaml.safe_dump(task))
+        (folder / f"{task.get('group', task['task'])}.yaml").write_text(yaml.safe_dump(task))
     return folder
 
 
@@ -109,9 +109,9 @@ def defaults() -> RunConfig:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=MAX_LENGTH)
-    model.generation_config.eos_token_id = None
-    return LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    made = tiny_loaded()
+    made.model.generation_config.eos_token_id = None
+    return made
 
 
 def settings(*tasks: str, folder: Path | None = None, root: Path | None = None, **changes) -> RunConfig:

@@ -91,18 +91,16 @@ def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
         rows = slice(prefill_len, len(window) - 1)
         kl.append([float((p.exp() * (p - q)).sum()) for p, q in zip(full[rows], ours[rows], strict=True)])
         agrees.append([float(p.argmax() == q.argmax()) for p, q in zip(full[rows], ours[rows], strict=True)])
-    expected = {
-        "perplexity": [math.exp(statistics.mean(rows)) for rows in nll],
-        "perplexity_full": [math.exp(statistics.mean(rows)) for rows in nll_full],
-        "kl_nats": [statistics.mean(rows) for rows in kl],
-        "top1_agreement": [statistics.mean(rows) for rows in agrees],
+    scored = {
+        "perplexity": (nll, math.exp),
+        "perplexity_full": (nll_full, math.exp),
+        "kl_nats": (kl, float),
+        "top1_agreement": (agrees, float),
     }
-    for name, by_window in expected.items():
-        assert metrics[f"{name}_stderr"] == pytest.approx(stderr_of(by_window), rel=1e-3, abs=1e-5), name
-    assert metrics["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(nll, []))), rel=1e-4)
-    assert metrics["perplexity_full"] == pytest.approx(math.exp(statistics.mean(sum(nll_full, []))), rel=1e-4)
-    assert metrics["kl_nats"] == pytest.approx(statistics.mean(sum(kl, [])), abs=1e-5)
-    assert metrics["top1_agreement"] == pytest.approx(statistics.mean(sum(agrees, [])))
+    for name, (by_window, unit) in scored.items():
+        assert metrics[name] == pytest.approx(unit(statistics.mean(sum(by_window, []))), rel=1e-4, abs=1e-5), name
+        means = [unit(statistics.mean(rows)) for rows in by_window]
+        assert metrics[f"{name}_stderr"] == pytest.approx(stderr_of(means), rel=1e-3, abs=1e-5), name
     assert metrics["num_samples"] == 3
     assert set(metrics) == METRICS | {f"{name}_stderr" for name in METRICS} | {"num_samples"}
     assert metrics["kl_nats"] > 0 and metrics["top1_agreement"] < 1, "the method changed nothing"

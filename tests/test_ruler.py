@@ -21,11 +21,10 @@ from harness.data import ruler
 from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.data.tasks import load_suite
 from harness.errors import UserError
-from harness.model.load import LoadedModel
-from harness.model.tiny import tiny_model
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
 from harness.tables.rows import depth_rows
 from tests.composed import load
+from tests.runs import tiny_loaded
 
 LENGTH = 800
 DATASETS = {
@@ -167,11 +166,10 @@ def test_how_many_questions_and_which_rows():
 
 def test_the_full_cache_writes_and_scores_as_stock_hflm():
     """At 1,400 characters; the tiny model answers nonsense, of which the share that is right is the same."""
-    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048)
-    loaded = LoadedModel(model, byte_tokenizer(), "tiny", 2048, "f" * 64)
+    loaded = tiny_loaded()
     config = settings("method=full", "tasks=[niah_single_1]", "metadata.max_seq_lengths=[1400]", "num_samples=2")
     task = load_suite(config, loaded).tasks["niah_single_1"]
-    stock = HFLM(pretrained=model, tokenizer=loaded.tokenizer, batch_size=2, max_length=2048)
+    stock = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=2, max_length=2048)
     theirs = evaluate(stock, {"tasks": {"niah_single_1": task}}, log_samples=True, bootstrap_iters=0)
     outcome = run_tasks(config, loaded)
     ours = outcome.samples["niah_single_1"]

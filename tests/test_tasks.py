@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from lm_eval.api.metrics import mean_stderr
-from tokens import byte_tokenizer
 
 from harness.accuracy.evaluation import prefill_of, run_tasks
 from harness.data import generated
@@ -18,21 +17,20 @@ from harness.data.generated import CONTEXTS, MARKER, questions
 from harness.data.tasks import load_suite, location, own_tasks
 from harness.errors import UserError
 from harness.model.load import LoadedModel
-from harness.model.tiny import tiny_model
 from harness.records.samples import clustered_stderr
 from harness.settings.config import OFFLINE_TASKS, PAPER_TASKS, TASKS, DataConfig, RunConfig
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from tests.composed import load
+from tests.runs import tiny_loaded
 
 MAX_LENGTH = 2048
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    model = tiny_model("llama", num_key_value_heads=2, max_position_embeddings=MAX_LENGTH)
-    return LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    return tiny_loaded()
 
 
 def refuse(*arguments):
@@ -281,9 +279,6 @@ def test_examples_are_lm_evals_and_follow_the_seed(root):
         (b"", "validation.jsonl: the file is empty"),
         (b'{"premise": 1}\n', "validation.jsonl: tasks=copa: lm-eval cannot build it from these rows (KeyError"),
         (b"ROW\n\nROW\n", "validation.jsonl, line 2: not JSON"),
-        (b"ROW\n[1]\n", "validation.jsonl, line 2: expected an object"),
-        (b'ROW\n{"premise": "cut', "validation.jsonl, line 2: not JSON"),
-        (b"\xff\xfe\n", "validation.jsonl, line 1: not JSON"),
         (None, "tasks=copa needs validation.jsonl"),
     ],
 )

@@ -79,20 +79,36 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
     Raises UserError for a corpus shorter than the prompts, a sequence longer than the model's limit, or a method that
     never ran; ValueError for one that the lengths do not fit.
     """
-    prompts = _prompts(config, loaded)
     length, steps = config.prefill_len, config.max_new_tokens
+    if length + steps > loaded.max_length:
+        raise UserError(
+            f"prefill_len={length} and max_new_tokens={steps}: must be together at most {loaded.max_length}, the limit "
+            f"of {loaded.name}"
+        )
+    ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
+    offset = first_window_offset(config.corpus, config.calibration)
+    prompts = window_ids(ids, seq_len=length, num_windows=config.num_windows, offset=offset, setting="prefill_len")
     references = Memo() if references is None else references
     pairs: list[Pair] = []
     reads = ReadStats()
+
+    def full_texts(prompts: Prompts) -> list[Text]:
+        decoded = decode_freely(attached, FULL, prompts, steps).tokens.tolist()
+        pairs = zip(prompts, decoded, strict=True)
+        return [Text(tokens, full_pass(attached, [*prompt, *tokens], length)[0]) for prompt, tokens in pairs]
+
     with attach(loaded.model) as attached:
         rows = [Row(cached, length, length + steps) for cached in range(length, length + steps - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
         for batch in (prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH)):
             key = ("texts", tuple(map(tuple, batch)), steps)
-            full = references.get(key, partial(_full_texts, attached, batch, steps))
+            full = references.get(key, partial(full_texts, batch))
             decoded = decode_freely(attached, setup, batch, steps)
             reads += decoded.reads
-            pairs += _compare(attached, batch, decoded, full)
+            for prompt, tokens, hidden, other in zip(batch, decoded.tokens, decoded.hidden, full, strict=True):
+                nll, reference = full_pass(attached, [*prompt, *tokens.tolist()], length)
+                scores = score_rows(attached, hidden, tokens[1:], reference)
+                pairs.append(Pair(Text(tokens.tolist(), nll), other, scores.kl, scores.agrees))
     sizes = {"seq_len": length + steps} | reads.sizes
     return Outcome(
         metrics={config.corpus.title: summarize(pairs) | sizes},
@@ -117,47 +133,11 @@ def decode_freely(attached: Attached, setup: Setup, prompts: Prompts, max_new_to
     return Decoded(torch.stack(tokens, 1), torch.stack(hidden, 1), session.reads)
 
 
-def _prompts(config: RunConfig, loaded: LoadedModel) -> Prompts:
-    length, steps = config.prefill_len, config.max_new_tokens
-    if length + steps > loaded.max_length:
-        raise UserError(
-            f"prefill_len={length} and max_new_tokens={steps}: must be together at most {loaded.max_length}, the limit "
-            f"of {loaded.name}"
-        )
-    ids = corpus_ids(config.corpus, config.data, loaded.tokenizer)
-    offset = first_window_offset(config.corpus, config.calibration)
-    return window_ids(ids, seq_len=length, num_windows=config.num_windows, offset=offset, setting="prefill_len")
-
-
-def _full_texts(attached: Attached, prompts: Prompts, max_new_tokens: int) -> list[Text]:
-    decoded = decode_freely(attached, FULL, prompts, max_new_tokens).tokens.tolist()
-    return [
-        Text(tokens, full_pass(attached, [*prompt, *tokens], len(prompt))[0])
-        for prompt, tokens in zip(prompts, decoded, strict=True)
-    ]
-
-
-def _compare(attached: Attached, prompts: Prompts, decoded: Decoded, full: Sequence[Text]) -> list[Pair]:
-    pairs = []
-    for prompt, tokens, hidden, other in zip(prompts, decoded.tokens, decoded.hidden, full, strict=True):
-        own = tokens.tolist()
-        nll, reference = full_pass(attached, [*prompt, *own], len(prompt))
-        scores = score_rows(attached, hidden, tokens[1:], reference)
-        pairs.append(Pair(Text(own, nll), other, scores.kl, scores.agrees))
-    return pairs
-
-
 def _raw(pair: Pair, tokenizer: Any) -> dict[str, Any]:
     """A prompt's numbers, and both texts."""
     own, full = pair.own.tokens, pair.full.tokens
     words = {"text": tokenizer.decode(own), "text_full": tokenizer.decode(full)}
     return measures(pair) | words | {"tokens": own, "tokens_full": full}
-
-
-def first_divergence(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Index of the first token in which two texts of one length differ; the length if they never do."""
-    same = [one == other for one, other in zip(tokens, others, strict=True)]
-    return same.index(False) if False in same else len(same)
 
 
 def repetition(tokens: Sequence[int]) -> float | None:
@@ -167,13 +147,17 @@ def repetition(tokens: Sequence[int]) -> float | None:
 
 
 def measures(pair: Pair) -> dict[str, Any]:
-    """One prompt's numbers: means over the steps after the first; differences are to the full cache's text."""
+    """One prompt's numbers: means over the steps after the first; differences are to the full cache's text.
+
+    first_divergence: index of the first token in which the two texts differ; their length if they never do.
+    """
+    same = [one == other for one, other in zip(pair.own.tokens, pair.full.tokens, strict=True)]
     own, full = repetition(pair.own.tokens), repetition(pair.full.tokens)
     nll, nll_full = float(pair.own.nll.mean()), float(pair.full.nll.mean())
     return {
         "kl_nats": float(pair.kl.mean()),
         "top1_agreement": float(pair.agrees.mean()),
-        "first_divergence": first_divergence(pair.own.tokens, pair.full.tokens),
+        "first_divergence": [*same, False].index(False),
         "nll": nll,
         "nll_full": nll_full,
         "text_nll_difference": nll - nll_full,

@@ -61,15 +61,12 @@ def score_rows(attached: Attached, hidden: Tensor, targets: Tensor, reference: T
     targets: int [rows], the token that follows each row.
     """
     parts = []
-    for rows in _head_chunks(len(hidden)):
-        log_probs, full = (attached.logits(each[rows]).log_softmax(-1) for each in (hidden, reference))
+    chunks = [each.split(HEAD_CHUNK) for each in (hidden, reference, targets)]
+    for rows, of_full, following in zip(*chunks, strict=True):
+        log_probs, full = (attached.logits(each).log_softmax(-1) for each in (rows, of_full))
         kl = (full.exp() * full.sub(log_probs)).sum(-1)
-        parts.append((_nll(log_probs, targets[rows]), kl, full.argmax(-1) == log_probs.argmax(-1)))
+        parts.append((_nll(log_probs, following), kl, full.argmax(-1) == log_probs.argmax(-1)))
     return RowScores(*(torch.cat(each).double().cpu() for each in zip(*parts, strict=True)))
-
-
-def _head_chunks(num_rows: int) -> list[slice]:
-    return [slice(begin, begin + HEAD_CHUNK) for begin in range(0, num_rows, HEAD_CHUNK)]
 
 
 def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
@@ -134,8 +131,8 @@ def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tu
     ids = torch.tensor([window], device=attached.device)
     session = FULL.replay(attached, torch.tensor([len(window)], device=attached.device), len(window))
     hidden = session.prefill(ids[:, :-1], torch.ones_like(ids[:, :-1], dtype=torch.bool))[0, prefill_len:]
-    targets, chunks = ids[0, prefill_len + 1 :], _head_chunks(len(hidden))
-    nll = torch.cat([_nll(attached.logits(hidden[rows]).log_softmax(-1), targets[rows]) for rows in chunks])
+    chunks = zip(hidden.split(HEAD_CHUNK), ids[0, prefill_len + 1 :].split(HEAD_CHUNK), strict=True)
+    nll = torch.cat([_nll(attached.logits(rows).log_softmax(-1), targets) for rows, targets in chunks])
     return nll.double().cpu(), hidden
 
 

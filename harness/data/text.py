@@ -59,24 +59,16 @@ def corpus_text(corpus: CorpusConfig, data: DataConfig) -> str:
         return offline_text()
     if data.name == "local":
         raw = read_text(Path(str(data.root)) / WIKITEXT_FILE, f"corpus={corpus.name}, file")
-        return "\n\n".join(wikitext_rows(raw))
+        # As the hub's loading script: a row is a line with its line end, and a line of white space is an empty row.
+        return "\n\n".join(line if line.strip() else "" for line in io.StringIO(raw))
     if data.name == "hub":
-        return "\n\n".join(from_hub(WIKITEXT_HUB[0], _hub_rows))
+        import datasets
+
+        rows = from_hub(WIKITEXT_HUB[0], lambda: datasets.load_dataset(*WIKITEXT_HUB, split="test"))
+        return "\n\n".join(rows["text"])
     raise UserError(
         f"corpus={corpus.name} needs data=local data.root=DIR or data=hub; without: corpus=offline or corpus.path=FILE"
     )
-
-
-def wikitext_rows(raw: str) -> list[str]:
-    """The rows that the hub's loading script makes of the original file: a row is a line with its line end, and a line
-    of white space is an empty row."""
-    return [line if line.strip() else "" for line in io.StringIO(raw)]
-
-
-def _hub_rows() -> list[str]:
-    from datasets import load_dataset
-
-    return list(load_dataset(*WIKITEXT_HUB, split="test")["text"])
 
 
 def calibration_text(calibration: CalibrationConfig) -> str:
