@@ -10,7 +10,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from harness.errors import UNFINISHED, UserError
+from harness.errors import UNFINISHED, UserError, describe
 from harness.launch import cli, runner, status
 from harness.launch.grid import Plan, read_plan
 from harness.launch.runner import Run, run
@@ -112,9 +112,6 @@ def test_the_command_line_wins_over_what_the_grid_does_not_vary():
     configs = made(GRID, "grid=x", "num_windows=1", "seq_len=300", "results_dir=/r")
     assert {(c.num_windows, c.seq_len, c.results_dir) for c in configs} == {(1, 300, "/r")}
     assert [c.seq_len for c in made(GRID)] == [1024, 1024, 2048]
-
-
-def test_what_the_grid_varies_cannot_be_given():
     with pytest.raises(UserError, match="seq_len=7: the grid varies seq_len itself"):
         made({"cells": [{"seq_len": [300, 400]}]}, "seq_len=7")
 
@@ -210,9 +207,6 @@ def test_a_grid_may_consist_of_grids(library):
         assert [config.method_name for config in plan.cells] == ["oracle", "infinigen", "full", "h2o"]
         assert plan.cells[1].method.alpha == alpha and {config.seed for config in plan.cells} == {3}
         assert [config.num_windows for config in plan.cells[2:]] == [2, 2]
-
-
-def test_a_grid_cannot_contain_itself(library):
     library("snake", "grids: [snake]")
     with pytest.raises(UserError, match="grid.grids=snake: contains itself"):
         read("grid=snake")
@@ -250,41 +244,26 @@ def test_the_outer_grid_says_how_many_minutes(library):
     assert read("grid=outer", "grid.minutes.fig11=9").minutes["fig11"] == 9
 
 
-# shares
-
-
 def test_shares_are_disjoint_and_make_the_whole():
     cells = [{"method": ["full", "h2o", "int4", "oracle", "infinigen"]}]
     shares = [[c.method_name for c in made({"cells": cells, "share": f"{k}/3"})] for k in (1, 2, 3)]
     assert shares == [["full", "oracle"], ["h2o", "infinigen"], ["int4"]]
     assert made({"cells": cells, "share": "7/7"}) == []
-
-
-def test_cells_timed_at_one_shape_stay_in_one_share():
     entry = {"experiment": "latency", "label": ["ideal", "offload"], "batch_size": [1, 2, 3]}
     for k in (1, 2):
-        plan = plan_of({"cells": [entry], "share": f"{k}/2"})
-        labels = Counter(config.latency.batch_size for config in plan.cells)
-        assert set(labels.values()) == {2}
+        labels = Counter(config.latency.batch_size for config in made({"cells": [entry], "share": f"{k}/2"}))
+        assert set(labels.values()) == {2}, "cells timed at one shape stay in one share"
 
 
-# time allotments
-
-
-@pytest.fixture
-def clock(monkeypatch, runs):
-    """A clock that a cell moves on by a minute."""
+def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, monkeypatch, capsys):
     now = [0.0]
 
-    def measure(config):
+    def last_a_minute(config):
         now[0] += 60
         return outcome(config)
 
-    runs.measure = measure
+    runs.measure = last_a_minute
     monkeypatch.setattr("harness.launch.cells.time", SimpleNamespace(perf_counter=lambda: now[0], time=time.time))
-
-
-def test_cells_whose_minutes_are_spent_are_put_off_and_come_next(library, runs, clock, capsys):
     library("timed", "cells: [{experiment: [fig11, fig12], method: [full, h2o, int4]}]\nminutes: {fig11: 1.5}")
     assert main(["grid=timed"]) == UNFINISHED
     ran = [(config.experiment, config.method_name) for config in runs.configs]
@@ -336,34 +315,29 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(runs, small, capsys):
     assert "Full cache" in printed
 
 
-def test_a_failing_cell_does_not_stop_the_grid_and_is_named(runs, small, capsys):
+@pytest.mark.parametrize(
+    ("error", "code", "end"),
+    [
+        (UserError("int4 is not well"), 2, "the first, fig12 H2O: h2o is not well\n"),
+        (KeyError("a"), 1, "the first bug, fig12 INT4: 'a' (KeyError, a bug) (HYDRA_FULL_ERROR=1 shows where)\n"),
+    ],
+)
+def test_a_failing_cell_does_not_stop_the_grid_and_is_named(error, code, end, runs, small, capsys):
     def fail(config):
         if config.method_name == "full":
             return outcome(config)
-        raise UserError(f"{config.method_name} is not well")
+        raise error if config.method_name == "int4" else UserError("h2o is not well")
 
     runs.measure = fail
-    assert main(["grid=accuracy"]) == 2
+    assert main(["grid=accuracy"]) == code
     printed = capsys.readouterr()
-    failed = ["failed: fig12 H2O: h2o is not well", "failed: fig12 INT4: int4 is not well"]
+    failed = ["failed: fig12 H2O: h2o is not well", f"failed: fig12 INT4: {describe(error)}"]
     said = [line for line in printed.out.splitlines() if line.startswith("failed")]
     assert said == [*failed, *failed], "when it happens, and at the end"
-    assert printed.err.endswith("error: 2 of 3 cells failed; the first, fig12 H2O: h2o is not well\n")
+    assert printed.err.endswith(f"error: 2 of 3 cells failed; {end}")
     assert "Full cache" in printed.out and "fig11.png" in printed.out
-
-
-def test_a_bug_in_any_cell_is_the_grids(runs, small, capsys):
-    def fail(config):
-        raise KeyError("a") if config.method_name == "int4" else UserError(f"{config.method_name} is not well")
-
-    runs.measure = fail
-    assert main(["grid=accuracy"]) == 1
-    printed = capsys.readouterr()
-    assert "failed: fig12 INT4: 'a' (KeyError, a bug)\n" in printed.out
-    said = "3 of 3 cells failed; the first bug, fig12 INT4: 'a' (KeyError, a bug)"
-    assert f"error: {said} (HYDRA_FULL_ERROR=1 shows where)\n" in printed.err
-    errors = {record["error"] for record in records.read_records("results", "fig12")}
-    assert errors == {"KeyError: 'a' (a bug)", "UserError: full is not well", "UserError: h2o is not well"}
+    ends = {record["error"] for record in records.read_records("results", "fig12")}
+    assert ends == {None, "UserError: h2o is not well", f"{type(error).__name__}: {error}{' (a bug)' * (code == 1)}"}
 
 
 # how far its cells are
