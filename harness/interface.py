@@ -28,6 +28,7 @@ from harness.offload.cached_model import CachedModel
 from harness.offload.weights import streamed_weights
 from harness.records.samples import full_runs
 from harness.resources import Resources
+from harness.settings.compose import override
 from harness.settings.config import RunConfig
 from harness.settings.schema import options
 from harness.setup import calibrated, codec_of
@@ -94,7 +95,7 @@ class Model:
     def overrides(self, *, size: float | str | None = None, **settings: Any) -> list[str]:
         """The settings of a run as the words of a command line."""
         given = self.settings | settings | {"size": f"nearest:{size}" if isinstance(size, float | int) else size}
-        return [f"{name}={_text(value)}" for name, value in given.items() if value is not None]
+        return [override(name, value) for name, value in given.items() if value is not None]
 
     def generate(
         self, prompt: str, method: str = "infinigen", size: float | str | None = None, **settings: Any
@@ -237,14 +238,3 @@ def _own_words() -> Iterator[None]:
         yield
     except OF_HYDRA as error:
         raise UserError(in_words(error)) from error
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
-    if isinstance(value, str | Path):
-        quoted = str(value).replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{quoted}"'
-    return str(value)

@@ -76,7 +76,7 @@ def test_a_setting_that_cannot_be(command):
     name = command.split()[-1].partition("=")[0].partition(".")[0]
     with pytest.raises((UserError, HydraException)) as error:
         load(command.split())
-    said = in_words(error.value) if isinstance(error.value, HydraException) else str(error.value)
+    said = in_words(error.value)
     assert "\n" not in said and (name in said or "experiment" in command), said
 
 

@@ -195,9 +195,9 @@ def test_a_name_for_a_new_method_is_refused(name, expected, capsys):
     assert path.read_text() == HEAD + MINE and list(Path().iterdir()) == [Path("mine.py")]
 
 
-def checked(capsys, *overrides: str) -> tuple[int, list[str], str]:
+def checked(capsys) -> tuple[int, list[str], str]:
     """Exit code, lines of the checks that failed, and the error of `experiment=contract`."""
-    code = main(["method=./mine.py", "experiment=contract", *overrides])
+    code = main(["method=./mine.py", "experiment=contract"])
     printed = capsys.readouterr()
     return code, [line for line in printed.out.splitlines() if line.startswith("FAILED")], printed.err
 
@@ -277,9 +277,3 @@ def test_a_mistake_is_found(mistake, folder, capsys):
     code, failed, _ = checked(capsys)
     expected = expected.replace("{here}", re.escape(str(folder)))
     assert code == 2 and any(re.search(expected, line) for line in failed), failed
-
-
-def test_the_contract_is_of_the_method_alone(capsys):
-    write()
-    code, _, error = checked(capsys, "codec=int4")
-    assert code == 2 and error == "error: codec=int4: plays no part in experiment=contract; leave it out\n"

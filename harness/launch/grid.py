@@ -30,14 +30,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from harness.errors import UserError, nearest
 from harness.launch.cells import counted, groups
 from harness.model.load import shape_mapping
-from harness.settings.compose import Composer, chosen_model, compose, load
+from harness.settings.compose import Composer, chosen_model, compose, load, override
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from harness.settings.schema import Positive, Text, build, options, setting_of
@@ -146,7 +145,7 @@ def _read(plan: Plan, node: DictConfig, overrides: Sequence[str], within: tuple[
     for cell, where_allowed in cells:
         fixed = {key: value for key, value in {**asked.settings, **cell}.items() if key not in given}
         try:
-            config = load([*itertools.starmap(_override, fixed.items()), *given.values()], composer)
+            config = load([*itertools.starmap(override, fixed.items()), *given.values()], composer)
         except (UserError, HydraException) as error:
             if not where_allowed:
                 raise
@@ -197,14 +196,3 @@ def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         axes.append([dict(zip(names, row, strict=True)) for row in rows])
     for chosen in itertools.product(*axes):
         yield {name: value for part in chosen for name, value in part.items()}
-
-
-def _override(key: str, value: Any) -> str:
-    """`key=value` as Hydra reads it on a command line."""
-    if value is None or isinstance(value, bool):
-        value = {None: "null", True: "true", False: "false"}[value]
-    elif isinstance(value, list):
-        value = f"[{','.join(map(str, value))}]"
-    elif isinstance(value, str):  # quoted, as a label or a folder may hold what the command line reads as syntax
-        value = QuotedString(value, Quote.single).with_quotes()
-    return f"{key}={value}"

@@ -20,7 +20,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -54,6 +54,23 @@ OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "r
 def read_override(text: str) -> Override:
     """A word of a command line, as Hydra reads it. Raises HydraException where it cannot."""
     return OverridesParser.create().parse_override(text)
+
+
+def override(name: str, value: Any) -> str:
+    """`name=value` as Hydra reads it on a command line."""
+    return f"{name}={_as_word(value)}"
+
+
+def _as_word(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_as_word, value))}]"
+    if isinstance(value, str | Path):  # quoted, as it may hold what Hydra reads as syntax
+        return QuotedString(str(value), Quote.single).with_quotes()
+    return str(value)
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
@@ -96,11 +113,11 @@ class Composer:
         return config
 
 
-def _is_plain(override: Override) -> bool:
+def _is_plain(given: Override) -> bool:
     """True if it chooses one file or sets one value, not of Hydra's own settings."""
-    of_hydra = override.key_or_group.startswith(("hydra.", "hydra/"))
-    changes = override.type == OverrideType.CHANGE and override.package is None
-    return changes and not of_hydra and not override.is_sweep_override()
+    of_hydra = given.key_or_group.startswith(("hydra.", "hydra/"))
+    changes = given.type == OverrideType.CHANGE and given.package is None
+    return changes and not of_hydra and not given.is_sweep_override()
 
 
 def method_file(name: object) -> dict[str, Any]:
@@ -235,7 +252,7 @@ def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
     node = group(settings, "method")
     name, target = node.pop("name", None), str(node.get("_target_"))
     file: dict[str, Any] = {}
-    if own_method.is_target(target) and not given & {"method._target_", "method.name"}:
+    if ":" in target and not given & {"method._target_", "method.name"}:
         del node["_target_"]
         if name in options("method"):
             raise UserError(f"method={target}: {name} is a method of conf/method; rename the file")
@@ -290,8 +307,6 @@ def _check_experiment(config: RunConfig, experiment: Experiment, given: set[str]
             value = getattr(config.method, each.name)
             if f"method.{each.name}" in given and value is not None and getattr(sized, each.name) != value:
                 raise UserError(f"method.{each.name}={value}: size={config.size:g} sets it; leave one of them out")
-    if config.experiment not in options("experiment"):
-        raise UserError(f"experiment={config.experiment}: {nearest(config.experiment, options('experiment'))}")
     usual_kind = kind_of(config.experiment)
     if usual_kind is not None and find(usual_kind).table != experiment.table:
         others = [name for name in options("experiment") if kind_of(name) == config.kind]

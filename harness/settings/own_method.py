@@ -33,11 +33,6 @@ from harness.errors import UserError, nearest
 GROUP, GRIDS = "method/", "grid/"
 
 
-def is_target(target: object) -> bool:
-    """True if a `_target_` is that of a user's own method, `/path/file.py:Class` or `package.module:Class`."""
-    return ":" in str(target)
-
-
 def is_own(choice: str) -> bool:
     """True if `method=<choice>` names a file or module of the user's, not one in `conf/method`."""
     return any(mark in choice for mark in "./:")
@@ -46,8 +41,8 @@ def is_own(choice: str) -> bool:
 def find(choice: str) -> tuple[type, dict[str, Any]]:
     """The class that `method=<choice>` names, its file run, and the settings that its YAML in `conf/method` would have.
 
-    Raises:
-        UserError: no such file, or what is wrong with it, by line; no method in it, or several; half a method.
+    Their `_target_` is `/path/file.py:Class` or `package.module:Class`. Raises UserError if there is no such file, for
+    an error in it, with its line, and unless it holds one whole method.
     """
     where, _, name = choice.partition(":")
     is_file = where.endswith(".py")
