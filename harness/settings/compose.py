@@ -122,12 +122,10 @@ def _is_plain(given: Override) -> bool:
 
 def method_file(name: object) -> dict[str, Any]:
     """The YAML of a shipped method. Raises OSError if there is none."""
-    return deepcopy(_read_method(schema.CONF_DIR / "method" / f"{name}.yaml"))
+    return _plain(_read(schema.CONF_DIR / "method" / f"{name}.yaml"))
 
 
-@cache
-def _read_method(path: Path) -> dict[str, Any]:
-    return _plain(OmegaConf.load(path))
+_read = cache(OmegaConf.load)
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -167,7 +165,10 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings["task"] = build(configs.TaskConfig, task)
     if experiment.live:
         systems.apply(settings, given, method_file)
-    settings["platform"] = platform = _platform(group(settings, "platform"))
+    machine = group(settings, "platform")
+    if machine.get("kind") == "modelled":
+        raise UserError(f"platform={machine['name']}: is modelled, nothing runs there; allowed here: cpu, cuda")
+    settings["platform"] = platform = build(configs.PlatformConfig, machine, "platform")
     if platform.weights_on_device < 1 and not experiment.live:
         share = f"platform.weights_on_device={platform.weights_on_device}"
         raise UserError(f"{share}: experiment={settings.get('experiment')} decodes through no link; leave it out")
@@ -202,12 +203,6 @@ def chosen_model(config: DictConfig, overrides: Sequence[str]) -> configs.ModelC
 def _taken(settings: dict[str, Any], cls: Any) -> dict[str, Any]:
     """Remove the settings of a class, which stand at the top, from `settings`, and return them."""
     return {field.name: settings.pop(field.name) for field in fields(cls) if field.name in settings}
-
-
-def _platform(node: dict[str, Any]) -> configs.PlatformConfig:
-    if node.get("kind") == "modelled":
-        raise UserError(f"platform={node['name']}: is modelled, nothing runs there; allowed here: cpu, cuda")
-    return build(configs.PlatformConfig, node, "platform")
 
 
 def _model(node: dict[str, Any], platform: Any, given: set[str]) -> configs.ModelConfig:
