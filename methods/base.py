@@ -83,9 +83,10 @@ class Method:
             value = getattr(self, field)
             require(0 < value <= 1 or (zero and value == 0), field, value, "in [0, 1]" if zero else "in (0, 1]")
 
-    def _require_one_of(self, field: str, *allowed: str) -> None:
+    def _require_one_of(self, field: str, *allowed: str | int | None) -> None:
         value = getattr(self, field)
-        require(value in allowed, field, value, f"one of {', '.join(allowed)}")
+        words = ", ".join("null" if each is None else str(each) for each in allowed)
+        require(value in allowed, field, value, f"one of {words}")
 
     @property
     def label(self) -> str:

@@ -43,7 +43,7 @@ from methods.base import (
 )
 from methods.evicting import EvictingState
 from methods.kernels import kernels_for
-from methods.projected import ProjectedState, require_index_bits, right_vectors
+from methods.projected import INDEX_BITS, ProjectedState, right_vectors
 from methods.selection import Selecting, ascending, largest
 
 ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
@@ -349,7 +349,7 @@ class InfiniGen(ScoreSelecting):
         self._require_one_of("columns", *COLUMN_RULES)
         self._require_one_of("index", "columns", "balanced")
         self._require_one_of("statistics", "prompt", "calibration", "both")
-        require_index_bits(self.index_bits)
+        self._require_one_of("index_bits", *INDEX_BITS)
         self._require_least(1, "pool_tokens", null=True)
         one_limit = self.pool_tokens is None or self.pool_frac is None
         require(one_limit, "pool_frac", self.pool_frac, "null with pool_tokens")

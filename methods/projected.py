@@ -24,6 +24,8 @@ from methods.base import EMPTY, Calibration, Geometry, PromptRows, Rest, Rows, S
 from methods.codec import INTEGER_BITS, Codec
 from methods.selection import Retrieving, RetrievingState
 
+INDEX_BITS = (*INTEGER_BITS.values(), None)
+
 
 @dataclass(frozen=True)
 class Projected(Retrieving):
@@ -41,16 +43,11 @@ class Projected(Retrieving):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_fraction("rank")
-        require_index_bits(self.index_bits)
+        self._require_one_of("index_bits", *INDEX_BITS)
 
     def num_columns(self, head_dim: int) -> int:
         """Numbers of a key that are scored."""
         return math.ceil(self.rank * head_dim)
-
-
-def require_index_bits(bits: int | None) -> None:
-    allowed = sorted(INTEGER_BITS.values(), reverse=True)
-    require(bits is None or bits in allowed, "index_bits", bits, f"one of {', '.join(map(str, allowed))}, or null")
 
 
 def right_vectors(rows: Tensor) -> Tensor:

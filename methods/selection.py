@@ -39,7 +39,7 @@ GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 class Selecting(Method):
     """Settings of all methods that score what is cached and read the best.
 
-    group: how the scores of a KV head's query heads become one (see `reduce_group`); `union` reads the best of each
+    group: how the scores of a KV head's query heads become one (see `reduced`); `union` reads the best of each
         query head, so that the number read depends on the data.
     covers: one selection for each `kv_head`, or one for all heads of a `layer`.
     when: the query that selects: the layer's `own_query`, one rehearsed in the `previous_layer`, or that of the
@@ -102,13 +102,24 @@ class Selecting(Method):
     def reduced(self, scores: Tensor, forced: Tensor | None = None) -> Tensor:
         """One score per candidate for each set that is chosen: [batch, sets, rows, n], inf where `forced`.
 
+        There is a set for each KV head or for the layer; for `union`, for each query head. `best` is InfiniGen's r: the
+        maximum over the group of (score - the head's best score). Means rank as sums do.
         scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten. A candidate that may
         not be read is not forced.
         """
-        scores = self.by_set(scores)
+        scores, group = self.by_set(scores), self.group
         if forced is not None:
             forced = forced & (scores[:, :, 0] != -math.inf)
-        worth = reduce_group(scores, self.group)
+        if group == "best":
+            scores -= scores.amax(-1, keepdim=True)
+        elif group.endswith("probs"):
+            scores = scores.log_softmax(-1)  # log: same order, and -inf stays where hidden
+        if group == "union":
+            worth = scores.flatten(1, 2)
+        elif group.startswith("sum"):
+            worth = scores.logsumexp(2) if group == "sum_probs" else scores.sum(2)
+        else:
+            worth = scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
         if forced is not None:
             sets = worth.shape[1] // forced.shape[1]  # a union has one set for each query head
             worth.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
@@ -128,23 +139,6 @@ class Selecting(Method):
             return mask, count.double()
         joint = mask.unflatten(1, (-1, geometry.group if self.covers == "kv_head" else geometry.num_heads)).any(2)
         return joint, joint.sum(-1).double().mean(1)
-
-
-def reduce_group(scores: Tensor, how: str) -> Tensor:
-    """One score for the query heads of a group, [batch, num_kv_heads, rows, n]; for `union` one for each query head.
-
-    scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten. `best` is InfiniGen's
-    r: the maximum over the group of (score - the head's best score). Means rank as sums do.
-    """
-    if how == "best":
-        scores -= scores.amax(-1, keepdim=True)
-        return scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
-    if how == "union":
-        return scores.flatten(1, 2)
-    if how.endswith("probs"):
-        scores = scores.log_softmax(-1)  # log: same order, and -inf stays where hidden
-        return scores.amax(2) if how == "max_probs" else scores.logsumexp(2)
-    return scores.amax(2) if how == "max_logits" else scores.sum(2)
 
 
 # The choice

@@ -72,7 +72,7 @@ REFUSED = {
     "one of sum, query, union": [(InfiniGen, "columns", "key")],
     "one of columns, balanced": [(InfiniGen, "index", "pca")],
     "one of prompt, calibration, both": [(InfiniGen, "statistics", "all")],
-    "one of 8, 4, 2, 1, or null": [(InfiniGen, "index_bits", 16), (Loki, "index_bits", 3)],
+    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16), (Loki, "index_bits", 3)],
     "one of fifo, lru, counter": [(InfiniGen, "pool_policy", "random")],
     "one of corrected, artifact": [(InfiniGen, "eviction", "none")],
     "one of qk, q, k": [(DoubleSparsity, "channels", "kq")],

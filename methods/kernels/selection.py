@@ -121,7 +121,7 @@ def _take_largest(  # type: ignore[no-untyped-def]
 
 
 def relative(scores: Tensor, rows: Rows, alpha: float) -> tuple[Tensor, Tensor]:
-    """Each set's r (see `methods.selection.reduce_group`), -inf where a row sees no token, fp32 [batch, sets, rows,
+    """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets, rows,
     slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
 
     scores: [batch, sets, heads of a set, rows, slots]; those of slots that are not visible may be anything.
