@@ -113,39 +113,38 @@ class Batch:
         finished = self.finished()
         for run in finished:
             relabel(run)
+        todo = {number: job for number, job in enumerate(self.jobs, start=1) if not job.is_done}
+        if not todo:
+            print(f"all {len(finished)} runs were finished before: no job")
+            return 0
         # A command's folder goes by its settings and the folder in which it starts, not by the number of its jobs.
         words = (word for job in self.jobs for word in job.overrides if not word.startswith(SHARE))
         command = text_sha256(str(Path.cwd()), *dict.fromkeys(words))
         folder = self.results_dir.resolve() / "jobs" / f"{self.title}-{command[:8]}"
         note = folder / "array"
         array = note.read_text().strip() if note.is_file() else ""
-        todo = {number: job for number, job in enumerate(self.jobs, start=1) if not job.is_done}
         if array and living(array):
             print(f"job {array} of this command is alive: waiting for it; scancel {array} ends it", flush=True)
-        elif todo:
+        else:
             write_atomic(folder / "job.sh", self.script(folder, todo))
             array = submit(folder / "job.sh")
             write_atomic(note, array + "\n")
             ends = f"scancel {array} ends it; logs: {folder / f'{array}_*.log'}"
             print(f"job {array}, {len(todo)} of {len(self.jobs)} parts; {ends}", flush=True)
-        else:
-            print(f"all {len(finished)} runs were finished before: no job")
-            return 0
         try:
             wait(array)
         except KeyboardInterrupt as stop:
             stop.args = (f"job {array} runs on (scancel {array} ends it) and the same command waits for it again",)
             raise
         codes = []
-        for number, job in enumerate(self.jobs, start=1):
-            if not job.is_done:
-                log = folder / f"{array}_{number}.log"
-                why, code = why_ended(log)
-                codes.append(code)
-                print(f"error: job {array}_{number}: {why}; log: {log}", file=sys.stderr)
+        for number in (number for number, job in todo.items() if not job.is_done):
+            log = folder / f"{array}_{number}.log"
+            why, code = why_ended(log)
+            codes.append(code)
+            print(f"error: job {array}_{number}: {why}; log: {log}", file=sys.stderr)
         if codes:
-            again = f"error: {len(codes)} of {len(self.jobs)} jobs did not finish; the same command goes on"
-            print(again, file=sys.stderr)
+            said = f"error: {len(codes)} of {len(todo)} jobs did not finish; the same command goes on"
+            print(said, file=sys.stderr)
         return next((code for code in (BUG, USERS, UNFINISHED) if code in codes), 0)
 
     def script(self, folder: Path, jobs: Mapping[int, Job]) -> str:
