@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import logging
 import os
 import re
 import sys
@@ -25,10 +26,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from harness.errors import UserError
+from harness.errors import UserError, reason, refused
 from harness.model.source import refusal
+from harness.settings.config import RunConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 ONLY_PART = (None, "", "main", "default")
 """Names of a data set's part that the hub uses where there is one."""
@@ -39,8 +44,10 @@ KINDS = {bool: "true or false", int: "a number", float: "a number", str: "text",
 TIMEOUT_S = 5.0
 """An unreachable hub is given up after this; `datasets` itself would retry for half a minute."""
 
-Files = dict[str, list[Path]]
+Files = Mapping[str, Sequence[Path]]
 """The files of each split."""
+Rows = Mapping[str, "Dataset"]
+"""The rows of each split, as they were read."""
 T = TypeVar("T")
 
 
@@ -57,6 +64,69 @@ def example_split(config: Mapping[str, Any]) -> str | None:
     return next((split for split in others if split and split != scored_split(config)), None)
 
 
+class Source(NamedTuple):
+    """Where a task's rows come from. name: of them all. files: by split, where they are local."""
+
+    name: str
+    rows: Rows = {}
+    files: Files = {}
+
+    def place(self, split: str | None) -> str:
+        """Where a split lies, in words."""
+        files = self.files.get(str(split), [])
+        if not files:
+            return f"{self.name}, split {split}"
+        return str(files[0] if len(files) == 1 else files[0].with_name(f"{split}-*{files[0].suffix}"))
+
+    def row(self, split: str | None, number: int, *, made: bool) -> str:
+        """Row `number` of a split in words: its file and line, or row from 0. made: Python beside the YAML may leave
+        out rows or reorder them."""
+        place = self.place(split)
+        if made:
+            return f"{place}, row {number} of those that process_docs makes"
+        is_lines = place.endswith((".json", ".jsonl")) and split in self.files
+        return f"{place}, line {number + 1}" if is_lines else f"{place}, row {number}"
+
+
+def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
+    """The rows of a task that does not make its own, and where they lie. own: the task's YAML, resolved.
+
+    Raises:
+        UserError: a file that is missing, empty or malformed, a hub that cannot be reached, or too few examples.
+    """
+    if config.data.name == "local":
+        files = find_files(str(config.data.root), task, own)
+        with no_network():
+            rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
+        source = Source("data=local", rows, files)
+    else:
+        source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(task, own))
+    shots, split = own["num_fewshot"], example_split(own)
+    count = len(source.rows.get(str(split), ()))
+    if shots and shots >= count:
+        raise UserError(
+            f"num_fewshot={shots}: {task} has {count} rows of its split {split or 'train'} in {source.name}, "
+            "from which examples are drawn; allowed: fewer"
+        )
+    return source
+
+
+def _read(split: str, paths: list[Path], fields: Sequence[str]) -> Dataset:
+    import datasets
+
+    if paths[0].suffix != ".parquet":
+        rows = read_rows(paths[0], fields)
+        names = dict.fromkeys(name for row in rows for name in row)
+        with refused(f"{paths[0]}: cannot be read"):
+            return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # its log of a bad file is in the error
+    try:
+        return datasets.load_dataset("parquet", data_files={split: [str(path) for path in paths]}, split=split)
+    except Exception as error:  # of Arrow
+        said = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise UserError(f"{paths[0]}: cannot be read ({reason(said)})") from error
+
+
 # Files
 
 
@@ -70,7 +140,7 @@ def find_files(root: str | Path, task: str, config: Mapping[str, Any]) -> Files:
     scored = scored_split(config)
     for folder in _folders(task, config) if scored else ():
         for place in (root / folder, root / folder / "data"):
-            files: Files = {}
+            files: dict[str, list[Path]] = {}
             for split in filter(None, map(config.get, ROLES)):
                 whole = [path for suffix in SUFFIXES if (path := place / f"{split}{suffix}").is_file()]
                 files[split] = whole[:1] or sorted(place.glob(f"{split}-*.parquet"))

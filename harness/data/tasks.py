@@ -38,18 +38,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from tqdm import tqdm
 
 from harness.data import generated, ruler
-from harness.data.rows import (
-    Files,
-    example_split,
-    find_files,
-    from_hub,
-    hub_rows,
-    layout,
-    no_network,
-    read_rows,
-    scored_split,
-    template_fields,
-)
+from harness.data.rows import Rows, Source, example_split, from_hub, layout, no_network, scored_split, source_of
 from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import cache_dir, replacing, text_sha256
 from harness.settings.config import OFFLINE_TASKS, RULER_TASKS, TASKS, RunConfig
@@ -67,9 +56,6 @@ HOOKS = ("fewshot_context", "construct_requests", "process_results")
 """Where lm-eval makes requests of a row, and judges its answer."""
 NO_LABEL = -1
 """The missing label of a `ClassLabel` on the hub."""
-
-Rows = Mapping[str, datasets.Dataset]
-"""The rows of each split, as they were read."""
 
 
 class Leaf(NamedTuple):
@@ -295,30 +281,6 @@ def _name(value: Any) -> str:
 # Tasks with their rows
 
 
-class Source(NamedTuple):
-    """Where a task's rows come from. name: of them all. files: by split, where they are local."""
-
-    name: str
-    rows: Rows = {}
-    files: Files = {}
-
-    def place(self, split: str | None) -> str:
-        """Where a split lies, in words."""
-        files = self.files.get(str(split), [])
-        if not files:
-            return f"{self.name}, split {split}"
-        return str(files[0] if len(files) == 1 else files[0].with_name(f"{split}-*{files[0].suffix}"))
-
-    def row(self, split: str | None, number: int, *, made: bool) -> str:
-        """Row `number` of a split in words: its file and line, or row from 0. made: Python beside the YAML may leave
-        out rows or reorder them."""
-        place = self.place(split)
-        if made:
-            return f"{place}, row {number} of those that process_docs makes"
-        is_lines = place.endswith((".json", ".jsonl")) and split in self.files
-        return f"{place}, line {number + 1}" if is_lines else f"{place}, row {number}"
-
-
 def load_suite(config: RunConfig, loaded: LoadedModel) -> Suite:
     """Build all tasks that `config.tasks` stand for, rows read and prompts tried; RULER's are made for the model.
 
@@ -341,7 +303,7 @@ def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     np.random.seed(NUMPY_SEED + config.seed)
     source = Source(f"task {name}")
     try:
-        source = source if leaf.makes_rows else _source(leaf, config)
+        source = source if leaf.makes_rows else source_of(name, leaf.config, config)
         task = _make(leaf, config, loaded, source.rows)
     except UserError:
         raise
@@ -353,40 +315,6 @@ def _build(leaf: Leaf, config: RunConfig, loaded: LoadedModel) -> Task:
     task.set_fewshot_seed(FEWSHOT_SEED + config.seed)
     _check_rows(task, leaf, source, config.num_samples_of(name))
     return task
-
-
-def _source(leaf: Leaf, config: RunConfig) -> Source:
-    """The rows of a task that does not make its own, and where they lie."""
-    name, own = leaf.task_name, leaf.config
-    if config.data.name == "local":
-        files = find_files(str(config.data.root), name, own)
-        with no_network():
-            rows = {split: _read(split, paths, template_fields(own)) for split, paths in files.items()}
-        source = Source("data=local", rows, files)
-    else:
-        source = Source(f"data=hub: {own.get('dataset_path')}", hub_rows(name, own))
-    shots, split = own["num_fewshot"], example_split(own)
-    count = len(source.rows.get(str(split), ()))
-    if shots and shots >= count:
-        raise UserError(
-            f"num_fewshot={shots}: {name} has {count} rows of its split {split or 'train'} in {source.name}, "
-            "from which examples are drawn; allowed: fewer"
-        )
-    return source
-
-
-def _read(split: str, paths: list[Path], fields: Sequence[str]) -> datasets.Dataset:
-    if paths[0].suffix != ".parquet":
-        rows = read_rows(paths[0], fields)
-        names = dict.fromkeys(name for row in rows for name in row)
-        with refused(f"{paths[0]}: cannot be read"):
-            return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # its log of a bad file is in the error
-    try:
-        return datasets.load_dataset("parquet", data_files={split: [str(path) for path in paths]}, split=split)
-    except Exception as error:  # of Arrow
-        said = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        raise UserError(f"{paths[0]}: cannot be read ({reason(said)})") from error
 
 
 def _make(leaf: Leaf, config: RunConfig, loaded: LoadedModel, rows: Rows) -> Task:
