@@ -111,7 +111,7 @@ def source_of(task: str, own: Mapping[str, Any], config: RunConfig) -> Source:
     return source
 
 
-def _read(split: str, paths: list[Path], fields: Sequence[str]) -> Dataset:
+def _read(split: str, paths: Sequence[Path], fields: Sequence[str]) -> Dataset:
     import datasets
 
     if paths[0].suffix != ".parquet":
