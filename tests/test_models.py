@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from harness import files
 from harness.errors import UserError
 from harness.model import source
-from harness.model.attach import attach
 from harness.model.families import families
 from harness.model.load import (
     from_memory,
@@ -326,24 +325,6 @@ def test_refuses_a_package_that_is_missing_or_damaged(tmp_path, monkeypatch):
 
 
 # Faults that a run would show later
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("rope_theta", 0.0), ("rms_norm_eps", float("nan")), ("rms_norm_eps", -1.0)]
-)
-def test_an_odd_number_in_the_configuration_is_refused_in_one_line(name, value):
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    shape = {"rope_parameters": rope | {name: value}} if name == "rope_theta" else {name: value}
-    message = r"^.* not finite; look at its weights, and at the numbers in its configuration \(rope_parameters, eps"
-    with pytest.raises(UserError, match=message) as error, attach(tiny_model("llama", **shape)):
-        pass
-    assert "\n" not in str(error.value)
-
-
-def test_a_token_without_an_embedding_is_refused_with_both_sizes(tiny_gqa):
-    ids = torch.tensor([[3, 300, 5]])
-    with attach(tiny_gqa) as attached, pytest.raises(UserError, match=r"token 300, .* embedding has 256 tokens"):
-        attached.forward(ids, torch.arange(3)[None], handler=None)
 
 
 def test_a_gpu_on_which_kernels_cannot_be_launched_is_refused_in_a_line(monkeypatch):
