@@ -32,8 +32,7 @@ FILE = re.compile(rf"/(datasets/)?([^/]+/[^/]+)/resolve/{REVISION}/(.+)")
 
 
 class Repository:
-    """Files by branch, `main` among them. gated: served only to who brings the hub's `token`. pull_requests: as the
-    hub lists them; the branch of number N is `refs/pr/N`."""
+    """Files by branch. gated: served only with the hub's `token`. Pull request N has the branch `refs/pr/N`."""
 
     def __init__(self, main: Files, *, gated: bool = False, **branches: Files) -> None:
         self.branches: dict[str, Files] = {"main": main, **branches}
@@ -41,7 +40,6 @@ class Repository:
         self.pull_requests: list[dict[str, Any]] = []
 
     def add_pull_request(self, number: int, title: str, author: str, files: Files) -> None:
-        """A pull request and its branch."""
         self.branches[f"refs/pr/{number}"] = files
         self.pull_requests.append({
             "title": title, "num": number, "author": {"name": author}, "createdAt": "2023-03-21T09:05:27.000Z",
@@ -49,7 +47,6 @@ class Repository:
         })  # fmt: skip
 
     def files(self, revision: str) -> Files | None:
-        """Those of a branch or commit."""
         return next((files for name, files in self.branches.items() if revision in (name, commit(files))), None)
 
 
@@ -76,23 +73,22 @@ class Hub:
 
 def commit(files: Files) -> str:
     """Forty hex digits of the contents."""
-    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+    return blob(repr(sorted(files.items())).encode())
 
 
 def blob(content: bytes) -> str:
-    """The name of a file's content."""
     return hashlib.sha1(content).hexdigest()
 
 
 def entries(files: Files) -> dict[PurePosixPath, dict[str, Any]]:
     """Files and folders, as the hub describes them."""
-    found = {
-        PurePosixPath(path): {"type": "file", "size": len(content), "oid": blob(content)}
-        for path, content in files.items()
-    }
-    folders = {folder for path in found for folder in path.parents if folder.name}
-    found |= {folder: {"type": "directory", "oid": blob(str(folder).encode())} for folder in folders}
-    return {path: {"path": str(path), **each} for path, each in found.items()}
+    found: dict[PurePosixPath, dict[str, Any]] = {}
+    for path, content in files.items():
+        file = PurePosixPath(path)
+        found[file] = {"path": path, "type": "file", "size": len(content), "oid": blob(content)}
+        for folder in filter(lambda each: each.name, file.parents):
+            found[folder] = {"path": str(folder), "type": "directory", "oid": blob(str(folder).encode())}
+    return found
 
 
 def status(code: int, message: str = "", **headers: str) -> Callable[[Handler], None]:
@@ -104,8 +100,7 @@ def status(code: int, message: str = "", **headers: str) -> Callable[[Handler], 
 def stall(handler: Handler) -> None:
     """Headers, a few bytes, and nothing more until the client hangs up or the hub closes."""
     handler.reply(200, b"xxx", {"Content-Length": "1000"})
-    handler.hub.closing.wait(MAX_STALL_S)
-    handler.close_connection = True
+    hang(handler)
 
 
 def hang(handler: Handler) -> None:
@@ -121,8 +116,6 @@ def break_off(handler: Handler) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     hub: Hub
@@ -201,11 +194,13 @@ class Handler(BaseHTTPRequestHandler):
             return
         brought = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if repository.gated and brought != self.hub.token:
-            restricted = f"Access to model {name} is restricted"
-            if brought:
-                ask = f"Visit https://huggingface.co/{name} to ask for access."
-                return self._error(403, "GatedRepo", f"{restricted} and you are not in the authorized list. {ask}")
-            return self._error(401, "GatedRepo", f"{restricted}. You must have access to it. Please log in.")
+            login = "You must have access to it. Please log in."
+            ask = f"Visit https://huggingface.co/{name} to ask for access."
+            return self._error(
+                403 if brought else 401,
+                "GatedRepo",
+                f"Access to model {name} is restricted. {ask if brought else login}",
+            )
         if path not in files:
             return self._error(404, "EntryNotFound", "Entry not found")
         content = files[path]
