@@ -25,19 +25,7 @@ HEADS, ROW = 2 * 2, 2 * 16 * 4
 """Of the models but for deepseek_v3: KV heads of a batch of two, and bytes of a token's key and value."""
 
 
-# Replay of the full cache is the model: see test_families.py
-
-
-@every_model
-def test_blocks_of_rows_change_nothing(name):
-    whole, parts = (run_ragged(mixed(name), CASES["h2o"], rows_per_block=rows) for rows in (None, 5))
-    for got, expected in zip(parts.logits, whole.logits, strict=True):
-        assert_close(got, expected)
-    assert parts.reads.window_frac == pytest.approx(whole.reads.window_frac)
-
-
-# Live is replay
-
+# Live is replay; replay of the full cache is the model: see test_families.py
 
 ON_EVERY_MODEL = ("full", "infinigen", "quest", "snapkv", "int4", "oracle")
 
