@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.records.inputs import CODE
-from harness.records.record import current, read_all, without_paths
+from harness.records.record import Record, current, read_all, without_paths
 from harness.settings.experiment import COMMON, find
 
-Record = Mapping[str, Any]
 Sample = Mapping[str, Any]
 Pairs = Sequence[tuple[float, float]]
 

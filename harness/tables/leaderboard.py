@@ -17,13 +17,11 @@ from typing import Any
 import yaml
 
 from harness.errors import UserError
-from harness.records.record import BAD_VALUE_ERRORS, current, read_records
+from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.records.samples import Baselines, nll_difference
 from harness.tables.columns import BOARD, BOARD_TASKS, KL, NLL, SIZE, STEP, TOP1, Column, TableRow, check, grouped
 
 log = logging.getLogger(__name__)
-
-Record = Mapping[str, Any]
 
 NAME, FRONTIER = "leaderboard", "frontier"
 """Tables made here."""

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records.record import BAD_VALUE_ERRORS, current
+from harness.records.record import BAD_VALUE_ERRORS, Record, current
 from harness.records.samples import Baselines, Difference, clustered_stderr, of_windows
 from harness.settings.experiment import foreign_settings
 from harness.tables.columns import OF_SOME_MODELS, TABLES, TableRow, check, grouped
 
-Record = Mapping[str, Any]
 Pairs = list[tuple[Record, list[TableRow]]]
 """Records, each with its rows."""
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from harness.errors import UserError, exit_code
 from harness.files import lock_file, write_atomic
-from harness.records.record import read_records
+from harness.records.record import Record, read_records
 from harness.records.samples import full_runs
 from harness.settings.experiment import find
 from harness.settings.schema import kind_of
@@ -44,7 +44,6 @@ from harness.tables.columns import (
 from harness.tables.pages import render_markdown, render_terminal
 from harness.tables.rows import with_rows
 
-Record = Mapping[str, Any]
 TableRows = Sequence[TableRow]
 
 IDENTITY = {
