@@ -85,12 +85,12 @@ def test_the_platform_decides_device_and_precision(experiment):
 # kinds of run
 
 
-def test_a_kind_is_a_module_and_heeds_settings_that_there_are():
+def test_a_kind_depends_on_settings_that_exist():
     names = {field.name for field in dataclasses.fields(RunConfig)}
     shown = {"label", "label_given", "results_dir", "tracker"}
-    heeded = {kind: {*COMMON, *find(kind).depends_on} for kind in kinds()}
-    assert set().union(*heeded.values()) == names - shown
-    for kind, settings in heeded.items():
+    depends = {kind: {*COMMON, *find(kind).depends_on} for kind in kinds()}
+    assert set().union(*depends.values()) == names - shown
+    for kind, settings in depends.items():
         assert foreign_settings(kind) == names - settings
         assert all((CONF_DIR.parent / "harness" / name).exists() for name in find(kind).code)
 
