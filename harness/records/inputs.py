@@ -38,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = (
     "offload", "data", "replay.py", "setup.py", "sizes.py",
     "model/attach.py", "model/attention.py", "model/calibration.py", "model/decoder.py", "model/policies.py",
-    "model/prompt.py",
 )  # fmt: skip
 """Files and folders of `harness` that all kinds of run share."""
 METHODS = "methods"
