@@ -90,6 +90,7 @@ BAD_ROWS = {
     "a choice that is empty": ("copa", COPA | {"choice1": ""}, "no prompt can be made of it (IndexError"),
     "a choice that is a number": ("copa", COPA | {"choice1": 3}, "field 'choice1' holds a number, but text in line 1"),
     "a list": ("copa", [1], "expected an object"),
+    "too many fields": ("copa", COPA | dict.fromkeys(map(str, range(1000)), 0), "1,006 fields; allowed: up to 1,000"),
     "no UTF-8": ("copa", b'{"premise": "\xff"}', "not JSON, 'utf-8' codec can't decode"),
     "a number that is none": ("copa", b'{"premise": NaN}', "not JSON, which has no NaN"),
     "cut short": ("copa", b'{"premise": "cut', "not JSON, Unterminated string"),
