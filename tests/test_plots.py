@@ -3,7 +3,7 @@
 import csv
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,151 @@ from plots import accuracy, analysis, data, drawing, style
 from plots.drawing import DRAWINGS
 
 Row = Mapping[str, Any]
-Rows = Iterable[Row]
 
-SIZES = {"InfiniGen": (0.10, 0.16, 0.25), "H2O": (0.10, 0.16, 0.25), "INT8": (0.53,), "INT4": (0.28,), "INT2": (0.16,)}
-SIZED = [(label, size) for label, sizes in SIZES.items() for size in sizes]
-TIMES = {  # prefill and decode seconds at batch 1
+TABLES = """\
+fig11
+label,method,size,kv_recall:acc,passkey:acc
+Full cache,full,1,0.85,0.85
+InfiniGen,,0.1,0.6,0.6
+InfiniGen,,0.16,0.675,0.675
+InfiniGen,,0.25,0.72,0.72
+H2O,,0.1,0.4,0.4
+H2O,,0.16,0.44,0.44
+H2O,,0.25,0.46,0.46
+INT8,,0.53,0.48,0.48
+INT4,,0.28,0.46,0.46
+INT2,,0.16,0.44,0.44
+
+perplexity seq_len=1024 num_samples=3
+label,size,offline:kl_nats,offline:top1_agreement
+Full cache,,0,
+Full cache,1,,1
+InfiniGen,0.1,0.1,0.9
+InfiniGen,0.25,0.04,0.96
+H2O,0.1,0.5,0.5
+H2O,0.25,0.2,0.8
+INT8,0.53,0.09,0.91
+INT2,0.16,0.31,0.69
+
+fig12 seq_len=1024 num_samples=3 stderr=1
+label,size,offline[256:512]:perplexity,offline[512:768]:perplexity,offline[768:1024]:perplexity
+Full cache,1,15,12,11
+InfiniGen,0.16,15.5,12.5,11.7
+H2O,0.163,21,,22
+
+long_decode seq_len=1024 num_samples=3 stderr=0.2
+label,size,task,:kl_nats,:text_perplexity
+Full cache,1,offline[0:256],0,1.5
+Full cache,1,offline[256:512],0,1.5
+InfiniGen,0.16,offline[0:256],0.05,1.6
+InfiniGen,0.16,offline[256:512],0.1,1.6
+H2O,0.16,offline[0:256],0.8,2.3
+H2O,0.16,offline[256:512],1.6,2.3
+
+fig13
+label,size,num_samples,seq_len,kv_recall:acc,passkey:acc,offline:kl_nats
+InfiniGen,0.2,,,0.8,0.8,
+InfiniGen,0.4,,,0.83,0.83,
+InfiniGen without skewing,0.21,,,0.6,0.6,
+InfiniGen,0.16,3,1024,,,0.1
+InfiniGen without skewing,0.16,3,1024,,,0.3
+
+fig17
+label,size,winogrande:acc
+alpha=1,0.1,0.5
+alpha=3,0.1,0.5
+alpha=9,0.1,0.5
+alpha=inf,0.1,0.5
+partial_weight_ratio=0.1,0.1,0.5
+Full cache,1,0.8
+
+fig17-latency
+label,decode_s
+alpha=1,2
+alpha=3,2.1
+alpha=9,2.4
+partial_weight_ratio=0.1,2
+
+table2 seq_len=2048
+label,size,wikitext2:perplexity,wikitext2:perplexity_full,wikitext2[256:512]:perplexity
+"InfiniGen, pool 80 % lru",0.2,12,10,500
+"InfiniGen, pool 100 %",0.2,11,10,
+"InfiniGen, pool 80 % fifo",0.2,40,10,
+InfiniGen,0.2,500,,
+
+fig19 seq_len=2048
+label,size,seq_len,num_samples,stderr,wikitext2:perplexity,wikitext2:perplexity_full
+INT4,0.33,,,,11,10
+InfiniGen,0.4,,,,15,10
+H2O,0.4,,,,16,10
+InfiniGen,0.1,,,,30,10
+H2O,0.1,,,,50,10
+InfiniGen,0.2,,,,20,10
+H2O,0.2,,,,30,10
+InfiniGen with 64 tokens,0.0078125,8192,1,-,16,8
+H2O with 64 tokens,0.0078125,8192,1,-,200,8
+InfiniGen with 64 tokens,0.0625,1024,8,0.5,28,14
+H2O with 64 tokens,0.0625,1024,8,0.5,200,14
+
+choices seq_len=2048
+label,size,wikitext2:perplexity,wikitext2:perplexity_full,wikitext2:kl_nats,wikitext2[256:512]:perplexity
+InfiniGen,0.2,12,10,0.06,500
+"InfiniGen, pool_frac=0.5, eviction=artifact",0.2,14,10,0.07,
+
+index
+label,size,resident_frac,run_id,offline:kl_nats,kv_recall:acc,passkey:acc
+columns,0.16,0.05,a,0.2,0.33,0.33
+columns,0.16,0.15,b,0.07,0.4,0.4
+columns,0.16,0.25,c,0.04,0.47,0.47
+"coded, 4 bits",0.16,0.025,d,0.1,0.37,0.37
+"coded, 4 bits",0.16,0.075,e,0.03,0.5,0.5
+"coded, 4 bits",0.16,0.125,f,0.02,0.63,0.63
+"""
+"""By blank lines: name and cells that all rows share; CSV. A cell under `task:metric` is a row's value of its own, one
+under `:metric` is of the row's task. A row's cell of `-` is empty whatever the others have."""
+
+
+def parsed(block: str) -> tuple[str, list[Row]]:
+    """Name and rows of one of the tables."""
+    (name, *shared), *lines = block.splitlines()[0].split(), *block.splitlines()[1:]
+    found: list[Row] = []
+    for cells in csv.DictReader(lines):
+        own = {key: "" if value == "-" else value for key, value in cells.items() if value}
+        row = dict(each.split("=") for each in shared) | own
+        wide = {key: row.pop(key) for key in [*row] if ":" in key}
+        for key, value in wide.items():
+            task, _, metric = key.rpartition(":")
+            found.append(row | {"task": task or row["task"], "metric": metric, "value": value})
+        found += [] if wide else [row]
+    return name, found
+
+
+def chunked_ruler() -> Iterator[Row]:
+    for label, prefill, parts in (("Full cache", "", 5), ("H2O", "dense", 4), ("H2O", "question", 4)):
+        # The cells show these by themselves: no band of their own.
+        shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
+        settings = f"alpha=4, {shown}, prefill={prefill}" if prefill else None
+        common = {"label": label, "settings": settings, "size": 0.16 if prefill else 1, "metric": "2048"}
+        yield common | {"task": "niah_single_1", "value": 0.5}
+        for part in range(parts):
+            task = f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]"
+            yield common | {"task": task, "num_samples": 1 if part else 7, "value": part / 4}
+
+
+def board() -> Iterator[Row]:
+    """Methods of every family at three sizes, the step timed at the middle one, and a method with its own size."""
+    common = {"kl_nats_stderr": 0.001}
+    yield common | {"label": "Full cache", "family": "reads all", "size": 1, "kl_nats": 0, "step_s": 0.12}
+    yield common | {"label": "INT4", "family": "codes", "size": 0.33, "kl_nats": 0.1, "step_s": 0.053}
+    families = (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "oracle", 0.3))
+    for (label, family, scale), size in product(families, (0.10, 0.16, 0.25)):
+        row = common | {"label": label, "family": family, "asked_size": size, "size": size}
+        row |= {"step_source": "emulated" if size == 0.16 else "modelled", "kl_nats": 0.002 * scale / size**2}
+        row |= {} if family == "oracle" else {"step_s": 0.02 + 0.1 * size}
+        yield row | ({"front": "size, step time" if size > 0.1 else "size"} if scale == 1 else {})
+
+
+TIMES = {  # prefill and decode seconds
     "ideal": (1.0, 1.0),
     "offload": (1.2, 9.0),
     "offload-pageable": (1.2, 12.0),
@@ -38,185 +178,24 @@ TIMES = {  # prefill and decode seconds at batch 1
     "infinigen+int4": (1.4, 1.6),
 }
 PAPER_SHAPE = {"model": "opt-13b", "platform": "cuda", "source": "measured", "prompt_len": 1920, "gen_len": 128}
+SEGMENTS = {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001}
 
 
-# Small tables
-
-
-def write(results: Path, name: str, shape: Iterable[columns.Column], common: Row, rows: Rows) -> None:
-    path = results / "tables" / f"{name}.csv"
-    path.parent.mkdir(exist_ok=True, parents=True)
-    with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, columns.names(tuple(shape)), restval="")
-        writer.writeheader()
-        writer.writerows({"experiment": name, "model": "tiny", "source": "measured"} | common | row for row in rows)
-
-
-def write_accuracy(results: Path, name: str, rows: Rows) -> None:
-    write(results, name, columns.ACCURACY, {"num_samples": 48, "num_fewshot": 0, "stderr": 0.03}, rows)
-
-
-def write_latency(results: Path, name: str, rows: Rows) -> None:
-    shape = {"platform": "cpu", "source": "emulated", "batch_size": 4, "prompt_len": 1024, "gen_len": 8}
-    write(results, name, columns.LATENCY, shape, rows)
-
-
-def write_analysis(results: Path, name: str, rows: Rows) -> None:
-    write(results, name, columns.ANALYSIS, {"run_id": "0" * 16, "stderr": 0.01}, rows)
-
-
-def task_rows(task: str) -> list[dict[str, Any]]:
-    common = {"task": task, "metric": "acc"}
-    values = {(label, size): 0.8 - 0.02 / size if label == "InfiniGen" else 0.5 - 0.01 / size for label, size in SIZED}
-    rows = [common | {"label": label, "value": value, "size": size} for (label, size), value in values.items()]
-    return [common | {"method": "full", "label": "Full cache", "value": 0.85, "size": 1}, *rows]
-
-
-def write_fig11(results: Path) -> None:
-    write_accuracy(results, "fig11", [*task_rows("kv_recall"), *task_rows("passkey")])
-    common = {"task": "offline", "seq_len": 1024, "num_samples": 3, "num_fewshot": None}
-    rows = [{"label": "Full cache", "metric": "kl_nats", "value": 0}]
-    rows.append({"label": "Full cache", "metric": "top1_agreement", "value": 1, "stderr": 0, "size": 1})
-    for label, size in SIZED:
-        kl = (0.01 if label == "InfiniGen" else 0.05) / size
-        rows.append({"label": label, "size": size, "metric": "kl_nats", "value": kl, "stderr": kl / 5})
-        rows.append({"label": label, "size": size, "metric": "top1_agreement", "value": 1 - kl, "stderr": 0.01})
-    write_accuracy(results, "perplexity", [common | row for row in rows])
-
-
-def chunk_rows(label: str, size: float, values: Mapping[int, float], **other: Any) -> list[dict[str, Any]]:
-    common = {"label": label, "size": size, "metric": "perplexity", "seq_len": 1024, "num_samples": 3, "stderr": 1}
-    tasks = {f"offline[{256 * at}:{256 * at + 256}]": value for at, value in values.items()}
-    return [common | {"task": task, "value": value} | other for task, value in tasks.items()]
-
-
-def write_fig12(results: Path) -> None:
-    rows = chunk_rows("Full cache", 1, {1: 15.0, 2: 12.0, 3: 11.0})
-    rows += chunk_rows("InfiniGen", 0.16, {1: 15.5, 2: 12.5, 3: 11.7})
-    rows += chunk_rows("H2O", 0.163, {1: 21.0, 3: 22.0})  # a chunk is missing
-    write_accuracy(results, "fig12", rows)
-
-
-def write_long_decode(results: Path) -> None:
-    rows = []
-    for label, size, kl in (("Full cache", 1, 0.0), ("InfiniGen", 0.16, 0.05), ("H2O", 0.16, 0.8)):
-        distances = {step: kl * (1 + step) for step in range(4)}
-        rows += chunk_rows(label, size, distances, metric="kl_nats", stderr=kl / 4)
-        rows += chunk_rows(label, size, dict.fromkeys(range(4), 1.5 + kl), metric="text_perplexity")
-    write_accuracy(results, "long_decode", rows)
-
-
-def write_fig13(results: Path) -> None:
-    rows, full = [], []
-    for task in ("kv_recall", "passkey"):
-        common = {"task": task, "metric": "acc"}
-        full.append(common | {"label": "Full cache", "method": "full", "size": 1, "value": 0.85})
-        for label, size, value in (("", 0.2, 0.8), ("", 0.4, 0.83), (columns.WITHOUT_SKEWING, 0.21, 0.6)):
-            rows.append(common | {"label": f"InfiniGen{label}", "size": size, "value": value})
-    text = {"task": "offline", "seq_len": 1024, "num_samples": 3, "num_fewshot": None, "metric": "kl_nats"}
-    for label, value in (("InfiniGen", 0.1), ("InfiniGen without skewing", 0.3)):
-        rows.append(text | {"label": label, "size": 0.16, "value": value, "stderr": 0.02})
-    write_accuracy(results, "fig13", rows)
-    write_accuracy(results, "fig11", full)
-
-
-def write_fig17(results: Path) -> None:
-    timed = {"alpha=1": 2.0, "alpha=3": 2.1, "alpha=9": 2.4, "partial_weight_ratio=0.1": 2.0}
-    score = {"task": "winogrande", "metric": "acc", "size": 0.1, "value": 0.5}
-    rows = [score | {"label": label} for label in (*timed, "alpha=inf")]
-    write_accuracy(results, "fig17", [*rows, score | {"label": "Full cache", "value": 0.8, "size": 1}])
-    write_latency(results, "fig17-latency", ({"label": label, "decode_s": value} for label, value in timed.items()))
-
-
-def text_rows(label: str, size: float, value: float, full: float = 10.0, **shape: Any) -> list[dict[str, Any]]:
-    common = {"label": label, "task": "wikitext2", "size": size, "seq_len": 2048, "num_fewshot": None} | shape
-    return [common | {"metric": "perplexity", "value": value}, common | {"metric": "perplexity_full", "value": full}]
-
-
-def write_table2(results: Path, **shape: Any) -> None:
-    values = {"80 % lru": 12.0, "100 %": 11.0, "80 % fifo": 40.0}  # in another order than drawn, one missing
-    rows = [row for pool, value in values.items() for row in text_rows(f"InfiniGen, pool {pool}", 0.2, value, **shape)]
-    rows.append(rows[0] | {"task": "wikitext2[256:512]", "value": 500.0})
-    rows.append(rows[0] | {"label": "InfiniGen", "value": 500.0})
-    write_accuracy(results, "table2", rows)
-
-
-def write_fig19(results: Path) -> None:
-    rows = text_rows("INT4", 0.33, 11.0)
-    for size in (0.4, 0.1, 0.2):
-        rows += text_rows("InfiniGen", size, 10 + 1 / size) + text_rows("H2O", size, 10 + 2 / size)
-    for length, full, stderr in ((8192, 8.0, None), (1024, 14.0, 0.5)):
-        shape = {"seq_len": length, "num_samples": 8192 // length, "stderr": stderr}
-        rows += text_rows("InfiniGen with 64 tokens", 64 / length, 2 * full, full, **shape)
-        rows += text_rows("H2O with 64 tokens", 64 / length, 200.0, full, **shape)
-    write_accuracy(results, "fig19", rows)
-
-
-def write_choices(results: Path) -> None:
-    rows = []
-    for choice, (perplexity, kl) in {"": (12, 0.06), ", pool_frac=0.5, eviction=artifact": (14, 0.07)}.items():
-        rows += text_rows(f"InfiniGen{choice}", 0.2, perplexity)
-        rows.append(rows[-1] | {"metric": "kl_nats", "value": kl})
-    write_accuracy(results, "choices", [*rows, rows[0] | {"task": "wikitext2[256:512]", "value": 500.0}])
-
-
-def write_index(results: Path) -> None:
-    rows = []
-    for (kind, gain), ratio in product((("columns", 1.0), ("coded, 4 bits", 0.5)), (0.1, 0.3, 0.5)):
-        common = {"label": kind, "size": 0.16, "resident_frac": gain * ratio / 2, "run_id": f"{kind}{ratio}"}
-        rows.append(common | {"task": "offline", "metric": "kl_nats", "value": gain * 0.02 / ratio})
-        for task in ("kv_recall", "passkey"):
-            rows.append(common | {"task": task, "metric": "acc", "value": 0.3 + ratio / gain / 3})
-    write_accuracy(results, "index", rows)
-
-
-def write_board(results: Path) -> None:
-    """Methods of every family at three sizes, the step timed at the middle one, and a method with its own size."""
-    rows: list[dict[str, Any]] = [{"label": "Full cache", "family": "reads all", "size": 1, "kl_nats": 0}]
-    rows.append({"label": "INT4", "family": "codes", "size": 0.33, "kl_nats": 0.1})
-    families = (("InfiniGen", "retrieves", 1), ("H2O", "evicts", 4), ("Oracle", "oracle", 0.3))
-    for (label, family, scale), size in product(families, (0.10, 0.16, 0.25)):
-        sized = {"label": label, "family": family, "asked_size": size, "size": size}
-        front = {"front": "size, step time" if size > 0.1 else "size"} if scale == 1 else {}
-        timed = {"step_source": "emulated" if size == 0.16 else "modelled"}
-        rows.append(sized | front | timed | {"kl_nats": 0.002 * scale / size**2})
-    for row in rows:
-        row["step_s"] = None if row["family"] == "oracle" else 0.02 + 0.1 * row["size"]
-    write(results, "leaderboard", columns.BOARD, {"kl_nats_stderr": 0.001}, rows)
-
-
-def write_needles(results: Path) -> None:
-    rows = []
-    for label, prefill, parts in (("Full cache", "", 5), ("H2O", "dense", 4), ("H2O", "question", 4)):
-        # The cells show these by themselves: no band of their own.
-        shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
-        settings = f"alpha=4, {shown}, prefill={prefill}" if prefill else None
-        common = {"label": label, "settings": settings, "size": 0.16 if prefill else 1, "metric": "2048"}
-        rows.append(common | {"task": "niah_single_1", "value": 0.5})
-        for part in range(parts):
-            task = f"niah_single_1[2048, {20 * part}-{20 * part + 20} %]"
-            rows.append(common | {"task": task, "num_samples": 1 if part else 7, "value": part / 4})
-    write_accuracy(results, "ruler", rows)
-
-
-def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[dict[str, Any]]:
+def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[Row]:
     times = [(label, scale * TIMES[label][0], scale * TIMES[label][1]) for label in labels]
     return [{"label": at, "prefill_s": pre, "decode_s": post, "total_s": pre + post} | shape for at, pre, post in times]
 
 
-TIMED: dict[str, list[dict[str, Any]]] = {
+TIMED = {
     "fig14": time_rows(),
     "fig15": [*time_rows(batch_size=1), *time_rows(["ideal", "offload"], batch_size=8)],
     "fig16a": [*time_rows(), *time_rows(["infinigen"], prompt_len=512)],  # no offload at 512
     "fig16b": [row for each in ("13b", "30b", "6.7b") for row in time_rows(model=f"opt-{each}")],
     "fig18": [
-        row
-        | {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001, "transfer_s": row["decode_s"] / 1000}
-        | ({"prediction_s": 0.0003} if row["label"] == "infinigen+int4" else {})
+        row | SEGMENTS | {"transfer_s": row["decode_s"] / 1000, "prediction_s": 0.0003 if "in" in row["label"] else ""}
         for row in time_rows()
     ],
 }
-
 
 SIMILAR = {"H2O": {10: 1.0, 500: 0.9, 1990: 0.7}, "Oracle": {10: 1.0, 500: 0.99, 1990: 0.98}}
 SHARES, COUNTS = {0: 0.5, 32: 0.25, 64: 0.0, 96: 0.25}, {500: 80.0, 1000: 140.0, 1500: 150.0}
@@ -224,20 +203,16 @@ SPARSE = {2048: 0.1, 4096: 0.2, 8192: 0.4}
 SKEWED = {"before skewing": {0: 2.0, 1: 1.5, 2: 1.0}, "after skewing": {0: 4.0, 1: 0.5, 2: 0.2}}
 CURVES: dict[str, list[tuple]] = {  # series, metric, x_name, value by x, layer
     "fig2": [
-        ("KV cache", "bytes", "seq_len", {x: x * 2.0**24 for x in (1024, 2048, 4096)}, None),
-        ("weights", "bytes", "seq_len", dict.fromkeys((1024, 2048, 4096), 2.0**31), None),
-        ("KV cache", "bytes", "batch_size", {x: x * 2.0**24 for x in (1, 4, 16)}, None),
-        ("weights", "bytes", "batch_size", dict.fromkeys((1, 4, 16), 2.0**31), None),
+        (name, "bytes", x_name, {x: slope * x + offset for x in xs}, None)
+        for x_name, xs in {"seq_len": (1024, 2048, 4096), "batch_size": (1, 4, 16)}.items()
+        for name, slope, offset in (("KV cache", 2**24, 0), ("weights", 0, 2**31))
     ],
     "fig4": [(name, "cosine_similarity", "token", SIMILAR[name], at) for at in (0, 18) for name in SIMILAR],
     "fig5": [
         *((f"layer {at}", "share_of_queries", "key_tokens", SHARES, at) for at in (0, 18)),
         *((f"layer {at}", "key_tokens_for_0.9", "query_token", COUNTS, at) for at in (0, 18)),
     ],
-    "fig7": [
-        *((name, "query_magnitude", "column_rank", SKEWED[name], 18) for name in SKEWED),
-        *((name, "key_magnitude", "column_rank", SKEWED[name], 18) for name in SKEWED),
-    ],
+    "fig7": [(name, f"{of}_magnitude", "column_rank", SKEWED[name], 18) for of in ("query", "key") for name in SKEWED],
     "fig20": [
         *((f"layer {at}", "share_of_sparse_queries", "seq_len", SPARSE, at) for at in (0, 18)),
         ("key 7", "attention_weight", "query_token", {6000: 0.01, 7000: 0.02}, 18),
@@ -255,22 +230,35 @@ def curve_rows(name: str) -> list[Row]:
     ]
 
 
-WRITERS = {
-    "fig11": write_fig11,
-    "fig12": write_fig12,
-    "fig13": write_fig13,
-    "fig17": write_fig17,
-    "fig19": write_fig19,
-    "table2": write_table2,
-    "choices": write_choices,
-    "long_decode": write_long_decode,
-    "frontier": write_board,
-    "index": write_index,
-    "ruler": write_needles,
-    **{name: lambda results, name=name: write_latency(results, name, TIMED[name]) for name in TIMED},
-    **{name: lambda results, name=name: write_analysis(results, name, curve_rows(name)) for name in CURVES},
-    **{f"{name}-modelled": costmodel.write_tables for name in costmodel.FIGURES},
+ROWS: dict[str, list[Row]] = {
+    **dict(map(parsed, TABLES.split("\n\n"))),
+    **TIMED,
+    **{name: curve_rows(name) for name in CURVES},
+    "ruler": [*chunked_ruler()],
+    "leaderboard": [*board()],
 }
+SHAPES = {
+    **dict.fromkeys((*TIMED, "fig17-latency"), columns.LATENCY),
+    **dict.fromkeys(CURVES, columns.ANALYSIS),
+    "leaderboard": columns.BOARD,
+}
+"""Of the tables that are none of accuracy."""
+COMMON = {
+    "model": "tiny", "num_samples": 48, "num_fewshot": 0, "stderr": 0.03, "run_id": "0" * 16, "platform": "cpu",
+    "batch_size": 4, "prompt_len": 1024, "gen_len": 8,
+}  # fmt: skip
+
+
+def write(results: Path, name: str, rows: Iterable[Row] | None = None, **cells: Any) -> None:
+    """One of the tables, with other rows or with `cells` in all of them."""
+    shape = SHAPES.get(name, columns.ACCURACY)
+    common = COMMON | {"experiment": name, "source": "emulated" if shape is columns.LATENCY else "measured"}
+    path = results / "tables" / f"{name}.csv"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, columns.names(shape), restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(common | row | cells for row in (ROWS[name] if rows is None else rows))
 
 
 # What a figure shows
@@ -285,7 +273,15 @@ def draw(name: str, results: Path) -> Figure:
 
 
 def drawn(name: str, results: Path) -> Figure:
-    WRITERS[name](results)
+    """The figure when all tables are there."""
+    for table in ROWS:
+        write(results, table)
+    return draw(name, results)
+
+
+def drawn_of(name: str, results: Path, rows: Iterable[Row], **cells: Any) -> Figure:
+    """The figure of other rows, alone."""
+    write(results, name, rows, **cells)
     return draw(name, results)
 
 
@@ -335,6 +331,7 @@ def levels(axes: Axes, name: str = style.FULL) -> list[float]:
     return [line.get_ydata()[0] for line in axes.lines if line.get_label() == name]
 
 
+MODELLED = [f"{name}-modelled" for name in costmodel.FIGURES]
 UNITS = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity", "(GiB)", "(tokens)", "cosine similarity", "mean |")
 
 
@@ -356,8 +353,10 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["fig12", "fig18", "frontier", "ruler"])  # lines, hatches, parts, images
 def test_reruns_give_equal_bytes(name: str, tmp_path, monkeypatch) -> None:
-    assert set(WRITERS) == set(DRAWINGS)
-    WRITERS[name](tmp_path)
+    assert {*DRAWINGS} == {*ROWS, *MODELLED, "frontier"} - {"perplexity", "fig17-latency", "leaderboard"}
+    for table in ROWS:
+        write(tmp_path, table)
+    monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})
     monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time
     kept = drawing.FORMATS if name == "fig12" else ("png", "svg")  # a PDF takes long
     monkeypatch.setattr(drawing, "FORMATS", {kind: drawing.FORMATS[kind] for kind in kept})
@@ -386,45 +385,36 @@ def test_a_line_joins_runs_of_one_kind(tmp_path) -> None:
     row = {"label": "InfiniGen", "task": "copa", "metric": "acc", "value": 0.5}
     sized = [row | {"size": size, "settings": f"rank=3, size={size}"} for size in (0.1, 0.2)]
     by_setting = [row | {"size": 0.15, "settings": "alpha=4, max_size=3"}]
-    write_accuracy(tmp_path, "fig11", sized + by_setting)
-    (axes,) = draw("fig11", tmp_path).axes
+    (axes,) = drawn_of("fig11", tmp_path, sized + by_setting).axes
     found = {name: list(xy(axes, name)[0]) for name in lines(axes)}
     assert found == {"InfiniGen": [10, 20], "InfiniGen, size not set": [15]}
     assert {line.lines[0].get_color() for line in lines(axes).values()} == {style.LOOKS["InfiniGen"].color}
-    write_accuracy(tmp_path, "fig11", by_setting)
-    assert list(lines(draw("fig11", tmp_path).axes[0])) == ["InfiniGen"]
-
-
-def paired(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as a table has it: all but the full cache's with a difference to it."""
-    return dict(row) | ({} if row.get("method") == "full" else {"difference": -0.2, "difference_stderr": 0.01})
+    assert list(lines(drawn_of("fig11", tmp_path, by_setting).axes[0])) == ["InfiniGen"]
 
 
 def test_bars_are_errors_of_the_difference_where_the_table_has_it(tmp_path) -> None:
-    rows = task_rows("kv_recall")
-    write_accuracy(tmp_path, "fig11", map(paired, rows))
-    figure = draw("fig11", tmp_path)
+    of_difference = {"difference": -0.2, "difference_stderr": 0.01}
+    rows = [row if row.get("method") else row | of_difference for row in ROWS["fig11"] if row["task"] == "kv_recall"]
+    figure = drawn_of("fig11", tmp_path, rows)
     np.testing.assert_allclose(bar_of(figure.axes[0], "InfiniGen"), [59, 61])
     assert not figure.axes[0].patches, "no band of the full cache's own error, which the differences do not have"
     assert note(figure).endswith("bars: standard error of the difference to the full cache")
-    write_accuracy(tmp_path, "fig11", [*map(paired, rows), *task_rows("passkey")])
-    figure = draw("fig11", tmp_path)
+    figure = drawn_of("fig11", tmp_path, [*rows, *(row for row in ROWS["fig11"] if row["task"] == "passkey")])
     assert [len(axes.patches) for axes in figure.axes] == [0, 1]
     assert note(figure).endswith("to the full cache, else of the value")
 
 
-def test_models_numbers_of_samples_sources_and_runs_share_no_panel(tmp_path) -> None:
-    rows = task_rows("copa")
-    other = [row | {"model": "other"} for row in rows] + [row | {"num_samples": 8} for row in rows]
-    write_accuracy(tmp_path, "fig11", [*rows, *other])
-    titles = [axes.get_title() for axes in draw("fig11", tmp_path).axes]
-    assert titles == ["tiny, n = 48", "other, n = 48", "tiny, n = 8"]
-    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(source="modelled")])
-    titles = [axes.get_title() for axes in draw("fig14", tmp_path).axes]
-    assert titles == ["source: emulated", "source: modelled"]
-    rows = [row for row in curve_rows("fig4") if row["layer"] == 0]
-    write_analysis(tmp_path, "fig4", [*rows, *(dict(row) | {"run_id": "1" * 16} for row in rows)])
-    assert [axes.get_title() for axes in draw("fig4", tmp_path).axes] == ["run " + "0" * 16, "run " + "1" * 16]
+@pytest.mark.parametrize(
+    ("name", "changes", "titles"),
+    [
+        ("fig12", [{"model": "other"}, {"num_samples": 8}], ["tiny, n = 3", "other, n = 3", "tiny, n = 8"]),
+        ("fig14", [{"source": "modelled"}], ["source: emulated", "source: modelled"]),
+        ("fig7", [{"run_id": "1" * 16}], [f"run {number * 16}" for number in "0011"]),
+    ],
+)
+def test_models_numbers_of_samples_sources_and_runs_share_no_panel(name, changes, titles, tmp_path) -> None:
+    figure = drawn_of(name, tmp_path, [row | change for change in ({}, *changes) for row in ROWS[name]])
+    assert [axes.get_title() for axes in figure.axes] == titles
 
 
 def test_a_line_over_chunks_breaks_at_a_missing_one(tmp_path) -> None:
@@ -434,11 +424,11 @@ def test_a_line_over_chunks_breaks_at_a_missing_one(tmp_path) -> None:
     np.testing.assert_allclose(xy(axes, "H2O, 16 %"), [[384, 640, 896], [21, np.nan, 22]])
     assert list(axes.get_xticks()) == [256, 512, 768, 1024]
     assert lines(axes)["Full cache"][0].get_linestyle() == "--"
-    figure = drawn("long_decode", tmp_path)
+    figure = draw("long_decode", tmp_path)
     kl, perplexity = figure.axes
     assert [kl.get_ylabel(), perplexity.get_ylabel()] == [accuracy.AXES["kl_nats"], accuracy.AXES["text_perplexity"]]
     assert set(lines(kl)) == {"InfiniGen, 16 %", "H2O, 16 %"} == set(lines(perplexity)) - {"Full cache"}
-    np.testing.assert_allclose(xy(kl, "H2O, 16 %"), [[128, 384, 640, 896], [0.8, 1.6, 2.4, 3.2]])
+    np.testing.assert_allclose(xy(kl, "H2O, 16 %"), [[128, 384], [0.8, 1.6]])
     np.testing.assert_allclose(bar_of(kl, "H2O, 16 %", 1), [1.4, 1.8])
     assert (kl.get_yscale(), perplexity.get_yscale()) == ("log", "linear") and "1,024 tokens" in note(figure)
 
@@ -450,8 +440,8 @@ def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(tmp_path) -> None
     assert levels(recall) == [85, 85] and bar_heights(kl) == {"InfiniGen": [0.1], "InfiniGen without skewing": [0.3]}
     row = {"task": "passkey", "metric": "acc", "size": 0.2, "value": 0.6}
     rows = [row | {"label": "InfiniGen without skewing"}, row | {"label": "InfiniGen", "num_samples": 8}]
-    write_accuracy(tmp_path, "fig13", rows)
-    assert list(bar_heights(draw("fig13", tmp_path).axes[0])) == ["InfiniGen without skewing"], "no partner, a gap"
+    (axes, *_) = drawn_of("fig13", tmp_path, rows).axes
+    assert list(bar_heights(axes)) == ["InfiniGen without skewing"], "no partner, a gap"
 
 
 def test_fig17_has_two_axes_a_setting_and_draws_what_there_is(tmp_path) -> None:
@@ -470,7 +460,7 @@ def test_fig19_has_sizes_and_lengths_apart_and_says_where_a_bar_is_missing(tmp_p
     figure = drawn("fig19", tmp_path)
     assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT4"]
     sizes, lengths = figure.axes
-    np.testing.assert_allclose(xy(sizes, "H2O"), [[10, 20, 40], [30, 20, 15]])
+    np.testing.assert_allclose(xy(sizes, "H2O"), [[10, 20, 40], [50, 30, 16]])
     assert set(levels(sizes)) == {10} and sizes.get_yscale() == "linear"
     np.testing.assert_allclose(xy(lengths, "Full cache"), [[1024, 8192], [14, 8]])
     np.testing.assert_allclose(xy(lengths, "InfiniGen"), [[1024, 8192], [28, 16]])
@@ -492,10 +482,13 @@ def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(tmp_path) ->
     assert hollow_points(others[0]) == [(0, 11.68), (1, 19.64), (2, 11.68), (3, 11.68)], "WikiText-2 alone"
 
 
-@pytest.mark.parametrize(("change", "count"), [({}, 3), ({"task": "ptb"}, 0), ({"seq_len": 1024}, 0)])
-def test_table2_of_the_papers_model_has_them_on_its_bars(change, count: int, tmp_path) -> None:
-    write_table2(tmp_path, model="opt-13b", difference=2.0, difference_stderr=0.5, **change)
-    figure = draw("table2", tmp_path)
+@pytest.mark.parametrize(
+    ("old", "new", "count"), [("", "", 3), ("wikitext2", "ptb", 0), ("seq_len=2048", "seq_len=1024", 0)]
+)
+def test_table2_of_the_papers_model_has_them_on_its_bars(old, new, count: int, tmp_path) -> None:
+    (text,) = (block for block in TABLES.split("\n\n") if block.startswith("table2"))
+    _, rows = parsed(text.replace(old, new))
+    figure = drawn_of("table2", tmp_path, rows, model="opt-13b", difference=2.0, difference_stderr=0.5)
     ours, *others = figure.axes
     assert len(others) == 4 and hollow_points(ours) == [(0, 10.55), (1, 30.99), (2, 10.55)][:count]
     np.testing.assert_allclose(ours.collections[0].get_segments()[0][:, 1], [10.5, 11.5])
@@ -531,8 +524,8 @@ def test_the_leaderboard_names_every_method_and_its_fronts(tmp_path) -> None:
 def test_an_index_is_drawn_at_its_size_on_the_device(tmp_path) -> None:
     figure = drawn("index", tmp_path)
     kl, score = figure.axes
-    np.testing.assert_allclose(xy(kl, "coded, 4 bits"), [[2.5, 7.5, 12.5], [0.1, 0.1 / 3, 0.02]])
-    np.testing.assert_allclose(xy(score, "columns"), [[5, 15, 25], [100 / 3, 40, 140 / 3]])
+    np.testing.assert_allclose(xy(kl, "coded, 4 bits"), [[2.5, 7.5, 12.5], [0.1, 0.03, 0.02]])
+    np.testing.assert_allclose(xy(score, "columns"), [[5, 15, 25], [33, 40, 47]])
     np.testing.assert_allclose(np.diff(bar_of(score, "columns")), 2 * 3 / 2**0.5)
     assert legend(figure) == ["columns", "coded, 4 bits"]
 
@@ -559,19 +552,19 @@ def test_figures_of_analyses(tmp_path) -> None:
     np.testing.assert_allclose(xy(by_length, "KV cache"), [[1024, 2048, 4096], [16, 32, 64]])
     np.testing.assert_allclose(xy(by_batch, "weights"), [[1, 4, 16], [2, 2, 2]])
     assert "batch 16" in by_length.get_xlabel() and "2,048 tokens" in by_batch.get_xlabel()
-    figure = drawn("fig4", tmp_path)
+    figure = draw("fig4", tmp_path)
     assert [axes.get_title() for axes in figure.axes] == ["layer 0", "layer 18"]
     np.testing.assert_allclose(xy(figure.axes[1], "H2O"), [[10, 500, 1990], [1, 0.9, 0.7]])
-    histogram, counts = drawn("fig5", tmp_path).axes
+    histogram, counts = draw("fig5", tmp_path).axes
     (steps,) = [patch for patch in histogram.patches if patch.get_label() == "layer 18"]
     np.testing.assert_allclose(steps.get_data().values, [50, 25, 0, 25])
     np.testing.assert_allclose(steps.get_data().edges, [0, 32, 64, 96, 128])
     np.testing.assert_allclose(xy(counts, "layer 0"), [[500, 1000, 1500], [80, 140, 150]])
-    query, key = drawn("fig7", tmp_path).axes
+    query, key = draw("fig7", tmp_path).axes
     assert "|Q|" in query.get_ylabel() and "|K|" in key.get_ylabel()
     np.testing.assert_allclose(xy(key, "after skewing"), [[0, 1, 2], [4, 0.5, 0.2]])
 
-    shares, weights = drawn("fig20", tmp_path).axes
+    shares, weights = draw("fig20", tmp_path).axes
     np.testing.assert_allclose(xy(shares, "layer 0"), [[2048, 4096, 8192], [10, 20, 40]])
     np.testing.assert_allclose(xy(weights, "key 1200"), [[6000, 7000], [2, 4]])
     assert "layer 18" in weights.get_xlabel()
@@ -581,15 +574,11 @@ def test_figures_of_analyses(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "shown"),
-    [
-        ({"model": "opt-6.7b"}, True),
-        ({"model": "opt-13b"}, False),
-        ({"model": "opt-6.7b", "layer": 17}, False),
-    ],
+    [({"model": "opt-6.7b"}, True), ({"model": "opt-13b"}, False), ({"model": "opt-6.7b", "layer": 17}, False)],
 )
 def test_published_counts_only_of_the_same_layer_and_model(change, shown: bool, tmp_path) -> None:
-    write_analysis(tmp_path, "fig5", [dict(row) | change for row in curve_rows("fig5")])
-    found = [point for axes in draw("fig5", tmp_path).axes for point in hollow_points(axes, analysis.OF_PG19)]
+    figure = drawn_of("fig5", tmp_path, ROWS["fig5"], **change)
+    found = [point for axes in figure.axes for point in hollow_points(axes, analysis.OF_PG19)]
     expected = {(500, 80), (1000, 146), (1500, 160), (2000, 164), (998, 172), (999, 164), (1001, 154), (1002, 140)}
     assert set(found) == (expected if shown else set())
 
@@ -601,10 +590,10 @@ def test_times_are_stacked_and_grouped(tmp_path) -> None:
     (decode,) = [bar for bar in axes.containers if bar.get_label() == "_offload"]
     assert decode.patches[0].get_y() == 1.2 and decode.patches[0].get_height() == 9.0
     assert note(figure) == "tiny, cpu, source: emulated, batch 4, prompt 1,024, 8 generated"
-    (axes,) = drawn("fig15", tmp_path).axes
+    (axes,) = draw("fig15", tmp_path).axes
     assert tick_labels(axes) == ["1", "8"]
     np.testing.assert_allclose(bar_heights(axes)["infinigen"], [1.9, np.nan])
-    (axes,) = drawn("fig18", tmp_path).axes
+    (axes,) = draw("fig18", tmp_path).axes
     heights = bar_heights(axes)
     assert list(heights) == ["attention", "FFN", "prediction", "transfer", "other"]
     offload = list(TIMES).index("offload")
@@ -616,13 +605,13 @@ def test_fig16_divides_offload_by_the_label_and_orders_models_by_size(tmp_path) 
     np.testing.assert_allclose(bar_heights(total)["infinigen"], [np.nan, 10.2 / 3.2])
     np.testing.assert_allclose(bar_heights(decode)["infinigen"], [np.nan, 9.0 / 1.9])
     assert "offload" not in bar_heights(total) and tick_labels(total) == ["520", "1,032"]
-    assert tick_labels(drawn("fig16b", tmp_path).axes[0]) == ["opt-6.7b", "opt-13b", "opt-30b"]
+    assert tick_labels(draw("fig16b", tmp_path).axes[0]) == ["opt-6.7b", "opt-13b", "opt-30b"]
 
 
 def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path) -> None:
     slow = time_rows(["offload-pageable"], scale=4)
-    write_latency(tmp_path, "fig14", [*time_rows(["offload", "infinigen", "ideal"]), *slow])
-    everything, close_up = draw("fig14", tmp_path).axes
+    rows = [*time_rows(["offload", "infinigen", "ideal"]), *slow]
+    everything, close_up = drawn_of("fig14", tmp_path, rows).axes
     assert "offload-pageable" in tick_labels(everything)
     assert close_up.get_title() == "offload and faster" and tick_labels(close_up) == ["ideal", "offload", "infinigen"]
 
@@ -655,23 +644,21 @@ def test_modelled_figures_have_their_own_rows_and_the_published_numbers(tmp_path
     ],
 )
 def test_published_points_only_where_the_setup_matches(name, batch, expected, tmp_path) -> None:
-    segments = dict.fromkeys(columns.names(columns.SEGMENTS), 0.001)
-    rows = time_rows(batch_size=batch, **(PAPER_SHAPE | (segments if name == "fig18" else {})))
-    write_latency(tmp_path, name, rows)
-    figure = draw(name, tmp_path)
+    shape = PAPER_SHAPE | {"batch_size": batch}
+    figure = drawn_of(name, tmp_path, TIMED["fig18"], **shape)
     assert any(text.startswith(style.OF_PAPER) for text in legend(figure))
     assert {y for _, y in hollow_points(figure.axes[0])} == expected
     for change in {"source": "modelled", "model": "opt-6.7b", "prompt_len": 1024, "batch_size": batch + 1}.items():
-        write_latency(tmp_path, name, [row | dict([change]) for row in rows])
-        assert not any(map(hollow_points, draw(name, tmp_path).axes)), change
+        figure = drawn_of(name, tmp_path, TIMED["fig18"], **shape | dict([change]))
+        assert not any(map(hollow_points, figure.axes)), change
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.7004, {1.18, 1.28, 1.34}), (1.0, set()), (None, set())])
 def test_fig16b_published_points_stand_beside_the_papers_share_of_weights(share, expected, tmp_path) -> None:
     shape = PAPER_SHAPE | {"batch_size": 4}
-    largest = [row | {"weights_on_device": share} for row in time_rows(**shape | {"model": "opt-30b"})]
-    write_latency(tmp_path, "fig16b", [*time_rows(**shape), *largest])
-    assert {y for _, y in hollow_points(draw("fig16b", tmp_path).axes[0])} == expected
+    largest = time_rows(**shape | {"model": "opt-30b", "weights_on_device": share})
+    figure = drawn_of("fig16b", tmp_path, [*time_rows(**shape), *largest])
+    assert {y for _, y in hollow_points(figure.axes[0])} == expected
 
 
 # Looks, damage, files
@@ -689,8 +676,8 @@ def test_labels_that_are_not_listed_have_looks_of_their_own_in_all_figures_of_a_
 
 
 def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path) -> None:
-    write_latency(tmp_path, "fig14", [*time_rows(), *time_rows(["ideal"])])
-    write_fig12(tmp_path)
+    write(tmp_path, "fig14", [*time_rows(), *time_rows(["ideal"])])
+    write(tmp_path, "fig12")
     with pytest.raises(UserError, match=r"^fig14: several rows with label=ideal at tiny, batch 4[^;]*$"):
         plots.main(tmp_path)
     names = [path.name for path in sorted((tmp_path / "figures").iterdir())]
@@ -699,7 +686,7 @@ def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path) -> No
 
 @pytest.mark.parametrize("text", ["", "model,label\na,b\n", "\x00\x01", "experiment,size\nfig11,much\n"])
 def test_a_damaged_table_is_named_and_one_without_rows_is_no_figure(text: str, tmp_path) -> None:
-    write_accuracy(tmp_path, "fig11", [])
+    write(tmp_path, "fig11", [])
     with pytest.raises(UserError, match=r"make accuracy"):
         plots.main(tmp_path)
     (tmp_path / "tables" / "fig11.csv").write_text(text)
@@ -709,7 +696,7 @@ def test_a_damaged_table_is_named_and_one_without_rows_is_no_figure(text: str, t
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_a_full_disk_leaves_nothing(tmp_path, monkeypatch) -> None:
-    write_fig12(tmp_path)
+    write(tmp_path, "fig12")
     write_bytes = Path.write_bytes
 
     def full(path: Path, content: bytes) -> int:

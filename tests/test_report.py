@@ -240,12 +240,8 @@ def test_published_numbers_stand_beside_ours():
 
 
 def test_models_are_compared_where_both_have_a_number():
-    ours = [
-        score("A", 0.1, 0.5),
-        score("B", 0.1, 0.6),
-        score("A", 0.1, 0.02, metric="kl_nats"),
-        score("A", 0.1, 2, task="x"),
-    ]
+    ours = [score("A", 0.1, 0.5), score("B", 0.1, 0.6)]
+    ours += [score("A", 0.1, 0.02, metric="kl_nats"), score("A", 0.1, 2, task="x")]
     theirs = [score("A", 0.1, 0.25), score("C", 0.1, 0.6)]
     sheet = side_by_side({"m": [*map(typed, ours)], "n": [*map(typed, theirs)]})
     assert sheet.header == ["label", "settings", "passkey acc (%), m", "passkey acc (%), n"]
@@ -323,7 +319,7 @@ def refusal(results: Path) -> str:
 def test_damaged_input_is_named(file, text, message, tmp_path):
     for folder in ("figures", "tables"):
         (tmp_path / folder).mkdir()
-    (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / file).write_text(text)
     assert message in refusal(tmp_path)
 
 
