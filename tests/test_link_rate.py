@@ -82,8 +82,8 @@ def test_each_device_is_measured_once_and_kept(tmp_path, measured):
     }  # fmt: skip
 
 
-def with_tuning(**changes):
-    return json.dumps({"GPU": 5e10, "GPU, tuning": TUNING | changes})
+def tuned(tuning):
+    return json.dumps({"GPU": 5e10, "GPU, tuning": tuning})
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,8 @@ def with_tuning(**changes):
         *((f'{{"NAME": {rate}}}', CPU, "is no rate") for rate in ("NaN", "-1.0", '"fast"')),
         *((text, CUDA, "damaged") for text in ("{", "[1]")),
         ('{"GPU": 5e10}', CUDA, None),
-        ('{"GPU": 5e10, "GPU, tuning": 3}', CUDA, None),
-        ('{"GPU": 5e10, "GPU, tuning": {"num_programs": 64}}', CUDA, None),
-        (with_tuning(num_programs=0), CUDA, None),
-        (with_tuning(bytes_in_flight="many"), CUDA, None),
+        *((tuned(tuning), CUDA, None) for tuning in (3, {"num_programs": 64}, TUNING | {"num_programs": 0})),
+        (tuned(TUNING | {"bytes_in_flight": "many"}), CUDA, None),
     ],
 )
 def test_garbage_in_place_of_a_rate_is_named_and_measured_anew(text, device, said, tmp_path, measured, caplog):

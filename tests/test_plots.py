@@ -272,16 +272,10 @@ def draw(name: str, results: Path) -> Figure:
     return figure
 
 
-def drawn(name: str, results: Path) -> Figure:
-    """The figure when all tables are there."""
-    for table in ROWS:
-        write(results, table)
-    return draw(name, results)
-
-
-def drawn_of(name: str, results: Path, rows: Iterable[Row], **cells: Any) -> Figure:
-    """The figure of other rows, alone."""
-    write(results, name, rows, **cells)
+def drawn(name: str, results: Path, rows: Iterable[Row] | None = None, **cells: Any) -> Figure:
+    """The figure when all tables are there, or of other rows alone."""
+    for table in ROWS if rows is None else [name]:
+        write(results, table, rows, **cells)
     return draw(name, results)
 
 
@@ -385,21 +379,21 @@ def test_a_line_joins_runs_of_one_kind(tmp_path) -> None:
     row = {"label": "InfiniGen", "task": "copa", "metric": "acc", "value": 0.5}
     sized = [row | {"size": size, "settings": f"rank=3, size={size}"} for size in (0.1, 0.2)]
     by_setting = [row | {"size": 0.15, "settings": "alpha=4, max_size=3"}]
-    (axes,) = drawn_of("fig11", tmp_path, sized + by_setting).axes
+    (axes,) = drawn("fig11", tmp_path, sized + by_setting).axes
     found = {name: list(xy(axes, name)[0]) for name in lines(axes)}
     assert found == {"InfiniGen": [10, 20], "InfiniGen, size not set": [15]}
     assert {line.lines[0].get_color() for line in lines(axes).values()} == {style.LOOKS["InfiniGen"].color}
-    assert list(lines(drawn_of("fig11", tmp_path, by_setting).axes[0])) == ["InfiniGen"]
+    assert list(lines(drawn("fig11", tmp_path, by_setting).axes[0])) == ["InfiniGen"]
 
 
 def test_bars_are_errors_of_the_difference_where_the_table_has_it(tmp_path) -> None:
     of_difference = {"difference": -0.2, "difference_stderr": 0.01}
     rows = [row if row.get("method") else row | of_difference for row in ROWS["fig11"] if row["task"] == "kv_recall"]
-    figure = drawn_of("fig11", tmp_path, rows)
+    figure = drawn("fig11", tmp_path, rows)
     np.testing.assert_allclose(bar_of(figure.axes[0], "InfiniGen"), [59, 61])
     assert not figure.axes[0].patches, "no band of the full cache's own error, which the differences do not have"
     assert note(figure).endswith("bars: standard error of the difference to the full cache")
-    figure = drawn_of("fig11", tmp_path, [*rows, *(row for row in ROWS["fig11"] if row["task"] == "passkey")])
+    figure = drawn("fig11", tmp_path, [*rows, *(row for row in ROWS["fig11"] if row["task"] == "passkey")])
     assert [len(axes.patches) for axes in figure.axes] == [0, 1]
     assert note(figure).endswith("to the full cache, else of the value")
 
@@ -413,7 +407,7 @@ def test_bars_are_errors_of_the_difference_where_the_table_has_it(tmp_path) -> N
     ],
 )
 def test_models_numbers_of_samples_sources_and_runs_share_no_panel(name, changes, titles, tmp_path) -> None:
-    figure = drawn_of(name, tmp_path, [row | change for change in ({}, *changes) for row in ROWS[name]])
+    figure = drawn(name, tmp_path, [row | change for change in ({}, *changes) for row in ROWS[name]])
     assert [axes.get_title() for axes in figure.axes] == titles
 
 
@@ -440,7 +434,7 @@ def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(tmp_path) -> None
     assert levels(recall) == [85, 85] and bar_heights(kl) == {"InfiniGen": [0.1], "InfiniGen without skewing": [0.3]}
     row = {"task": "passkey", "metric": "acc", "size": 0.2, "value": 0.6}
     rows = [row | {"label": "InfiniGen without skewing"}, row | {"label": "InfiniGen", "num_samples": 8}]
-    (axes, *_) = drawn_of("fig13", tmp_path, rows).axes
+    (axes, *_) = drawn("fig13", tmp_path, rows).axes
     assert list(bar_heights(axes)) == ["InfiniGen without skewing"], "no partner, a gap"
 
 
@@ -473,9 +467,8 @@ def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(tmp_path) ->
     assert legend(figure) == ["Full cache", "InfiniGen", f"{style.OF_PAPER}, quoted"]
     ours, *others = figure.axes
     assert ours.get_title() == "tiny" and not hollow_points(ours)
-    assert tick_labels(ours) == ["100 %", "80 %\nfifo", "80 %\nlru"] and bar_heights(ours) == {
-        "InfiniGen": [11, 40, 12]
-    }
+    assert tick_labels(ours) == ["100 %", "80 %\nfifo", "80 %\nlru"]
+    assert bar_heights(ours) == {"InfiniGen": [11, 40, 12]}
     names = ["opt-6.7b", "opt-13b", "opt-30b", "llama2-7b", "llama2-13b"]
     assert [axes.get_title() for axes in others] == [f"{name}, published" for name in names]
     assert not any(map(bar_heights, others))
@@ -488,7 +481,7 @@ def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(tmp_path) ->
 def test_table2_of_the_papers_model_has_them_on_its_bars(old, new, count: int, tmp_path) -> None:
     (text,) = (block for block in TABLES.split("\n\n") if block.startswith("table2"))
     _, rows = parsed(text.replace(old, new))
-    figure = drawn_of("table2", tmp_path, rows, model="opt-13b", difference=2.0, difference_stderr=0.5)
+    figure = drawn("table2", tmp_path, rows, model="opt-13b", difference=2.0, difference_stderr=0.5)
     ours, *others = figure.axes
     assert len(others) == 4 and hollow_points(ours) == [(0, 10.55), (1, 30.99), (2, 10.55)][:count]
     np.testing.assert_allclose(ours.collections[0].get_segments()[0][:, 1], [10.5, 11.5])
@@ -577,7 +570,7 @@ def test_figures_of_analyses(tmp_path) -> None:
     [({"model": "opt-6.7b"}, True), ({"model": "opt-13b"}, False), ({"model": "opt-6.7b", "layer": 17}, False)],
 )
 def test_published_counts_only_of_the_same_layer_and_model(change, shown: bool, tmp_path) -> None:
-    figure = drawn_of("fig5", tmp_path, ROWS["fig5"], **change)
+    figure = drawn("fig5", tmp_path, ROWS["fig5"], **change)
     found = [point for axes in figure.axes for point in hollow_points(axes, analysis.OF_PG19)]
     expected = {(500, 80), (1000, 146), (1500, 160), (2000, 164), (998, 172), (999, 164), (1001, 154), (1002, 140)}
     assert set(found) == (expected if shown else set())
@@ -611,7 +604,7 @@ def test_fig16_divides_offload_by_the_label_and_orders_models_by_size(tmp_path) 
 def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path) -> None:
     slow = time_rows(["offload-pageable"], scale=4)
     rows = [*time_rows(["offload", "infinigen", "ideal"]), *slow]
-    everything, close_up = drawn_of("fig14", tmp_path, rows).axes
+    everything, close_up = drawn("fig14", tmp_path, rows).axes
     assert "offload-pageable" in tick_labels(everything)
     assert close_up.get_title() == "offload and faster" and tick_labels(close_up) == ["ideal", "offload", "infinigen"]
 
@@ -645,11 +638,11 @@ def test_modelled_figures_have_their_own_rows_and_the_published_numbers(tmp_path
 )
 def test_published_points_only_where_the_setup_matches(name, batch, expected, tmp_path) -> None:
     shape = PAPER_SHAPE | {"batch_size": batch}
-    figure = drawn_of(name, tmp_path, TIMED["fig18"], **shape)
+    figure = drawn(name, tmp_path, TIMED["fig18"], **shape)
     assert any(text.startswith(style.OF_PAPER) for text in legend(figure))
     assert {y for _, y in hollow_points(figure.axes[0])} == expected
     for change in {"source": "modelled", "model": "opt-6.7b", "prompt_len": 1024, "batch_size": batch + 1}.items():
-        figure = drawn_of(name, tmp_path, TIMED["fig18"], **shape | dict([change]))
+        figure = drawn(name, tmp_path, TIMED["fig18"], **shape | dict([change]))
         assert not any(map(hollow_points, figure.axes)), change
 
 
@@ -657,7 +650,7 @@ def test_published_points_only_where_the_setup_matches(name, batch, expected, tm
 def test_fig16b_published_points_stand_beside_the_papers_share_of_weights(share, expected, tmp_path) -> None:
     shape = PAPER_SHAPE | {"batch_size": 4}
     largest = time_rows(**shape | {"model": "opt-30b", "weights_on_device": share})
-    figure = drawn_of("fig16b", tmp_path, [*time_rows(**shape), *largest])
+    figure = drawn("fig16b", tmp_path, [*time_rows(**shape), *largest])
     assert {y for _, y in hollow_points(figure.axes[0])} == expected
 
 
