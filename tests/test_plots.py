@@ -123,13 +123,15 @@ columns,0.16,0.25,c,0.04,0.47,0.47
 "coded, 4 bits",0.16,0.075,e,0.03,0.5,0.5
 "coded, 4 bits",0.16,0.125,f,0.02,0.63,0.63
 """
-"""By blank lines: name and cells that all rows share; CSV. A cell under `task:metric` is a row's value of its own, one
-under `:metric` is of the row's task. A row's cell of `-` is empty whatever the others have."""
+"""Tables between blank lines. The first line has the name and the cells that all rows share; CSV follows. A column
+`task:metric` makes a row of each value in it; `:metric` takes the task from the row. An empty cell takes the shared or
+the common value, `-` stands for an empty one."""
 
 
 def parsed(block: str) -> tuple[str, list[Row]]:
     """Name and rows of one of the tables."""
-    (name, *shared), *lines = block.splitlines()[0].split(), *block.splitlines()[1:]
+    head, *lines = block.splitlines()
+    name, *shared = head.split()
     found: list[Row] = []
     for cells in csv.DictReader(lines):
         own = {key: "" if value == "-" else value for key, value in cells.items() if value}
@@ -142,7 +144,7 @@ def parsed(block: str) -> tuple[str, list[Row]]:
     return name, found
 
 
-def chunked_ruler() -> Iterator[Row]:
+def needles() -> Iterator[Row]:
     for label, prefill, parts in (("Full cache", "", 5), ("H2O", "dense", 4), ("H2O", "question", 4)):
         # The cells show these by themselves: no band of their own.
         shown = f"num_samples={len(prefill)}, metadata.max_seq_lengths=[512, 2048]"
@@ -178,7 +180,7 @@ TIMES = {  # prefill and decode seconds
     "infinigen+int4": (1.4, 1.6),
 }
 PAPER_SHAPE = {"model": "opt-13b", "platform": "cuda", "source": "measured", "prompt_len": 1920, "gen_len": 128}
-SEGMENTS = {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001}
+SEGMENTS, PREDICTS = {"attention_s": 0.001, "ffn_s": 0.0008, "other_s": 0.0001}, {"prediction_s": 0.0003}
 
 
 def time_rows(labels: Iterable[str] = TIMES, scale: float = 1.0, **shape: Any) -> list[Row]:
@@ -192,7 +194,7 @@ TIMED = {
     "fig16a": [*time_rows(), *time_rows(["infinigen"], prompt_len=512)],  # no offload at 512
     "fig16b": [row for each in ("13b", "30b", "6.7b") for row in time_rows(model=f"opt-{each}")],
     "fig18": [
-        row | SEGMENTS | {"transfer_s": row["decode_s"] / 1000, "prediction_s": 0.0003 if "in" in row["label"] else ""}
+        row | SEGMENTS | {"transfer_s": row["decode_s"] / 1000} | (PREDICTS if row["label"] == "infinigen+int4" else {})
         for row in time_rows()
     ],
 }
@@ -234,7 +236,7 @@ ROWS: dict[str, list[Row]] = {
     **dict(map(parsed, TABLES.split("\n\n"))),
     **TIMED,
     **{name: curve_rows(name) for name in CURVES},
-    "ruler": [*chunked_ruler()],
+    "ruler": [*needles()],
     "leaderboard": [*board()],
 }
 SHAPES = {
@@ -242,7 +244,7 @@ SHAPES = {
     **dict.fromkeys(CURVES, columns.ANALYSIS),
     "leaderboard": columns.BOARD,
 }
-"""Of the tables that are none of accuracy."""
+"""Columns of the tables that are not of accuracy."""
 COMMON = {
     "model": "tiny", "num_samples": 48, "num_fewshot": 0, "stderr": 0.03, "run_id": "0" * 16, "platform": "cpu",
     "batch_size": 4, "prompt_len": 1024, "gen_len": 8,
