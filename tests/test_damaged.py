@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_leaderboard import STEP, save_method
-from test_plots import WRITERS
+from test_plots import write
 from test_tables import LATENCY_METRICS, save
 
 import plots.drawing
@@ -107,16 +107,16 @@ def test_damaged_records_are_refused_or_as_they_were_written_and_break_no_table(
         path.write_bytes(before)
 
 
-TABLES = ("fig11", "fig12", "fig14", "fig16a", "frontier")
+TABLES = ("fig11", "fig12", "fig14", "fig16a", "leaderboard")
 
 
 def test_a_damaged_table_is_refused_or_drawn_and_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(plots.drawing, "rendered", lambda figure: {})  # the slow half, which reads no table
     for seed in SEEDS:
         name = TABLES[seed % len(TABLES)]
-        monkeypatch.setattr(plots.drawing, "DRAWINGS", {name: DRAWINGS[name]})
-        WRITERS[name](tmp_path)
-        path = tmp_path / "tables" / f"{'leaderboard' if name == 'frontier' else name}.csv"
+        monkeypatch.setattr(plots.drawing, "DRAWINGS", {name: DRAWINGS.get(name, DRAWINGS["frontier"])})
+        write(tmp_path, name)
+        path = tmp_path / "tables" / f"{name}.csv"
         path.write_bytes(with_damage(path.read_bytes(), seed))
         with at_most_refused(f"{name} seed {seed}"):
             plots.draw_figures(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 from omegaconf import OmegaConf
-from test_plots import bar_heights, draw, legend, lines, write_accuracy, write_latency
+from test_plots import bar_heights, draw, drawn, legend, lines, write
 
 from harness.launch.cli import main
 from harness.launch.grid import read_plan
@@ -118,8 +118,7 @@ def drawn_x(axes: Axes) -> dict[str, list[float]]:
 
 def test_table2_has_a_bar_for_every_cell_of_its_grid(tmp_path):
     cells = cells_of("table2")
-    write_accuracy(tmp_path, "table2", [score_of(cell, "perplexity") for cell in cells])
-    ours, *_ = draw("table2", tmp_path).axes
+    ours, *_ = drawn("table2", tmp_path, [score_of(cell, "perplexity") for cell in cells]).axes
     assert bar_heights(ours) == {"InfiniGen": [0.5] * len(cells)}
     pools = [text.get_text().replace("\n", " ") for text in ours.get_xticklabels()]
     policies = ["80 % fifo", "80 % lru", "80 % counter"]
@@ -132,8 +131,8 @@ def test_table2_has_a_bar_for_every_cell_of_its_grid(tmp_path):
 
 def test_fig17_has_both_halves_of_every_setting_of_its_grid(tmp_path):
     tasks, timed = ([cell for cell in cells_of("fig17") if cell.kind == kind] for kind in ("tasks", "latency"))
-    write_accuracy(tmp_path, "fig17", [score_of(cell, "acc", "kv_recall") for cell in tasks])
-    write_latency(tmp_path, "fig17-latency", [row_of(cell, decode_s=1.0) for cell in timed])
+    write(tmp_path, "fig17", [score_of(cell, "acc", "kv_recall") for cell in tasks])
+    write(tmp_path, "fig17-latency", [row_of(cell, decode_s=1.0) for cell in timed])
     figure = draw("fig17", tmp_path)
     assert legend(figure) == ["Full cache", "accuracy", "latency", "chance"]
     for cells in ([cell for cell in tasks if cell.label_given], timed):

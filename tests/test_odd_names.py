@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_plots import write_accuracy
+from test_plots import write
 from test_tables import LATENCY_METRICS, TASK_METRICS, TEXT_METRICS, save
 
 import plots
@@ -113,6 +113,6 @@ def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
 def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):
     with pytest.raises(UserError, match="tables: no table yet; `make accuracy`"):
         plots.main(tmp_path)
-    write_accuracy(tmp_path, "perplexity", [])
+    write(tmp_path, "perplexity", [])
     with pytest.raises(UserError, match=r"tables: no figure is drawn from perplexity\.csv alone; "):
         plots.main(tmp_path)
