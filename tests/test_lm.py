@@ -50,17 +50,29 @@ TEXTS = ["ab", "The quick brown fox jumps over the lazy dog. " * 3, EXAMPLES * 2
 DENSE, QUESTION = Prefill("dense"), Prefill("question")
 
 
-def instances(questions) -> list[Instance]:
+def instances(questions, kind="loglikelihood") -> list[Instance]:
+    """Each question is a list of the arguments of its choices."""
     return [
-        Instance("loglikelihood", {}, arguments, index, metadata=("task", number, 1))
+        Instance(kind, {}, arguments, index, metadata=("task", number, 1))
         for number, choices in enumerate(questions)
         for index, arguments in enumerate(choices)
     ]
 
 
-def rolling(texts) -> list[Instance]:
-    kind = "loglikelihood_rolling"
-    return [Instance(kind, {}, (text,), 0, metadata=("task", number, 1)) for number, text in enumerate(texts)]
+def work_of(monkeypatch) -> list[tuple[str, int, int]]:
+    """Each prefill and decode of a session from now on: its name, real tokens, and tokens with the padding."""
+    calls = []
+
+    def counted(name, function):
+        def count(self, ids, valid, multiplicity=None):
+            calls.append((name, int(valid.sum()), ids.numel()))
+            return function(self, ids, valid, multiplicity)
+
+        return count
+
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(ReplaySession, name, counted(name, getattr(ReplaySession, name)))
+    return calls
 
 
 def run(model, requests, method=METHODS["full"], codec=None) -> tuple[list[Score], ReadStats]:
@@ -69,25 +81,25 @@ def run(model, requests, method=METHODS["full"], codec=None) -> tuple[list[Score
         return score(requests, attached, Setup(method, codec, calibration), lambda count: None)
 
 
-def language_model(prefill, model=None, *, scorer=None, max_length=MAX_LENGTH, **options) -> ReplayLM:
-    """Scores by the full cache; without a model nothing is scored, every score is 0."""
-
-    def zeros(requests):
-        return [Score(0.0, False)] * len(requests)
-
-    scorer = scorer or (zeros if model is None else lambda requests: run(model, requests)[0])
-    loaded = LoadedModel(model, options.pop("tokenizer", TOKENIZER), "tiny", max_length, "f" * 64)
-    lm = ReplayLM(loaded, prefill, scorer, generator=pytest.fail, **options)
+def language_model(prefill, *, model=None, max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
+    """Without a scorer or generator in `options`, a request for a score or a text fails the test."""
+    workers = {"scorer": pytest.fail, "generator": pytest.fail}
+    lm = ReplayLM(LoadedModel(model, tokenizer, "tiny", max_length, "f" * 64), prefill, **(workers | options))
     lm.cache_hook.dbdict = {}
     return lm
 
 
-def hflm(model, max_length=MAX_LENGTH) -> HFLM:
-    return HFLM(pretrained=model, tokenizer=TOKENIZER, batch_size=2, max_length=max_length)
+def scoring(prefill, model, **options) -> ReplayLM:
+    """Scores by the full cache."""
+    return language_model(prefill, scorer=lambda requests: run(model, requests)[0], **options)
+
+
+def hflm(model, max_length=MAX_LENGTH, batch_size=2) -> HFLM:
+    return HFLM(pretrained=model, tokenizer=TOKENIZER, batch_size=batch_size, max_length=max_length)
 
 
 def planned(questions, prefill, **options) -> list[Request]:
-    lm = language_model(prefill, **options)
+    lm = language_model(prefill, **({"scorer": lambda requests: [Score(0.0, False)] * len(requests)} | options))
     lm.loglikelihood(instances(questions))
     return lm.requests
 
@@ -102,14 +114,14 @@ def test_full_cache_equals_hflm(family, prefill, request):
     model = request.getfixturevalue(f"tiny_{family}")
     questions = QUESTIONS if prefill.mode == "question" else QUESTIONS + UNSHARED
     expected = hflm(model).loglikelihood(instances(questions), disable_tqdm=True)
-    lm = language_model(prefill, model)
+    lm = scoring(prefill, model)
     found = lm.loglikelihood(instances(questions))
     difference = max(abs(own[0] - stock[0]) for own, stock in zip(found, expected, strict=True))
     assert difference < 1e-3, f"largest difference {difference:.1e} nats"
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
     lengths = [len(choice) for _, choice in QUESTIONS[0]]
-    means = language_model(prefill, model, mean=True).loglikelihood(instances(QUESTIONS[:1]))
+    means = scoring(prefill, model, mean=True).loglikelihood(instances(QUESTIONS[:1]))
     assert [mean for mean, _ in means] == pytest.approx([found[at][0] / n for at, n in enumerate(lengths)], abs=1e-4)
 
 
@@ -124,8 +136,8 @@ def test_a_greedy_continuation_is_recognised(tiny_gqa):
 
 @pytest.mark.parametrize("mode", ["dense", "question", "artifact"])
 @pytest.mark.parametrize("name", METHODS)
-def test_sharing_leaves_no_trace(name, mode, tiny_gqa):
-    """Scored together, with everything shared and padded, as scored one request at a time."""
+def test_sharing_and_batches_leave_no_trace(name, mode, tiny_gqa, monkeypatch):
+    """Scored together, with everything shared and padded, as scored one request at a time or in small batches."""
     method, codec = METHODS[name], CODECS.get(name)
     requests = planned(QUESTIONS, Prefill(mode, budget=0.0 if codec else method.artifact_budget()))
     together, reads = run(tiny_gqa, requests, method, codec)
@@ -138,42 +150,24 @@ def test_sharing_leaves_no_trace(name, mode, tiny_gqa):
         assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
     if name != "full":
         assert reads.size < 0.9, "the method must have dropped something for this test to mean anything"
-
-
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"streaming"}))  # refuses lengths as short as these
-def test_batches_leave_no_trace(name, tiny_gqa, monkeypatch):
-    requests = planned(QUESTIONS + UNSHARED, Prefill("artifact", budget=0.2))
-    expected, reads = run(tiny_gqa, requests, METHODS[name], CODECS.get(name))
-    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)):
+    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)) * (mode == "artifact"):
         monkeypatch.setattr(f"harness.accuracy.answers.{constant}", size)
-        found, again = run(tiny_gqa, requests, METHODS[name], CODECS.get(name))
-        assert furthest(found, expected) < 1e-3, constant
+        found, again = run(tiny_gqa, requests, method, codec)
+        assert furthest(found, together) < 1e-3, constant
         assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
 
 
 def test_each_piece_of_work_is_done_once_and_little_is_padded(tiny_gqa, monkeypatch):
-    calls, widths = {"prefill": 0, "decode": 0}, []
-
-    def counted(name):
-        function = getattr(ReplaySession, name)
-
-        def count(self, ids, valid, multiplicity=None):
-            calls[name] += int(valid.sum())
-            widths.append(ids.numel() / int(valid.sum()))
-            return function(self, ids, valid, multiplicity)
-
-        monkeypatch.setattr(ReplaySession, name, count)
-
-    counted("prefill")
-    counted("decode")
+    calls = work_of(monkeypatch)
     choices = (" red", " reddish", " blue")
     requests = planned([[("Q: a rather long question?\nA:", choice) for choice in choices]], DENSE)
     run(tiny_gqa, requests)
+    done = {kind: sum(real for name, real, _ in calls if name == kind) for kind in ("prefill", "decode")}
     # Equal in all choices: the context's last token and the space. Then "re", "reddis" and "blu" are run for each.
-    assert calls == {"prefill": requests[0].context_len - 1, "decode": 2 + 2 + 6 + 3}
-    widths.clear()
+    assert done == {"prefill": requests[0].context_len - 1, "decode": 2 + 2 + 6 + 3}
+    calls.clear()
     run(tiny_gqa, planned([[("Q:", " a"), ("Q:", "-" * 60), ("Q:", "_" * 59)]], DENSE))
-    assert max(widths) < 2
+    assert max(padded / real for _, real, padded in calls) < 2
 
 
 @pytest.mark.parametrize(
@@ -227,8 +221,7 @@ def test_refused(question, options, message):
 
 
 def test_what_fits_is_taken(tiny_gqa):
-    longest = language_model(DENSE, tiny_gqa).loglikelihood(instances([[("c" * 510, " xy")]]))
-    assert len(longest) == 1
+    assert len(run(tiny_gqa, planned([[("c" * 510, " xy")]], DENSE))[0]) == 1
     question = ("a long beginning\n\nQ: who?\nA:", " you.")
     (request,) = planned([[question]], QUESTION, max_length=30, too_long="truncate")
     assert TOKENIZER.decode(request.prompt) == " long beginning"
@@ -267,34 +260,26 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
 @pytest.mark.parametrize("max_length", [50, 512])
 @pytest.mark.parametrize("prefill", [DENSE, Prefill("artifact", budget=0.3)])
 def test_whole_texts_are_scored_as_hflm_scores_them(prefill, max_length, tiny_gqa):
-    expected = hflm(tiny_gqa, max_length).loglikelihood_rolling(rolling(TEXTS), disable_tqdm=True)
-    reads = []
-
-    def scorer(requests):
-        scores, read = run(tiny_gqa, requests)
-        reads.append(read)
-        return scores
-
-    lm = language_model(prefill, scorer=scorer, max_length=max_length)
-    found = lm.loglikelihood_rolling(rolling(TEXTS))
+    texts = instances([[(text,)] for text in TEXTS], "loglikelihood_rolling")
+    expected = hflm(tiny_gqa, max_length).loglikelihood_rolling(texts, disable_tqdm=True)
+    lm = scoring(prefill, tiny_gqa, max_length=max_length)
+    found = lm.loglikelihood_rolling(texts)
     assert found == pytest.approx(expected, abs=1e-3)
     assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
     windows = [-(-len(TOKENIZER(text)["input_ids"]) // max_length) for text in TEXTS]
     documents = [number for number, count in enumerate(windows) for _ in range(count)]
     assert [request.document[1] for request in lm.requests] == documents
-    dense = [request for request in lm.requests if request.context_len == 1]
-    assert len(dense) >= len(TEXTS)
-    assert {request.prefill_len for request in dense} == {1}, "every row past the first is a decode row"
+    dense = [request.prefill_len for request in lm.requests if request.context_len == 1]
+    assert len(dense) >= len(TEXTS) and set(dense) == {1}, "every row past the first is a decode row"
     assert all(request.final_length == len(request.ids) <= max_length + 1 for request in lm.requests)
-    assert reads[0].rows == len(decode_rows(lm.requests))
     with pytest.raises(UserError, match="task task: scores whole texts, in which prefill=question finds no question"):
-        language_model(QUESTION).loglikelihood_rolling(rolling(TEXTS))
+        language_model(QUESTION).loglikelihood_rolling(texts)
 
 
 def test_contexts_are_cut_on_the_left_as_hflm_does(tiny_gqa):
     questions = [QUESTIONS[0][:2], QUESTIONS[2]]
     expected = hflm(tiny_gqa, 40).loglikelihood(instances(questions), disable_tqdm=True)
-    lm = language_model(DENSE, tiny_gqa, max_length=40, too_long="truncate")
+    lm = scoring(DENSE, tiny_gqa, max_length=40, too_long="truncate")
     found = lm.loglikelihood(instances(questions))
     assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
     assert [len(request.ids) for request in lm.requests][:2] == [41, 41]
