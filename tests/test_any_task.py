@@ -1,18 +1,18 @@
 """Tasks, groups and tags of lm-eval by their names: found, given their rows, run as lm-eval runs them, or refused."""
+# ruff: noqa: F811, the fixture `loaded` is imported
 
 import json
 import socket
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import yaml
-from datasets import Dataset
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from test_tasks import refuse
+from test_tasks import loaded, refuse, settings, write_rows  # noqa: F401, a fixture
 from tokens import byte_tokenizer
 
 from harness.accuracy.evaluation import run_tasks
@@ -24,7 +24,6 @@ from harness.records import inputs
 from harness.settings.config import DataConfig, RunConfig
 from methods.h2o import H2O
 from tests.composed import load
-from tests.runs import tiny_loaded
 
 CHOICE = {
     "task": "toy_colours",
@@ -48,10 +47,6 @@ SUMS = {
     "doc_to_text": "Q: {{question}}\nA:",
     "doc_to_target": "{{answer}}",
     "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
-    "filter_list": [
-        {"name": "first", "filter": [{"function": "regex", "regex_pattern": "(.)"}, {"function": "take_first"}]},
-        {"name": "whole", "filter": [{"function": "take_first"}]},
-    ],
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }
 GROUP = {
@@ -65,12 +60,6 @@ def question(number: int) -> dict[str, Any]:
     return {"question": f"What is number {number}?", "options": ["red", "a blue one", "it"], "label": number % 3}
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """A user's own folder of task YAML."""
-    return write_yaml(tmp_path / "own", CHOICE, SHAPES, SUMS, GROUP)
-
-
 def write_yaml(folder: Path, *tasks: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     for task in tasks:
@@ -79,54 +68,34 @@ def write_yaml(folder: Path, *tasks: dict[str, Any]) -> Path:
 
 
 @pytest.fixture
+def folder(tmp_path) -> Path:
+    """A user's own folder of task YAML."""
+    return write_yaml(tmp_path / "own", CHOICE, SHAPES, SUMS, GROUP)
+
+
+@pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     """Rows as JSON lines and as parquet, named as on the hub; no cache of data sets outside the test's folder."""
-    import datasets
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(socket.socket, "connect", refuse)
     root = tmp_path / "data"
-    write_rows(root / "org/toy/colours/test.jsonl", [question(number) for number in range(7)])
-    write_rows(root / "org/toy/colours/dev.jsonl", [question(number) for number in range(20, 24)])
-    write_rows(root / "toy/shapes/data/test-00000-of-00002.parquet", [question(number) for number in range(30, 32)])
-    write_rows(root / "toy/shapes/data/test-00001-of-00002.parquet", [question(number) for number in range(32, 33)])
+    numbers = {
+        "org/toy/colours/test.jsonl": range(7),
+        "org/toy/colours/dev.jsonl": range(20, 24),
+        "toy/shapes/data/test-00000-of-00002.parquet": range(30, 32),
+        "toy/shapes/data/test-00001-of-00002.parquet": range(32, 33),
+    }
+    for file, of_file in numbers.items():
+        write_rows(root / file, [question(number) for number in of_file])
     write_rows(root / "toy_sums/test.json", [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(3)])
     return root
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        Dataset.from_list(rows).to_parquet(path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@cache
-def defaults() -> RunConfig:
-    return load(["experiment=tasks", "method=full"])
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    made = tiny_loaded()
-    made.model.generation_config.eos_token_id = None
-    return made
-
-
-def settings(*tasks: str, folder: Path | None = None, root: Path | None = None, **changes) -> RunConfig:
-    config = defaults()
-    own = replace(config.task, include_path=str(folder) if folder else None)
-    data = DataConfig("local", str(root)) if root else config.data
-    return replace(config, **{"tasks": tasks, "task": own, "data": data} | changes)
-
-
-def stock(config: RunConfig, loaded: LoadedModel) -> dict[str, Any]:
+def stock(config: RunConfig, loaded: LoadedModel, **options) -> dict[str, Any]:
     """What lm-eval's own `HFLM` makes of the same tasks and groups."""
-    found = load_suite(config, loaded)
     lm = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1)
-    tasks = found._asdict()
-    return evaluate(lm, tasks, limit=config.num_samples, bootstrap_iters=100)
+    tasks = load_suite(config, loaded)._asdict()
+    return evaluate(lm, tasks, limit=config.num_samples, bootstrap_iters=100, **options)
 
 
 # Names
@@ -252,11 +221,11 @@ def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
     )
     tokenizer = byte_tokenizer()
     tokenizer.name_or_path = "org/model"
-    loaded, config = replace(loaded, tokenizer=tokenizer), settings("toy_made", folder=folder)
+    loaded = replace(loaded, tokenizer=tokenizer)
 
     def docs(metadata=None, **changes):
-        task = replace(config.task, metadata=metadata or {})
-        return load_suite(replace(config, task=task, **changes), loaded).tasks["toy_made"].eval_docs
+        config = settings("toy_made", folder=folder, task={"metadata": metadata or {}}, **changes)
+        return load_suite(config, loaded).tasks["toy_made"].eval_docs
 
     assert docs()["a"][:] == docs()["a"][:] != docs(seed=1)["a"][:]
     assert docs()["q"][:] == ["org/model"] * 2
@@ -267,19 +236,16 @@ def test_rows_that_python_makes_are_the_same_in_every_run(folder, loaded):
 
 
 def test_groups_and_tags(folder, root, loaded):
-    config = settings("toy", "toy_colours", "toy_tag", folder=folder, root=root, method=H2O(), prefill="dense")
-    outcome = run_tasks(config, loaded)
-    assert list(outcome.metrics) == ["toy_colours", "toy_shapes", "toy"], "each once"
+    """A group counts as lm-eval counts it; a task that is named twice runs once."""
+    about = {"folder": folder, "root": root, "num_fewshot": 0}
+    outcome = run_tasks(settings("toy", "toy_colours", "toy_tag", method=H2O(), prefill="dense", **about), loaded)
+    assert list(outcome.metrics) == ["toy_colours", "toy_shapes", "toy"]
     assert list(outcome.samples) == list(outcome.methods) == ["toy_colours", "toy_shapes"]
-    one, two, group = outcome.metrics.values()
-    assert (one["num_samples"], two["num_samples"], group["num_samples"]) == (7, 3, 10)
-    assert group["tasks"] == ["toy_colours", "toy_shapes"]
-    sizes = sorted(metrics["size"] for metrics in (one, two))
-    assert sizes[0] <= group["size"] <= sizes[1] < 1
-
-
-def test_a_group_is_counted_as_lm_eval_counts_it(folder, root, loaded):
-    config = settings("toy", folder=folder, root=root, num_fewshot=0)
+    assert [metrics["num_samples"] for metrics in outcome.metrics.values()] == [7, 3, 10]
+    assert outcome.metrics["toy"]["tasks"] == ["toy_colours", "toy_shapes"]
+    one, two, group = (metrics["size"] for metrics in outcome.metrics.values())
+    assert min(one, two) <= group <= max(one, two) < 1
+    config = settings("toy", **about)
     own, theirs = run_tasks(config, loaded).metrics, stock(config, loaded)["results"]
     for name in ("toy", "toy_colours", "toy_shapes"):
         assert own[name]["acc"] == pytest.approx(theirs[name]["acc,none"])
@@ -287,7 +253,7 @@ def test_a_group_is_counted_as_lm_eval_counts_it(folder, root, loaded):
     assert own["toy_shapes"]["acc_norm"] == pytest.approx(theirs["toy_shapes"]["acc_norm,none"])
 
 
-def test_a_task_within_a_group_of_ones_own(folder, root, loaded):
+def test_a_task_within_a_group_of_ones_own(folder, root):
     inline = {name: value for name, value in SHAPES.items() if name not in ("task", "tag")} | {"task": "inside"}
     write_yaml(folder, GROUP | {"group": "outer", "task": ["toy_colours", inline, "toy"]})
     planned = plan(settings("outer", folder=folder, root=root))
@@ -300,11 +266,9 @@ def test_chat_templates_as_with_hflm(multiturn, folder, root, loaded):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
     loaded = replace(loaded, tokenizer=tokenizer)
-    config = settings("toy_colours", folder=folder, root=root, num_fewshot=2, num_samples=2)
     chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "system_instruction": "Be brief."}
-    config = replace(config, task=replace(config.task, **chat))
-    lm = HFLM(pretrained=loaded.model, tokenizer=tokenizer, batch_size=1)
-    theirs = evaluate(lm, {"tasks": load_suite(config, loaded).tasks}, limit=2, bootstrap_iters=0, **chat)
+    config = settings("toy_colours", folder=folder, root=root, task=chat, num_fewshot=2, num_samples=2)
+    theirs = stock(config, loaded, **chat)
     own = run_tasks(config, loaded).samples["toy_colours"]
     for mine, other in zip(own, theirs["samples"]["toy_colours"], strict=True):
         assert other["arguments"][0][0].startswith("[system] Be brief.\n[user] What is")
@@ -316,26 +280,20 @@ def test_gsm8k_as_with_hflm(root, loaded):
     rows = [{"question": f"What is {n} + 2?", "answer": f"It is more.\n#### {n + 2}"} for n in range(6)]
     for split in ("train", "test"):
         write_rows(root / f"gsm8k/{split}.jsonl", rows)
-    config = settings("gsm8k", root=root, num_samples=2, num_fewshot=2, prefill="question")
+    marker = {"question_marker": "Answer:"}
+    config = settings("gsm8k", root=root, task=marker, num_samples=2, num_fewshot=2, prefill="question")
     outcome, theirs = run_tasks(config, loaded), stock(config, loaded)
     metrics, samples = outcome.metrics["gsm8k"], outcome.samples["gsm8k"]
-    texts = [sample["resps"][0][0] for sample in theirs["samples"]["gsm8k"] if sample["filter"] == "strict-match"]
-    assert [sample["text"] for sample in samples] == texts and all(texts)
-    for name in ("exact_match,strict-match", "exact_match,flexible-extract"):
+    for name in ("strict-match", "flexible-extract"):
+        expected = [sample for sample in theirs["samples"]["gsm8k"] if sample["filter"] == name]
+        texts = [sample["resps"][0][0] for sample in expected]
+        assert [sample["text"] for sample in samples] == texts and all(texts)
+        assert [sample["filtered"][name] for sample in samples] == [each["filtered_resps"][0] for each in expected]
+        name = f"exact_match,{name}"
         assert metrics[name] == theirs["results"]["gsm8k"][name]
         assert all(name in sample for sample in samples) and f"{name}_stderr" in metrics
     assert samples[0]["target"] == rows[0]["answer"]
-    assert samples[0]["context_tokens"] > samples[0]["prefill_len"]
-
-
-def test_answers_by_filter_under_a_marker(folder, root, loaded):
-    config = settings("toy_sums", folder=folder, root=root, prefill="question", method=H2O())
-    config = replace(config, task=replace(config.task, question_marker="A:"))
-    outcome = run_tasks(config, loaded)
-    assert {"exact_match,first", "exact_match,whole"} <= set(outcome.metrics["toy_sums"])
-    for sample in outcome.samples["toy_sums"]:
-        assert sample["filtered"]["whole"] == sample["text"]
-        assert sample["context_tokens"] - sample["prefill_len"] == len("A:")
+    assert {sample["context_tokens"] - sample["prefill_len"] for sample in samples} == {len("Answer:")}
 
 
 def test_a_task_whose_code_ends_the_process_is_one_line(folder, root, loaded):
@@ -381,7 +339,7 @@ def test_a_task_that_asks_for_texts_and_for_scores(folder, root, loaded):
 def test_how_many_questions_were_truncated(folder, root, loaded):
     config = settings("toy_sums", folder=folder, root=root)
     assert "num_truncated" not in run_tasks(config, loaded).metrics["toy_sums"], "refused"
-    config = replace(config, task=replace(config.task, too_long="truncate"))
+    config = settings("toy_sums", folder=folder, root=root, task={"too_long": "truncate"})
     assert run_tasks(config, loaded).metrics["toy_sums"]["num_truncated"] == 0
     assert run_tasks(config, replace(loaded, max_length=16)).metrics["toy_sums"]["num_truncated"] == 3
 

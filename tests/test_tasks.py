@@ -7,7 +7,9 @@ import socket
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 from lm_eval.api.metrics import mean_stderr
 
@@ -30,29 +32,27 @@ MAX_LENGTH = 2048
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return tiny_loaded()
+    made = tiny_loaded()
+    made.model.generation_config.eos_token_id = None
+    return made
 
 
 def refuse(*arguments):
     raise AssertionError("the network was touched")
 
 
-@cache
-def defaults() -> RunConfig:
-    return load(["experiment=tasks"])
+defaults = cache(lambda: load(["experiment=tasks"]))
 
 
-def settings(*tasks: str, method=None, root: Path | None = None, **changes) -> RunConfig:
+def settings(
+    *tasks: str, method=None, root: Path | None = None, folder: Path | None = None, task=None, **changes
+) -> RunConfig:
+    """folder: a user's own task YAML. task: changes of the settings of `config.task`."""
     method = method or Full()
+    about = {"method": method, "method_name": type(method).__name__.lower()}
     data = DataConfig("local", str(root)) if root else DataConfig("offline")
-    values = {
-        "method": method,
-        "method_name": type(method).__name__.lower(),
-        "tasks": tasks,
-        "data": data,
-        "num_samples": 8,
-    }
-    return replace(defaults(), **(values | changes))
+    own = replace(defaults().task, include_path=str(folder) if folder else None, **(task or {}))
+    return replace(defaults(), **(about | {"tasks": tasks, "data": data, "task": own, "num_samples": 8} | changes))
 
 
 # Generated tasks
@@ -206,22 +206,22 @@ FILES = {task: (f"{task}/train.jsonl", f"{task}/validation.jsonl") for task in L
 }
 
 
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Path:
     """A data root with 8 rows in every file; no cache outside the test's folder."""
-    import datasets
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for task in LOCAL_TASKS:
         for file in FILES[task]:
-            path = tmp_path / "data" / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(ROWS[task] | {"idx": index}) + "\n" for index in range(8)))
+            write_rows(tmp_path / "data" / file, [ROWS[task] | {"idx": index} for index in range(8)])
     return tmp_path / "data"
-
-
-def load_task(name: str, config: RunConfig):
-    return load_suite(config, loaded=None).tasks[name]
 
 
 def test_every_task_is_declared():
@@ -234,7 +234,7 @@ def test_every_task_is_declared():
 @pytest.mark.parametrize("name", LOCAL_TASKS)
 def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    task = load_task(name, settings(name, root=root))
+    task = load_suite(settings(name, root=root), None).tasks[name]
     task.build_all_requests(limit=2)
     prompts, gold = PROMPTS[name]
     first = [instance for instance in task.instances if instance.doc_id == 0]
@@ -263,12 +263,12 @@ def test_local_tasks_run(name, root, loaded):
 
 def test_examples_are_lm_evals_and_follow_the_seed(root):
     def prompt(**changes) -> str:
-        task = load_task("copa", settings("copa", root=root, **changes))
+        task = load_suite(settings("copa", root=root, **changes), None).tasks["copa"]
         task.build_all_requests(limit=1)
         return task.instances[0].args[0]
 
     rows = [ROWS["copa"] | {"premise": f"It rained {number}.", "idx": number} for number in range(8)]
-    (root / "copa" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(root / "copa/train.jsonl", rows)
     assert prompt() == prompt() != prompt(seed=1)
     assert prompt(num_fewshot=0) == "It rained therefore"
 
@@ -276,9 +276,9 @@ def test_examples_are_lm_evals_and_follow_the_seed(root):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "validation.jsonl: the file is empty"),
-        (b'{"premise": 1}\n', "validation.jsonl: tasks=copa: lm-eval cannot build it from these rows (KeyError"),
-        (b"ROW\n\nROW\n", "validation.jsonl, line 2: not JSON"),
+        ("", "validation.jsonl: the file is empty"),
+        ('{"premise": 1}\n', "validation.jsonl: tasks=copa: lm-eval cannot build it from these rows (KeyError"),
+        ("ROW\n\nROW\n", "validation.jsonl, line 2: not JSON"),
         (None, "tasks=copa needs validation.jsonl"),
     ],
 )
@@ -286,7 +286,7 @@ def test_a_damaged_file_is_named_with_its_line(content, message, root, loaded):
     path = root / "copa" / "validation.jsonl"
     path.unlink()
     if content is not None:
-        path.write_bytes(content.replace(b"ROW", json.dumps(ROWS["copa"]).encode()))
+        path.write_text(content.replace("ROW", json.dumps(ROWS["copa"])))
     with pytest.raises(UserError) as error:
         run_tasks(settings("copa", root=root), loaded)
     assert message in str(error.value) and str(path.parent.parent) in str(error.value) and "\n" not in str(error.value)
