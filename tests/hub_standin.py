@@ -34,9 +34,9 @@ FILE = re.compile(rf"/(datasets/)?([^/]+/[^/]+)/resolve/{REVISION}/(.+)")
 class Repository:
     """Files by branch. gated: served only with the hub's `token`. Pull request N has the branch `refs/pr/N`."""
 
-    def __init__(self, main: Files, *, gated: bool = False, **branches: Files) -> None:
-        self.branches: dict[str, Files] = {"main": main, **branches}
-        self.gated = gated
+    def __init__(self, main: Files) -> None:
+        self.branches = {"main": main}
+        self.gated = False
         self.pull_requests: list[dict[str, Any]] = []
 
     def add_pull_request(self, number: int, title: str, author: str, files: Files) -> None:
@@ -45,9 +45,6 @@ class Repository:
             "title": title, "num": number, "author": {"name": author}, "createdAt": "2023-03-21T09:05:27.000Z",
             "status": "open", "repo": {"name": "any/name", "type": "model"}, "isPullRequest": True,
         })  # fmt: skip
-
-    def files(self, revision: str) -> Files | None:
-        return next((files for name, files in self.branches.items() if revision in (name, commit(files))), None)
 
 
 @dataclass
@@ -67,7 +64,6 @@ class Hub:
         self.faults.append((pattern, repeat(answer, times)))
 
     def asked(self, pattern: str) -> list[str]:
-        """The requests that match."""
         return [request for request in self.requests if re.search(pattern, request)]
 
 
@@ -151,9 +147,6 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.wfile.flush()
 
-    def _json(self, value: Any) -> None:
-        self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
     def _error(self, code: int, name: str, message: str) -> None:
         self.reply(code, b"", {"X-Error-Code": name, "X-Error-Message": message})
 
@@ -162,31 +155,32 @@ class Handler(BaseHTTPRequestHandler):
         repository = getattr(self.hub, kind).get(name)
         if repository is None:
             self._error(401, "RepoNotFound", "Invalid username or password.")
-        elif (files := repository.files(revision)) is not None:
-            return repository, files
-        else:
-            self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return None, {}
+            return None, {}
+        return repository, next(
+            files for name, files in repository.branches.items() if revision in (name, commit(files))
+        )
 
     def _describe(self, kind: str, name: str, what: str | None, revision: str | None, below: str | None) -> None:
         repository, files = self._find(kind, name, revision or "main")
         if repository is None:
             return
+        described: Any
         if what == "discussions":
-            self._json({"discussions": repository.pull_requests, "count": len(repository.pull_requests), "start": 0})
+            asked = repository.pull_requests
+            described = {"discussions": asked, "count": len(asked), "start": 0}
         elif what == "tree":
             folder = PurePosixPath((below or "")[1:])
             deep = "recursive=true" in urlsplit(self.path).query.lower()
-            self._json(
-                [each for path, each in entries(files).items() if folder in (path.parents if deep else [path.parent])]
-            )
+            parents = {path: path.parents if deep else [path.parent] for path in entries(files)}
+            described = [each for path, each in entries(files).items() if folder in parents[path]]
         elif what == "paths-info":
             wanted = {PurePosixPath(path) for path in parse_qs(self.sent.decode())["paths"]}
-            self._json([each for path, each in entries(files).items() if path in wanted])
+            described = [each for path, each in entries(files).items() if path in wanted]
         else:
             siblings = [{"rfilename": path, "size": len(content)} for path, content in files.items()]
-            tail = {"private": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}
-            self._json({"id": name, "sha": commit(files), "gated": repository.gated, **tail})
+            described = {"id": name, "sha": commit(files), "gated": repository.gated, "siblings": siblings}
+            described |= {"private": False, "downloads": 0, "likes": 0, "tags": []}
+        self.reply(200, json.dumps(described).encode(), {"Content-Type": "application/json"})
 
     def _serve(self, kind: str, name: str, revision: str, path: str) -> None:
         repository, files = self._find(kind, name, revision)
@@ -196,11 +190,8 @@ class Handler(BaseHTTPRequestHandler):
         if repository.gated and brought != self.hub.token:
             login = "You must have access to it. Please log in."
             ask = f"Visit https://huggingface.co/{name} to ask for access."
-            return self._error(
-                403 if brought else 401,
-                "GatedRepo",
-                f"Access to model {name} is restricted. {ask if brought else login}",
-            )
+            refusal = f"Access to model {name} is restricted. {ask if brought else login}"
+            return self._error(403 if brought else 401, "GatedRepo", refusal)
         if path not in files:
             return self._error(404, "EntryNotFound", "Entry not found")
         content = files[path]

@@ -128,8 +128,8 @@ def test_rows_of_a_task_are_of_a_revision(served):
     before = inputs.tasks(config)
     served.requests.clear()
     assert inputs.tasks(config) == before and not served.requests
-    path, about = "aps/super_glue", TASKS["aps/super_glue"]
-    served.datasets[path] = data_set(about[0], about[1] | {"premise": "It snowed"})
+    path, (part, row) = "aps/super_glue", TASKS["aps/super_glue"]
+    served.datasets[path] = data_set(part, row | {"premise": "It snowed"})
     assert inputs.tasks(config) == before
     shutil.rmtree(Path("datasets") / path.replace("/", "___"))
     after = inputs.tasks(config)

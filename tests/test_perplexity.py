@@ -22,7 +22,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
-from tests.windows import ByteTokenizer, calls_of, letters, metrics_of, on_text, stderr_of
+from tests.windows import ByteTokenizer, absent_of, calls_of, letters, metrics_of, on_text, stderr_of
 
 MAX_LENGTH = 512
 METRICS = {
@@ -72,32 +72,23 @@ def nll_of(log_probs: torch.Tensor, window, first: int) -> list[float]:
     return [-float(log_probs[t, window[t + 1]]) for t in range(first, len(window) - 1)]
 
 
-def absent(metrics: dict) -> set[str]:
-    return {name for name, value in metrics.items() if value is None}
-
-
 @pytest.mark.parametrize("prefill_len", [0, 20, 57])
 @pytest.mark.parametrize("method", [Streaming(kept_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
 def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
     corpus = CorpusConfig("offline", path=text, offset_tokens=700)
     config = settings(text, method, prefill_len=prefill_len, corpus=corpus)
     metrics = metrics_of(run_perplexity(config, loaded))
-    nll, nll_full, kl, agrees = [], [], [], []
+    scored = {"perplexity": [], "perplexity_full": [], "kl_nats": [], "top1_agreement": []}
     for window in windows(text, config):
         ours = log_probs_of_method(loaded.model, config, window)
         full = log_probs_of_model(loaded.model, window)
-        nll.append(nll_of(ours, window, prefill_len))
-        nll_full.append(nll_of(full, window, prefill_len))
-        rows = slice(prefill_len, len(window) - 1)
-        kl.append([float((p.exp() * (p - q)).sum()) for p, q in zip(full[rows], ours[rows], strict=True)])
-        agrees.append([float(p.argmax() == q.argmax()) for p, q in zip(full[rows], ours[rows], strict=True)])
-    scored = {
-        "perplexity": (nll, math.exp),
-        "perplexity_full": (nll_full, math.exp),
-        "kl_nats": (kl, float),
-        "top1_agreement": (agrees, float),
-    }
-    for name, (by_window, unit) in scored.items():
+        scored["perplexity"].append(nll_of(ours, window, prefill_len))
+        scored["perplexity_full"].append(nll_of(full, window, prefill_len))
+        rows = list(zip(full[prefill_len:-1], ours[prefill_len:-1], strict=True))
+        scored["kl_nats"].append([float((p.exp() * (p - q)).sum()) for p, q in rows])
+        scored["top1_agreement"].append([float(p.argmax() == q.argmax()) for p, q in rows])
+    for name, by_window in scored.items():
+        unit = math.exp if name.startswith("perplexity") else float
         assert metrics[name] == pytest.approx(unit(statistics.mean(sum(by_window, []))), rel=1e-4, abs=1e-5), name
         means = [unit(statistics.mean(rows)) for rows in by_window]
         assert metrics[f"{name}_stderr"] == pytest.approx(stderr_of(means), rel=1e-3, abs=1e-5), name
@@ -118,9 +109,9 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len)
 
 def test_what_cannot_be_measured_is_none(loaded, text):
     one_window = metrics_of(run_perplexity(settings(text, H2O(), num_windows=1), loaded))
-    assert absent(one_window) == {f"{name}_stderr" for name in METRICS}
+    assert absent_of(one_window) == {f"{name}_stderr" for name in METRICS}
     quantized = metrics_of(run_perplexity(settings(text, codec="int2"), loaded))
-    assert absent(quantized) == {"attention_recall", "attention_recall_stderr"}
+    assert absent_of(quantized) == {"attention_recall", "attention_recall_stderr"}
     assert quantized["size"] == pytest.approx((2 + 2 * (2 + 32 / 16) / 16) / 4)
     assert quantized["size_artifact"] == pytest.approx(2 / 16)
     assert quantized["kl_nats"] > 0
@@ -147,12 +138,10 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
     for row, (_, first, count) in zip(outcome.chunks, expected, strict=True):
         parts = [rows[first : first + count] for rows in nll]
         assert row["metrics"]["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(parts, []))), rel=1e-4)
-        each = [math.exp(statistics.mean(part)) for part in parts]
-        assert row["metrics"]["perplexity_stderr"] == pytest.approx(stderr_of(each), rel=1e-3)
+        means = [statistics.mean(part) for part in parts]
+        assert row["metrics"]["perplexity_stderr"] == pytest.approx(stderr_of([*map(math.exp, means)]), rel=1e-3)
         for name in ("nll", "nll_full"):  # the method is the full cache
-            assert [window[name] for window in row["windows"]] == pytest.approx(
-                list(map(statistics.mean, parts)), rel=1e-4
-            )
+            assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
 
 
 def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeypatch):
@@ -228,16 +217,13 @@ def test_a_perplexity_that_overflows_names_its_window(text):
     model = tiny_model("llama", num_key_value_heads=2)
     model.lm_head.weight.data.mul_(1e4)
     loaded = LoadedModel(model, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
-    with pytest.raises(
-        UserError, match=r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
-    ):
+    message = r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
+    with pytest.raises(UserError, match=message):
         run_perplexity(settings(text), loaded)
     assert as_perplexity(300.0, "") == math.exp(300)
     for nll in (300.5, math.nan, math.inf):
         with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
             as_perplexity(nll, "window 2, rows 0 to 255")
-    with (
-        pytest.raises(UserError, match="^task wikitext: a metric overflows .math range error."),
-        _lm_eval("task wikitext"),
-    ):
+    overflows = "^task wikitext: a metric overflows .math range error."
+    with pytest.raises(UserError, match=overflows), _lm_eval("task wikitext"):
         math.exp(1e3)  # as lm-eval does with the mean of a text

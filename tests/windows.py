@@ -50,6 +50,10 @@ def metrics_of(outcome: Outcome) -> dict:
     return metrics
 
 
+def absent_of(metrics: dict) -> set[str]:
+    return {name for name, value in metrics.items() if value is None}
+
+
 def stderr_of(values: list[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
