@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import CASES, Case
+from living import setup_of
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
@@ -13,16 +15,9 @@ from harness.accuracy.evaluation import decode_rows
 from harness.accuracy.lm import Prefill, ReplayLM
 from harness.errors import UserError
 from harness.model.attach import attach
-from harness.model.calibration import calibrate
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
-from harness.setup import Setup
 from harness.sizes import ReadStats
-from methods.codec import Codec
-from methods.full import Full
-from methods.h2o import H2O
-from methods.infinigen import InfiniGen
-from methods.streaming import Streaming
 
 MAX_LENGTH = 512
 TOKENIZER = byte_tokenizer()
@@ -38,14 +33,6 @@ UNSHARED = [
     [("", "ab"), ("", "cd")],  # nothing is equal after the prompt
     [("A single", " continuation of one context")],
 ]
-METHODS = {
-    "full": Full(),
-    "h2o": H2O(heavy_frac=0.15, recent_frac=0.15),
-    "infinigen": InfiniGen(max_fetch_frac=0.3),
-    "streaming": Streaming(kept_frac=0.3),
-    "int4": Full(),
-}
-CODECS = {"int4": Codec("int4")}
 TEXTS = ["ab", "The quick brown fox jumps over the lazy dog. " * 3, EXAMPLES * 2]
 DENSE, QUESTION = Prefill("dense"), Prefill("question")
 
@@ -75,10 +62,9 @@ def work_of(monkeypatch) -> list[tuple[str, int, int]]:
     return calls
 
 
-def run(model, requests, method=METHODS["full"], codec=None) -> tuple[list[Score], ReadStats]:
+def run(model, requests, case: Case = CASES["full"]) -> tuple[list[Score], ReadStats]:
     with attach(model) as attached:
-        calibration = calibrate(attached, method, list(range(3, 99))) if method.needs_calibration else None
-        return score(requests, attached, Setup(method, codec, calibration), lambda count: None)
+        return score(requests, attached, setup_of(attached, case), lambda count: None)
 
 
 def language_model(prefill, *, model=None, max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
@@ -135,13 +121,13 @@ def test_a_greedy_continuation_is_recognised(tiny_gqa):
 
 
 @pytest.mark.parametrize("mode", ["dense", "question", "artifact"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "streaming", "int4"])
 def test_sharing_and_batches_leave_no_trace(name, mode, tiny_gqa, monkeypatch):
     """Scored together, with everything shared and padded, as scored one request at a time or in small batches."""
-    method, codec = METHODS[name], CODECS.get(name)
-    requests = planned(QUESTIONS, Prefill(mode, budget=0.0 if codec else method.artifact_budget()))
-    together, reads = run(tiny_gqa, requests, method, codec)
-    alone = [run(tiny_gqa, [request], method, codec) for request in requests]
+    case = CASES[name]
+    requests = planned(QUESTIONS, Prefill(mode, budget=0.0 if case.codec else case.method.artifact_budget()))
+    together, reads = run(tiny_gqa, requests, case)
+    alone = [run(tiny_gqa, [request], case) for request in requests]
     assert furthest(together, [scores[0] for scores, _ in alone]) < 1e-3
     summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
     assert (reads.rows, reads.fired_rows) == (summed.rows, summed.fired_rows)
@@ -152,7 +138,7 @@ def test_sharing_and_batches_leave_no_trace(name, mode, tiny_gqa, monkeypatch):
         assert reads.size < 0.9, "the method must have dropped something for this test to mean anything"
     for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)) * (mode == "artifact"):
         monkeypatch.setattr(f"harness.accuracy.answers.{constant}", size)
-        found, again = run(tiny_gqa, requests, method, codec)
+        found, again = run(tiny_gqa, requests, case)
         assert furthest(found, together) < 1e-3, constant
         assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
 
@@ -237,7 +223,7 @@ def test_a_method_that_did_not_run_is_an_error(tiny_gqa, monkeypatch):
 
     monkeypatch.setattr(ReplaySession, "decode", idle)
     with pytest.raises(UserError, match="the method ran on 0 of"):
-        run(tiny_gqa, planned([QUESTIONS[0]], DENSE), METHODS["h2o"])
+        run(tiny_gqa, planned([QUESTIONS[0]], DENSE), CASES["h2o"])
 
 
 def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
