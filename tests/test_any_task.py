@@ -151,12 +151,6 @@ def test_a_group_that_cannot_be_resolved(folder):
             plan(settings("circle", folder=folder, data=DataConfig("hub")))
 
 
-def test_a_folder_comes_before_all(folder, root):
-    write_yaml(folder, CHOICE | {"task": "copa"}, CHOICE | {"task": "gsm8k"})
-    planned = plan(settings("copa", "gsm8k", folder=folder, root=root))
-    assert all(leaf.config["dataset_path"] == "org/toy" for leaf in planned.tasks.values())
-
-
 # Rows
 
 
@@ -253,12 +247,14 @@ def test_groups_and_tags(folder, root, loaded):
     assert own["toy_shapes"]["acc_norm"] == pytest.approx(theirs["toy_shapes"]["acc_norm,none"])
 
 
-def test_a_task_within_a_group_of_ones_own(folder, root):
+def test_a_folder_comes_first_and_its_groups_may_hold_tasks(folder, root):
     inline = {name: value for name, value in SHAPES.items() if name not in ("task", "tag")} | {"task": "inside"}
-    write_yaml(folder, GROUP | {"group": "outer", "task": ["toy_colours", inline, "toy"]})
-    planned = plan(settings("outer", folder=folder, root=root))
-    assert list(planned.tasks) == ["toy_colours", "outer::inside", "toy_shapes"]
+    outer = GROUP | {"group": "outer", "task": ["toy_colours", inline, "toy"]}
+    write_yaml(folder, CHOICE | {"task": "copa"}, CHOICE | {"task": "gsm8k"}, outer)
+    planned = plan(settings("copa", "gsm8k", "outer", folder=folder, root=root))
+    assert list(planned.tasks) == ["copa", "gsm8k", "toy_colours", "outer::inside", "toy_shapes"]
     assert list(planned.groups) == ["outer", "toy"]
+    assert all(leaf.config["dataset_path"] == "org/toy" for leaf in planned.tasks.values())
 
 
 @pytest.mark.parametrize("multiturn", [False, True])
@@ -360,25 +356,21 @@ CANNOT_RUN = {
 @pytest.mark.parametrize("reason", CANNOT_RUN)
 def test_what_cannot_run_says_why_before_a_model_loads(reason, folder, root):
     bad = CANNOT_RUN[reason]
+    task = CHOICE | {"task": "toy_bad"} | (bad if isinstance(bad, dict) else {})
+    write_yaml(folder, task, GROUP | {"group": "mixed", "task": ["toy_colours", "toy_bad"]})
     if isinstance(bad, str):
         (folder / "beside.py").write_text(f"{bad}\n")
-        text = yaml.safe_dump(CHOICE | {"task": "toy_bad"}) + "process_docs: !function beside.rows\n"
-    else:
-        text = yaml.safe_dump(CHOICE | {"task": "toy_bad"} | bad)
-    (folder / "bad.yaml").write_text(text)
-    write_yaml(folder, GROUP | {"group": "mixed", "task": ["toy_colours", "toy_bad"]})
-    with pytest.raises(UserError, match=f"^tasks=toy_bad: {reason}") as error:
-        inputs.tasks(settings("toy_bad", folder=folder, root=root))
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=f"^tasks=mixed: its task toy_bad: {reason}"):
-        inputs.tasks(settings("mixed", folder=folder, root=root))
+        with (folder / "toy_bad.yaml").open("a") as file:
+            file.write("process_docs: !function beside.rows\n")
+    for name, place in (("toy_bad", ""), ("mixed", "its task toy_bad: ")):
+        with pytest.raises(UserError, match=f"^tasks={name}: {place}{reason}") as error:
+            inputs.tasks(settings(name, folder=folder, root=root))
+        assert "\n" not in str(error.value)
 
 
 def test_without_a_hub_one_line_says_what_to_do(monkeypatch, loaded):
-    from huggingface_hub import constants
-
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"not cached.*data=local data.root=DIR with test.jsonl, .* in gsm8k/") as error:
         load_suite(settings("gsm8k", data=DataConfig("hub")), loaded)
     assert "\n" not in str(error.value)

@@ -25,6 +25,7 @@ from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
 from harness.tables.rows import depth_rows
 from tests.composed import load
 from tests.runs import tiny_loaded
+from tests.windows import calls_of
 
 LENGTH = 800
 DATASETS = {
@@ -92,8 +93,7 @@ def test_rows_depend_on_nothing_that_ran_before(task, tokenizer, capfd):
 
 
 def test_rows_are_kept_and_a_damaged_file_is_made_again(tokenizer, own_cache, monkeypatch):
-    made = []
-    monkeypatch.setattr(ruler, "make", lambda *args: made.append(args) or make(*args))
+    made = calls_of(monkeypatch, ruler, "make")
     rows = rows_of("ruler_fwe", LENGTH, 3, 0, tokenizer)
     assert rows_of("ruler_fwe", LENGTH, 2, 0, tokenizer) == rows[:2] and len(made) == 1
     assert rows_of("ruler_fwe", LENGTH, 4, 0, tokenizer)[:3] == rows and len(made) == 2, "more than there are"
@@ -107,11 +107,8 @@ def test_rows_are_kept_and_a_damaged_file_is_made_again(tokenizer, own_cache, mo
 def test_importing_lm_evals_modules_asks_no_network(monkeypatch, capfd):
     """nltk would download its rules of sentences, by which essays are split."""
 
-    def refuse(*args):
-        raise AssertionError("a network was asked")
-
     words = SimpleNamespace(_categories=dict.fromkeys(("nouns", "adjectives", "verbs"), ["a"]))
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: pytest.fail("a network was asked"))
     monkeypatch.setitem(sys.modules, "wonderwords", SimpleNamespace(RandomWord=lambda: words))  # the true one is slow
     for name in ("prepare_niah", "niah_utils"):
         monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{name}", raising=False)
@@ -142,18 +139,15 @@ def test_a_task_prompts_and_scores(task, tokenizer):
     assert some == 1 / len(doc["outputs"]), "the share of the right answers that the text holds"
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "ruler_vt"])
-def test_depth_and_length(task, tokenizer):
-    rows = make(task, LENGTH, 8, 0, tokenizer)
-    told = [facts(task, row) for row in rows]
-    assert {each["length"] for each in told} == {LENGTH}
-    depths = {each["depth"] for each in told}
-    if task not in NEEDLES:
-        assert depths == {None}
-        return
+def test_depth_and_length(tokenizer):
+    assert facts("ruler_vt", *make("ruler_vt", LENGTH, 1, 0, tokenizer)) == {"length": LENGTH, "depth": None}
+    depths = set()
+    for row in make("niah_single_1", LENGTH, 8, 0, tokenizer):
+        found = facts("niah_single_1", row)
+        assert found["length"] == LENGTH
+        assert row["input"][round(found["depth"] * len(row["input"])) :].startswith(row["outputs"][0])
+        depths.add(found["depth"])
     assert len(depths) > 2
-    for row, each in zip(rows, told, strict=True):
-        assert row["input"][round(each["depth"] * len(row["input"])) :].startswith(row["outputs"][0])
 
 
 def test_how_many_questions_and_which_rows():
@@ -182,13 +176,9 @@ def test_the_full_cache_writes_and_scores_as_stock_hflm():
 
 
 def test_rows_by_depth():
-    samples = [
-        {"length": 1024, "depth": 0.1, "1024": 1.0},
-        {"length": 1024, "depth": 0.19, "1024": 0.0},
-        {"length": 2048, "depth": 1.0, "2048": 1.0},
-        {"length": 1024, "depth": 0.2, "1024": 1.0},
-    ]
-    rows = list(depth_rows("niah_single_1", samples))
+    found = [(1024, 0.1, 1.0), (1024, 0.19, 0.0), (2048, 1.0, 1.0), (1024, 0.2, 1.0)]
+    samples = [{"length": length, "depth": depth, str(length): value} for length, depth, value in found]
+    rows = depth_rows("niah_single_1", samples)
     assert [(row["task"], row["metric"], row["value"], row["stderr"], row["num_samples"]) for row in rows] == [
         ("niah_single_1[1024, 0-20 %]", "1024", 0.5, 0.5, 2),
         ("niah_single_1[1024, 20-40 %]", "1024", 1.0, None, 1),
