@@ -26,29 +26,18 @@ from methods.h2o import H2O
 from tests.composed import load
 
 CHOICE = {
-    "task": "toy_colours",
-    "tag": "toy_tag",
-    "dataset_path": "org/toy",
-    "dataset_name": "colours",
-    "output_type": "multiple_choice",
-    "test_split": "test",
-    "fewshot_split": "dev",
-    "doc_to_text": "{{question}}",
-    "doc_to_choice": "{{options}}",
-    "doc_to_target": "label",
+    "task": "toy_colours", "tag": "toy_tag", "dataset_path": "org/toy", "dataset_name": "colours",
+    "output_type": "multiple_choice", "test_split": "test", "fewshot_split": "dev", "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{options}}", "doc_to_target": "label",
     "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-}
+}  # fmt: skip
 SHAPES = CHOICE | {"task": "toy_shapes", "dataset_name": "shapes"}
 SUMS = {
-    "task": "toy_sums",
-    "dataset_path": "org/sums",
-    "output_type": "generate_until",
-    "test_split": "test",
-    "doc_to_text": "Q: {{question}}\nA:",
-    "doc_to_target": "{{answer}}",
+    "task": "toy_sums", "dataset_path": "org/sums", "output_type": "generate_until", "test_split": "test",
+    "doc_to_text": "Q: {{question}}\nA:", "doc_to_target": "{{answer}}",
     "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6},
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}
+}  # fmt: skip
 GROUP = {
     "group": "toy",
     "task": ["toy_colours", "toy_shapes"],

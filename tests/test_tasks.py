@@ -136,8 +136,8 @@ def test_under_a_codec_every_row_of_the_artifacts_prompt_reads_coded_tokens(over
 
 def test_a_target_size_is_met_on_each_task(loaded):
     outcome = run_tasks(settings("kv_recall", "passkey", method=H2O(), size=0.6), loaded)
-    for metrics in outcome.metrics.values():
-        assert metrics["size"] == pytest.approx(0.6, abs=0.01)
+    sizes = [metrics["size"] for metrics in outcome.metrics.values()]
+    assert sizes == pytest.approx([0.6] * 2, abs=0.01)
 
 
 def test_mean_scoring(loaded):
@@ -164,28 +164,23 @@ def test_settings_a_generated_task_refuses(changes, max_length, message, loaded)
 ROWS = {
     "copa": {"premise": "It rained.", "choice1": "We left.", "choice2": "We ran.", "question": "effect", "label": 1},
     "openbookqa": {
-        "question_stem": "A bird can",
+        "question_stem": "A bird can", "answerKey": "C",
         "choices": {"text": ["fly", "read", "sue", "code"], "label": ["A", "B", "C", "D"]},
-        "answerKey": "C",
     },
     "winogrande": {"sentence": "Ann met Bea and _ smiled.", "option1": "Ann", "option2": "Bea", "answer": "2"},
     "piqa": {"goal": "To cut", "sol1": "use a knife", "sol2": "use a spoon", "label": 0},
     "rte": {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0},
     "hellaswag": {
-        "activity_label": "Roof",
-        "ctx_a": "A man sits.",
-        "ctx_b": "he",
+        "activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "label": "3",
         "endings": ["sings [x] now.", "runs.", "eats.", "naps."],
-        "label": "3",
     },
     "arc_easy": {
-        "question": "Which is hot?",
+        "question": "Which is hot?", "answerKey": "B",
         "choices": {"text": ["ice", "fire", "snow"], "label": ["A", "B", "C"]},
-        "answerKey": "B",
     },
     "lambada": {"text": "He opened the old door"},
     "boolq": {"question": "is it wet", "passage": "Water is wet.", "label": 1},
-}
+}  # fmt: skip
 PROMPTS = {  # (context, continuation) of each choice, and the right one
     "copa": ([("It rained therefore", "  we left."), ("It rained therefore", "  we ran.")], 1),
     "openbookqa": ([("A bird can", f" {verb}") for verb in ("fly", "read", "sue", "code")], 2),
@@ -238,15 +233,13 @@ def test_local_rows_under_lm_evals_prompts(name, root, monkeypatch):
     task.build_all_requests(limit=2)
     prompts, gold = PROMPTS[name]
     first = [instance for instance in task.instances if instance.doc_id == 0]
-    shots = 5 if name in PAPER_TASKS else 0
     for instance, (context, continuation) in zip(first, prompts, strict=True):
         examples, separator, question = instance.args[0].rpartition("\n\n")
         assert (question, instance.args[1]) == (context, continuation)
-        assert (examples + separator).count("\n\n") == shots
-    answers = [(-1.0 if index == gold else -9.0, index == gold) for index in range(len(prompts))]
-    assert task.process_results(first[0].doc, answers)["acc"] == 1
-    worse = [(-9.0 if index == gold else -1.0, False) for index in range(len(prompts))]
-    assert task.process_results(first[0].doc, worse)["acc"] == 0
+        assert (examples + separator).count("\n\n") == (5 if name in PAPER_TASKS else 0)
+    for right, wrong, acc in ((-1.0, -9.0, 1), (-9.0, -1.0, 0)):
+        answers = [(right if index == gold else wrong, index == gold and acc == 1) for index in range(len(prompts))]
+        assert task.process_results(first[0].doc, answers)["acc"] == acc
 
 
 @pytest.mark.parametrize("name", ["openbookqa", "lambada"])
