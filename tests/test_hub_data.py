@@ -27,11 +27,9 @@ SIZES = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 NAME = "meta-llama/Llama-2-7b-hf"
+COPA = {"premise": "It rained", "choice1": "He stayed.", "choice2": "He left.", "question": "effect"}
 TASKS = {
-    "aps/super_glue": (
-        "copa",
-        {"premise": "It rained", "choice1": "He stayed.", "choice2": "He left.", "question": "effect"},
-    ),
+    "aps/super_glue": ("copa", COPA),
     "nyu-mll/glue": ("rte", {"sentence1": "It rains.", "sentence2": "It is wet."}),
 }
 SHORT = "prefill_len=32 seq_len=96 num_windows=1 num_samples=1"
@@ -128,10 +126,9 @@ def test_rows_of_a_task_are_of_a_revision(served):
     before = inputs.tasks(config)
     served.requests.clear()
     assert inputs.tasks(config) == before and not served.requests
-    path, (part, row) = "aps/super_glue", TASKS["aps/super_glue"]
-    served.datasets[path] = data_set(part, row | {"premise": "It snowed"})
+    served.datasets["aps/super_glue"] = data_set("copa", COPA | {"premise": "It snowed"})
     assert inputs.tasks(config) == before
-    shutil.rmtree(Path("datasets") / path.replace("/", "___"))
+    shutil.rmtree("datasets/aps___super_glue")
     after = inputs.tasks(config)
     assert after["rte"] == before["rte"] and after["copa"] != before["copa"]
 
@@ -152,9 +149,8 @@ def test_the_revision_is_that_of_the_newest_whole_rows(path, part, has_options, 
         rows = tmp_path / "Org___camel_case" / name
         rows.mkdir(parents=True)
         (rows / "dataset_info.json").touch()
-        os.utime(rows, (1e9 - age - 9 * ("-" in name),) * 2)
-    if part is None:
-        os.utime(tmp_path / "Org___camel_case" / "default" / "0.0.0" / "33", (2e9,) * 2)
+        newest = part is None and name == "default/0.0.0/33"
+        os.utime(rows, (2e9 if newest else 1e9 - age - 9 * ("-" in name),) * 2)
     fetched = []
     assert revision(path, part, lambda: fetched.append(path), has_options=has_options) == expected
     assert bool(fetched) == (not expected)

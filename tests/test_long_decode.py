@@ -83,8 +83,7 @@ def test_the_full_cache_is_at_no_distance_from_itself(loaded, text):
     assert (metrics["first_divergence"], metrics["never_diverged"]) == (STEPS, 3)
     assert metrics["text_perplexity"] == metrics["text_perplexity_full"]
     assert metrics["repetition"] == metrics["repetition_full"]
-    for name in ("text_nll_difference", "repetition_difference", "resident_frac"):
-        assert metrics[name] == 0
+    assert not any(metrics[name] for name in ("text_nll_difference", "repetition_difference", "resident_frac"))
     assert metrics["size"] == 1 and metrics["seq_len"] == PROMPT + STEPS
     assert all(chunk["metrics"]["kl_nats"] == pytest.approx(0, abs=1e-6) for chunk in outcome.chunks)
 
@@ -147,7 +146,6 @@ def test_the_full_caches_texts_are_decoded_once_for_all_methods(loaded, text, mo
     ],
 )
 def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
-    assert long_decode.GRAM == 4
     assert repetition(tokens) == (None if expected is None else pytest.approx(expected))
 
 
@@ -162,7 +160,6 @@ def pair_of(tokens: list[int], others: list[int]) -> Pair:
         (2, [(1, 2, 1)]),
         (5, [(1, 2, 1), (2, 3, 1), (3, 4, 1), (4, 5, 1)]),
         (17, [(0, 2, 1), *((first, first + 2, 2) for first in range(2, 16, 2)), (16, 17, 1)]),
-        (64, [(0, 4, 3), *((first, first + 4, 4) for first in range(4, 64, 4))]),
     ],
 )
 def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_tokens, expected):
