@@ -4,7 +4,9 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["COLUMNS"] = "160"  # tables that are printed are as wide as the terminal
@@ -23,8 +25,6 @@ from tests.hub_standin import Hub, serving
 
 RESOLVE = "/{repo_id}/resolve/{revision}/{filename}"
 
-HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-
 # The same examples every time, and no deadline: the cores are shared, a slow example is no failure.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -35,52 +35,36 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def tiny_llama() -> PreTrainedModel:
-    """Llama with one KV head per query head."""
-    return tiny_model("llama", num_key_value_heads=4)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "gqa": {"model_type": "llama", "num_key_value_heads": 2},
+    "opt": {"word_embed_proj_dim": 64},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": None},
+    "phi3": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gpt_neox": {},
+}
+"""Llama with one KV head per query head, and with half as many (`gqa`); OPT with its pre-scaled queries and learned
+positions; biases (Qwen2), norms (Qwen3) and one projection (Phi-3, GPT-NeoX) of query, key and value."""
 
 
-@pytest.fixture(scope="session")
-def tiny_gqa() -> PreTrainedModel:
-    """Llama with two query heads per KV head."""
-    return tiny_model("llama", num_key_value_heads=2)
+@cache
+def tiny(family: str) -> PreTrainedModel:
+    """A tiny random model, one for all tests."""
+    return tiny_model(**({"model_type": family} | SHAPES[family]))
 
 
-@pytest.fixture(scope="session")
-def tiny_opt() -> PreTrainedModel:
-    """OPT: pre-scaled queries, biases, learned positions."""
-    return tiny_model("opt", word_embed_proj_dim=64)
+def of_family(family: str) -> Any:
+    """The fixture `tiny_FAMILY`."""
+    return pytest.fixture(lambda: tiny(family), scope="session", name=f"tiny_{family}")
 
 
-@pytest.fixture(scope="session")
-def tiny_qwen2() -> PreTrainedModel:
-    """Qwen2: biases on query, key and value."""
-    return tiny_model("qwen2", num_key_value_heads=2)
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen3() -> PreTrainedModel:
-    """Qwen3: norms on query and key, and a head_dim apart from hidden_size / heads."""
-    return tiny_model("qwen3", num_key_value_heads=2, head_dim=32)
-
-
-@pytest.fixture(scope="session")
-def tiny_mistral() -> PreTrainedModel:
-    """Mistral without its sliding window."""
-    return tiny_model("mistral", num_key_value_heads=2, sliding_window=None)
-
-
-@pytest.fixture(scope="session")
-def tiny_phi3() -> PreTrainedModel:
-    """Phi-3: query, key and value in one projection, here with two query heads per KV head and half rotary."""
-    return tiny_model("phi3", num_key_value_heads=2, rope_parameters=HALF_ROTARY)
-
-
-@pytest.fixture(scope="session")
-def tiny_gpt_neox() -> PreTrainedModel:
-    """GPT-NeoX: one projection interleaved by head, a quarter of each head rotary, parallel residual, biases."""
-    return tiny_model("gpt_neox")
+tiny_llama, tiny_gqa, tiny_opt, tiny_qwen2 = map(of_family, ("llama", "gqa", "opt", "qwen2"))
+tiny_qwen3, tiny_mistral, tiny_phi3, tiny_gpt_neox = map(of_family, ("qwen3", "mistral", "phi3", "gpt_neox"))
 
 
 @pytest.fixture(scope="session")

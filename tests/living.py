@@ -8,14 +8,12 @@ from functools import cache
 
 import torch
 from cases import Case
-from conftest import HALF_ROTARY
+from conftest import tiny
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from harness import contract as decode
 from harness.contract import STEPS, TOLERANCE, Result, force, largest_difference, token_batch
 from harness.model.attach import Attached, attach
-from harness.model.tiny import tiny_model
 from harness.offload.links import EmulatedLink, Link, Ticket
 from harness.offload.live import LiveSession
 from harness.offload.store import Chosen, KVStore, RowFormat, SlotRequest
@@ -33,7 +31,7 @@ FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "int2": 0.3, "int1": 1.0}
 moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
 (`smooth`), the codec's path is held to the contract's tolerance."""
 
-__all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "token_batch"]  # of the contract, for tests
+__all__ = ["STEPS", "TOLERANCE", "Result", "force", "largest_difference", "tiny", "token_batch"]  # for tests
 
 
 CPU = torch.device("cpu")
@@ -48,20 +46,6 @@ def make_store(head_dim: int, codec: str | AnyCodec = "fp32", *, dtype=torch.flo
 
 
 FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
-
-
-@cache
-def tiny(family: str) -> PreTrainedModel:
-    """A tiny random model, one for all tests."""
-    shapes = {
-        "llama": ("llama", {"num_key_value_heads": 4}),
-        "gqa": ("llama", {"num_key_value_heads": 2}),
-        "opt": ("opt", {"word_embed_proj_dim": 64}),
-        "phi3": ("phi3", {"num_key_value_heads": 2, "rope_parameters": HALF_ROTARY}),
-        "gpt_neox": ("gpt_neox", {}),
-    }
-    model_type, shape = shapes[family]
-    return tiny_model(model_type, **shape)
 
 
 @cache
