@@ -1,87 +1,131 @@
-"""Perplexity and fidelity of windows, against direct computations on a tiny model."""
+"""Texts under a method, scored in windows and decoded freely, against direct computations on a tiny model."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import reference as plain
 import torch
+from cases import CASES
+from living import open_live, setup_of, tiny
+from tokens import byte_tokenizer
 
-from harness.accuracy import perplexity
+from harness.accuracy import long_decode, perplexity
 from harness.accuracy.evaluation import _lm_eval
+from harness.accuracy.long_decode import Pair, Text, curve, decode_freely, repetition, run_long_decode, summarize
 from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity
 from harness.errors import UserError
+from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
+from harness.offload.live import generate
 from harness.resources import Memo
-from harness.settings.config import CorpusConfig, RunConfig
-from harness.settings.experiment import find
+from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
+from harness.settings.experiment import Outcome, find
+from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
-from tests.windows import ByteTokenizer, absent_of, calls_of, letters, metrics_of, on_text, stderr_of
+from tests.composed import load
+from tests.windows import calls_of, letters
 
-MAX_LENGTH = 512
+PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
 METRICS = {
     "perplexity", "perplexity_full", "kl_nats", "top1_agreement", "attention_recall", "size", "size_artifact",
     "device_frac", "resident_frac",
 }  # fmt: skip
+SINKS = Streaming(kept_frac=0.2, num_sinks=2)
+SHORT = {"perplexity": {"seq_len": 60}, "long_decode": {"max_new_tokens": STEPS}}
+"""Lengths of the runs, by their kind."""
+
+two_methods = pytest.mark.parametrize("method", [SINKS, H2O()], ids=["streaming", "h2o"])
 
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> str:
-    return str(letters(tmp_path, monkeypatch, 1500))
+    return str(letters(tmp_path, monkeypatch, 1500, "abcdefghijklmnopqrstuvwxyz"))
 
 
 @pytest.fixture
-def loaded(tiny_gqa) -> LoadedModel:
-    return LoadedModel(tiny_gqa, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+def loaded() -> LoadedModel:
+    return LoadedModel(tiny("gqa"), byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
 
 
-def settings(text: str, method=None, **changes) -> RunConfig:
-    return on_text("perplexity", text, method or Full(), **({"seq_len": 60, "prefill_len": 20} | changes))
+defaults = cache(lambda kind: load([f"experiment={kind}"]))
 
 
-def windows(text: str, config: RunConfig) -> list[list[int]]:
-    with open(text, "rb") as file:
-        ids = list(file.read())
-    start = config.corpus.offset_tokens or 0
-    stop = start + config.num_windows * config.seq_len
-    return [ids[first : first + config.seq_len] for first in range(start, stop, config.seq_len)]
+def settings(kind: str, text: str, method: Method, **changes) -> RunConfig:
+    """Settings of a run of three windows or prompts of the text."""
+    about = {"method": method, "method_name": type(method).__name__.lower(), "num_windows": 3, "prefill_len": PROMPT}
+    files = {"corpus": CorpusConfig("offline", path=text), "calibration": CalibrationConfig(path=text, num_tokens=64)}
+    return replace(defaults(kind), **(about | files | SHORT[kind] | changes))
 
 
-def log_probs_of_model(model, window) -> torch.Tensor:
+def run(kind: str, loaded: LoadedModel, text: str, method: Method, references=None, **changes) -> Outcome:
+    config = settings(kind, text, method, **changes)
+    return (run_perplexity if kind == "perplexity" else run_long_decode)(config, loaded, references)
+
+
+def metrics_of(outcome: Outcome) -> dict:
+    (metrics,) = outcome.metrics.values()
+    return metrics
+
+
+def measure(*about, **changes) -> dict:
+    """The metrics of `run`."""
+    return metrics_of(run(*about, **changes))
+
+
+def absent_of(metrics: dict) -> set[str]:
+    return {name for name, value in metrics.items() if value is None}
+
+
+def stderr_of(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def pieces(text: str, length: int, num: int = 3, start: int = 0) -> list[list[int]]:
+    """Tokens of the windows or prompts of a run."""
+    with open(text) as file:
+        ids = byte_tokenizer()(file.read(), add_special_tokens=False)["input_ids"]
+    return [ids[first : first + length] for first in range(start, start + num * length, length)]
+
+
+def log_probs_of_model(model, ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        return model(torch.tensor([window])).logits[0].double().log_softmax(-1)
+        return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
 
-def log_probs_of_method(model, config: RunConfig, window) -> torch.Tensor:
-    """Of all rows, by the reference; those of the prompt are the model's own."""
-    prompt = max(1, config.prefill_len)
+def log_probs_of_method(model, method: Method, ids: list[int], prompt: int) -> torch.Tensor:
+    """Of the rows after the prompt, by the reference."""
     with torch.inference_mode():
-        reference = plain.Reference(model, config.method, final_length=len(window), prefill_len=prompt)
-        decoded = reference.run(window).logits.double().log_softmax(-1)
-    return torch.cat([log_probs_of_model(model, window)[:prompt], decoded])
+        reference = plain.Reference(model, method, final_length=len(ids), prefill_len=prompt)
+        return reference.run(ids).logits.double().log_softmax(-1)
 
 
-def nll_of(log_probs: torch.Tensor, window, first: int) -> list[float]:
+def nll_of(log_probs: torch.Tensor, ids: list[int], first: int) -> list[float]:
     """Of the tokens after rows first, first + 1, ...; the last row predicts nothing."""
-    return [-float(log_probs[t, window[t + 1]]) for t in range(first, len(window) - 1)]
+    return [-float(log_probs[t, ids[t + 1]]) for t in range(first, len(ids) - 1)]
+
+
+# Windows
 
 
 @pytest.mark.parametrize("prefill_len", [0, 20, 57])
-@pytest.mark.parametrize("method", [Streaming(kept_frac=0.2, num_sinks=2), H2O()], ids=["streaming", "h2o"])
-def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
+@two_methods
+def test_metrics_of_windows_are_the_direct_ones(loaded, text, method, prefill_len):
     corpus = CorpusConfig("offline", path=text, offset_tokens=700)
-    config = settings(text, method, prefill_len=prefill_len, corpus=corpus)
-    metrics = metrics_of(run_perplexity(config, loaded))
+    metrics = measure("perplexity", loaded, text, method, prefill_len=prefill_len, corpus=corpus)
     scored = {"perplexity": [], "perplexity_full": [], "kl_nats": [], "top1_agreement": []}
-    for window in windows(text, config):
-        ours = log_probs_of_method(loaded.model, config, window)
-        full = log_probs_of_model(loaded.model, window)
+    for window in pieces(text, 60, start=700):
+        prompt, full = max(1, prefill_len), log_probs_of_model(loaded.model, window)
+        ours = torch.cat([full[:prompt], log_probs_of_method(loaded.model, method, window, prompt)])
         scored["perplexity"].append(nll_of(ours, window, prefill_len))
         scored["perplexity_full"].append(nll_of(full, window, prefill_len))
         rows = list(zip(full[prefill_len:-1], ours[prefill_len:-1], strict=True))
@@ -97,25 +141,6 @@ def test_metrics_are_the_direct_ones(loaded, text, method, prefill_len):
     assert metrics["kl_nats"] > 0 and metrics["top1_agreement"] < 1, "the method changed nothing"
 
 
-@pytest.mark.parametrize("prefill_len", [0, 20])
-def test_the_full_cache_is_at_no_distance_from_itself(loaded, text, prefill_len):
-    metrics = metrics_of(run_perplexity(settings(text, prefill_len=prefill_len), loaded))
-    assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
-    assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
-    shares = ("top1_agreement", "attention_recall", "size", "size_artifact", "device_frac", "resident_frac")
-    assert [metrics[name] for name in shares] == [1, 1, 1, 1, 1, 0]
-
-
-def test_what_cannot_be_measured_is_none(loaded, text):
-    one_window = metrics_of(run_perplexity(settings(text, H2O(), num_windows=1), loaded))
-    assert absent_of(one_window) == {f"{name}_stderr" for name in METRICS}
-    quantized = metrics_of(run_perplexity(settings(text, codec="int2"), loaded))
-    assert absent_of(quantized) == {"attention_recall", "attention_recall_stderr"}
-    assert quantized["size"] == pytest.approx((2 + 2 * (2 + 32 / 16) / 16) / 4)
-    assert quantized["size_artifact"] == pytest.approx(2 / 16)
-    assert quantized["kl_nats"] > 0
-
-
 @pytest.mark.parametrize(
     "prefill_len, seq_len, expected",
     [
@@ -129,11 +154,10 @@ def test_what_cannot_be_measured_is_none(loaded, text):
 def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len, expected):
     """(chunk, first row, rows of a window)"""
     assert CHUNK == 256
-    config = settings(text, prefill_len=prefill_len, seq_len=seq_len, num_windows=2)
-    outcome = run_perplexity(config, loaded)
+    outcome = run("perplexity", loaded, text, Full(), prefill_len=prefill_len, seq_len=seq_len, num_windows=2)
     counted = [(row["first"], row["stop"], row["num_tokens"] / 2) for row in outcome.chunks]
     assert counted == [(256 * chunk, 256 * (chunk + 1), rows) for chunk, _, rows in expected]
-    nll = [nll_of(log_probs_of_model(loaded.model, window), window, 0) for window in windows(text, config)]
+    nll = [nll_of(log_probs_of_model(loaded.model, window), window, 0) for window in pieces(text, seq_len, 2)]
     for row, (_, first, count) in zip(outcome.chunks, expected, strict=True):
         parts = [rows[first : first + count] for rows in nll]
         assert row["metrics"]["perplexity"] == pytest.approx(math.exp(statistics.mean(sum(parts, []))), rel=1e-4)
@@ -143,82 +167,24 @@ def test_chunks_hold_the_rows_of_their_range(loaded, text, prefill_len, seq_len,
             assert [window[name] for window in row["windows"]] == pytest.approx(means, rel=1e-4)
 
 
-def test_a_dense_pass_is_shared_by_all_methods_of_a_window(loaded, text, monkeypatch):
-    passes = calls_of(monkeypatch, perplexity, "full_pass")
-    references = Memo()
-    first = metrics_of(run_perplexity(settings(text, H2O()), loaded, references))
-    second = metrics_of(run_perplexity(settings(text, Streaming(kept_frac=0.2)), loaded, references))
-    assert len(passes) == 3 and first["perplexity_full"] == second["perplexity_full"]
-    metrics_of(run_perplexity(settings(text, H2O(), prefill_len=30), loaded, references))
-    assert len(passes) == 6, "other rows are scored"
-
-
 def test_infinigen_is_calibrated_once_and_a_target_size_is_met(loaded, text, tmp_path):
-    method = InfiniGen(alpha=math.inf)
-    outcome = metrics_of(run_perplexity(settings(text, method, size=0.7), loaded))
+    about = ("perplexity", loaded, text, InfiniGen(alpha=math.inf))
+    outcome = measure(*about, size=0.7)
     assert outcome["size"] == pytest.approx(0.7, abs=0.01)
     (file,) = (tmp_path / "cache" / "calibration").iterdir()
     stamp = file.stat().st_mtime_ns
     index = 2 / 4 * 5 / (2 * 16)  # ceil(0.3 * 16) columns in two of four layers
     assert outcome["device_frac"] - outcome["size"] == pytest.approx(index)
-    again = metrics_of(run_perplexity(settings(text, method, size=0.7), loaded))
-    assert again == outcome and file.stat().st_mtime_ns == stamp
-
-
-SINKS = Streaming(kept_frac=0.2, num_sinks=2)
-READ = [12 / cached for cached in range(20, 59)]
-"""Share of a window of 60 that SINKS reads: 59 rows are run, T is 60, floor(0.2 * 60) = 12 tokens in 2 of 4 layers."""
-BITS = {"int2": 2 + 32 / 16, "int4": 4 + 32 / 16}
-
-
-@pytest.mark.parametrize(
-    ("method", "codecs", "expected"),
-    [
-        (SINKS, {}, statistics.mean((2 + 2 * read) / 4 for read in READ)),
-        (SINKS, {"codec": "int4"}, statistics.mean((2 + 2 * read * BITS["int4"] / 16) / 4 for read in READ)),
-        (Full(), {"codec": "fp32", "value_codec": "int2"}, (2 + 2 * (16 + BITS["int2"]) / 2 / 16) / 4),
-        (H2O(num_exempt_layers=1), {"codec": "int4", "size": 0.30}, 0.30),
-    ],
-)
-def test_sizes_are_those_of_the_decode_rows_and_their_bits(loaded, text, method, codecs, expected):
-    metrics = metrics_of(run_perplexity(settings(text, method, **codecs), loaded))
-    assert metrics["size"] == pytest.approx(expected, abs=0.01 if "size" in codecs else 1e-6)
-    assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
-    if not codecs:
-        density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
-        assert metrics["size_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
-
-
-@pytest.mark.parametrize(
-    ("method", "changes", "message"),
-    [
-        (Full(), {"seq_len": 513, "num_windows": 1}, r"seq_len=513: tiny takes at most 512"),
-        (Full(), {"seq_len": 501}, r"seq_len=501.*1503 tokens.*1500"),
-        (Streaming(kept_frac=0.05), {}, r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4"),
-        (H2O(num_exempt_layers=4), {}, r"num_exempt_layers=4"),
-        (H2O(), {"size": 0.1}, r"size=0\.1.*2 of 4 layers"),
-    ],
-)
-def test_refused(loaded, text, method, changes, message):
-    with pytest.raises(ValueError, match=message):
-        run_perplexity(settings(text, method, **changes), loaded)
-
-
-def test_the_longest_windows_fit(loaded, text):
-    run_perplexity(settings(text, seq_len=512, num_windows=1), loaded)
-    run_perplexity(settings(text, seq_len=500), loaded)
-    for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
-        with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
-            find("perplexity").check(settings(text, H2O(), seq_len=seq_len, prefill_len=prefill_len))
+    assert measure(*about, size=0.7) == outcome and file.stat().st_mtime_ns == stamp
 
 
 def test_a_perplexity_that_overflows_names_its_window(text):
     model = tiny_model("llama", num_key_value_heads=2)
     model.lm_head.weight.data.mul_(1e4)
-    loaded = LoadedModel(model, ByteTokenizer(), "tiny", MAX_LENGTH, "f" * 64)
+    loaded = LoadedModel(model, byte_tokenizer(), "tiny", MAX_LENGTH, "f" * 64)
     message = r"^window 1: perplexity overflows, .* is [\d.e+]+ nats a token \(at most 300\)"
     with pytest.raises(UserError, match=message):
-        run_perplexity(settings(text), loaded)
+        run("perplexity", loaded, text, Full())
     assert as_perplexity(300.0, "") == math.exp(300)
     for nll in (300.5, math.nan, math.inf):
         with pytest.raises(UserError, match="window 2, rows 0 to 255: perplexity overflows"):
@@ -226,3 +192,206 @@ def test_a_perplexity_that_overflows_names_its_window(text):
     overflows = "^task wikitext: a metric overflows .math range error."
     with pytest.raises(UserError, match=overflows), _lm_eval("task wikitext"):
         math.exp(1e3)  # as lm-eval does with the mean of a text
+
+
+# Texts that are decoded
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "quest", "kivi", "shadowkv"])
+def test_a_text_is_that_of_live_decoding(name):
+    with attach(tiny("gqa")) as attached:
+        prompts = torch.randint(3, 256, (2, PROMPT), generator=torch.Generator().manual_seed(0))
+        ours = decode_freely(attached, setup_of(attached, CASES[name]), prompts.tolist(), STEPS)
+        with closing(open_live(attached, CASES[name], STEPS)) as session:
+            logits = session.prefill(prompts, torch.ones_like(prompts, dtype=torch.bool))
+            live = torch.stack([each.argmax(-1) for each in generate(session, logits)], 1)
+            size = session.reads.size
+    assert ours.tokens.tolist() == live.tolist()
+    assert ours.hidden.shape[:2] == (2, STEPS - 1)
+    assert ours.reads.rows == 2 * (STEPS - 1) and ours.reads.size == pytest.approx(size)
+
+
+@two_methods
+def test_metrics_of_texts_are_those_of_two_plain_forwards(loaded, text, method, monkeypatch):
+    outcome = run("long_decode", loaded, text, method)
+    metrics, samples = metrics_of(outcome), outcome.samples["prompts"]
+    kl, nll = [], []
+    for prompt, sample in zip(pieces(text, PROMPT), samples, strict=True):
+        written = [*prompt, *sample["tokens"]]
+        ours = log_probs_of_method(loaded.model, method, written, PROMPT)[:-1]
+        full = log_probs_of_model(loaded.model, written)
+        assert ours.argmax(-1).tolist() == written[PROMPT + 1 :], "what the method finds most likely"
+        kl.append((full[PROMPT:-1].exp() * (full[PROMPT:-1] - ours)).sum(-1))
+        nll.append(nll_of(full, written, PROMPT))
+        assert sample["nll"] == pytest.approx(statistics.mean(nll[-1]), rel=1e-4)
+        assert sample["text"] == byte_tokenizer().decode(sample["tokens"])
+    means = [float(each.mean()) for each in kl]
+    assert metrics["kl_nats"] == pytest.approx(statistics.mean(means), abs=1e-5) and metrics["kl_nats"] > 0
+    assert metrics["kl_nats_stderr"] == pytest.approx(stderr_of(means), abs=1e-5)
+    assert metrics["text_perplexity"] == pytest.approx(math.exp(statistics.mean(sum(nll, []))), rel=1e-4)
+    differences = [sample["nll"] - sample["nll_full"] for sample in samples]
+    assert metrics["text_nll_difference"] == pytest.approx(statistics.mean(differences))
+    assert metrics["text_nll_difference_stderr"] == pytest.approx(stderr_of(differences))
+    monkeypatch.setattr(long_decode, "BATCH", 2)
+    apart = run("long_decode", loaded, text, method)
+    assert metrics_of(apart) == pytest.approx(metrics, abs=1e-5), "prompts come in batches"
+    assert [prompt["tokens"] for prompt in apart.samples["prompts"]] == [prompt["tokens"] for prompt in samples]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3], None),
+        ([1, 2, 3, 4], 0),
+        ([1, 1, 1, 1, 1], 1 / 2),
+        ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5),
+        ([7] * 103, 99 / 100),
+    ],
+)
+def test_repetition_is_the_share_of_4_grams_seen_before(tokens, expected):
+    assert repetition(tokens) == (None if expected is None else pytest.approx(expected))
+
+
+def pair_of(tokens: list[int], others: list[int]) -> Pair:
+    rows = torch.arange(1, len(tokens), dtype=torch.float64)
+    return Pair(Text(tokens, rows / 10), Text(others, rows / 20), rows, rows % 2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (2, [(1, 2, 1)]),
+        (5, [(1, 2, 1), (2, 3, 1), (3, 4, 1), (4, 5, 1)]),
+        (17, [(0, 2, 1), *((first, first + 2, 2) for first in range(2, 16, 2)), (16, 17, 1)]),
+    ],
+)
+def test_a_curve_has_at_most_sixteen_ranges_of_the_tokens_after_the_first(num_tokens, expected):
+    """(first, stop, scored tokens of a text)"""
+    tokens = list(range(num_tokens))
+    chunks = list(curve([pair_of(tokens, tokens)] * 3, num_tokens))
+    assert [(chunk["first"], chunk["stop"], chunk["num_tokens"] / 3) for chunk in chunks] == expected
+    for chunk in chunks:  # the kl of `pair_of` is the token's number
+        scored = range(max(chunk["first"], 1), chunk["stop"])
+        assert chunk["metrics"]["kl_nats"] == pytest.approx(statistics.mean(scored))
+        assert chunk["metrics"]["text_perplexity"] == pytest.approx(math.exp(statistics.mean(scored) / 10))
+
+
+def test_where_two_texts_part():
+    entries = summarize([pair_of([1, 2, 3, 4], [1, 2, 3, 4]), pair_of([1, 2, 3, 4], [1, 2, 9, 4])])
+    assert (entries["first_divergence"], entries["never_diverged"], entries["num_samples"]) == (3, 1, 2)
+    pair = pair_of([1, 2], [1, 2])
+    with pytest.raises(UserError, match="^prompt 2: perplexity overflows"):
+        summarize([pair, pair._replace(own=Text([1, 2], torch.tensor([400.0])))])
+
+
+# Both
+
+
+@pytest.mark.parametrize(("kind", "prefill_len"), [("perplexity", 0), ("perplexity", 20), ("long_decode", 20)])
+def test_the_full_cache_is_at_no_distance_from_itself(kind, prefill_len, loaded, text):
+    outcome = run(kind, loaded, text, Full(), prefill_len=prefill_len)
+    metrics = metrics_of(outcome)
+    assert metrics["kl_nats"] == pytest.approx(0, abs=1e-6)
+    shares = ("top1_agreement", "size", "size_artifact", "device_frac", "resident_frac")
+    assert [metrics[name] for name in shares] == [1, 1, 1, 1, 0]
+    if kind == "perplexity":
+        assert metrics["perplexity"] == pytest.approx(metrics["perplexity_full"], rel=1e-6)
+        assert metrics["attention_recall"] == 1
+    else:
+        assert all(chunk["metrics"]["kl_nats"] == pytest.approx(0, abs=1e-6) for chunk in outcome.chunks)
+        assert all(metrics[name] == metrics[f"{name}_full"] for name in ("text_perplexity", "repetition"))
+        assert not metrics["text_nll_difference"] and not metrics["repetition_difference"]
+        assert (metrics["first_divergence"], metrics["never_diverged"]) == (STEPS, 3)
+        assert metrics["seq_len"] == PROMPT + STEPS
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "counts", "longer"),
+    [
+        ("perplexity", (perplexity, "full_pass"), (3, 6), {"prefill_len": 30}),
+        ("long_decode", (long_decode, "decode_freely"), (3, 5), {"max_new_tokens": STEPS + 1}),
+    ],
+)
+def test_the_full_caches_pass_is_shared_by_all_methods(kind, function, counts, longer, loaded, text, monkeypatch):
+    """long_decode calls the same function for each method's own texts."""
+    passes, references = calls_of(monkeypatch, *function), Memo()
+    first, second = (measure(kind, loaded, text, method, references) for method in (H2O(), SINKS))
+    assert len(passes) == counts[0]
+    assert all(first[name] == second[name] for name in first if name.endswith("_full"))
+    measure(kind, loaded, text, H2O(), references, **longer)
+    assert len(passes) == counts[1], "other rows are scored"
+
+
+READ = statistics.mean(12 / cached for cached in range(20, 59))
+"""Share of a window of 60 that SINKS reads: 59 rows are run, T is 60, floor(0.2 * 60) = 12 tokens in 2 of 4 layers."""
+WRITTEN = statistics.mean(8 / cached for cached in range(PROMPT, PROMPT + STEPS - 1))
+"""The same of a text: T is 44, and the last token is not fed."""
+BITS = {"int2": 2 + 32 / 16, "int4": 4 + 32 / 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "changes", "expected"),
+    [
+        ("perplexity", SINKS, {}, (2 + 2 * READ) / 4),
+        ("perplexity", SINKS, {"codec": "int4"}, (2 + 2 * READ * BITS["int4"] / 16) / 4),
+        ("perplexity", Full(), {"codec": "fp32", "value_codec": "int2"}, (2 + 2 * (16 + BITS["int2"]) / 2 / 16) / 4),
+        ("perplexity", H2O(num_exempt_layers=1), {"codec": "int4", "size": 0.30}, 0.30),
+        ("long_decode", SINKS, {}, (2 + 2 * WRITTEN) / 4),
+        ("long_decode", H2O(), {"size": 0.7}, 0.7),
+    ],
+)
+def test_sizes_are_those_of_the_decode_rows_and_their_bits(kind, method, changes, expected, loaded, text):
+    metrics = measure(kind, loaded, text, method, **changes)
+    assert metrics["size"] == pytest.approx(expected, abs=0.01 if "size" in changes else 1e-6)
+    if kind == "perplexity":
+        assert metrics["size_stderr"] == pytest.approx(0, abs=1e-12)
+        if not changes:
+            density = (20 * 21 / 2 + 39 * 13) / (59 * 60 / 2)
+            assert metrics["size_artifact"] == pytest.approx(1 - math.sqrt(1 - density))
+
+
+def test_what_cannot_be_measured_is_none(loaded, text):
+    one_window = measure("perplexity", loaded, text, H2O(), num_windows=1)
+    assert absent_of(one_window) == {f"{name}_stderr" for name in METRICS}
+    quantized = measure("perplexity", loaded, text, Full(), codec="int2")
+    assert absent_of(quantized) == {"attention_recall", "attention_recall_stderr"}
+    assert quantized["size"] == pytest.approx((2 + 2 * BITS["int2"] / 16) / 4)
+    assert quantized["size_artifact"] == pytest.approx(2 / 16)
+    assert quantized["kl_nats"] > 0
+    one_text = measure("long_decode", loaded, text, H2O(), num_windows=1, max_new_tokens=3)
+    errors = {name for name in one_text if name.endswith("_stderr")}
+    repeated = {"repetition", "repetition_full", "repetition_difference"}  # three tokens have no 4-gram
+    assert absent_of(one_text) == errors | repeated and "kl_nats_stderr" in errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "changes", "message"),
+    [
+        ("perplexity", Full(), {"seq_len": 513, "num_windows": 1}, r"seq_len=513: tiny takes at most 512"),
+        ("perplexity", Full(), {"seq_len": 501}, r"seq_len=501.*1503 tokens.*1500"),
+        ("perplexity", Streaming(kept_frac=0.05), {}, r"method\.kept_frac=0\.05: .*keeps 3 of 60.*num_sinks=4"),
+        ("perplexity", H2O(num_exempt_layers=4), {}, r"num_exempt_layers=4"),
+        ("perplexity", H2O(), {"size": 0.1}, r"size=0\.1.*2 of 4 layers"),
+        ("long_decode", Full(), {"max_new_tokens": 493}, "^prefill_len=20 and max_new_tokens=493: .* at most 512, the"),
+        ("long_decode", Full(), {"num_windows": 76}, r"^num_windows=76 of prefill_len=20 .* need 1520 tokens, .* 1500"),
+        ("long_decode", Streaming(kept_frac=0.05), {}, r"method\.kept_frac=0\.05"),
+    ],
+)
+def test_refused(kind, method, changes, message, loaded, text):
+    with pytest.raises(ValueError, match=message):
+        run(kind, loaded, text, method, **changes)
+
+
+def test_bounds(loaded, text):
+    run("perplexity", loaded, text, Full(), seq_len=512, num_windows=1)
+    run("perplexity", loaded, text, Full(), seq_len=500)
+    run("long_decode", replace(loaded, max_length=PROMPT + STEPS), text, Full(), num_windows=1)
+    for seq_len, prefill_len in ((60, 59), (2, 0), (2, 1)):  # no decode row
+        with pytest.raises(UserError, match=f"prefill_len={prefill_len}|seq_len={seq_len}"):
+            find("perplexity").check(settings("perplexity", text, H2O(), seq_len=seq_len, prefill_len=prefill_len))
+    for setting, value in (("prefill_len", 0), ("max_new_tokens", 1)):
+        with pytest.raises(UserError, match=rf"^{setting}={value}: must be at least {value + 1} in kind=long_decode$"):
+            load(["experiment=long_decode", f"{setting}={value}"])
+        load(["experiment=long_decode", f"{setting}={value + 1}"])
+    hints = find("long_decode").memory_hints(load(["experiment=long_decode"]))
+    assert hints == {"max_new_tokens": 256, "prefill_len": 256}
