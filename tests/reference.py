@@ -164,10 +164,8 @@ class Reference:
         shares = []
         for layer in range(len(family.layers)):
             attention_input = family.attention_input(layer, hidden)
-            queries = family.queries(layer, attention_input, position)  # [heads][head_dim]
-            keys = family.keys(layer, attention_input, position)
-            values = family.values(layer, attention_input)
-            rehearsed = None if layer == 0 else family.queries(layer, previous_input, position)
+            queries, keys, values = family.states(layer, attention_input, position)  # each [heads][head_dim]
+            rehearsed = None if layer == 0 else family.states(layer, previous_input, position)[0]
             outputs = []
             selected = None
             if position >= self.prefill_len and layer >= self.exempt:
@@ -278,13 +276,10 @@ class Reference:
 
     def _reduced(self, scores: Vector) -> Vector:
         """One score a token from those of several heads, [heads, tokens]."""
-        best = scores.max(1, keepdims=True)
-        return {
-            "best": lambda: (scores - best).max(0),
-            "max_logits": lambda: scores.max(0),
-            "max_probs": lambda: np.array([softmax(head) for head in scores]).max(0),
-            "sum_probs": lambda: np.array([softmax(head) for head in scores]).sum(0),
-        }[self.method.group]()
+        if self.method.group == "best":
+            return (scores - scores.max(1, keepdims=True)).max(0)
+        assert self.method.group == "max_probs"
+        return np.array([softmax(head) for head in scores]).max(0)
 
     def _count(self, relative: list[dict[int, float]], cached: int) -> int:
         """Step 4."""
@@ -332,7 +327,7 @@ class LlamaBlocks:
     def __init__(self, model: nn.Module) -> None:
         config = model.config
         self.model = model
-        self.decoder = self._decoder()
+        self.decoder = model.get_decoder()
         self.layers = self.decoder.layers
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = getattr(config, "num_key_value_heads", self.num_heads)
@@ -340,28 +335,22 @@ class LlamaBlocks:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.scale = 1 / math.sqrt(self.head_dim)
 
-    def _decoder(self) -> nn.Module:
-        return self.model.model
-
     def embed(self, token: int, position: int) -> Tensor:
-        return self.decoder.embed_tokens(torch.tensor(token))
+        return self.model.get_input_embeddings()(torch.tensor(token))
 
     def attention_input(self, layer: int, hidden: Tensor) -> Tensor:
         return self.layers[layer].input_layernorm(hidden)
 
-    def queries(self, layer: int, attention_input: Tensor, position: int) -> list[Vector]:
-        attention = self.layers[layer].self_attn
-        heads = attention.q_proj(attention_input).view(-1, self.head_dim)
-        return self._placed(attention.q_norm(heads) if hasattr(attention, "q_norm") else heads, position)
+    def states(self, layer: int, attention_input: Tensor, position: int) -> tuple[list[Vector], ...]:
+        """Queries, keys and values."""
+        queries, keys, values = self._projected(layer, attention_input)
+        return self._placed(queries, position), self._placed(keys, position), list(values.double().numpy())
 
-    def keys(self, layer: int, attention_input: Tensor, position: int) -> list[Vector]:
-        attention = self.layers[layer].self_attn
-        heads = attention.k_proj(attention_input).view(-1, self.head_dim)
-        return self._placed(attention.k_norm(heads) if hasattr(attention, "k_norm") else heads, position)
-
-    def values(self, layer: int, attention_input: Tensor) -> list[Vector]:
-        heads = self.layers[layer].self_attn.v_proj(attention_input).view(-1, self.head_dim)
-        return list(heads.double().numpy())
+    def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values before their positions, each [heads, head_dim]."""
+        of = self.layers[layer].self_attn
+        heads = [each(attention_input).view(-1, self.head_dim) for each in (of.q_proj, of.k_proj, of.v_proj)]
+        return (of.q_norm(heads[0]), of.k_norm(heads[1]), heads[2]) if hasattr(of, "q_norm") else tuple(heads)
 
     def _placed(self, heads: Tensor, position: int) -> list[Vector]:
         """Rotary positions: the halves of a head, or of its rotary part, turn against each other."""
@@ -377,7 +366,8 @@ class LlamaBlocks:
         return hidden + block.mlp(block.post_attention_layernorm(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(self.decoder.norm(hidden))
+        norm = getattr(self.decoder, "norm", None) or self.decoder.final_layer_norm
+        return self.model.get_output_embeddings()(norm(hidden))
 
 
 class OPTBlocks(LlamaBlocks):
@@ -385,12 +375,8 @@ class OPTBlocks(LlamaBlocks):
 
     name = "opt"
 
-    def _decoder(self) -> nn.Module:
-        return self.model.model.decoder
-
     def embed(self, token: int, position: int) -> Tensor:
-        placed = self.decoder.embed_positions.weight[position + 2]
-        return self.decoder.embed_tokens(torch.tensor(token)) + placed
+        return super().embed(token, position) + self.decoder.embed_positions.weight[position + 2]
 
     def attention_input(self, layer: int, hidden: Tensor) -> Tensor:
         return self.layers[layer].self_attn_layer_norm(hidden)
@@ -403,37 +389,19 @@ class OPTBlocks(LlamaBlocks):
         hidden = hidden + block.self_attn.out_proj(torch.from_numpy(output).float())
         return hidden + block.fc2(block.activation_fn(block.fc1(block.final_layer_norm(hidden))))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(self.decoder.final_layer_norm(hidden))
-
 
 class Phi3Blocks(LlamaBlocks):
     """The same of Phi-3: one projection makes all queries, then all keys, then all values."""
-
-    def queries(self, layer: int, attention_input: Tensor, position: int) -> list[Vector]:
-        return self._placed(self._projected(layer, attention_input)[0], position)
-
-    def keys(self, layer: int, attention_input: Tensor, position: int) -> list[Vector]:
-        return self._placed(self._projected(layer, attention_input)[1], position)
-
-    def values(self, layer: int, attention_input: Tensor) -> list[Vector]:
-        return list(self._projected(layer, attention_input)[2].double().numpy())
 
     def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
         heads = self.layers[layer].self_attn.qkv_proj(attention_input).view(-1, self.head_dim)
         return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads])
 
 
-class GPTNeoXBlocks(Phi3Blocks):
+class GPTNeoXBlocks(LlamaBlocks):
     """The same of GPT-NeoX: query, key and value head by head; attention and FFN read the same residual."""
 
     name = "gpt_neox"
-
-    def _decoder(self) -> nn.Module:
-        return self.model.gpt_neox
-
-    def embed(self, token: int, position: int) -> Tensor:
-        return self.decoder.embed_in(torch.tensor(token))
 
     def _projected(self, layer: int, attention_input: Tensor) -> tuple[Tensor, ...]:
         fused = self.layers[layer].attention.query_key_value(attention_input)
@@ -443,9 +411,6 @@ class GPTNeoXBlocks(Phi3Blocks):
         block = self.layers[layer]
         attended = block.attention.dense(torch.from_numpy(output).float())
         return hidden + attended + block.mlp(block.post_attention_layernorm(hidden))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(self.decoder.final_layer_norm(hidden))
 
 
 BLOCKS = {"opt": OPTBlocks, "phi3": Phi3Blocks, "gpt_neox": GPTNeoXBlocks}

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import Case
-from living import calibration
+from living import calibration, tiny
 
 from harness.model.attach import attach
-from harness.model.tiny import tiny_model
 from harness.replay import ReplaySession
 from harness.sizes import ReadStats
 
@@ -21,13 +20,7 @@ RAGGED = ((PROMPT, LENGTH), (1, 30), (11, 24))
 """(prompt, length) of the sequences of a padded batch."""
 TOLERANCE = 1e-4
 
-
-MODELS = {
-    "llama": tiny_model("llama", num_key_value_heads=4),
-    "gqa": tiny_model("llama", num_key_value_heads=2),
-    "opt": tiny_model("opt", word_embed_proj_dim=64),
-}
-every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+every_model = pytest.mark.parametrize("model", [*map(tiny, ("llama", "gqa", "opt"))], ids=("llama", "gqa", "opt"))
 
 
 def token_ids(length: int, seed: int = 0) -> list[int]:

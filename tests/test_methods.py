@@ -18,7 +18,7 @@ from methods.h2o import H2O
 from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, choose_columns
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
-from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV, pyramid
+from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
 from methods.selection import GROUPS, largest
@@ -243,24 +243,6 @@ def test_tokens_read_by_hand(method, row, read):
     assert (found or 0) <= bound <= row.cached
     assert SnapKV(kept_tokens=50).with_size(0.5).tokens_kept(ROW, 2) == 40 + 20
     assert Quest(read_tokens=32, page_size=4).with_size(0.5) == Quest(read_frac=0.5, page_size=4)
-
-
-def test_an_index_by_hand():
-    """PQCache: of 100 tokens two codes of 6 bits, and 64 centroids of 16 elements of 16 bits; a token has 32 elements.
-    SparQ: 4 of 16 channels, and half a token for the mean value."""
-    state = PQCache(num_sinks=0).new_state(SHAPE, lengths_of([90], [120]))
-    assert state.index_read(2, torch.tensor([[100]])).item() == (100 * 12 + 64 * 16 * 16) / (32 * 16)
-    for mean_value, more in ((True, 0.5), (False, 0.0)):
-        state = SparQ(mean_value=mean_value).new_state(SHAPE, lengths_of([5], [9]))
-        assert state.index_read(0, torch.tensor([[8]])).item() == 8 * 4 / 32 + more
-
-
-def test_pyramids_by_hand():
-    assert pyramid(100, 195, 5) == [195, 147, 100, 53, 5]
-    assert pyramid(10, 20, 3) == [20, 10, 0]
-    assert pyramid(10, 15, 1) == [10]
-    method = SnapKV(kept_tokens=108, window=8, layers="pyramid")
-    assert method.shares(1000, 3) == [195, 100, 5] and method.shares(128, 3) == [120, 100, 80]  # no more than there are
 
 
 # The choice

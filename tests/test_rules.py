@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 import reference as plain
 import torch
-from cases import CASES, Case
-from living import calibration
+from cases import Case
+from living import calibration, tiny
 from reference import softmax
-from replaying import LENGTH, MODELS, PROMPT, assert_close, run, run_ragged, token_ids, watched
+from replaying import LENGTH, PROMPT, run, token_ids, watched
 
 from harness import replay as passes
 from harness.model.attach import PromptPass, attach
 from harness.model.calibration import calibrate
-from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
+from methods.base import Geometry, Row
 from methods.infinigen import InfiniGen
 from methods.pqcache import PQCache
-from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
+from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvicting, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
@@ -44,7 +44,8 @@ Read = list[list[set[int]]]
 class Sequence(NamedTuple):
     """One sequence in one layer, without its padding.
 
-    query: [heads, tokens, head_dim], scaled; key, value: [num_kv_heads, tokens, head_dim].
+    query: [heads, tokens, head_dim], scaled; key, value: [num_kv_heads, tokens, head_dim]. rest: of each decode row,
+    share [num_kv_heads, group] and value [num_kv_heads, head_dim].
     """
 
     query: np.ndarray
@@ -52,6 +53,7 @@ class Sequence(NamedTuple):
     value: np.ndarray
     read: Read
     num_read: list[float]
+    rest: list[tuple[np.ndarray, np.ndarray]]
 
 
 class Of(NamedTuple):
@@ -79,7 +81,7 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
     def select(block, exact):
         selection = original(block, exact)
         mask = selection.mask.clone().expand(-1, block.key.shape[1], -1, -1)
-        found = mask, block.tokens[:, : block.stop], block.real[:, block.rows], selection.num_read
+        found = mask, block.tokens[:, : block.stop], block.real[:, block.rows], selection.num_read, selection.rest
         selected.setdefault(block.layer, []).append(found)
         return selection
 
@@ -95,14 +97,17 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
         for b, (prompt, length) in enumerate(BATCH):
             read: Read = [[] for _ in range(key.shape[1])]
             num_read: list[float] = []
-            for masks, tokens, rows, counts in blocks:
+            rest = []
+            for masks, tokens, rows, counts, of_unread in blocks:
                 for row in rows[b].nonzero().flatten().tolist():
                     num_read.append(float(counts[b, row]))
+                    if of_unread is not None:
+                        rest.append((of_unread.share[b, :, :, row].numpy(), of_unread.value[b, :, row].numpy()))
                     for head, mask in enumerate(masks[b, :, row]):
                         read[head].append(set(tokens[b][mask].tolist()))
             columns = slice(PROMPT - prompt, PROMPT - prompt + length)  # padded before the prompt and behind the rows
             own = [part[b][:, columns].numpy() for part in (query * geometry.scale, key, value)]
-            found.setdefault(layer, []).append(Sequence(*own, read, num_read))
+            found.setdefault(layer, []).append(Sequence(*own, read, num_read, rest))
     assert sorted(found) == list(range(case.method.num_exempt_layers, 4))
     return geometry, found
 
@@ -269,6 +274,17 @@ def partial_scores(method, of: Of, t: int) -> np.ndarray:
     if method.statistics != "prompt":
         of_query, of_key = of_query + measured("query", of), of_key + measured("key", of)
     return query @ balanced_product(of_query, of_key, math.ceil(method.partial_weight_ratio * size)) @ key.T
+
+
+def check_mean_value(method: SparQ, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> None:
+    """The mean of all values so far has the weight of what is not read."""
+    for t, (shares, means) in enumerate(sequence.rest, prompt):
+        for head, key in enumerate(sequence.key):
+            query = sequence.query[head * geometry.group : (head + 1) * geometry.group, [t] * (t + 2)]
+            scores = partial_scores(method, Of(geometry, layer, head, prompt, query, key), t + 1)
+            unread = [token not in sequence.read[head][t - prompt] for token in range(t)] + [False]
+            assert shares[head] == pytest.approx([softmax(each)[unread].sum() for each in scores], abs=1e-6)
+            assert np.allclose(means[head], sequence.value[head, : t + 1].mean(0), atol=1e-6)
 
 
 def projected(method, of: Of):
@@ -481,13 +497,15 @@ def test_a_method_reads_what_its_plain_rule_reads(name, model, monkeypatch):
     method = RULES[name]
     of_layers = isinstance(method, DuoAttention) or getattr(method, "layers", "uniform") == "pyramid"
     rule = PLAIN.get(type(method), of_heads(projected))
-    geometry, found = replayed(MODELS[model], Case(method))
+    geometry, found = replayed(tiny(model), Case(method))
     for layer, sequences in found.items():
         for (prompt, length), sequence in zip(BATCH, sequences, strict=True):
             wanted = rule(method, geometry, layer, sequence, prompt)
             assert sequence.key.shape[1] == length and sequence.read == wanted, f"layer {layer}, prompt of {prompt}"
             means = [np.mean([len(rows[row]) for rows in wanted]) for row in range(length - prompt)]
             assert sequence.num_read == pytest.approx(means)
+            assert len(sequence.rest) == (length - prompt) * isinstance(method, SparQ)
+            check_mean_value(method, geometry, layer, sequence, prompt)
             for at, mean in zip((Row(t, prompt, length) for t in range(prompt, length)), means, strict=True):
                 assert mean <= method.max_tokens_read(at, layer) <= at.cached
                 assert of_layers or method.tokens_read(at, layer) == pytest.approx(mean)
@@ -505,10 +523,10 @@ def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
         if layer == 3:
             seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
 
-    with attach(MODELS[model]) as attached, watched(note, REPLAYING):
+    with attach(tiny(model)) as attached, watched(note, REPLAYING):
         run(attached, Case(method), [token_ids(LENGTH)], [PROMPT])
     query, key, value, output = (torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True))
-    with attach(MODELS[model]) as attached:
+    with attach(tiny(model)) as attached:
         geometry, positions = attached.geometry, torch.arange(PROMPT)[None]
         heads, _, head_dim = key.shape
         bare = geometry.rotate(torch.tensor(key[:, :PROMPT]).float()[None], positions, inverse=True)[0].double().numpy()
@@ -526,37 +544,6 @@ def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
             read = [token for token in range(t + 1) if token in fetched or token // method.page_size not in chunks]
             keys = np.array([low[kv, token] if token in fetched else key[kv, token] for token in read])
             assert np.abs(output[head, t] - softmax(keys @ own[t]) @ value[kv, read]).max() < 1e-4
-
-
-def test_sparqs_mean_value_weighs_what_is_not_read():
-    """In blocks of any size, as replay and live append rows."""
-    geometry = Geometry(1, 4, 2, 16, 0.25, "llama")
-    generator = torch.Generator().manual_seed(2)
-    prompt, length = (7, 4), (15, 12)
-    query, key, value = (torch.randn(2, heads, 15, 16, generator=generator) for heads in (4, 2, 2))
-    real = torch.arange(7) >= 7 - torch.tensor(prompt)[:, None]
-    positions = torch.arange(15) - 7 + torch.tensor(prompt)[:, None]
-    tokens = torch.where(positions < 0, EMPTY, positions)
-    method = SparQ(read_tokens=3, rank=0.25, num_exempt_layers=0)
-    for size in (1, 3, 8):
-        state = method.new_state(geometry, Lengths(torch.tensor(prompt), torch.tensor(length)))
-        state.prompt(0, query[:, :, :7], key[:, :, :7], value[:, :, :7], PromptRows(real, 15))
-        for begin in range(7, 15, size):
-            own = slice(begin, min(begin + size, 15))
-            state.append(0, key[:, :, own], value[:, :, own], positions[:, own], own)
-            own_slots, is_real = torch.arange(begin, own.stop).expand(2, 1, -1), torch.ones(2, own.stop - begin).bool()
-            slots = tokens[:, None, : own.stop]
-            selection = state.select(0, Rows(query[:, :, own], positions[:, own], is_real, slots, own_slots, None))
-            for b, head, row in np.ndindex(2, 2, own.stop - begin):
-                column = begin + row
-                seen = [each for each in range(column + 1) if positions[b, each] >= 0]
-                assert torch.allclose(selection.rest.value[b, head, row], value[b, head, seen].mean(0), atol=1e-6)
-                group = query[b, 2 * head : 2 * head + 2, [column] * (len(seen) + 1)].double().numpy() * 0.25
-                of = Of(geometry, 0, head, 0, group, key[b, head, seen].double().numpy())
-                unread = [not selection.mask[b, head, row, each] and each != column for each in seen]
-                for query_head, own_scores in enumerate(partial_scores(method, of, len(seen))):
-                    share = softmax(own_scores)[unread].sum()
-                    assert float(selection.rest.share[b, head, query_head, row]) == pytest.approx(share, abs=1e-6)
 
 
 @pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_gqa"])
@@ -599,47 +586,3 @@ def test_channels_and_components_are_measured_on_the_calibration():
             assert np.allclose(worth[name][head], wanted, rtol=1e-5)
         variances = np.diag(rotation[head].T @ np.cov(keys.T) @ rotation[head])
         assert np.allclose(variances, np.linalg.eigvalsh(np.cov(keys.T))[::-1], rtol=1e-4)
-
-
-INDEXES = [
-    (DoubleSparsity(rank=0.25), 4 / 32),
-    (DoubleSparsity(rank=0.25, index_bits=4), 4 * (4 + 32 / 4) / 16 / 32),
-    (Loki(rank=0.3), 5 / 32),
-    (InfiniGen(index="balanced"), 5 / 32),
-    (InfiniGen(partial_weight_ratio=1.0, index_bits=4), 16 * (4 + 32 / 16) / 16 / 32),
-    (InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0), 16 * (2 + 32 / 16) / 16 / 32),
-]
-
-
-@pytest.mark.parametrize(("method", "tokens"), INDEXES)
-def test_what_is_read_of_an_index_by_hand(method, tokens):
-    """So many tokens' worth for each token, in two of four layers; a coded index lies coded on the device."""
-    seen = []
-    scores = PartialKeysState.scores
-
-    def noting(state, layer, rows):
-        seen.append(state.partial_keys[layer])
-        return scores(state, layer, rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PartialKeysState, "scores", noting)
-        reads = run_ragged(MODELS["gqa"], Case(method)).reads
-        assert reads.device_frac - reads.size == pytest.approx(tokens / 2)
-    assert all((each.dtype == torch.uint8) == (method.index_bits is not None) for each in seen)
-
-
-# Limit cases
-
-LIMITS = {
-    "shadowkv": ShadowKV(read_frac=1.0, rank_frac=1.0, page_size=2, local_chunks=0),
-    "sparq": SparQ(read_tokens=None, read_frac=1.0), "rkv-late": RKV(kept_tokens=PROMPT, divide_length=LENGTH),
-    "duo-window": DuoAttention(), "duo-none": DuoAttention(sparsity=0.0, num_sinks=0, num_recent=1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LIMITS)
-def test_limit_cases_are_the_full_cache(name):
-    full, limit = (run_ragged(MODELS["gqa"], case) for case in (CASES["full"], Case(LIMITS[name])))
-    for got, wanted in zip(limit.logits, full.logits, strict=True):
-        assert_close(got, wanted, 2e-5 if name != "shadowkv" else 1e-4)
-    assert limit.reads.size == (1 if name != "shadowkv" else limit.reads.size)

@@ -20,6 +20,8 @@ from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
+from methods.pqcache import PQCache
+from methods.projected import DoubleSparsity, Loki, PartialKeysState, SparQ
 from methods.prompt_evicting import SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
@@ -144,20 +146,40 @@ CACHED = range(PROMPT, PROMPT + STEPS)
 
 
 @pytest.mark.parametrize(
-    ("method", "expected"),
+    ("method", "tokens"),
     [
-        # 2 of 4 layers; ceil(0.3 * 16) of 16 columns of every cached key, and no value
-        (InfiniGen(skew=False, fixed_fetch=5), 2 / 4 * 5 / (2 * 16)),
-        (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), 2 / 4 * 4 / (2 * 16)),
-        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), 2 / 4 * 5 / 32 * mean(20 / t for t in CACHED)),
+        # ceil(0.3 * 16) of 16 columns of every cached key, and no value
+        (InfiniGen(skew=False, fixed_fetch=5), 5 / 32),
+        (InfiniGen(skew=False, fixed_fetch=5, round_columns="down"), 4 / 32),
+        (InfiniGen(skew=False, fixed_fetch=5, pool_tokens=20), 5 / 32 * mean(20 / t for t in CACHED)),
+        (InfiniGen(index="balanced"), 5 / 32),
+        (InfiniGen(partial_weight_ratio=1.0, index_bits=4), 16 * (4 + 32 / 16) / 16 / 32),
+        (InfiniGen(partial_weight_ratio=1.0, index_bits=2, pool_frac=1.0), 16 * (2 + 32 / 16) / 16 / 32),
+        (DoubleSparsity(rank=0.25), 4 / 32),
+        (DoubleSparsity(rank=0.25, index_bits=4), 4 * (4 + 32 / 4) / 16 / 32),
+        (Loki(rank=0.3), 5 / 32),
+        # 4 of 16 channels, and half a token for the mean value
+        (SparQ(), mean((4 * t / 32 + 0.5) / t for t in CACHED)),
+        (SparQ(mean_value=False), 4 / 32),
+        # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
+        (PQCache(num_sinks=0), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
         # two vectors a full page
-        (Quest(page_size=5), 2 / 4 * mean(t // 5 / t for t in CACHED)),
+        (Quest(page_size=5), mean(t // 5 / t for t in CACHED)),
         (H2O(), 0),
     ],
     ids=lambda value: getattr(value, "title", None),
 )
-def test_what_is_read_of_an_index_by_hand(method, expected):
+def test_what_is_read_of_an_index_by_hand(method, tokens, monkeypatch):
+    """So many tokens' worth for each token, in two of four layers; a coded index lies coded on the device."""
+    dtypes, scores = set(), PartialKeysState.scores
+
+    def noting(state, layer, rows):
+        dtypes.add(state.partial_keys[layer].dtype)
+        return scores(state, layer, rows)
+
+    monkeypatch.setattr(PartialKeysState, "scores", noting)
     with attached_with_link() as (attached, _):
         for run in (replay, live):
             found = run(attached, Case(method), (PROMPT,))
-            assert found.device_frac - found.size == pytest.approx(expected, rel=1e-9)
+            assert found.device_frac - found.size == pytest.approx(tokens / 2, rel=1e-9)
+    assert dtypes <= {torch.float32} if getattr(method, "index_bits", None) is None else dtypes == {torch.uint8}
