@@ -32,6 +32,7 @@ from harness.launch import runner, status, tracking
 from harness.launch.cells import run_cells
 from harness.launch.cluster import Batch
 from harness.launch.grid import read_plan
+from harness.records import archive
 from harness.resources import Resources
 from harness.settings import schema
 from harness.settings.compose import asks_status, parse, read_override
@@ -92,7 +93,11 @@ class Jobs:
         given = list(HydraConfig.get().overrides.task)
         grid = HydraConfig.get().runtime.choices.get("grid")
         if config.export is not None:
-            print(_export(config.export, config.results_dir, given))
+            for override in given:
+                if setting_of(override) not in ("export", "results_dir"):
+                    does = f"export={config.export} runs nothing; beside it only results_dir= is allowed"
+                    raise UserError(f"{override}: {does}")
+            print(archive.export(Path(path_text(config.results_dir, "results_dir")), config.export))
             return
         if config.get("cluster") is not None:
             batch = Batch.of(config, Path(grid or config.experiment).stem)
@@ -318,33 +323,3 @@ def _as_text(word: str) -> str:
         if read_override(quoted).value() == typed:
             return f"; as text: {shlex.quote(quoted)}"
     return ""
-
-
-# export=FILE.zip, or a folder in which the archive gets the name of the results folder
-
-
-def _export(setting: object, results_dir: str, overrides: Sequence[str]) -> str:
-    """Write `results_dir` as one archive to share; returns what is in it, in a line for the user.
-
-    Raises UserError for a setting that belongs to a run, nothing to export, or an unwritable place.
-    """
-    from harness.records import archive
-
-    foreign = [override for override in overrides if setting_of(override) not in ("export", "results_dir")]
-    if foreign:
-        raise UserError(f"{foreign[0]}: export={setting} runs nothing; beside it only results_dir= is allowed")
-    results = Path(path_text(results_dir, "results_dir"))
-    if not results.is_dir():
-        raise UserError(f"results_dir={results}: no such folder")
-    if not isinstance(setting, str) or not setting:
-        raise UserError(f"export={setting}: must be a folder, or a file whose name ends with .zip")
-    path, real = Path(path_text(setting, "export")), Path(os.path.realpath(results))
-    target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{real.name}.zip"
-    if Path(os.path.realpath(target)).is_relative_to(real):
-        raise UserError(f"export={setting}: lies inside results_dir={results}; choose a place outside of it")
-    packed = archive.pack(results, target)
-    left_out = f" ({packed.left_out} interrupted or damaged left out)" if packed.left_out else ""
-    return (
-        f"{packed.path}: {packed.num_records} records{left_out}, {packed.num_files} tables, figures and pages, "
-        f"{packed.path.stat().st_size / 2**20:.1f} MiB, sha256 {packed.sha256}"
-    )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import struct
 import tempfile
 import zipfile
@@ -24,13 +25,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISLNK
-from typing import NamedTuple
 
 from tqdm import tqdm
 
 from harness.errors import UserError
 from harness.files import content_sha256, replacing
 from harness.records.record import BAD_VALUE_ERRORS, read_record
+from harness.settings.schema import path_text
 
 SCHEMA = 2
 MANIFEST = "MANIFEST.json"
@@ -46,20 +47,27 @@ DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, 
 log = logging.getLogger(__name__)
 
 
-class Packed(NamedTuple):
-    """A written archive. left_out: interrupted runs and damaged records."""
+def export(results_dir: Path, setting: object) -> str:
+    """Write a results folder as `export=FILE.zip`, or into the folder `export=DIR` as an archive of the same name.
 
-    path: Path
-    sha256: str
-    num_records: int
-    num_files: int
-    left_out: int
+    Returns what is in the archive, in a line. Raises UserError for a wrong setting, and as `pack` does.
+    """
+    if not results_dir.is_dir():
+        raise UserError(f"results_dir={results_dir}: no such folder")
+    if not isinstance(setting, str) or not setting:
+        raise UserError(f"export={setting}: must be a folder, or a file whose name ends with .zip")
+    path, real = Path(path_text(setting, "export")), Path(os.path.realpath(results_dir))
+    target = path if path.suffix == ".zip" and not path.is_dir() else path / f"{real.name}.zip"
+    if Path(os.path.realpath(target)).is_relative_to(real):
+        raise UserError(f"export={setting}: lies inside results_dir={results_dir}; choose a place outside of it")
+    return pack(results_dir, target)
 
 
-def pack(results_dir: Path, target: Path) -> Packed:
+def pack(results_dir: Path, target: Path) -> str:
     """Write a results folder into the archive `target`, atomically, holding one file in memory at a time.
 
-    The same results give the same bytes with the same zlib.
+    The same results give the same bytes with the same zlib. Interrupted runs and damaged records are left out. Returns
+    what is in the archive, in a line.
 
     Raises:
         UserError: there is nothing to share, or `target` cannot be written.
@@ -85,7 +93,12 @@ def pack(results_dir: Path, target: Path) -> Packed:
             _add(archive, MANIFEST, (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode())
     except OSError as error:
         raise UserError(f"export={target}: {error.filename or target}: {error.strerror or error}") from error
-    return Packed(target, content_sha256(target), len(chosen), len(derived), len(records) - len(chosen))
+    out = len(records) - len(chosen)
+    left_out = f" ({out} interrupted or damaged left out)" if out else ""
+    return (
+        f"{target}: {len(chosen)} records{left_out}, {len(derived)} tables, figures and pages, "
+        f"{target.stat().st_size / 2**20:.1f} MiB, sha256 {content_sha256(target)}"
+    )
 
 
 def sha256(data: bytes) -> str:
