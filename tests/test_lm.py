@@ -1,25 +1,29 @@
-"""Log-likelihoods through replay: HFLM's numbers for the full cache, and no trace of how work was shared."""
+"""Log-likelihoods and texts through replay: HFLM's for the full cache, live decoding's tokens for every method, and no
+trace of how work was shared."""
 
+import io
 from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES, Case
-from living import setup_of
+from cases import CASES
+from living import open_live, setup_of, tiny
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
-from harness.accuracy.answers import Request, Score, score
-from harness.accuracy.evaluation import decode_rows
+from harness.accuracy.answers import Request, Score, generate, score
+from harness.accuracy.evaluation import ReplayEngine, decode_rows
 from harness.accuracy.lm import Prefill, ReplayLM
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
-from harness.sizes import ReadStats
+from harness.sizes import SHARES, ReadStats
+from tests.composed import load
 
 MAX_LENGTH = 512
+NEW = 12
 TOKENIZER = byte_tokenizer()
 EXAMPLES = "Q: one?\nA: two.\n\nQ: three?\nA: four.\n\n"
 QUESTIONS = [
@@ -34,16 +38,61 @@ UNSHARED = [
     [("A single", " continuation of one context")],
 ]
 TEXTS = ["ab", "The quick brown fox jumps over the lazy dog. " * 3, EXAMPLES * 2]
+CONTEXT = "Some example.\n\nAnother one, somewhat longer.\n\n"
+LONGER = CONTEXT + "Q: what is it now, and what was it then?\nA:"
+CONTEXTS = [CONTEXT + "Q: who?\nA:", LONGER, "A shorter one.\n\nQ: why?\nA:"]
 DENSE, QUESTION = Prefill("dense"), Prefill("question")
 
 
-def instances(questions, kind="loglikelihood") -> list[Instance]:
-    """Each question is a list of the arguments of its choices."""
+@pytest.fixture(autouse=True)
+def without_end(monkeypatch):
+    """Tiny models end at no token of their own accord."""
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", None)
+
+
+def choices(*questions: list[tuple[str, ...]], kind: str = "loglikelihood") -> list[Instance]:
+    """What lm-eval asks; each question is a list of the arguments of its choices."""
     return [
         Instance(kind, {}, arguments, index, metadata=("task", number, 1))
-        for number, choices in enumerate(questions)
-        for index, arguments in enumerate(choices)
+        for number, of_question in enumerate(questions)
+        for index, arguments in enumerate(of_question)
     ]
+
+
+def texts(*contexts: str, **settings) -> list[Instance]:
+    """Answers to these contexts, which lm-eval asks for."""
+    return choices(*([(context, settings)] for context in contexts), kind="generate_until")
+
+
+def scored(requests: list[Request], name: str = "full", family: str = "gqa") -> tuple[list[Score], ReadStats]:
+    with attach(tiny(family)) as attached:
+        return score(requests, attached, setup_of(attached, CASES[name]), lambda count: None)
+
+
+def written(requests: list[Request], name: str = "full") -> tuple[list[list[int]], ReadStats]:
+    with attach(tiny("gqa")) as attached:
+        return generate(requests, attached, setup_of(attached, CASES[name]), lambda count: None, tokenizer=TOKENIZER)
+
+
+def language_model(prefill=DENSE, *, family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
+    """Scores and texts of the full cache, where `options` have no others."""
+    workers = {"scorer": lambda asked: scored(asked, family=family)[0], "generator": lambda asked: written(asked)[0]}
+    loaded = LoadedModel(tiny(family), tokenizer, "tiny", max_length, "f" * 64)
+    lm = ReplayLM(loaded, prefill, **(workers | options))
+    lm.cache_hook.dbdict = {}
+    return lm
+
+
+def hflm(family: str = "gqa", max_length: int = MAX_LENGTH, batch_size: int = 2) -> HFLM:
+    return HFLM(pretrained=tiny(family), tokenizer=TOKENIZER, batch_size=batch_size, max_length=max_length)
+
+
+def planned(asked: list[Instance], prefill=DENSE, **options) -> list[Request]:
+    """What is asked of the model, which does not answer."""
+    workers = {"scorer": lambda each: [Score(0.0, False)] * len(each), "generator": lambda each: [[5]] * len(each)}
+    lm = language_model(prefill, **(workers | options))
+    getattr(lm, asked[0].request_type)(asked)
+    return lm.requests
 
 
 def work_of(monkeypatch) -> list[tuple[str, int, int]]:
@@ -62,98 +111,18 @@ def work_of(monkeypatch) -> list[tuple[str, int, int]]:
     return calls
 
 
-def run(model, requests, case: Case = CASES["full"]) -> tuple[list[Score], ReadStats]:
-    with attach(model) as attached:
-        return score(requests, attached, setup_of(attached, case), lambda count: None)
-
-
-def language_model(prefill, *, model=None, max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
-    """Without a scorer or generator in `options`, a request for a score or a text fails the test."""
-    workers = {"scorer": pytest.fail, "generator": pytest.fail}
-    lm = ReplayLM(LoadedModel(model, tokenizer, "tiny", max_length, "f" * 64), prefill, **(workers | options))
-    lm.cache_hook.dbdict = {}
-    return lm
-
-
-def scoring(prefill, model, **options) -> ReplayLM:
-    """Scores by the full cache."""
-    return language_model(prefill, scorer=lambda requests: run(model, requests)[0], **options)
-
-
-def hflm(model, max_length=MAX_LENGTH, batch_size=2) -> HFLM:
-    return HFLM(pretrained=model, tokenizer=TOKENIZER, batch_size=batch_size, max_length=max_length)
-
-
-def planned(questions, prefill, **options) -> list[Request]:
-    lm = language_model(prefill, **({"scorer": lambda requests: [Score(0.0, False)] * len(requests)} | options))
-    lm.loglikelihood(instances(questions))
-    return lm.requests
-
-
-def furthest(scores, others) -> float:
+def furthest(scores: list[Score], others: list[Score]) -> float:
     return max(abs(one.log_likelihood - other.log_likelihood) for one, other in zip(scores, others, strict=True))
 
 
-@pytest.mark.parametrize("prefill", [DENSE, QUESTION, Prefill("artifact", budget=0.3)])
-@pytest.mark.parametrize("family", ["gqa", "opt"])
-def test_full_cache_equals_hflm(family, prefill, request):
-    model = request.getfixturevalue(f"tiny_{family}")
-    questions = QUESTIONS if prefill.mode == "question" else QUESTIONS + UNSHARED
-    expected = hflm(model).loglikelihood(instances(questions), disable_tqdm=True)
-    lm = scoring(prefill, model)
-    found = lm.loglikelihood(instances(questions))
-    difference = max(abs(own[0] - stock[0]) for own, stock in zip(found, expected, strict=True))
-    assert difference < 1e-3, f"largest difference {difference:.1e} nats"
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
-    lengths = [len(choice) for _, choice in QUESTIONS[0]]
-    means = scoring(prefill, model, mean=True).loglikelihood(instances(QUESTIONS[:1]))
-    assert [mean for mean, _ in means] == pytest.approx([found[at][0] / n for at, n in enumerate(lengths)], abs=1e-4)
+def require_same_sums(reads: ReadStats, others: list[ReadStats]) -> None:
+    """The reads of all requests together are the sum of those of each alone."""
+    summed = sum(others, ReadStats(code_bits=reads.code_bits))
+    for name in ("rows", "fired_rows", "frac_sum", "index_sum", "resident_sum", "pairs_read", "pairs"):
+        assert getattr(reads, name) == pytest.approx(getattr(summed, name), rel=1e-6), name
 
 
-def test_a_greedy_continuation_is_recognised(tiny_gqa):
-    context = TOKENIZER("Q: what?")["input_ids"]
-    for _ in range(3):
-        context.append(int(tiny_gqa(torch.tensor([context])).logits[0, -1].argmax()))
-    likely = Request(tuple(context), len(context) - 3, len(context) - 4, len(context), ("task", 0))
-    other = likely._replace(ids=(*likely.ids[:-1], (likely.ids[-1] + 1) % 256))
-    assert [each.is_greedy for each in run(tiny_gqa, [likely, other])[0]] == [True, False]
-
-
-@pytest.mark.parametrize("mode", ["dense", "question", "artifact"])
-@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "streaming", "int4"])
-def test_sharing_and_batches_leave_no_trace(name, mode, tiny_gqa, monkeypatch):
-    """Scored together, with everything shared and padded, as scored one request at a time or in small batches."""
-    case = CASES[name]
-    requests = planned(QUESTIONS, Prefill(mode, budget=0.0 if case.codec else case.method.artifact_budget()))
-    together, reads = run(tiny_gqa, requests, case)
-    alone = [run(tiny_gqa, [request], case) for request in requests]
-    assert furthest(together, [scores[0] for scores, _ in alone]) < 1e-3
-    summed = sum((each for _, each in alone), ReadStats(code_bits=reads.code_bits))
-    assert (reads.rows, reads.fired_rows) == (summed.rows, summed.fired_rows)
-    assert reads.rows == len(decode_rows(requests))
-    for sums in ("frac_sum", "index_sum", "resident_sum", "pairs_read", "pairs"):
-        assert getattr(reads, sums) == pytest.approx(getattr(summed, sums), rel=1e-6), sums
-    if name != "full":
-        assert reads.size < 0.9, "the method must have dropped something for this test to mean anything"
-    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)) * (mode == "artifact"):
-        monkeypatch.setattr(f"harness.accuracy.answers.{constant}", size)
-        found, again = run(tiny_gqa, requests, case)
-        assert furthest(found, together) < 1e-3, constant
-        assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
-
-
-def test_each_piece_of_work_is_done_once_and_little_is_padded(tiny_gqa, monkeypatch):
-    calls = work_of(monkeypatch)
-    choices = (" red", " reddish", " blue")
-    requests = planned([[("Q: a rather long question?\nA:", choice) for choice in choices]], DENSE)
-    run(tiny_gqa, requests)
-    done = {kind: sum(real for name, real, _ in calls if name == kind) for kind in ("prefill", "decode")}
-    # Equal in all choices: the context's last token and the space. Then "re", "reddis" and "blu" are run for each.
-    assert done == {"prefill": requests[0].context_len - 1, "decode": 2 + 2 + 6 + 3}
-    calls.clear()
-    run(tiny_gqa, planned([[("Q:", " a"), ("Q:", "-" * 60), ("Q:", "_" * 59)]], DENSE))
-    assert max(padded / real for _, real, padded in calls) < 2
+# Requests
 
 
 @pytest.mark.parametrize(
@@ -167,63 +136,89 @@ def test_each_piece_of_work_is_done_once_and_little_is_padded(tiny_gqa, monkeypa
         (Prefill("artifact", budget=1.0), [17, 17]),
     ],
 )
-def test_where_the_prompt_ends(prefill, expected):
+def test_where_the_prompt_of_choices_ends(prefill, expected):
     context = "Some ex.\n\nQ: who?\nA:"
     assert len(TOKENIZER(context)["input_ids"]) == 18
-    requests = planned([[(context, " you"), (context, " them")]], prefill)
+    requests = planned(choices([(context, " you"), (context, " them")]), prefill)
     assert [request.prefill_len for request in requests] == expected
     assert [request.final_length for request in requests] == [18 + 5] * 2
     assert {request.document for request in requests} == {("task", 0)}
 
 
 def test_the_last_marker_counts_and_choices_in_the_context_have_one_final_length():
-    (request,) = planned([[("a\n\nb\n\ncd", " e")]], QUESTION)
+    (request,) = planned(choices([("a\n\nb\n\ncd", " e")]), QUESTION)
     assert TOKENIZER.decode(request.prompt) == "a\n\nb"
-    short, long = planned([QUESTIONS[3][::-1]], Prefill("artifact", budget=0.5))
+    short, long = planned(choices(QUESTIONS[3][::-1]), Prefill("artifact", budget=0.5))
     assert short.context_len < long.context_len
     assert short.final_length == long.final_length == len(long.ids)
     assert short.prefill_len == long.prefill_len == long.final_length // 2
 
 
-LONG_QUESTION = ("a\n\nQ: a rather long question?\nA:", " yes")
+def test_what_is_asked_for_a_text():
+    def request(context, prefill=DENSE, **settings) -> Request:
+        return planned(texts(context, **({"until": []} | settings)), prefill)[0]
+
+    found = request(CONTEXTS[2], until=["\n"], max_tokens=40)
+    assert TOKENIZER.decode(found.ids) == CONTEXTS[2] and found.document == ("task", 0)
+    assert found.prefill_len == found.context_len == len(found.ids) == found.final_length - 40
+    assert found.stops == ("\n", "</s>")
+    assert request("", max_tokens=40).ids == (TOKENIZER.bos_token_id,)
+    assert request("a").max_new_tokens == 256, "lm-eval's default"
+    request("a", do_sample=False, top_p=0.9, temperature=0.0, num_beams=1, max_gen_toks=9)
+    found = request(CONTEXTS[2], QUESTION, max_gen_toks=9)
+    assert TOKENIZER.decode(found.prompt) == "A shorter one"  # the token of ".\n\n" holds the marker
+    found = request(CONTEXTS[2] + "  ", Prefill("question", marker="A:"), max_gen_toks=9)
+    assert TOKENIZER.decode(found.rows) == "A:  ", "a context is taken as it is"
+    found = request(CONTEXTS[2], Prefill("artifact", budget=0.5), max_gen_toks=9)
+    assert found.prefill_len == (found.context_len + 9) // 2
+
+
+CUT = {"too_long": "truncate"}
 
 
 @pytest.mark.parametrize(
-    ("question", "options", "message"),
+    ("asked", "options", "message"),
     [
-        (("no separator", " x"), {"prefill": QUESTION}, "task task, question 0: prefill=question needs '\\\\n\\\\n'"),
-        (("\n\nat the start", " x"), {"prefill": QUESTION}, "prefill=question needs"),
-        (("", "x" * 9), {"prefill": QUESTION}, "prefill=question needs"),
-        (("c" * 510, " xyz"), {}, "context and answer have 513 tokens, the model takes 512; lower"),
-        (("", "x"), {}, "2 tokens leave no decode row"),
-        (("a", "x" * 513), {"too_long": "truncate"}, "have .* tokens, the model takes 512; lower num_fewshot, choose"),
-        (LONG_QUESTION, {"prefill": QUESTION, "too_long": "truncate", "max_length": 20}, "prefill=question needs"),
-        (("a", " b"), {"tokenizer": None}, "model tiny has no tokenizer"),
+        (choices([("no separator", " x")]), {"prefill": QUESTION}, "^task task, question 0: prefill=question needs '"),
+        (choices([("\n\nat the start", " x")]), {"prefill": QUESTION}, "prefill=question needs"),
+        (choices([("", "x" * 9)]), {"prefill": QUESTION}, "prefill=question needs"),
+        (choices([("c" * 510, " xyz")]), {}, "context and answer have 513 tokens, the model takes 512; lower"),
+        (choices([("", "x")]), {}, "2 tokens leave no decode row"),
+        (choices([("a", "x" * 513)]), CUT, "have .* tokens, the model takes 512; lower num_fewshot, choose"),
+        (
+            choices([("a\n\nQ: a rather long question?\nA:", " yes")]),
+            {"prefill": QUESTION, "max_length": 20, **CUT},
+            "prefill=question needs",
+        ),
+        (choices([("a", " b")]), {"tokenizer": None}, "model tiny has no tokenizer"),
+        (
+            choices([(TEXTS[1],)], kind="loglikelihood_rolling"),
+            {"prefill": QUESTION},
+            "task task: scores whole texts, in which prefill=question finds no question",
+        ),
+        (texts("a", do_sample=True, temperature=0.7), {}, "task task: samples its answers .temperature=0.7."),
+        (texts("a", temperature=0.2), {}, "task task: samples its answers"),
+        (texts("a", num_beams=10), {}, "task task: generation_kwargs num_beams=10 is not offered"),
+        (texts("a", max_gen_toks=1), {}, "task task, question 0: max_gen_toks=1 leaves no decode row"),
+        (texts("a" * 52, max_gen_toks=500), {}, "question 0: context and answer have 552 tokens, the model takes 512"),
+        (texts(LONGER, max_gen_toks=20), {"max_length": 64}, "the model takes 64; .* or too_long=truncate"),
+        (
+            texts(*CONTEXTS, max_gen_toks=9),
+            {"prefill": QUESTION, "max_length": 40, **CUT},
+            "question 1: prefill=question needs",
+        ),
     ],
 )
-def test_refused(question, options, message):
+def test_refused_before_the_model_runs(asked, options, message):
     with pytest.raises(UserError, match=message):
-        planned([[question]], **({"prefill": DENSE, "scorer": pytest.fail} | options))
+        planned(asked, **({"scorer": pytest.fail, "generator": pytest.fail} | options))
 
 
-def test_what_fits_is_taken(tiny_gqa):
-    assert len(run(tiny_gqa, planned([[("c" * 510, " xy")]], DENSE))[0]) == 1
+def test_what_fits_is_taken():
+    assert len(scored(planned(choices([("c" * 510, " xy")])))[0]) == 1
     question = ("a long beginning\n\nQ: who?\nA:", " you.")
-    (request,) = planned([[question]], QUESTION, max_length=30, too_long="truncate")
+    (request,) = planned(choices([question]), QUESTION, max_length=30, **CUT)
     assert TOKENIZER.decode(request.prompt) == " long beginning"
-
-
-def test_a_method_that_did_not_run_is_an_error(tiny_gqa, monkeypatch):
-    decode = ReplaySession.decode
-
-    def idle(self, *arguments):
-        hidden = decode(self, *arguments)
-        self.reads = replace(self.reads, fired_rows=0.0)
-        return hidden
-
-    monkeypatch.setattr(ReplaySession, "decode", idle)
-    with pytest.raises(UserError, match="the method ran on 0 of"):
-        run(tiny_gqa, planned([QUESTIONS[0]], DENSE), CASES["h2o"])
 
 
 def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
@@ -236,20 +231,55 @@ def test_a_text_that_brings_its_own_prefix_token_gets_no_second_one():
         def __call__(self, text, add_special_tokens=True, **options):
             return {"input_ids": [1] * add_special_tokens + list(text.encode())}
 
-    lm = language_model(DENSE, tokenizer=Tokenizer())
+    lm = language_model(tokenizer=Tokenizer())
     assert lm.tok_encode("ab") == [1, 97, 98]
     assert lm.tok_encode("<s>ab")[0] == ord("<")
     assert lm.tok_encode("ab", add_special_tokens=False) == [97, 98]
     assert (lm.prefix_token_id, lm.eot_token_id) == (1, 2)
 
 
+def test_chat_templates(monkeypatch):
+    lm, turns = language_model(), [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
+    for call in (lambda: lm.apply_chat_template(turns), lambda: lm.chat_template(True)):
+        with pytest.raises(UserError, match="apply_chat_template=true: model tiny has no chat template"):
+            call()
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        "[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    monkeypatch.setattr(TOKENIZER, "chat_template", template, raising=False)
+    monkeypatch.setattr(TOKENIZER, "name_or_path", "a/b")
+    stock = hflm()
+    assert lm.apply_chat_template(turns) == stock.apply_chat_template(turns) == "[user] hello[assistant]"
+    assert lm.chat_template(True) == template
+    assert lm.tokenizer_name == stock.tokenizer_name == "a__b"
+
+
+# The full cache as HFLM
+
+
+@pytest.mark.parametrize("prefill", [DENSE, QUESTION, Prefill("artifact", budget=0.3)])
+@pytest.mark.parametrize("family", ["gqa", "opt"])
+def test_scores_are_hflms(family, prefill):
+    asked = choices(*QUESTIONS, *(UNSHARED if prefill.mode != "question" else ()))
+    expected = hflm(family).loglikelihood(asked, disable_tqdm=True)
+    lm = language_model(prefill, family=family)
+    found = lm.loglikelihood(asked)
+    assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
+    lengths = [len(choice) for _, choice in QUESTIONS[0]]
+    means = language_model(prefill, family=family, mean=True).loglikelihood(choices(QUESTIONS[0]))
+    assert [mean for mean, _ in means] == pytest.approx([found[at][0] / n for at, n in enumerate(lengths)], abs=1e-4)
+
+
 @pytest.mark.parametrize("max_length", [50, 512])
 @pytest.mark.parametrize("prefill", [DENSE, Prefill("artifact", budget=0.3)])
-def test_whole_texts_are_scored_as_hflm_scores_them(prefill, max_length, tiny_gqa):
-    texts = instances([[(text,)] for text in TEXTS], "loglikelihood_rolling")
-    expected = hflm(tiny_gqa, max_length).loglikelihood_rolling(texts, disable_tqdm=True)
-    lm = scoring(prefill, tiny_gqa, max_length=max_length)
-    found = lm.loglikelihood_rolling(texts)
+def test_scores_of_whole_texts_are_hflms(prefill, max_length):
+    asked = choices(*([(text,)] for text in TEXTS), kind="loglikelihood_rolling")
+    expected = hflm(max_length=max_length).loglikelihood_rolling(asked, disable_tqdm=True)
+    lm = language_model(prefill, max_length=max_length)
+    found = lm.loglikelihood_rolling(asked)
     assert found == pytest.approx(expected, abs=1e-3)
     assert sorted(lm.cache_hook.dbdict.values()) == sorted(found)
     windows = [-(-len(TOKENIZER(text)["input_ids"]) // max_length) for text in TEXTS]
@@ -258,16 +288,206 @@ def test_whole_texts_are_scored_as_hflm_scores_them(prefill, max_length, tiny_gq
     dense = [request.prefill_len for request in lm.requests if request.context_len == 1]
     assert len(dense) >= len(TEXTS) and set(dense) == {1}, "every row past the first is a decode row"
     assert all(request.final_length == len(request.ids) <= max_length + 1 for request in lm.requests)
-    with pytest.raises(UserError, match="task task: scores whole texts, in which prefill=question finds no question"):
-        language_model(QUESTION).loglikelihood_rolling(texts)
 
 
-def test_contexts_are_cut_on_the_left_as_hflm_does(tiny_gqa):
-    questions = [QUESTIONS[0][:2], QUESTIONS[2]]
-    expected = hflm(tiny_gqa, 40).loglikelihood(instances(questions), disable_tqdm=True)
-    lm = scoring(DENSE, tiny_gqa, max_length=40, too_long="truncate")
-    found = lm.loglikelihood(instances(questions))
+@pytest.mark.parametrize("prefill", [DENSE, QUESTION, Prefill("artifact", budget=0.2)])
+@pytest.mark.parametrize("settings", [{"until": "e", "max_gen_toks": 30}, {"until": ["x", "e"], "max_new_tokens": 9}])
+def test_texts_are_hflms(prefill, settings):
+    lm, asked = language_model(prefill), texts(*CONTEXTS, **settings)
+    expected = hflm(batch_size=3).generate_until(asked, disable_tqdm=True)
+    assert lm.generate_until(asked) == expected == list(lm.cache_hook.dbdict.values())
+
+
+def test_contexts_beyond_the_limit_are_cut_on_the_left_as_hflms():
+    asked = choices(QUESTIONS[0][:2], QUESTIONS[2])
+    expected = hflm(max_length=40).loglikelihood(asked, disable_tqdm=True)
+    lm = language_model(max_length=40, **CUT)
+    found = lm.loglikelihood(asked)
     assert [each for each, _ in found] == pytest.approx([each for each, _ in expected], abs=1e-3)
     assert [len(request.ids) for request in lm.requests][:2] == [41, 41]
     assert lm.truncated == {("task", 0)}
     assert {request.final_length for request in lm.requests if request.document[1] == 0} == {41}
+    asked = texts(*CONTEXTS, max_gen_toks=20, until=["e"])
+    for max_length in (64, 70):
+        lm = language_model(max_length=max_length, **CUT)
+        assert lm.generate_until(asked) == hflm("gqa", max_length, 1).generate_until(asked, disable_tqdm=True)
+        assert [request.context_len for request in lm.requests] == [max_length - 20, max_length - 20, 24]
+        assert len(lm.truncated) == 2
+
+
+def test_a_repetition_penalty_is_hflms(monkeypatch):
+    monkeypatch.setattr(tiny("gqa").generation_config, "repetition_penalty", 1.3)
+    (request,) = to_write([CONTEXTS[0]])
+    found = answer(request)
+    expected = tiny("gqa").generate(torch.tensor([request.ids]), max_new_tokens=NEW, do_sample=False)
+    assert found == expected[0, len(request.ids) :].tolist()
+    monkeypatch.undo()
+    assert found != answer(request)
+
+
+# Scores under a method
+
+
+def test_a_greedy_continuation_is_recognised():
+    context = TOKENIZER("Q: what?")["input_ids"]
+    for _ in range(3):
+        context.append(int(tiny("gqa")(torch.tensor([context])).logits[0, -1].argmax()))
+    likely = Request(tuple(context), len(context) - 3, len(context) - 4, len(context), ("task", 0))
+    other = likely._replace(ids=(*likely.ids[:-1], (likely.ids[-1] + 1) % 256))
+    assert [each.is_greedy for each in scored([likely, other])[0]] == [True, False]
+
+
+@pytest.mark.parametrize("mode", ["dense", "question", "artifact"])
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "streaming", "int4"])
+def test_scores_show_no_trace_of_sharing_and_batches(name, mode, monkeypatch):
+    """Scored together, with everything shared and padded, as scored one request at a time or in small batches."""
+    case = CASES[name]
+    prefill = Prefill(mode, budget=0.0 if case.codec else case.method.artifact_budget())
+    requests = planned(choices(*QUESTIONS), prefill)
+    together, reads = scored(requests, name)
+    alone = [scored([request], name) for request in requests]
+    assert furthest(together, [scores[0] for scores, _ in alone]) < 1e-3
+    require_same_sums(reads, [each for _, each in alone])
+    assert reads.rows == len(decode_rows(requests))
+    if name != "full":
+        assert reads.size < 0.9, "the method must have dropped something for this test to mean anything"
+    for constant, size in (("PROMPT_TOKENS", 1), ("CACHE_TOKENS", 100), ("HEAD_ROWS", 3)) * (mode == "artifact"):
+        monkeypatch.setattr(f"harness.accuracy.answers.{constant}", size)
+        found, again = scored(requests, name)
+        assert furthest(found, together) < 1e-3, constant
+        assert again.frac_sum == pytest.approx(reads.frac_sum, rel=1e-6)
+
+
+def test_each_piece_of_work_is_done_once_and_little_is_padded(monkeypatch):
+    calls = work_of(monkeypatch)
+    options = (" red", " reddish", " blue")
+    requests = planned(choices([("Q: a rather long question?\nA:", option) for option in options]))
+    scored(requests)
+    done = {kind: sum(real for name, real, _ in calls if name == kind) for kind in ("prefill", "decode")}
+    # Equal in all choices: the context's last token and the space. Then "re", "reddis" and "blu" are run for each.
+    assert done == {"prefill": requests[0].context_len - 1, "decode": 2 + 2 + 6 + 3}
+    calls.clear()
+    scored(planned(choices([("Q:", " a"), ("Q:", "-" * 60), ("Q:", "_" * 59)])))
+    assert max(padded / real for _, real, padded in calls) < 2
+
+
+def test_a_method_that_did_not_run_is_an_error(monkeypatch):
+    decode = ReplaySession.decode
+
+    def idle(self, *arguments):
+        hidden = decode(self, *arguments)
+        self.reads = replace(self.reads, fired_rows=0.0)
+        return hidden
+
+    monkeypatch.setattr(ReplaySession, "decode", idle)
+    with pytest.raises(UserError, match="the method ran on 0 of"):
+        scored(planned(choices(QUESTIONS[0])), "h2o")
+
+
+# Texts under a method
+
+
+def to_write(contexts, prefill_len=None, max_new_tokens=NEW, stops=()) -> list[Request]:
+    """Requests whose prompt is the context, or ends at a given token, or that many tokens before the end (negative)."""
+    requests = []
+    for number, context in enumerate(contexts):
+        ids = tuple(TOKENIZER(context)["input_ids"])
+        prompt = len(ids) if prefill_len is None else prefill_len % len(ids)
+        lengths = (len(ids), prompt, len(ids) + max_new_tokens)
+        requests.append(Request(ids, *lengths, ("task", number), max_new_tokens, tuple(stops)))
+    return requests
+
+
+def answer(request: Request, **changes) -> list[int]:
+    return written([request._replace(**changes)])[0][0]
+
+
+def live(request: Request, name: str) -> list[int]:
+    """The tokens that live decoding gives after the request's prompt; the rest of its context is fed."""
+    forced = list(request.rows)
+    with attach(tiny("gqa")) as attached:
+        session = open_live(attached, CASES[name], len(forced) + request.max_new_tokens)
+        ids = torch.tensor([request.prompt])
+        logits = session.prefill(ids, torch.ones_like(ids, dtype=torch.bool))
+        for token in forced:
+            logits = session.decode_step(torch.tensor([token]))
+        tokens = [int(logits.argmax())]
+        while len(tokens) < request.max_new_tokens:
+            logits = session.decode_step(torch.tensor(tokens[-1:]))
+            tokens.append(int(logits.argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("prefill_len", [None, -9], ids=["dense", "question"])
+@pytest.mark.parametrize("name", ["full", "int4", "h2o", "infinigen", "kivi", "freekv", "shadowkv", "pool-lru"])
+def test_tokens_are_those_of_live_decoding(name, prefill_len):
+    """In one padded batch, whatever else is in it; T is the context and `max_new_tokens`."""
+    requests = to_write(CONTEXTS, prefill_len)
+    answers, reads = written(requests, name)
+    assert answers == [live(request, name) for request in requests]
+    assert reads.rows == reads.fired_rows == sum(request.num_rows for request in requests)
+    if name != "full":
+        assert reads.size < 0.97
+
+
+@pytest.mark.parametrize("prefill_len", [None, 20], ids=["dense", "question"])
+@pytest.mark.parametrize("name", ["h2o", "infinigen", "kivi"])
+def test_texts_show_no_trace_of_sharing_and_batches(name, prefill_len, monkeypatch):
+    requests = to_write([*CONTEXTS, CONTEXTS[0]], prefill_len, stops=["e"])
+    requests += to_write(CONTEXTS[:2], prefill_len, 5, stops=["e"])
+    together, reads = written(requests, name)
+    alone = [written([request], name) for request in requests]
+    assert together == [answers[0] for answers, _ in alone]
+    assert len({len(each) for each in together}) > 1, "some must end before others"
+    require_same_sums(reads, [each for _, each in alone])
+    monkeypatch.setattr("harness.accuracy.answers.CACHE_TOKENS", 100)
+    assert written(requests, name)[0] == together
+
+
+def test_each_piece_of_a_text_is_decoded_once(monkeypatch):
+    calls = work_of(monkeypatch)
+    first = to_write([CONTEXTS[0]], 30)[0]
+    other = first._replace(ids=(*first.ids[:-2], 50, 51), document=("task", 1))
+    answers, reads = written([first, other, first, first])
+    assert answers[0] == answers[2] == answers[3]
+    shared = 2 * len(first.rows)
+    assert calls == [("prefill", 30, 30), ("decode", shared, shared), *[("decode", 2, 2)] * (NEW - 1)]
+    assert reads.rows == 4 * first.num_rows
+
+
+def test_what_ends_an_answer(monkeypatch):
+    (request,) = to_write([CONTEXTS[0]])
+    free = answer(request)
+    text = TOKENIZER.decode(free)
+    assert len(free) == NEW and len(set(free)) > 4
+    token = free[5]
+    first = free.index(token)
+    assert answer(request, max_new_tokens=3) == free[:3]
+    assert answer(request, stops=("A:",)) == free, "a context does not hold its own stop"
+    assert answer(request, stops=(TOKENIZER.decode([token]),)) == free[: first + 1]
+    assert answer(request, stops=("not there", text[2:5])) == free[:5], "a stop of several tokens"
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", [1, token])
+    assert answer(request) == free[: first + 1]
+
+
+def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
+    (request,) = to_write([CONTEXTS[0]])
+    monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", answer(request)[0])
+    answers, reads = written([request])
+    assert len(answers[0]) == 1
+    assert [getattr(reads, share) for share in SHARES] == [1, 1, 1, 0], "the full cache's, whatever is decoded"
+    for name in ("h2o", "int4"):
+        with pytest.raises(UserError, match="every answer ended with its first token, .* use prefill=question"):
+            written([request], name)
+
+
+def test_a_run_generates_at_the_size_that_it_is_set_to():
+    """Through the engine: `size` is met on answers of full length."""
+    config = load(["experiment=tasks", "method=h2o", "size=0.7"])
+    loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
+    engine = ReplayEngine(config, loaded, "task", io.StringIO())
+    requests = to_write(CONTEXTS, max_new_tokens=40)
+    assert [len(each) for each in engine.generate(requests)] == [40] * 3
+    assert engine.method != config.method
+    assert engine.reads.size == pytest.approx(0.7, abs=0.01)
+    assert len(decode_rows(requests)) == 3 * 20, "as many as say it"

@@ -84,7 +84,8 @@ def test_a_fork_of_a_session_forks_the_states():
         child, twin = (trunk.fork(torch.tensor([1, 0, 1]), 26) for _ in range(2))
         first = attached.logits(child.decode(rest, real))
         assert all(torch.equal(*pair) for pair in zip(copies_of_states(trunk), states, strict=True))
-        assert torch.equal(attached.logits(twin.decode(rest, real)), first)
+        real[2] = False  # a sequence that has ended
+        assert_close(attached.logits(twin.decode(rest, real))[:2], first[:2])
         own = attached.logits(trunk.decode(rest[:2], real[:2]))
     assert_close(first, own[[1, 0, 1]])
 

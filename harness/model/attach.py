@@ -339,7 +339,8 @@ class Attached:
         layer, states, outputs = int(module.layer_idx), [], []  # type: ignore[arg-type]
         for at, real in enumerate(columns):
             states.append(cache.fork(torch.tensor([at]), layer))
-            outputs.append(run_all(states[-1], slice(at, at + 1), real.nonzero().flatten()))
+            if real.any():  # else these are rows after the sequence's end
+                outputs.append(run_all(states[-1], slice(at, at + 1), real.nonzero().flatten()))
         cache.join(states, layer)
 
         def padded(*parts: Tensor) -> Tensor:
