@@ -121,26 +121,17 @@ def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
-    cells = {
-        "ideal": Cell(Full(), SHAPE, placement="device"),
-        "offload": Cell(Full(), SHAPE),
-        "infinigen": Cell(InfiniGen(fixed_fetch=5), SHAPE),
-        "infinigen+reuse": Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=True),
-    }
-    found = {name: timed(tiny_gqa, ids, cell).metrics for name, cell in cells.items()}
-    peak = {name: metrics["peak_device_bytes"] - weights for name, metrics in found.items()}
-    assert {name: metrics["device_kv_bytes"] for name, metrics in found.items()} == peak
-    own = EXACT  # a step's own row, behind those of a buffer
-    layer, selected = (PROMPT + 12) * EXACT, 5 * EXACT
-    assert peak["ideal"] == 4 * layer
-    assert peak["offload"] == 2 * (layer + own), "two buffers that take turns"
-    partial_keys = 2 * BATCH * HEADS * (PROMPT + 12) * 5 * 4  # ceil(0.3 * 16) columns in two layers
-    projections = 2 * BATCH * HEADS * HEAD_DIM * 5 * 4
-    lengths = 2 * BATCH * 8  # of prompts and of whole sequences
-    rotation = 4 * HEADS * HEAD_DIM**2 * 4
-    buffers = 2 * (layer + own) + 2 * (selected + own)  # of the two exempt layers, and two that take turns
-    assert peak["infinigen"] == buffers + partial_keys + projections + rotation + lengths
-    assert peak["infinigen+reuse"] == peak["infinigen"] + 2 * (selected + own)
+    ideal, plain, reuse = (
+        Cell(Full(), SHAPE, placement="device"),
+        *(Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=reuse) for reuse in (False, True)),
+    )
+    peak = {}
+    for cell in (ideal, plain, reuse):
+        metrics, _ = timed(tiny_gqa, ids, cell)
+        peak[cell] = metrics["peak_device_bytes"] - weights
+        assert metrics["device_kv_bytes"] == peak[cell]
+    assert peak[ideal] == 4 * (PROMPT + 12) * EXACT
+    assert peak[reuse] == peak[plain] + 2 * (5 + 1) * EXACT, "a buffer for each layer, with room for the own row"
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
@@ -165,6 +156,7 @@ def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, 
 
 
 def test_labels_stand_for_their_settings():
+    assert set(LABELS) - set(COUNTED) == {"uvm", "uvm+h2o"}
     for label, system in LABELS.items():
         platform = "cpu" if label in COUNTED else "cuda"
         config = load(["experiment=latency", f"platform={platform}", f"label={label}"])
@@ -193,10 +185,14 @@ def test_a_share_of_the_weights_is_another_run_of_the_same_system():
         (["label=offload+h2o", "method=h2o", "method.heavy_frac=0.05"], "offload+h2o"),
         (["method=streaming", "codec=int8", "placement=device"], "streaming+int8 (device)"),
         (["label=mine", "method=full"], "mine"),
+        (["method=streaming", "platform=cuda", "placement=managed"], "streaming (managed)"),
     ],
 )
 def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
     assert load(["experiment=latency", *overrides]).label == label
+
+
+ON_CUDA = ["platform=cuda"]
 
 
 @pytest.mark.parametrize(
@@ -210,16 +206,27 @@ def test_a_run_without_a_label_is_named_after_what_it_is(overrides, label):
         (["method.pool_frac=0.5", "method.eviction=artifact"], "method.eviction=artifact: .*not decoded live"),
         (["placement=device", "platform.weights_on_device=0.7"], "weights_on_device=0.7: placement=device uses no"),
         (["platform.link_gbps=0"], "platform.link_gbps=0: must be above 0"),
-        (["platform=cuda", "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
+        ([*ON_CUDA, "platform.link_gbps=3"], "platform.link_gbps=3.0: sets the emulated link of platform=cpu"),
         (["label=ideal", "placement=host"], "placement=host: label=ideal stands for placement=device"),
         (["label=offload", "method=h2o"], "method=h2o: label=offload stands for method=full"),
         (["label=offload+int4", "codec=int2"], "codec=int2: label=offload[+]int4 stands for codec=int4"),
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
+        (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
+        (["label=uvm"], "placement=managed: needs platform=cuda"),
+        ([*ON_CUDA, "placement=managed", "reuse=true"], "reuse=true: reuses selected tokens"),
+        ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
+        ([*ON_CUDA, "label=uvm", "codec=int4"], "codec=int4: label=uvm stands for codec=None"),
+        ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),
+        ([*ON_CUDA, "label=uvm", "platform.device_gib=0"], "platform.device_gib=0: must be above 0"),
+        ([*ON_CUDA, "label=offload", "platform.device_gib=48"], "platform.device_gib=48: is for placement=managed"),
+        (["platform.device_gib=48"], "platform.device_gib=48.0: makes a smaller card of pl"),
+        (["time_limit_s=0"], "time_limit_s=0: must be at least 1"),
     ],
 )
 def test_refuses(overrides, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as refusal:
         load(["experiment=latency", *overrides])
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture

@@ -39,14 +39,12 @@ from harness.offload.memory import (
     require_session,
 )
 from harness.settings.config import LatencyConfig
-from harness.settings.systems import COUNTED, LABELS
 from harness.speed import cell as timing
 from harness.speed import latency as run
 from harness.speed.cell import Cell, run_shared_prompt, time_cell
 from harness.tables.leaderboard import _step
 from methods.codec import Codec
 from methods.full import Full
-from methods.h2o import H2O
 from tests.composed import load
 
 
@@ -291,39 +289,6 @@ def anywhere(runtime, monkeypatch):
     return runtime
 
 
-ON_CUDA = ["experiment=latency", "platform=cuda"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("platform=cpu placement=managed", "placement=managed: needs platform=cuda; allowed on cpu: device"),
-        ("platform=cpu label=uvm", "placement=managed: needs platform=cuda"),
-        ("placement=managed reuse=true", "reuse=true: reuses selected tokens"),
-        ("placement=managed platform.overlap=false", "overlap=false: .*no link; use placement=host"),
-        ("label=uvm codec=int4", "codec=int4: label=uvm stands for codec=None"),
-        ("label=uvm placement=device", "placement=device: label=uvm stands for placement=managed"),
-        ("label=uvm platform.device_gib=0", "platform.device_gib=0: must be above 0"),
-        ("label=offload platform.device_gib=48", "platform.device_gib=48: is for placement=managed"),
-        ("platform=cpu platform.device_gib=48", "platform.device_gib=48.0: makes a smaller card of pl"),
-        ("time_limit_s=0", "time_limit_s=0: must be at least 1"),
-    ],
-)
-def test_settings_without_meaning_are_refused(overrides, message):
-    with pytest.raises(UserError, match=message) as refused:
-        load([*ON_CUDA[: 1 if "platform=cpu" in overrides else 2], *overrides.split()])
-    assert "\n" not in str(refused.value)
-
-
-def test_labels_of_managed_memory_are_systems_of_a_gpu():
-    assert set(LABELS) - set(COUNTED) == {"uvm", "uvm+h2o"}
-    for label, method in (("uvm", Full), ("uvm+h2o", H2O)):
-        config = load([*ON_CUDA, f"label={label}", "platform.device_gib=48"])
-        assert (config.placement, type(config.method), config.platform.device_gib) == ("managed", method, 48)
-        assert load([*ON_CUDA, f"method={config.method_name}", "placement=managed"]).label == label
-    assert load([*ON_CUDA, "method=streaming", "placement=managed"]).label == "streaming (managed)"
-
-
 def test_a_block_is_viewed_in_place_and_freed_with_its_last_view(runtime):
     tensor = memory.managed_empty((2, 3, 4), CUDA)
     assert (tensor.shape, tensor.dtype) == ((2, 3, 4), torch.uint8)
@@ -423,8 +388,8 @@ def test_a_time_limit_ends_a_cell_with_the_steps_it_has(anywhere, monkeypatch, l
 
 def test_a_run_pages_on_the_card_it_asks_for(anywhere, monkeypatch, tmp_path):
     config = load([
-        *ON_CUDA, "label=uvm+h2o", "model.weights=random", "batch_size=2", "prompt_len=20", "gen_len=6",
-        "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
+        "experiment=latency", "platform=cuda", "label=uvm+h2o", "model.weights=random", "batch_size=2", "prompt_len=20",
+        "gen_len=6", "timed_steps=1", "platform.device_gib=48", f"results_dir={tmp_path}",
     ])  # fmt: skip
     cards = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
