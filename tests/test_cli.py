@@ -13,7 +13,6 @@ import torch
 from harness.errors import UserError
 from harness.launch.cli import main, read_words
 from harness.settings.compose import read_override
-from harness.settings.experiment import Outcome
 from harness.settings.systems import LABELS
 from tests.runs import outcome
 
@@ -73,28 +72,6 @@ def test_hydra_flags(flags, expected, runs, capsys):
     printed = capsys.readouterr().out
     assert all(words in printed for words in expected)
     assert runs.configs == [] and list(Path().iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        ({"perplexity": float("nan")}, "offline/perplexity=nan: is not finite"),
-        ({"kl_nats": float("inf")}, "offline/kl_nats=inf: is not finite"),
-        (OverflowError("math range error"), "its numbers are beyond a float's range (math range error)"),
-        (OSError(28, "No space left on device"), "No space left on device"),
-        (MemoryError(), "out of memory: lower seq_len=1024"),
-        (SystemExit(3), "sys.exit("),
-    ],
-)
-def test_faults_of_a_users_model_or_disk_are_theirs(metrics, said, runs, capsys):
-    def measure(config):
-        if isinstance(metrics, BaseException):
-            raise metrics
-        return Outcome({"offline": metrics})
-
-    runs.measure = measure
-    assert main([]) == 2
-    assert said in only_error(capsys)
 
 
 REFUSED = {

@@ -16,9 +16,7 @@ from test_plots import bar_heights, draw, drawn, legend, lines, write
 
 from harness.launch.cli import main
 from harness.launch.grid import read_plan
-from harness.launch.runner import run_settings
 from harness.model.load import LoadedModel
-from harness.resources import Resources
 from harness.settings.compose import compose
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
@@ -151,12 +149,3 @@ def test_every_method_of_fig19_keeps_64_tokens_of_the_same_text():
     for cell in (cell for cell in cells_of("fig19") if cell.label_given):
         assert cell.method.tokens_read(Row(cell.seq_len - 1, 256, cell.seq_len), 2) == 64
         assert cell.seq_len * cell.num_windows == 8192
-
-
-def test_a_run_on_a_model_in_memory_returns_its_record(loaded, texts):
-    """The weights give its identity. A second call reads the record."""
-    words = ["method=h2o", *texts, *TOY["perplexity"]]
-    record = run_settings(words, Resources(loaded=loaded))
-    assert record["status"] == "finished" and record["inputs"]["model"] == loaded.fingerprint
-    assert record["config"]["model"]["name"] == loaded.name and Path("results/tables/perplexity.csv").is_file()
-    assert run_settings(words, Resources(loaded=loaded)) == record

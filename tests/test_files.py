@@ -3,10 +3,12 @@
 import os
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from harness import files
+from harness.errors import UserError
 
 V2 = {
     "proc/self/cgroup": "0::/job/step\n",
@@ -54,13 +56,18 @@ def test_the_cache_folder(variables, folder, monkeypatch):
     assert files.cache_dir() == Path(folder)
 
 
-def test_a_block_that_fails_replaces_nothing(tmp_path):
+def test_a_write_that_fails_or_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    path.write_text("old")
+    files.write_atomic(path, "old")
     with pytest.raises(ZeroDivisionError), files.replacing(path) as scratch:
         scratch.write_text("new")
         raise ZeroDivisionError
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        files.write_atomic(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(UserError, match=f"results_dir: {path}/x/y cannot be written \\(Not a directory\\)"):
+        files.write_atomic(path / "x" / "y", "")
 
 
 def test_scratch_files_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path):

@@ -12,20 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from harness.errors import UNFINISHED
-from harness.settings.config import ModelConfig
-from tests.composed import load
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# Imports of these cost seconds or a device; the modules that check settings and keep records do without.
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")))
-def test_every_model_composes(name):
-    model = load([f"model={name}"]).model
-    assert isinstance(model, ModelConfig) and model.name == name
-    assert model.shape is not None and model.shape["model_type"]
-
 
 # make
 

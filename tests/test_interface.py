@@ -51,6 +51,8 @@ def test_perplexity_is_the_table_with_a_line_for_each_method(model, tmp_path):
     table = pd.read_csv(tmp_path / "results" / "tables" / "perplexity.csv")
     shown = table[(table.metric == "kl_nats") & ~table.task.str.contains("[", regex=False)].set_index("label").value
     assert dict(zip(frame.method, frame.kl_nats, strict=True)) == pytest.approx(shown.to_dict())
+    made = {record["inputs"]["model"] for record in read_all(tmp_path / "results")}
+    assert made == {model.loaded.fingerprint}, "the weights in memory are a run's identity"
 
 
 def test_tasks_name_their_metrics(model):

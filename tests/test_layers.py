@@ -35,14 +35,16 @@ def test_the_harness_names_no_method(path):
 
 SLOW = ("torch", "transformers", "lm_eval", "datasets")
 LIGHT = {
-    "harness.launch.cli, harness.experiments": (*SLOW, "numpy", "pandas"),
-    "harness.settings.config, harness.records.record, harness.tables.write, plots": SLOW,
+    "import harness.launch.cli, harness.experiments": (*SLOW, "numpy", "pandas"),
+    "import harness.settings.config, harness.records.record, harness.tables.write, plots": SLOW,
+    "from harness.settings.compose import load": SLOW,
+    "from harness.settings.compose import load; load(['method=infinigen'])": SLOW[1:],
 }
-"""Modules of the command line, of settings and of tables, and packages that take seconds to import."""
+"""What begins a command, settings that are refused and tables, and packages that take seconds to import."""
 
 
-@pytest.mark.parametrize("modules", LIGHT)
-def test_start_up_loads_no_heavy_package(modules):
-    code = f"import sys, {modules}; print([name for name in {LIGHT[modules]} if name in sys.modules])"
+@pytest.mark.parametrize("code", LIGHT)
+def test_start_up_loads_no_heavy_package(code):
+    code = f"import sys; {code}; print([name for name in {LIGHT[code]} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr

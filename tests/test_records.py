@@ -3,17 +3,18 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-from harness import files
 from harness.data.text import offline_text
 from harness.errors import UserError
 from harness.files import text_sha256
 from harness.launch import runner
+from harness.launch.cli import main
 from harness.model import source
 from harness.model.source import PACKAGED_SHA256
 from harness.records import environment, inputs
@@ -180,18 +181,7 @@ def test_a_run_of_other_code_is_named_and_run_again_and_the_present_code_counts(
         assert records.current(order) == [gone], "of a method and a kind that are no more"
 
 
-# Files
-
-
-def test_a_write_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    files.write_atomic(path, "old")
-    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        files.write_atomic(path, "new")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(UserError, match=f"results_dir: {path}/x/y cannot be written \\(Not a directory\\)"):
-        files.write_atomic(path / "x" / "y", "")
+# Values and damage
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -312,12 +302,16 @@ CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't alloc
         (OutOfMemoryError("CUDA out of memory."), "tasks", "out of memory: lower num_fewshot, or choose a smaller"),
         (RuntimeError(CPU_FULL), "long_decode", "out of memory: lower max_new_tokens=256 or prefill_len=256, or"),
         (ValueError("method.size=0.01: keeps 1 of 100"), "perplexity", "method.size=0.01: keeps 1 of 100"),
+        (OverflowError("math range error"), "perplexity", "model=smollm2-135m: its numbers are beyond a float's range"),
+        (SystemExit(3), "perplexity", r"sys.exit\(3\) was called in a run; a method or task must not end the process"),
+        (OSError(28, "No space left on device"), "perplexity", r"\[Errno 28\] No space left on device"),
     ],
 )
-def test_what_a_user_can_mend_names_the_setting(error, kind, message, runs, command):
+def test_what_a_user_can_mend_is_one_line_that_names_the_setting(error, kind, message, runs, command, capsys):
     runs.measure = Mock(side_effect=error)
-    with pytest.raises(UserError, match=f"^{message}"):
-        start([*command, f"experiment={kind}"])
+    assert main([*command, f"experiment={kind}"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: {message}", said)
 
 
 def test_torch_says_what_we_listen_for():
