@@ -53,41 +53,37 @@ def checkout(tmp_path) -> Path:
     return tmp_path
 
 
-def environments_made(checkout: Path) -> int:
-    log = checkout / "log"
-    return log.read_text().split().count("made") if log.exists() else 0
+def setup(checkout: Path) -> int:
+    """Run `make setup`, which must succeed; returns how many environments were made so far."""
+    done = make(checkout, "setup", f"PYTHON={checkout}/python")
+    assert done.returncode == 0, done.stderr
+    return (checkout / "log").read_text().split().count("made")
 
 
-def test_setup_installs_once_and_again_when_the_lock_changes(checkout):
-    setup = ("setup", f"PYTHON={checkout}/python")
-    for expected in (1, 1):
-        assert make(checkout, *setup).returncode == 0
-        assert environments_made(checkout) == expected
-    lock = checkout / "requirements-model.lock"
+def newer_lock(checkout: Path) -> None:
     newer = (checkout / ".venv" / "installed").stat().st_mtime + 10
-    os.utime(lock, (newer, newer))
-    assert make(checkout, *setup).returncode == 0
-    assert environments_made(checkout) == 2
+    os.utime(checkout / "requirements-model.lock", (newer, newer))
 
 
-def test_a_copied_environment_is_made_anew(checkout):
-    setup = ("setup", f"PYTHON={checkout}/python")
-    make(checkout, *setup)
-    assert (checkout / ".venv" / ".gitignore").read_text() == "*\n"
+def copied(checkout: Path) -> None:
     (checkout / ".venv" / "installed").write_text("/elsewhere\n")
-    assert make(checkout, *setup).returncode == 0
-    assert environments_made(checkout) == 2
+
+
+@pytest.mark.parametrize("change", [newer_lock, copied])
+def test_setup_installs_once_and_again_after_a_change(change, checkout):
+    assert [setup(checkout), setup(checkout)] == [1, 1]
+    assert (checkout / ".venv" / ".gitignore").read_text() == "*\n"
+    change(checkout)
+    assert setup(checkout) == 2
 
 
 @pytest.mark.parametrize("failure", ["pip-fails", "import-fails"])
 def test_half_an_installation_is_none(checkout, failure):
-    setup = ("setup", f"PYTHON={checkout}/python")
     (checkout / failure).touch()
-    assert make(checkout, *setup).returncode != 0
+    assert make(checkout, "setup", f"PYTHON={checkout}/python").returncode != 0
     assert not (checkout / ".venv" / "installed").exists()
     (checkout / failure).unlink()
-    assert make(checkout, *setup).returncode == 0
-    assert environments_made(checkout) == 2
+    assert setup(checkout) == 2
 
 
 @pytest.mark.parametrize("python, message", [("false", "PYTHON=false is not"), ("", "name one with PYTHON=")])
@@ -97,35 +93,29 @@ def test_setup_refuses_an_unsupported_interpreter(checkout, python, message):
     assert not (checkout / ".venv").exists()
 
 
-@pytest.mark.parametrize(
-    "data, grid", [("offline", "accuracy"), ("local", "accuracy-paper"), ("hub", "accuracy-paper")]
-)
-def test_accuracy_chooses_the_grid_by_the_data(checkout, data, grid):
-    make(checkout, "setup", f"PYTHON={checkout}/python")
-    commands = make(checkout, "-n", "accuracy", f"DATA={data}", "MODEL=opt-13b", "ARGS=seed=3").stdout
-    assert f"run.py grid={grid} model=opt-13b platform=cpu data={data} seed=3" in commands
-
-
-PAPER = {
-    "": "grid=paper-small model=smollm2-135m platform=cpu data=offline results_dir=results",
-    "DATA_ROOT=texts": "grid=paper-small model=smollm2-135m platform=cpu grid.data_root=texts results_dir=results",
-    "MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "grid=paper model=opt-13b platform=cpu data=local data.root=texts "
+CHOSEN = {
+    "accuracy DATA=offline": "grid=accuracy model=smollm2-135m platform=cpu data=offline",
+    "accuracy DATA=local MODEL=opt-13b": "grid=accuracy-paper model=opt-13b platform=cpu data=local",
+    "accuracy DATA=hub ARGS=seed=3": "grid=accuracy-paper model=smollm2-135m platform=cpu data=hub seed=3",
+    "paper": "grid=paper-small model=smollm2-135m platform=cpu data=offline results_dir=results",
+    "paper DATA_ROOT=texts": "grid=paper-small model=smollm2-135m platform=cpu grid.data_root=texts",
+    "paper MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "grid=paper model=opt-13b platform=cpu data=local data.root=texts "
     "grid.data_root=texts results_dir=r",
-    "MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "grid=paper model=opt-13b platform=cuda data=hub "
+    "paper MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "grid=paper model=opt-13b platform=cuda data=hub "
     "data.root=null grid.data_root=hub results_dir=results seed=3",
 }
 
 
-@pytest.mark.parametrize("variables", PAPER)
-def test_paper_chooses_the_grid_by_the_model(checkout, variables):
-    make(checkout, "setup", f"PYTHON={checkout}/python")
-    commands = make(checkout, "-n", "paper", *variables.split()).stdout
-    assert f"run.py {PAPER[variables]}" in " ".join(commands.replace("\\\n", " ").split())
+@pytest.mark.parametrize("command", CHOSEN)
+def test_the_data_and_the_model_choose_the_grid(checkout, command):
+    setup(checkout)
+    commands = make(checkout, "-n", *command.split()).stdout
+    assert f"run.py {CHOSEN[command]}" in " ".join(commands.replace("\\\n", " ").split())
 
 
 @pytest.mark.parametrize("code, reported", [(0, True), (UNFINISHED, True), (2, False)])
 def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, reported):
-    make(checkout, "setup", f"PYTHON={checkout}/python")
+    setup(checkout)
     (checkout / "code").write_text(str(code))
     done = make(checkout, "paper")
     assert (done.returncode == 0) == (code == 0) and (code == 0 or f"Error {code}" in done.stderr)
@@ -133,7 +123,7 @@ def test_paper_reports_what_there_is_and_says_whether_it_is_all(checkout, code, 
 
 
 def test_clean_keeps_results_and_the_environment(checkout):
-    make(checkout, "setup", f"PYTHON={checkout}/python")
+    setup(checkout)
     for name in ("results/runs/a", "harness/__pycache__", ".mypy_cache", ".venv/lib/__pycache__"):
         (checkout / name).mkdir(parents=True)
     assert make(checkout, "clean").returncode == 0
