@@ -58,7 +58,7 @@ from harness.settings.compose import load
 from harness.settings.systems import COUNTED, LABELS
 from harness.setup import Setup, codec_of
 from harness.speed.link_rate import LinkRate, link_rate
-from methods import kernels as method_kernels
+from methods import base as methods_base
 from methods.codec import Codec
 
 MIB = 2**20
@@ -241,12 +241,12 @@ def equalities(device: torch.device, rate: LinkRate) -> Iterator[tuple[str, bool
 @contextmanager
 def torch_code() -> Iterator[None]:
     """Serve CUDA tensors by the torch code in place of the Triton kernels."""
-    for compiled in (offload_store.COMPILED, method_kernels.COMPILED):
+    for compiled in (offload_store.COMPILED, methods_base.COMPILED):
         compiled.discard("cuda")
     try:
         yield
     finally:
-        for compiled in (offload_store.COMPILED, method_kernels.COMPILED):
+        for compiled in (offload_store.COMPILED, methods_base.COMPILED):
             compiled.add("cuda")
 
 

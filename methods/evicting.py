@@ -29,10 +29,10 @@ from methods.base import (
     Selection,
     State,
     floor_frac,
+    kernels_for,
     require,
     share_above,
 )
-from methods.kernels import kernels_for
 
 INF = float("inf")
 
@@ -150,7 +150,7 @@ class EvictingState(State):
         Returns that slot, int64 [batch, num_kv_heads, 1]; -1 where the own token itself was evicted.
         """
         tokens = self.tokens[layer]
-        if kernels := kernels_for(tokens, "evicting"):
+        if kernels := kernels_for(tokens):
             data = {name: getattr(self, name)[layer] for name in self.slot_tensors}
             return kernels.place_own(data, self.slot_tensors, own)
         free = tokens[..., : own + 1] == EMPTY
@@ -213,7 +213,7 @@ class WorthState(EvictingState):
         """Each row reads all that is kept, is observed, and evicts a token if more than the budget are kept."""
         self.enter(layer, rows)
         positions = rows.positions.masked_fill(~rows.real, -1) if rows.padded else rows.positions
-        kernels = kernels_for(self.tokens[layer], "evicting")
+        kernels = kernels_for(self.tokens[layer])
         scan = self._scan if kernels is None else partial(self._scan_by_kernels, kernels)
         return Selection(scan(layer, rows, positions), torch.minimum(rows.positions, self.limits[layer][:, :1]))
 

@@ -39,10 +39,10 @@ from methods.base import (
     State,
     When,
     floor_frac,
+    kernels_for,
     require,
 )
 from methods.evicting import EvictingState
-from methods.kernels import kernels_for
 from methods.projected import INDEX_BITS, ProjectedState, right_vectors
 from methods.selection import Selecting, ascending, largest
 
@@ -118,7 +118,7 @@ class ScoreSelecting(Selecting):
         frac, least = (self.max_fetch_frac, 1) if self.fixed_fetch is None else (0.0, self.fixed_fetch)
         alpha = ALPHA.get(geometry.family, ALPHA_OTHER) if self.alpha is None else self.alpha
         scores_alone = self.group == "best" and not self.num_sinks and not self.recent_frac
-        if scores_alone and (kernels := kernels_for(scores, "selection")):
+        if scores_alone and (kernels := kernels_for(scores)):
             relative, within = kernels.relative(self.by_set(scores), rows, alpha)
             within = None if self._counts_by_cap else within
             found = kernels.largest(relative, within, order, frac=frac, least=least, whole=whole, cached=cached)
@@ -261,7 +261,7 @@ class PooledState(InfiniGenState, EvictingState):
         slots, positions, tokens = mask.shape[-1], row.positions[:, 0], self.tokens[layer]
         if row.padded:
             mask, positions = mask & row.real[:, :, None], positions.masked_fill(~row.real[:, 0], -1)
-        kernels = kernels_for(tokens, "evicting")
+        kernels = kernels_for(tokens)
         if kernels is not None and not self.simulates:
             data = tokens, self.fetches[layer], self.last_fetch[layer]
             limits = self.capacities, self.unprotected

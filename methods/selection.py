@@ -28,9 +28,9 @@ from methods.base import (
     State,
     When,
     floor_frac,
+    kernels_for,
     require,
 )
-from methods.kernels import kernels_for
 
 GROUPS = ("best", "max_logits", "sum_logits", "max_probs", "sum_probs", "union")
 
@@ -158,7 +158,7 @@ def largest(values: Tensor, count: Tensor, ordered: Tensor | None = None, order:
     all of them are taken; ordered: the values sorted ascending, if at hand; order: int64 [batch, num_kv_heads, slots],
     the order in which equal values are taken, if not by slot.
     """
-    if kernels := kernels_for(values, "selection"):
+    if kernels := kernels_for(values):
         return kernels.largest(values, order=order, frac=1.0, least=0, whole=count, cached=count)[0]
     if order is not None:
         order_of_rows = order.unsqueeze(2).expand_as(values)

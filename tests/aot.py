@@ -127,7 +127,7 @@ def launch_attention() -> None:
 
 def launch_selections() -> None:
     """A layer of OPT-13B, and the scores of one with grouped queries."""
-    from methods.kernels.selection import largest, relative
+    from methods.kernels import largest, relative
 
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
@@ -139,7 +139,7 @@ def launch_selections() -> None:
 
 def launch_evictions() -> None:
     """A layer of H2O and one of a pool, of OPT-13B."""
-    from methods.kernels.evicting import evict_least, place_own, use
+    from methods.kernels import evict_least, place_own, use
 
     positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
     for slots in SLOTS:

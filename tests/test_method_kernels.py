@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import pytest
@@ -16,16 +17,26 @@ from hypothesis import strategies as st
 from living import PROMPTS, attached_with_link, live
 from torch import Tensor
 
-from methods import kernels as compiled
-from methods import selection
+from methods import base
 from methods.base import EMPTY, Geometry, Lengths, Rows
 from methods.h2o import H2O
 from methods.infinigen import SATURATED, InfiniGen, Oracle
+from methods.selection import largest
 
 pytest.importorskip("triton")
+from methods import kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QUICK = settings(max_examples=10, phases=(Phase.explicit, Phase.generate))  # the interpreter is too slow to shrink in
+
+
+@contextmanager
+def compiled(elements: int) -> Iterator[None]:
+    """The kernels serve the tensors of these tests, in tiles of so many elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "COMPILED", {DEVICE.type})
+        patch.setattr(kernels, "ELEMENTS", elements)
+        yield
 
 
 # Selections
@@ -75,14 +86,10 @@ def rows_on_device(rows: Rows) -> Rows:
 @QUICK
 @given(case=shapes, method=methods, elements=st.sampled_from([16, 64]))
 def test_selections_are_those_of_the_torch_code(case, method, elements):
-    from methods.kernels import selection as kernels
-
     scores, rows, final = make({**case, "of_heads": case["of_heads"] and method.covers == "kv_head"})
     geometry = Geometry(1, case["num_kv_heads"] * case["group"], case["num_kv_heads"], 8, 1.0, "opt")
     expected = method.select(scores.clone(), rows, final, geometry)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "COMPILED", {DEVICE.type})
-        patch.setattr(kernels, "ELEMENTS", elements)
+    with compiled(elements):
         got = method.select(scores.to(DEVICE), rows_on_device(rows), final.to(DEVICE), geometry)
     assert torch.equal(got.mask.cpu(), expected.mask)
     assert torch.equal(got.num_read.cpu(), expected.num_read)
@@ -92,22 +99,24 @@ SPECIAL = (math.inf, 3e38, 1e-40, 0.0, -0.0, -1e-40, -2.0, -torch.finfo(torch.fl
 """Forced tokens, numbers below the normal ones, both zeros, what is hidden."""
 
 
-@QUICK
-@given(
-    values=st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=40),
-    count=st.integers(0, 42),
-)
-def test_the_largest_of_any_numbers(values, count):
-    from methods.kernels import selection as kernels
-
-    ranked = sorted((slot for slot, each in enumerate(values) if each > -math.inf), key=lambda slot: -values[slot])
-    counts = torch.tensor([[count]], device=DEVICE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "COMPILED", {DEVICE.type})
-        patch.setattr(kernels, "ELEMENTS", 16)
-        spread = torch.tensor(values, device=DEVICE).repeat_interleave(2)[None, None, None, ::2]  # no piece of memory
-        mask = selection.largest(spread, counts)
-    assert mask.flatten().nonzero().flatten().tolist() == sorted(ranked[:count])
+@pytest.mark.parametrize("by_kernel", [False, True])
+@settings(QUICK, max_examples=30)
+@given(st.data(), st.integers(1, 40), st.integers(1, 3))
+def test_the_largest_are_a_sort_with_ties_to_the_lowest_slot(by_kernel, data, slots, rows):
+    size, counts = 2 * rows * slots, st.lists(st.integers(0, slots + 2), min_size=rows, max_size=rows)
+    values = torch.tensor(data.draw(st.lists(st.sampled_from(SPECIAL), min_size=size, max_size=size)))
+    values = values.view(1, 2, rows, slots)
+    count = torch.tensor([data.draw(counts)])
+    if by_kernel:
+        with compiled(16):
+            spread = values.to(DEVICE).repeat_interleave(2, -1)[..., ::2]  # no piece of memory
+            mask = largest(spread, count.to(DEVICE))
+    else:
+        mask = largest(values, count)
+    for head, row in itertools.product(range(2), range(rows)):
+        own = values[0, head, row].tolist()
+        ranked = sorted((slot for slot in range(slots) if own[slot] > -math.inf), key=lambda slot: -own[slot])
+        assert mask[0, head, row].nonzero().flatten().tolist() == sorted(ranked[: int(count[0, row])])
 
 
 # Evictions
@@ -158,11 +167,7 @@ def assert_alike(state, case, step: Callable, real: slice = slice(None)) -> None
     """`step` changes a state by the kernels as by torch, of the `real` sequences all of it, and returns the same."""
     by_kernel = on_device(deepcopy(state))
     expected = step(state, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        from methods.kernels import evicting
-
-        patch.setattr(compiled, "COMPILED", {DEVICE.type})
-        patch.setattr(evicting, "SLOTS", case["tile"])
+    with compiled(case["tile"]):
         got = step(by_kernel, DEVICE)
     assert expected is None or torch.equal(got.cpu(), expected)
     for name in state.slot_tensors:
@@ -247,26 +252,19 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
 
 # In a session
 
-SERVED = [
-    ("h2o", "evicting", "place_own"),
-    ("infinigen", "selection", "largest"),
-    ("pool-tokens", "selection", "largest"),
-]
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
-@pytest.mark.parametrize(("name", "module", "function"), SERVED)
-def test_live_decoding_by_the_kernels_is_that_by_torch(name, module, function, monkeypatch):
-    kernels, served = importlib.import_module(f"methods.kernels.{module}"), []
-    kernel = getattr(kernels, function)
+@pytest.mark.parametrize(
+    ("name", "function"), [("h2o", "place_own"), ("infinigen", "largest"), ("pool-tokens", "largest")]
+)
+def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypatch):
+    served, kernel = [], getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *args, **named: served.append(1) or kernel(*args, **named))
     with attached_with_link() as (attached, link):
         options = {"placement": "host", "link": link}
         expected = live(attached, CASES[name], PROMPTS["padded"], **options)
         assert not served
-        monkeypatch.setattr(compiled, "COMPILED", {"cpu"})
-        monkeypatch.setattr("methods.kernels.selection.ELEMENTS", 64)
-        got = live(attached, CASES[name], PROMPTS["padded"], **options)
+        with compiled(64):
+            got = live(attached, CASES[name], PROMPTS["padded"], **options)
     assert served and torch.equal(got.logits, expected.logits)
 
 

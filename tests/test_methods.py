@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harness.records import inputs
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
@@ -21,7 +18,7 @@ from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
-from methods.selection import GROUPS, largest
+from methods.selection import GROUPS
 from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
@@ -264,22 +261,6 @@ def test_alpha_null_is_the_papers(family, threshold):
     selection = chosen(Oracle(max_fetch_frac=1.0), scores, torch.tensor([[20]]), 40, geometry)
     assert selection.num_read.item() == threshold + 1  # r = -alpha counts
     assert selection.mask.sum(-1).unique().tolist() == [threshold + 1]
-
-
-tied_values = st.sampled_from([-math.inf, -2.0, -1.0, -0.5, 0.0])
-
-
-@given(st.data(), st.integers(1, 12), st.integers(1, 4))
-def test_largest_is_a_sort_with_ties_to_the_lowest_slot(data, slots, rows):
-    values = torch.tensor(data.draw(st.lists(tied_values, min_size=2 * rows * slots, max_size=2 * rows * slots)))
-    values = values.view(1, 2, rows, slots)
-    count = torch.tensor([data.draw(st.lists(st.integers(1, slots + 2), min_size=rows, max_size=rows))])
-    mask = largest(values, count)
-    for head, row in itertools.product(range(2), range(rows)):
-        own = values[0, head, row].tolist()
-        finite = [slot for slot in range(slots) if own[slot] > -math.inf]
-        ranked = sorted(finite, key=lambda slot: (-own[slot], slot))
-        assert set(mask[0, head, row].nonzero().flatten().tolist()) == set(ranked[: int(count[0, row])])
 
 
 REDUCTIONS = {

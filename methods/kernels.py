@@ -1,0 +1,313 @@
+"""Triton kernels of methods, imported only when a tensor lies on a GPU (`methods.base.kernels_for`).
+
+Selection: two launches instead of about thirty. One program serves a query row of one set. The first kernel reduces the
+scores of a set's query heads to one. The second finds the least score that is taken, eight bits at a time, since fp32
+numbers order as integers do, and takes all above it.
+
+Eviction: one launch each instead of about ten and twenty. One program serves a head. The kernels choose the token that
+leaves and the slot of the own token.
+
+Slots are read in tiles, so no kernel is compiled for a number of slots, which grows with every step. Equal to the torch
+code bit for bit. With TRITON_INTERPRET=1 set before Triton is imported they run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from methods.base import Rows
+
+ELEMENTS = 1024
+"""Slots or scores that a program holds in registers at a time."""
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+"""Smaller values are hidden."""
+EMPTY = tl.constexpr(torch.iinfo(torch.int32).max)
+"""As `methods.base.EMPTY`."""
+SATURATED = tl.constexpr(255)
+"""As `methods.infinigen.SATURATED`."""
+NEVER = tl.constexpr(torch.iinfo(torch.int64).max)
+
+
+# Selection
+
+
+@triton.jit(do_not_specialize=["slots", "alpha"])
+def _relative(
+    scores,
+    tokens,  # the position of each slot's token
+    positions, relative, within, alpha, slots, sets, rows, group,
+    batch_stride, set_stride,  # of `tokens`
+    HEADS: tl.constexpr,  # `group` rounded up
+    TILE: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, of_all = program % rows, program // rows
+    batch = of_all // sets
+    tokens += batch.to(tl.int64) * batch_stride + of_all % sets * set_stride
+    position = tl.load(positions + batch * rows + row)
+    head = tl.arange(0, HEADS)[:, None]
+    of_head = scores + ((of_all.to(tl.int64) * group + head) * rows + row) * slots
+    relative += program.to(tl.int64) * slots
+    best = tl.full((HEADS, TILE), float("-inf"), tl.float32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        best = tl.maximum(best, seen)
+    best = tl.max(best, 1)
+    best = tl.where(best == float("-inf"), 0.0, best)[:, None]
+    count = tl.zeros((TILE,), tl.int32)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        visible = (slot < slots) & (tl.load(tokens + slot, mask=slot < slots, other=0) < position)
+        seen = tl.load(of_head + slot, mask=visible & (head < group), other=float("-inf"))
+        nearest = tl.max(seen - best, 0)
+        tl.store(relative + slot, nearest, mask=slot < slots)
+        count += (nearest >= -alpha).to(tl.int32)
+    tl.store(within + program, tl.sum(count, 0))
+
+
+@triton.jit
+def _ordered(values):
+    """fp32 as unsigned integers of the same order, 0 for hidden values."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.uint32, bitcast=True)  # zeros of either sign are equal
+    ordered = bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000)
+    return tl.where(values >= LOWEST, ordered, 0)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _take_largest(
+    values, within, whole, cached,
+    order,  # None: slots are taken as they lie
+    mask, taken, slots, sets, rows,
+    FRAC: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,
+    MEAN_OF: tl.constexpr,  # sets whose mean number `within` bounds the count, rounded up; 0: none does
+):  # fmt: skip
+    program = tl.program_id(0)
+    row, batch = program % rows, program // rows // sets
+    count = (tl.load(whole + batch * rows + row).to(tl.float64) * tl.full((), FRAC, tl.float64)).to(tl.int64)
+    count = tl.minimum(tl.maximum(count, LEAST), tl.load(cached + batch * rows + row).to(tl.int64))
+    if MEAN_OF > 0:
+        one = tl.arange(0, MEAN_OF)
+        counts = tl.load(within + (batch * sets + one) * rows + row, mask=one < sets, other=0)
+        count = tl.minimum(count, tl.maximum(tl.sum(counts.to(tl.int64), 0) // sets, 1))
+    if program // rows % sets == 0:
+        tl.store(taken + batch * rows + row, count.to(tl.float64))
+
+    values += program.to(tl.int64) * slots
+    mask += program.to(tl.int64) * slots
+    wanted = count.to(tl.int32)  # of those that begin as `least` does, the largest so many
+    least = tl.zeros((), tl.uint32)
+    digit = tl.arange(0, 256)
+    for place in range(24, -1, -8):
+        number = tl.zeros((256,), tl.int32)
+        for start in range(0, slots, TILE):
+            slot = start + tl.arange(0, TILE)
+            ordered = _ordered(tl.load(values + slot, mask=slot < slots, other=float("-inf")))
+            alike = (ordered > 0) & ((ordered ^ least) >> place < 256)
+            number += tl.histogram((ordered >> place & 255).to(tl.int32), 256, mask=alike)
+        alike_in_all = tl.sum(number, 0)
+        wanted = tl.minimum(wanted, alike_in_all)
+        above = alike_in_all - tl.cumsum(number, 0)  # with a larger digit
+        found = (above < wanted) & (above + number >= wanted)
+        least |= tl.sum(tl.where(found, digit, 0), 0).to(tl.uint32) << place
+        wanted -= tl.sum(tl.where(found, above, 0), 0)
+
+    equal_before = 0
+    if order is not None:
+        order += (program // rows).to(tl.int64) * slots
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        within_row = slot < slots
+        if order is not None:
+            slot = tl.load(order + slot, mask=within_row, other=0)
+        ordered = _ordered(tl.load(values + slot, mask=within_row, other=float("-inf")))
+        equal = ((ordered == least) & (ordered > 0)).to(tl.int32)
+        rank = equal_before + tl.cumsum(equal, 0)
+        chosen = (ordered > least) | ((equal > 0) & (rank <= wanted))
+        tl.store(mask + slot, chosen & (count > 0), mask=within_row)
+        equal_before += tl.sum(equal, 0)
+
+
+def relative(scores: Tensor, rows: Rows, alpha: float) -> tuple[Tensor, Tensor]:
+    """Each set's r (see `Selecting.reduced`), -inf where a row sees no token, fp32 [batch, sets, rows,
+    slots], and how many tokens have r >= -alpha, int32 [batch, sets, rows].
+
+    scores: [batch, sets, heads of a set, rows, slots]; those of slots that are not visible may be anything.
+    """
+    batch, sets, group, num_rows, slots = scores.shape
+    tokens = rows.slot_positions
+    found = scores.new_empty((batch, sets, num_rows, slots), dtype=torch.float32)
+    within = scores.new_empty((batch, sets, num_rows), dtype=torch.int32)
+    heads = triton.next_power_of_2(group)
+    shape = (slots, sets, num_rows, group)
+    strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0)
+    data = (scores.contiguous(), tokens, rows.positions.contiguous(), found, within, alpha)
+    tile = max(1, ELEMENTS // heads)
+    _relative[(batch * sets * num_rows,)](*data, *shape, *strides, HEADS=heads, TILE=tile)
+    return found, within
+
+
+def largest(
+    values: Tensor, within: Tensor | None = None, order: Tensor | None = None,
+    *, frac: float, least: int, whole: Tensor, cached: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mask of each row's largest values, and their number, fp64 [batch, rows]. Equal values: the lowest slots first.
+
+    values: fp32 [batch, sets, rows, slots], -inf where hidden. within: [batch, sets, rows]; its mean over the sets, at
+    least 1, bounds the number. The cap also does: floor(frac * whole), at least `least`, at most `cached`.
+    whole, cached: int [batch, rows]. order: int64 [batch, sets, slots], the order of equal values; None: by slot.
+    """
+    batch, sets, num_rows, slots = values.shape
+    values = values.contiguous()
+    mask = torch.empty_like(values, dtype=torch.bool)
+    taken = values.new_empty((batch, num_rows), dtype=torch.float64)
+    order = None if order is None else order.contiguous()
+    mean_of = 0 if within is None else triton.next_power_of_2(sets)
+    given = (values, values if within is None else within, whole.contiguous(), cached.contiguous(), order)
+    cap = {"FRAC": frac, "LEAST": least, "MEAN_OF": mean_of}
+    grid = (batch * sets * num_rows,)
+    _take_largest[grid](*given, mask, taken, slots, sets, num_rows, **cap, TILE=ELEMENTS, num_warps=8)
+    return mask, taken
+
+
+# Eviction
+
+
+@triton.jit
+def _move(slots, source, target, WIDTH: tl.constexpr, EMPTY: tl.constexpr):
+    """Move one slot of a head and leave `EMPTY` behind."""
+    element = tl.arange(0, triton.next_power_of_2(WIDTH))
+    held = element < WIDTH
+    moved = tl.load(slots + source * WIDTH + element, mask=held)
+    tl.store(slots + target * WIDTH + element, moved, mask=held)
+    tl.store(slots + source * WIDTH + element, tl.full(moved.shape, EMPTY, moved.dtype), mask=held & (target != source))
+
+
+@triton.jit(do_not_specialize=["own", "num_slots"])
+def _place_own(
+    tokens,
+    data,  # of every slot tensor
+    free, own, num_slots,
+    WIDTHS: tl.constexpr,  # elements of a slot
+    EMPTIES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    tokens += head * num_slots
+    gone = tl.load(tokens + own) == EMPTY
+    first = own
+    for start in range(0, own, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < own, other=0)
+        first = tl.minimum(first, tl.min(tl.where(token == EMPTY, slot, own), 0))
+    target = tl.where(gone, num_slots - 1, first)
+    tl.store(free + head, tl.where(gone, -1, first).to(tl.int64))
+    for each in tl.static_range(len(WIDTHS)):
+        _move(data[each] + head * num_slots * WIDTHS[each], own, target, WIDTHS[each], EMPTIES[each])
+
+
+@triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
+def _evict_least(
+    worth, tokens, positions, limits, slots, num_slots, heads, position_stride,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + head // heads * position_stride).to(tl.int64)
+    limits += head // heads * 2
+    budget, recent = tl.load(limits), tl.load(limits + 1)
+    worth += head * num_slots
+    tokens += head * num_slots
+    least, victim = float("inf"), 0
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
+        old = (slot < slots) & (token <= position - recent)
+        each = tl.where(old, tl.load(worth + slot, mask=old, other=0), float("inf"))
+        lowest = tl.min(each, 0)
+        first = tl.min(tl.where(each == lowest, slot, slots), 0)
+        victim = tl.where(lowest < least, first, victim)
+        least = tl.minimum(least, lowest)
+    tl.store(tokens + victim, EMPTY, mask=position >= budget)
+
+
+@triton.jit(do_not_specialize=["slots", "num_slots", "position_stride"])
+def _use(
+    chosen,
+    ascending,  # the tokens in the slots, sorted
+    tokens, fetches, last_fetch, positions, capacities, unprotected, slots, num_slots, heads, position_stride,
+    POLICY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + head // heads * position_stride)
+    chosen += head * slots
+    tokens += head * num_slots
+    fetches += head * num_slots
+    last_fetch += head * num_slots
+    most = 0
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        count = tl.load(fetches + slot, mask=slot < slots, other=0)
+        count += tl.load(chosen + slot, mask=slot < slots, other=0).to(tl.int32)
+        count = tl.where(tl.load(tokens + slot, mask=slot < slots, other=EMPTY) == position, 0, count)
+        most = tl.maximum(most, tl.max(count, 0))
+    saturated = (most >= SATURATED).to(tl.int32)
+    rank = tl.minimum(tl.load(unprotected + head // heads), slots) - 1
+    newest = tl.load(ascending + head * slots + rank)
+    least = tl.full((), NEVER, tl.int64)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
+        own, fetched = token == position, tl.load(chosen + slot, mask=slot < slots, other=0) != 0
+        count = tl.load(fetches + slot, mask=slot < slots, other=0) + fetched.to(tl.int32)
+        count = tl.where(own, 0, count) >> saturated
+        last = tl.where(own | fetched, position, tl.load(last_fetch + slot, mask=slot < slots, other=0))
+        tl.store(fetches + slot, count, mask=slot < slots)
+        tl.store(last_fetch + slot, last, mask=slot < slots)
+        worth = count if POLICY == "counter" else last if POLICY == "lru" else tl.zeros_like(count)
+        order = (worth.to(tl.int64) << 31) + token
+        least = tl.minimum(least, tl.min(tl.where(token <= newest, order, NEVER), 0))
+    victim = (least & EMPTY).to(tl.int32)  # the token
+    leaves = position >= tl.load(capacities + head // heads)
+    for start in range(0, slots, TILE):
+        slot = start + tl.arange(0, TILE)
+        token = tl.load(tokens + slot, mask=slot < slots, other=EMPTY)
+        tl.store(tokens + slot, tl.full((TILE,), EMPTY, tl.int32), mask=leaves & (slot < slots) & (token == victim))
+
+
+def place_own(data: Mapping[str, Tensor], empties: Mapping[str, float], own: int) -> Tensor:
+    """As `EvictingState.place_own`. data: a layer's slot tensors, `tokens` among them; empties: see `slot_tensors`."""
+    tokens = data["tokens"]
+    assert all(each.is_contiguous() for each in data.values())
+    free = torch.empty((*tokens.shape[:2], 1), dtype=torch.int64, device=tokens.device)
+    widths = tuple(each[0, 0, 0].numel() for each in data.values())
+    values = tuple(empties[name] for name in data)
+    given = (tokens, tuple(data.values()), free, own, tokens.shape[2])
+    _place_own[(free.numel(),)](*given, WIDTHS=widths, EMPTIES=values, TILE=ELEMENTS)
+    return free
+
+
+def evict_least(worth: Tensor, tokens: Tensor, slots: int, positions: Tensor, limits: Tensor) -> None:
+    """Free the least worthy token of each head that is not recent, where more than the budget are held.
+
+    positions: int [batch], -1 for padding, which evicts nothing; limits: budget and recent tokens, int [batch, 2].
+    """
+    heads = tokens.shape[1]
+    sizes = (slots, tokens.shape[2], heads, positions.stride(0))
+    _evict_least[(len(tokens) * heads,)](worth, tokens, positions, limits, *sizes, TILE=ELEMENTS)
+
+
+def use(
+    chosen: Tensor, ascending: Tensor, data: tuple[Tensor, Tensor, Tensor], positions: Tensor,
+    limits: tuple[Tensor, Tensor], policy: str,
+) -> None:  # fmt: skip
+    """As `PooledState.use`. positions: int [batch], -1 for padding; data: tokens, fetches and last fetches; limits:
+    capacities and numbers of unprotected tokens, int64 [batch]."""
+    tokens, heads = data[0], chosen.shape[1]
+    sizes = (chosen.shape[2], tokens.shape[2], heads, positions.stride(0))
+    grid = (len(tokens) * heads,)
+    _use[grid](chosen.contiguous(), ascending, *data, positions, *limits, *sizes, POLICY=policy, TILE=ELEMENTS)
