@@ -34,7 +34,7 @@ from harness.settings.schema import options
 from harness.setup import calibrated, codec_of
 from harness.speed.generate import Generated, run_generate
 from harness.speed.latency import compute_threads, two_memories
-from harness.tables.rows import with_rows
+from harness.tables.write import with_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

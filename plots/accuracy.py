@@ -30,7 +30,14 @@ OF_CHUNKS = ("model", "corpus", "seq_len", "num_samples", "source")
 ASKED = ("num_samples", "num_fewshot", "seq_len")
 """Beside model and task, the conditions that runs share which were asked the same questions."""
 NAME = "InfiniGen"
-UNSKEWED = columns.WITHOUT_SKEWING
+UNSKEWED = " without skewing"
+SETTING = r"^(?P<setting>\w+)=(?P<x>[\d.]+)$"
+KEPT = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
+CHUNK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
+NEEDLE = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
+"""In labels and tasks: the varied setting, the tokens kept, the range of tokens of a text, the depths of a needle."""
+SWEPT = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
+"""Axis labels of the varied settings."""
 MAX_TICKS = 6
 POOLS = {"full_pool": "100 %", "fifo": "80 % fifo", "lru": "80 % lru", "counter": "80 % counter"}
 """Table 2: the paper's pools, and how a label names them."""
@@ -77,7 +84,7 @@ def fig19(tables: data.Tables, name: str) -> Figure | None:
     """Perplexity by size, one line per method, and by length with a fixed number of tokens kept, of the runs whose
     label ends in "with N tokens". The full cache is that of the runs themselves, on the same windows."""
     table = data.whole_texts(tables.accuracy(name))
-    rows = table.join(table.label.str.extract(columns.KEPT_LABEL))
+    rows = table.join(table.label.str.extract(KEPT))
     rows = rows[rows.metric.isin(["perplexity", "perplexity_full"])]
 
     def draw_sizes(axes: Axes, panel: pd.DataFrame) -> None:
@@ -139,7 +146,7 @@ def long_decode(tables: data.Tables, name: str) -> Figure | None:
 
 def _chunks(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of an accuracy table that are of ranges of a text, such as `offline[256:512]`, as corpus, start, end."""
-    chunks = table.task.str.extract(columns.CHUNK_TASK)
+    chunks = table.task.str.extract(CHUNK)
     rows = table.assign(corpus=chunks.corpus, start=chunks.start.astype(float), end=chunks.end.astype(float))
     return rows[rows.start.notna()]
 
@@ -219,13 +226,13 @@ def fig17(tables: data.Tables, name: str) -> Figure | None:
     table = tables.accuracy(name)
     table = table[table.metric == "acc"]
     accuracy, latency = map(_with_setting, (table, tables.read(f"{name}-latency", columns.LATENCY)))
-    swept = [setting for setting in columns.SWEPT if setting in {*accuracy.setting, *latency.setting}]
+    swept = [setting for setting in SWEPT if setting in {*accuracy.setting, *latency.setting}]
     if not swept:
         return None
     kinds = (("accuracy", accuracy, ("model", "task", *ASKED[:2], "source")), ("latency", latency, data.TIMED_SETUP))
     figure, all_axes = style.new(len(swept), panel_inches=(4.2, 2.5))  # room for the second axis
     for axes, setting in zip(all_axes, swept, strict=True):
-        axes.set(xlabel=columns.SWEPT[setting], ylabel="accuracy (%)")
+        axes.set(xlabel=SWEPT[setting], ylabel="accuracy (%)")
         style.full_lines(axes, table[table.label == style.FULL], 100)
         for task in sorted(set(table.task) & set(CHANCE)):
             style.chance_line(axes, 100 * CHANCE[task])
@@ -249,7 +256,7 @@ def fig17(tables: data.Tables, name: str) -> Figure | None:
 
 def _with_setting(table: pd.DataFrame) -> pd.DataFrame:
     """The rows whose label names a setting and a finite number, those in `setting` and `x`."""
-    parts = table.label.str.extract(columns.SETTING_LABEL)
+    parts = table.label.str.extract(SETTING)
     return table.assign(setting=parts.setting, x=parts.x.astype(float))[parts.x.notna()]
 
 
@@ -354,7 +361,7 @@ def ruler(tables: data.Tables, name: str) -> Figure | None:
     is hatched. Colours: cividis, which colour-blind readers see as well, and which grows lighter in grey too.
     """
     table = tables.accuracy(name)
-    rows = table.join(table.task.str.extract(columns.NEEDLE_TASK)).dropna(subset="needle")
+    rows = table.join(table.task.str.extract(NEEDLE)).dropna(subset="needle")
     if rows.empty:
         return None
     rows = rows.astype({"length": int, "begin": int, "end": int}).assign(setup=_setups(rows))

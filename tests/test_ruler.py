@@ -22,7 +22,7 @@ from harness.data.ruler import MARKERS, NEEDLES, facts, make, rows_of
 from harness.data.tasks import load_suite
 from harness.errors import UserError
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
-from harness.tables.rows import depth_rows
+from harness.tables.write import depth_rows
 from tests.composed import load
 from tests.runs import tiny_loaded
 from tests.windows import calls_of

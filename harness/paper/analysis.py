@@ -344,28 +344,18 @@ def columns(subject: Subject) -> list[Point]:
     def keep_magnitudes(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         if layer not in layers:
             return
-        rotation = calibration["rotation"][layer].to(query.device)
+        rotation = calibration["rotation"][layer].to(query.device)  # [num_kv_heads, head_dim, head_dim]
         own_basis = torch.eye(query.shape[-1], device=query.device).expand_as(rotation)
+        stacked = query[0].reshape(key.shape[1], -1, query.shape[-1])  # [num_kv_heads, group * tokens, head_dim]
         for series, basis in (("before skewing", own_basis), ("after skewing", rotation)):
-            pair = magnitudes(query[0], key[0], basis)
-            for metric, found in zip(("query_magnitude", "key_magnitude"), pair, strict=True):
-                for rank, heads in enumerate(found.unbind(-1)):
+            of_query, of_key = ((part.float() @ basis).abs().mean(1) for part in (stacked, key[0]))
+            order = (of_query + of_key).argsort(-1, descending=True)
+            for metric, found in (("query_magnitude", of_query), ("key_magnitude", of_key)):
+                for rank, heads in enumerate(found.gather(-1, order).unbind(-1)):
                     points.append(mean_point(heads, series, metric, "column_rank", rank, layer))
 
     subject.run(keep_magnitudes)
     return points
-
-
-def magnitudes(query: Tensor, key: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean absolute value of each column of Q and of K in `basis`, most important column first.
-
-    query: [heads, tokens, head_dim]; key: [num_kv_heads, tokens, head_dim]; basis: [num_kv_heads, head_dim, head_dim].
-    Returns two tensors [num_kv_heads, head_dim].
-    """
-    stacked = query.reshape(len(key), -1, query.shape[-1])
-    of_query, of_key = ((part.float() @ basis).abs().mean(1) for part in (stacked, key))
-    order = (of_query + of_key).argsort(-1, descending=True)
-    return of_query.gather(-1, order), of_key.gather(-1, order)
 
 
 def layer_inputs(subject: Subject) -> list[Point]:
@@ -425,7 +415,14 @@ class _ResidualStream:
         before, attn_out = self.block_input, self.attn_out
         if before is not None and attn_out is not None:
             ffn_out = hidden - before - attn_out
-            self._require_ffn(ffn_out)
+            close = 1e-2 * float(ffn_out.abs().max())
+            shaped = (each.float().reshape(ffn_out.shape) for each in self.outputs if each.numel() == ffn_out.numel())
+            if not any(torch.allclose(each, ffn_out, atol=close) for each in shaped):
+                # The model adds something else to the residual stream, or scales or norms the FFN output first.
+                raise UserError(
+                    "Table 1 needs a model whose residual stream takes in the outputs of its attention and its FFN as "
+                    "they are"
+                )
             earlier = (before, attn_out, ffn_out)
             cosines = [torch.cosine_similarity(hidden, other, dim=-1).mean() for other in earlier]
             self.similarities.append(torch.stack(cosines).cpu())
@@ -440,17 +437,6 @@ class _ResidualStream:
         """A submodule of the block has an output."""
         if isinstance(output, Tensor):
             self.outputs.append(output)
-
-    def _require_ffn(self, ffn_out: Tensor) -> None:
-        """UserError where no submodule's output is the FFN output: the model then adds something else to the residual
-        stream, or scales or norms it first."""
-        close = 1e-2 * float(ffn_out.abs().max())
-        candidates = (each.float().reshape(ffn_out.shape) for each in self.outputs if each.numel() == ffn_out.numel())
-        if not any(torch.allclose(each, ffn_out, atol=close) for each in candidates):
-            raise UserError(
-                "Table 1 needs a model whose residual stream takes in the outputs of its attention and its FFN as "
-                "they are"
-            )
 
 
 # Runs

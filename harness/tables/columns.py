@@ -196,17 +196,6 @@ METRICS = {
 }
 """The quantities of `value` by `metric`, in the order of the pages."""
 
-WITHOUT_SKEWING = " without skewing"
-"""Suffix of a label."""
-SETTING_LABEL = r"^(?P<setting>\w+)=(?P<x>[\d.]+)$"
-KEPT_LABEL = r"^(?P<name>.+) with (?P<kept>\d+) tokens$"
-CHUNK_TASK = r"^(?P<corpus>.*)\[(?P<start>\d+):(?P<end>\d+)\]$"
-NEEDLE_TASK = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
-"""Patterns in the labels and tasks of some figures: the varied setting, the number of tokens kept, the range of tokens
-of a text, the depths of a needle."""
-SWEPT = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
-"""Axis labels of the settings of `SETTING_LABEL`."""
-
 
 def quantity(metric: str) -> Column:
     """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the heading; RULER's
@@ -243,6 +232,16 @@ def grouped(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
+
+
+def is_part(row: TableRow) -> bool:
+    """Whether a row is of a chunk of its text, or of some depths of its task."""
+    return str(row["task"]).endswith("]")
+
+
+def is_depth(row: TableRow) -> bool:
+    """Whether a row is of some depths of its task."""
+    return str(row["task"]).endswith(" %]")
 
 
 def column(name: str) -> Column:

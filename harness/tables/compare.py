@@ -22,9 +22,9 @@ from harness.files import replacing
 from harness.records.archive import opened
 from harness.records.record import CODE, read_all
 from harness.records.samples import Measured, paired
-from harness.tables.columns import DEVICE_FRAC, LATENCY, MISSING, RESIDENT_FRAC, SIZE, column, quantity
+from harness.tables.columns import DEVICE_FRAC, LATENCY, MISSING, RESIDENT_FRAC, SIZE, column, is_part, quantity
 from harness.tables.pages import aligned
-from harness.tables.rows import is_part, with_rows
+from harness.tables.write import with_rows
 
 NAMES = (
     "experiment", "platform", "source", "model", "method", "label", "settings", "task",

@@ -38,12 +38,13 @@ from harness.tables.columns import (
     TableRow,
     grouped,
     has_any,
+    is_depth,
+    is_part,
     published_rows,
     quantity,
     rank,
 )
 from harness.tables.leaderboard import FRONTIER, HIGHER, REFERENCES, has_its_size, size_of
-from harness.tables.rows import is_depth, is_part
 
 WORDS = (LABEL.heading, SETTINGS.heading)
 """Headings of columns of words, aligned left. All other columns are numbers."""
@@ -339,11 +340,8 @@ def _board(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
         return "sizes of their own" if row["asked_size"] is None else f"size {ASKED_SIZE.show(row['asked_size'])} %"
 
     for group, own in grouped(rows, words).items():
-        yield _board_sheet(f"{title}, {group}", sorted(own, key=lambda row: _or_last(row.get(KL.name))))
-
-
-def _or_last(value: float | None) -> float:
-    return math.inf if value is None else value
+        closest_first = sorted(own, key=lambda row: math.inf if row.get(KL.name) is None else row[KL.name])
+        yield _board_sheet(f"{title}, {group}", closest_first)
 
 
 def _board_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
