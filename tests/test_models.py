@@ -11,33 +11,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from model_files import TINY_SHAPE, write_gguf
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokens import byte_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from harness import files
 from harness.errors import UserError
 from harness.model import source
 from harness.model.families import families
-from harness.model.load import (
-    from_memory,
-    load_model,
-    model_config,
-    require_kernels,
-    shape_mapping,
-)
+from harness.model.load import from_memory, load_model, model_config, require_kernels, shape_mapping
 from harness.model.shape import as_config, count_weights, read_yaml
-from harness.model.tiny import tiny_model
+from harness.model.tiny import VOCAB_SIZE, tiny_model
 from harness.records import inputs
 from harness.settings.config import ModelConfig
 from harness.settings.schema import CONF_DIR, options
 from tests.hub_standin import Repository
 
-ROOT = Path(__file__).resolve().parent.parent
 # Parameters of the authors' checkpoints, counted by transformers; tied weights count once. The text decoder's alone.
 PARAMETER_COUNTS = {
     "smollm2-135m": 134_515_008, "opt-125m": 125_239_296, "opt-1.3b": 1_315_758_080, "opt-6.7b": 6_658_473_984,
@@ -60,7 +54,11 @@ LAYERS = {
 }
 PRESETS = options("model")
 IDS = torch.arange(3, 43)[None]
-SIZES = {key: value for key, value in TINY_SHAPE.items() if key != "model_type"}
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+}  # fmt: skip
+TINY_SHAPE = {"model_type": "llama", **SIZES}
 
 
 def preset_shape(name: str) -> dict[str, Any]:
@@ -83,8 +81,40 @@ def own_caches(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny_gguf(tmp_path) -> Path:
+    """A two-layer Llama in float16 with a byte-level tokenizer, as llama.cpp's converter would write it."""
     (tmp_path / "gguf").mkdir()
-    return write_gguf(tmp_path / "gguf" / "tiny.gguf")
+    path, shape = tmp_path / "gguf" / "tiny.gguf", TINY_SHAPE
+    hidden, ffn, head_dim = shape["hidden_size"], shape["intermediate_size"], 16
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "block_count": shape["num_hidden_layers"], "context_length": shape["max_position_embeddings"],
+        "embedding_length": hidden, "feed_forward_length": ffn, "head_count": shape["num_attention_heads"],
+        "head_count_kv": shape["num_key_value_heads"], "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0,
+        "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "bos_token_id": 1, "eos_token_id": 2,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    alphabet = [chr(c) for c in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+    alphabet += [chr(256 + i) for i in range(VOCAB_SIZE - len(alphabet))]
+    alphabet[-1] = "ab"
+    writer.add_token_list(alphabet)
+    writer.add_token_merges(["a b"])
+    draw = np.random.default_rng(0)
+    of_layer = {
+        "attn_q": (hidden, hidden), "attn_k": (head_dim, hidden), "attn_v": (head_dim, hidden),
+        "attn_output": (hidden, hidden), "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn),
+        "attn_norm": (hidden,), "ffn_norm": (hidden,),
+    }  # fmt: skip
+    vocabulary = (VOCAB_SIZE, hidden)
+    tensors = {"token_embd": vocabulary, "output": vocabulary, "output_norm": (hidden,)}
+    for layer in range(shape["num_hidden_layers"]):
+        tensors |= {f"blk.{layer}.{name}": size for name, size in of_layer.items()}
+    for name, size in tensors.items():
+        writer.add_tensor(f"{name}.weight", draw.normal(0, 0.1, size).astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 @pytest.fixture
@@ -164,28 +194,23 @@ def test_any_decoder_of_transformers_is_loaded(shape, attention, max_length):
 
 
 TEXT = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "sliding_window": 16,
+    "model_type": "gemma3_text", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "sliding_window": 16,
 }  # fmt: skip
 
 
-def multimodal(folder: Path) -> PreTrainedModel:
-    """A tiny image and text model with random weights, as its checkpoint lies on the hub."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        "gemma3",
-        text_config={"model_type": "gemma3_text", **TEXT},
-        vision_config={"model_type": "siglip_vision_model", **vision, "image_size": 28, "patch_size": 14},
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForImageTextToText.from_config(config).eval()
-    model.save_pretrained(folder)
-    return model
+VISION = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 
 
 def test_of_a_multimodal_checkpoint_the_text_decoder_is_loaded(tmp_path):
-    whole = multimodal(tmp_path / "model")
-    described = configured(path=str(tmp_path / "model"), shape={"model_type": "gemma3_text", **TEXT})
+    config = AutoConfig.for_model("gemma3", text_config=TEXT, vision_config=VISION, tie_word_embeddings=True)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path / "model")
+    described = configured(tmp_path / "model", shape=TEXT)
     loaded = load_model(described)
     assert torch.equal(loaded.model(IDS).logits, whole(input_ids=IDS).logits)
     assert loaded.model.num_parameters() < whole.num_parameters()
@@ -193,11 +218,8 @@ def test_of_a_multimodal_checkpoint_the_text_decoder_is_loaded(tmp_path):
     assert model_config(configured(shape=shape_mapping(described))).to_dict() == model_config(described).to_dict()
     other = replace(described, shape={**described.shape, "vocab_size": 300})
     refused("holds a model of vocab_size=256, and conf/model says vocab_size=300; ", other)
-    file = tmp_path / "model" / "config.json"
-    mapping = json.loads(file.read_text())
-    mapping["text_config"]["quantization_config"] = {"quant_method": "fp8"}
-    file.write_text(json.dumps(mapping))
-    refused(r"its weights are quantized \(fp8\)", configured(path=str(tmp_path / "model")))
+    edit(tmp_path / "model" / "config.json", text_config=TEXT | {"quantization_config": {"quant_method": "fp8"}})
+    refused(r"its weights are quantized \(fp8\)", configured(tmp_path / "model"))
 
 
 # Sources
@@ -278,10 +300,13 @@ def test_a_damaged_folder_is_refused(name, model_dir, tmp_path):
 
 
 def test_a_gguf_is_converted_once_and_computes_the_same(tiny_gguf, monkeypatch, capsys):
+    left = files.cache_dir() / "gguf" / "converting"  # by a killed conversion
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
     origin = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name, dtype=torch.float32)
     first = load_model(configured(tiny_gguf))
     assert torch.equal(first.model(IDS).logits, origin.eval()(IDS).logits)
-    assert str(files.cache_dir()) in capsys.readouterr().err
+    assert str(files.cache_dir()) in capsys.readouterr().err and not left.exists()
     monkeypatch.setattr(source, "_convert", None)  # a second conversion would fail
     again = load_model(configured(tiny_gguf.parent))
     assert torch.equal(again.model(IDS).logits, first.model(IDS).logits)
@@ -317,7 +342,7 @@ def test_the_default_model_has_its_shipped_shape(default_model):
             assert loaded[key] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
     assert (default_model.name, default_model.max_length) == ("smollm2-135m", 8192)
     assert default_model.fingerprint == source.PACKAGED_SHA256
-    assert source.PACKAGE_PIN in (ROOT / "requirements-model.lock").read_text().splitlines()
+    assert source.PACKAGE_PIN in Path("requirements-model.lock").read_text().splitlines()
 
 
 def test_refuses_a_package_that_is_missing_or_damaged(tmp_path, monkeypatch):
@@ -433,17 +458,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model_dir):
     tiny_model("llama", **SIZES | {"vocab_size": 200}).save_pretrained(model_dir)
     refused(r"has 256 tokens, more than the model's embedding \(vocab_size=200\)", configured(model_dir))
     assert load_model(configured(model_dir, weights="random")).tokenizer is None
-
-
-# The cache of converted files
-
-
-def test_what_a_killed_conversion_left_is_removed_by_the_next(tiny_gguf):
-    left = files.cache_dir() / "gguf" / "converting"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_bytes(b"half")
-    source.converted(tiny_gguf)
-    assert not left.exists()
 
 
 def test_a_full_cache_is_named_and_keeps_nothing_half_written(tiny_gguf, monkeypatch):
