@@ -17,10 +17,9 @@ from harness.errors import UserError
 from harness.launch import cluster
 from harness.launch.cli import main
 from harness.launch.cluster import Batch, Cluster, Job
-from tests.runs import own_grids, stand_in
+from tests.runs import own_grids
 
 ROOT = Path(__file__).resolve().parent.parent
-PAIR = "cells: [{method: [full, h2o]}]"
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified\n"
 UNREACHABLE = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 COMPOSING = "grid=pair: composing its cells\n"
@@ -58,20 +57,13 @@ class FakeSlurm:
 
 
 @pytest.fixture
-def fake(monkeypatch, tmp_path) -> FakeSlurm:
-    """In an empty current folder, with a grid `pair` of two cells and stand-ins for model and experiments."""
-    own_grids(monkeypatch, tmp_path / "conf")("pair", PAIR)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+def fake(runs, monkeypatch, tmp_path_factory) -> FakeSlurm:
+    """With a grid `pair` of two cells."""
+    own_grids(monkeypatch, tmp_path_factory.mktemp("conf") / "conf")("pair", "cells: [{method: [full, h2o]}]")
     fake = FakeSlurm()
     monkeypatch.setattr(cluster, "call", fake)
     monkeypatch.setattr(cluster, "POLL_S", 0)
     return fake
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    return stand_in(monkeypatch)
 
 
 def jobs_of(*more: str) -> int:
@@ -177,14 +169,11 @@ def test_ctrl_c_leaves_the_jobs_and_the_same_command_waits_for_them(fake, runs, 
         ("cluster=slurm grid=pair grid.share=1/2", "grid.share=1/2: cluster=slurm deals the cells itself"),
         ("cluster=slurm experiment=generate prompt=hi", "experiment=generate: writes no record"),
         ("-m cluster=slurm cluster.cpus=1,2 method=h2o", "cluster: its settings are those of all jobs of a sweep"),
-        (
-            "cluster=slurm cluster.partition=nope",
-            "cluster=slurm: sbatch refuses: invalid partition: nope; Batch failed",
-        ),
+        ("cluster=slurm cluster.partition=no", "cluster=slurm: sbatch refuses: invalid partition: no; Batch failed"),
     ],
 )
 def test_what_is_refused_is_one_line(fake, runs, capsys, command, message):
-    fake.refusal, fake.log = "sbatch: error: invalid partition: nope\nsbatch: error: Batch failed\n", ""
+    fake.refusal, fake.log = "sbatch: error: invalid partition: no\nsbatch: error: Batch failed\n", ""
     if "cpus" in command:  # the first job of the sweep is run
         fake.refusal = ""
     assert main(command.split()) == 2

@@ -20,10 +20,8 @@ PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "pyramidk
 """Other settings of a method, worth a name."""
 
 
-def given(group: str, choice: str, folder) -> list[str]:
-    """The overrides that choose one file of conf/, with what it cannot do without."""
-    needed = {"local": [f"data.root={folder}"], "frontier": ["link_gbps=25", "max_kl=0.05"]}
-    return [f"{group}={choice}", *needed.get(choice, [])]
+NEEDED = {"local": ["data.root=."], "frontier": ["link_gbps=25", "max_kl=0.05"]}
+"""What a file of conf/ cannot do without."""
 
 
 @pytest.mark.parametrize(
@@ -34,8 +32,8 @@ def given(group: str, choice: str, folder) -> list[str]:
         if path.parent.name not in ("grid", "cluster") and "kind: modelled" not in path.read_text()
     ],
 )
-def test_every_choice_composes(group, choice, tmp_path):
-    config = load(given(group, choice, tmp_path))
+def test_every_choice_composes(group, choice):
+    config = load([f"{group}={choice}", *NEEDED.get(choice, [])])
     chosen = {"method": config.method_name, "experiment": config.experiment}
     assert chosen.get(group) or getattr(config, group).name == choice
     assert group != "model" or config.model.shape["model_type"]
@@ -103,20 +101,21 @@ def test_yaml_defaults_are_the_dataclass_defaults():
                 assert getattr(node, field.name) == field.default, f"{type(node).__name__}.{field.name}"
 
 
-def test_default_tasks_follow_the_data(tmp_path):
+def test_default_tasks_follow_the_data():
     assert load(["tasks='passkey, kv_recall'"]).tasks == ("passkey", "kv_recall")
     assert load(["tasks=passkey"]).tasks == ("passkey",)
     assert load().tasks == ("kv_recall", "passkey")
-    assert load(["data=hub"]).tasks == load(["data=local", f"data.root={tmp_path}"]).tasks == PAPER_TASKS
+    assert load(["data=hub"]).tasks == load(["data=local", "data.root=."]).tasks == PAPER_TASKS
 
 
-def test_automatic_settings_of_a_task():
-    config = load(["experiment=tasks", "data=hub", "tasks=[passkey,rte]"])
-    assert [config.prefill_of(task) for task in config.tasks] == ["question", "artifact"]
-    assert [config.num_samples_of(task) for task in config.tasks] == [128, None]
-    config = load(["experiment=tasks", "data=hub", "tasks=[passkey,rte]", "prefill=dense", "num_samples=3"])
-    assert [config.prefill_of(task) for task in config.tasks] == ["dense", "dense"]
-    assert [config.num_samples_of(task) for task in config.tasks] == [3, 3]
+@pytest.mark.parametrize(
+    ("given", "prefill", "num_samples"),
+    [([], ["question", "artifact"], [128, None]), (["prefill=dense", "num_samples=3"], ["dense", "dense"], [3, 3])],
+)
+def test_automatic_settings_of_a_task(given, prefill, num_samples):
+    config = load(["experiment=tasks", "data=hub", "tasks=[passkey,rte]", *given])
+    assert [config.prefill_of(task) for task in config.tasks] == prefill
+    assert [config.num_samples_of(task) for task in config.tasks] == num_samples
 
 
 def test_a_given_source_replaces_name_and_shape(tmp_path):
