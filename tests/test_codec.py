@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from living import attached_with_link, force, open_live, tiny, token_batch
 from replaying import open_session, watched
 
 from harness.model.attach import PromptPass, attach
-from harness.offload.step import DecodeStep
 from harness.replay import DecodePass
 from methods.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, ChannelCodec, Codec, SplitCodec, hadamard
 from methods.full import Full
@@ -183,56 +182,36 @@ class Plain:
         return output
 
 
-@contextmanager
-def checked(attached, case: Case, handlers) -> Iterator[None]:
-    """Every decode row of every coded layer and head that is computed inside is what the rule gives."""
+@pytest.mark.parametrize(
+    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, exempt=0))], ids=["gqa", "opt"]
+)
+def test_kivi_in_replay_is_the_rule(family, case):
+    """Every decode row of every coded layer and head, in several calls, whose edges lie within groups; in forks too."""
+    ids, real = token_batch(PADDED, STEPS)
     seen: dict[int, list[tuple]] = {}
 
     def note(layer, *states):
         seen.setdefault(layer, []).append(tuple(state.clone() for state in states))
 
-    with watched(note, handlers):
-        yield
-    geometry, bits = attached.geometry, case.codec.keys.bits
-    for layer in range(case.method.num_exempt_layers, geometry.num_layers):
-        *parts, outputs = zip(*seen[layer], strict=True)
-        query, key, value = (torch.cat(part, 2).numpy() for part in parts)
-        output = torch.cat(outputs, 1).numpy()
-        for b, prompt in enumerate(PADDED):
-            for head in range(geometry.num_kv_heads):
-                group = slice(head * geometry.group, (head + 1) * geometry.group)
-                of_prompt = slice(PROMPT - prompt, PROMPT)
-                plain = Plain(bits, case.codec.residual, key[b, head, of_prompt], value[b, head, of_prompt])
-                for at in range(PROMPT, key.shape[2]):
-                    expected = plain.attend(query[b, group, at], key[b, head, at], value[b, head, at], geometry.scale)
-                    assert np.abs(output[b, at, group] - expected).max() < 1e-5, (layer, b, head, at)
-
-
-every_kivi = pytest.mark.parametrize(
-    ("family", "case"), [("gqa", kivi(4)), ("opt", kivi(2, residual=16, exempt=0))], ids=["gqa", "opt"]
-)
-
-
-@every_kivi
-def test_kivi_in_replay_is_the_rule(family, case):
-    """In several calls, whose edges lie within groups; in forks too."""
-    ids, real = token_batch(PADDED, STEPS)
-    with attach(tiny(family)) as attached, checked(attached, case, (PromptPass, DecodePass)):
+    with attach(tiny(family)) as attached, watched(note, (PromptPass, DecodePass)):
         session = open_session(attached, case, real.sum(-1).tolist(), ids.shape[1])
         session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
         for begin, end in ((0, 7), (7, 8), (8, STEPS)):
             columns = slice(PROMPT + begin, PROMPT + end)
             session.decode(ids[:, columns], real[:, columns])
             session = session.fork(torch.arange(len(PADDED)), ids.shape[1])
-
-
-@every_kivi
-def test_kivi_live_is_the_rule(family, case):
-    with (
-        attached_with_link(family) as (attached, link), checked(attached, case, (PromptPass, DecodeStep)),
-        closing(open_live(attached, case, STEPS, placement="host", link=link)) as session,
-    ):  # fmt: skip
-        force(session, PADDED, STEPS)
+    geometry, bits = attached.geometry, case.codec.keys.bits
+    for layer in range(case.method.num_exempt_layers, geometry.num_layers):
+        *parts, outputs = zip(*seen[layer], strict=True)
+        query, key, value = (torch.cat(part, 2).numpy() for part in parts)
+        output = torch.cat(outputs, 1).numpy()
+        for (b, prompt), head in product(enumerate(PADDED), range(geometry.num_kv_heads)):
+            group = slice(head * geometry.group, (head + 1) * geometry.group)
+            of_prompt = slice(PROMPT - prompt, PROMPT)
+            plain = Plain(bits, case.codec.residual, key[b, head, of_prompt], value[b, head, of_prompt])
+            for at in range(PROMPT, key.shape[2]):
+                expected = plain.attend(query[b, group, at], key[b, head, at], value[b, head, at], geometry.scale)
+                assert np.abs(output[b, at, group] - expected).max() < 1e-5, (layer, b, head, at)
 
 
 def test_kivis_bytes_and_sizes_by_hand():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import TINY
 from harness.errors import UserError
 from harness.launch import cells
 from harness.launch.cells import groups
@@ -287,17 +288,10 @@ def test_a_shape_that_does_not_fit_is_one_line(tiny_runs, overrides, message, ca
     assert [record["status"] for record in records()] == ["failed"]
 
 
-SMALL = [
-    "model=opt-125m", "model.weights=random", "model.shape.vocab_size=256", "model.shape.hidden_size=64",
-    "model.shape.word_embed_proj_dim=64", "model.shape.ffn_dim=128", "model.shape.num_hidden_layers=3",
-    "model.shape.num_attention_heads=4",
-]  # fmt: skip
-
-
 def test_a_grid_runs_each_shape_in_a_process_of_its_own_and_resumes(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     labels = ["offload", "infinigen", "offload-pageable"]
-    configs = [load([*SMALL, *CELL, f"label={label}"]) for label in labels]
+    configs = [load([*TINY, *CELL, f"label={label}"]) for label in labels]
     paths = list(cells.run_cells(configs))
     assert [json.loads(path.read_text())["config"]["label"] for path in paths] == labels
     dense = {json.loads(path.read_text())["samples"]["dense_s"] for path in paths}

@@ -2,7 +2,6 @@
 
 import importlib.util
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,17 +10,12 @@ from fake_cuda import fake_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from living import CPU, PROMPTS, LatestLink, attached_with_link, live, make_store
-from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.policies import Policy
 from harness.offload import store as rows_module
-from harness.offload.cache import Batch, LayerCache, Stage
 from harness.offload.links import EmulatedLink
 from harness.offload.memory import Tuning
-from harness.offload.store import KVStore, chosen, missing_rows
-from methods.attention import Softmax
-from methods.base import Selection
+from harness.offload.store import chosen, missing_rows
 from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
@@ -254,42 +248,6 @@ def test_missing_rows_keep_what_is_there_and_fetch_the_rest_into_free_rows(mask,
 
 
 # Fetches
-
-
-def rows_of(store: KVStore, values: list[float]) -> Tensor:
-    rows = torch.tensor(values).view(1, 1, -1, 1).expand(-1, -1, -1, 2)
-    return store.format.pack(rows, rows)
-
-
-def fetched(cache: LayerCache, mask: list[bool]) -> list[float]:
-    """First elements of the present rows' values; keys and values must agree, and absent ones be numbers."""
-    cache.request_selected(Selection(torch.tensor([[[mask]]]), torch.zeros(1, 1)))
-    fetch = cache.take()
-    present, (keys, values) = fetch.present, cache.store.format.unpack(fetch.cached)
-    assert fetch.bias is None and torch.equal(keys[present], values[present]) and values.isfinite().all()
-    return sorted(values[present][:, 0].tolist())
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_a_kept_row_is_fetched_again_once_its_slot_holds_another_token(reuse):
-    store, mask = make_store(2, batch=1, num_kv_heads=1, capacity=4), [True, True, False, True]
-    store.write(rows_of(store, [0.0, 1.0, 2.0, 3.0]), 0)
-    with EmulatedLink(1e12) as link:
-        stage = Stage(CPU, Batch(torch.ones(1, 4, dtype=torch.bool), 1), link, reuse)
-        stage.plan([store], 3)
-        stage.open([store])
-        names_three = SimpleNamespace(max_tokens_read=lambda row, layer: 3)
-        cache = LayerCache(Policy("method", 0, "own_query", Softmax(1.0), None), stage, store, None, names_three)
-        assert fetched(cache, [False] * 4) == [] and store.h2d_bytes == 0
-        crossed = []
-        for written, slot, expected in (([0.0], 0, [0, 1, 3]), ([9.0], 1, [0, 3, 9]), (None, 0, [0, 3, 9]),
-                                        ([7.0], -1, [0, 3, 9])):  # fmt: skip
-            before = store.h2d_bytes
-            if written is not None:  # the last one is evicted at once
-                cache.write(rows_of(store, written), torch.tensor([[[slot]]]))
-            assert fetched(cache, mask) == expected
-            crossed.append((store.h2d_bytes - before) // store.slot_bytes)
-    assert crossed == ([3, 1, 0, 0] if reuse else [3, 3, 3, 3])
 
 
 @pytest.mark.parametrize(
