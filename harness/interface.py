@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +22,18 @@ import pandas as pd
 
 from harness.errors import UserError, nearest
 from harness.launch.cli import OF_HYDRA, in_words
-from harness.launch.runner import configured, require_devices, run_settings, users_faults
+from harness.launch.runner import Run, report, require_devices, users_faults
+from harness.launch.runner import run as start
 from harness.model.attach import attach as attach_decoder
 from harness.model.load import LoadedModel, from_memory
 from harness.offload.cached_model import CachedModel
 from harness.offload.weights import streamed_weights
+from harness.records.record import read_record
 from harness.records.samples import full_runs
 from harness.resources import Resources
+from harness.settings.compose import load as load_settings
 from harness.settings.compose import override
-from harness.settings.config import RunConfig
+from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.schema import options
 from harness.setup import calibrated, codec_of
 from harness.speed.generate import Generated, run_generate
@@ -87,15 +91,20 @@ class Model:
         """The transformers model, its tokenizer and its name."""
         return self.resources.model(self.configured().model)
 
-    def configured(self, **settings: Any) -> RunConfig:
-        """The checked settings of a run."""
-        with _own_words():
-            return configured(self.overrides(**settings), self.resources)
-
-    def overrides(self, *, size: float | str | None = None, **settings: Any) -> list[str]:
-        """The settings of a run as the words of a command line."""
+    def configured(self, *, size: float | str | None = None, **settings: Any) -> RunConfig:
+        """The checked settings of a run. A model in memory decides model and platform."""
         given = self.settings | settings | {"size": f"nearest:{size}" if isinstance(size, float | int) else size}
-        return [override(name, value) for name, value in given.items() if value is not None]
+        words = [override(name, value) for name, value in given.items() if value is not None]
+        loaded = self.resources.loaded
+        device: Any = None if loaded is None else loaded.model.device.type
+        try:
+            config = load_settings(words if device is None else [f"platform={device}", *words])
+        except OF_HYDRA as error:
+            raise UserError(in_words(error)) from error
+        if loaded is None:
+            return config
+        dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
+        return replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
 
     def generate(
         self, prompt: str, method: str = "infinigen", size: float | str | None = None, **settings: Any
@@ -144,9 +153,10 @@ class Model:
     ) -> pd.DataFrame:
         records = []
         for method in methods:
-            words = self.overrides(method=method, size=size, **run, **settings)
-            with _own_words():
-                records.append(run_settings(words, self.resources))
+            config = self.configured(method=method, size=size, **run, **settings)
+            path = start(Run.of(config, self.resources), self.resources, say=lambda line: None)
+            report([path])
+            records.append(read_record(path))
         return frame(records)
 
 
@@ -229,12 +239,3 @@ def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
     except (OSError, ValueError) as error:
         raise UserError(f"method={method}: calibrates on a text; give the model's tokenizer, tokenizer=") from error
-
-
-@contextmanager
-def _own_words() -> Iterator[None]:
-    """Refuse an unknown name as the command line does."""
-    try:
-        yield
-    except OF_HYDRA as error:
-        raise UserError(in_words(error)) from error

@@ -1,6 +1,6 @@
 """One run: settings, lock, measurement, record, table.
 
-    record = run_settings(["method=h2o", "experiment=tasks"])
+    path = run(Run.of(load(["method=h2o", "experiment=tasks"])), Resources())
 
 A run whose record is finished is not repeated. One that fails leaves a record that says why, and is repeated at the
 next start. `Resources` keep the model for the next run of the process, so that a sweep or a grid loads it once.
@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -26,43 +26,11 @@ from harness.records import environment, inputs
 from harness.records import record as records
 from harness.records.samples import full_runs
 from harness.resources import Resources
-from harness.settings.compose import load
-from harness.settings.config import ModelConfig, RunConfig
+from harness.settings.config import RunConfig
 from harness.settings.experiment import Outcome, find
 from harness.tables import write as tables
 
 log = logging.getLogger(__name__)
-
-
-def run_settings(overrides: Sequence[str], resources: Resources | None = None) -> dict[str, Any]:
-    """Do the run behind a command line's settings, unless its record is finished. Writes record and table.
-
-    Args:
-        overrides: as on the command line, `["method=h2o", "size=0.16"]`. `results_dir=` says where to write.
-        resources: shared by calls that use one model. `Resources(loaded=...)` runs on a model in memory.
-
-    Returns:
-        The finished record; see `harness.records.record`.
-
-    Raises:
-        UserError: see `run`.
-    """
-    resources = resources or Resources()
-    path = run(Run.of(configured(overrides, resources), resources), resources, say=lambda line: None)
-    report([path])
-    return records.read_record(path)
-
-
-def configured(overrides: Sequence[str], resources: Resources) -> RunConfig:
-    """The checked settings of a run. A model in memory decides model and platform."""
-    loaded = resources.loaded
-    if loaded is None:
-        return load(overrides)
-    device = loaded.model.device.type
-    config = load([f"platform={device}", *overrides])
-    dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
-    placed: Any = device
-    return replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=placed))
 
 
 @dataclass(frozen=True)
