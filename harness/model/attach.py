@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -99,13 +100,10 @@ class Attached:
         self.device: torch.device = model.device
         self.devices = list(dict.fromkeys(layer.device for layer in self.layers))
         self.dtype: torch.dtype = model.dtype
-        windows = [layer.window for layer in self.layers]
-        all_local = all(window is not None for window in windows)
-        self.longest = min(window.size for window in windows if window) if all_local else None
-        self.numbers: list[int | None] = []
-        for window in windows:
-            is_global = all_local or window is None
-            self.numbers.append(sum(number is not None for number in self.numbers) if is_global else None)
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        all_local, number = len(windows) == len(self.layers), count()
+        self.longest = min(window.size for window in windows) if all_local else None
+        self.numbers = [next(number) if all_local or layer.window is None else None for layer in self.layers]
         self._numbered = list(zip(self.layers, self.numbers, strict=True))
         self.geometry = self._geometry()
         self.softmaxes = [

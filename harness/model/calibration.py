@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,9 +39,12 @@ def calibrate(attached: Attached, method: Method, ids: Sequence[int]) -> dict[st
             earlier = [{name: each.to(key.device) for name, each in before.items()} for before in layers]
             layers.append(method.calibrate(query[0], key[0], attached.geometry, earlier))
 
-    with _one_thread():
-        positions = torch.arange(len(ids), device=attached.device)[None]
+    positions, num_threads = torch.arange(len(ids), device=attached.device)[None], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         attached.forward(tokens, positions, PromptPass(attached, keep=measure))
+    finally:
+        torch.set_num_threads(num_threads)
     measured = {name: torch.stack([layer[name].to(attached.device) for layer in layers]) for name in layers[0]}
     for name, tensor in measured.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -71,13 +73,3 @@ def cached_calibration(
             where = f"the cache {cache_dir} cannot be written ({error.strerror})"
             raise UserError(f"{where}: set KV_HARNESS_CACHE to a folder that can") from error
     return {name: tensor.to(attached.device) for name, tensor in found.items()}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

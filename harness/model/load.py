@@ -153,11 +153,10 @@ def _placement(config: ModelConfig) -> tuple[list[torch.device], torch.dtype]:
         raise UserError(f"model.device={config.device}: torch finds no CUDA device here; allowed: auto, cpu")
     if config.device == "cpu" or not has_cuda:
         return [torch.device("cpu")], dtype
-    if config.device != "map":
-        require_kernels()
-        return [torch.device("cuda")], dtype
-    require_kernels("map")
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())], dtype
+    is_spread = config.device == "map"
+    require_kernels("map" if is_spread else "cuda")
+    found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return found if is_spread else [torch.device("cuda")], dtype
 
 
 def require_kernels(device: str = "cuda") -> None:
