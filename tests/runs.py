@@ -78,13 +78,27 @@ def tiny_loaded() -> LoadedModel:
     return LoadedModel(model, byte_tokenizer(), "tiny", 2048, "f" * 64)
 
 
+def calls_of(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:
+    """The arguments of every call of a function from now on."""
+    calls: list[tuple] = []
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: calls.append(args) or function(*args))
+    return calls
+
+
+def letters(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, others: str = " \n") -> Path:
+    """A file of random letters and `others`; no cache outside the test's folder."""
+    monkeypatch.setenv("KV_HARNESS_CACHE", str(folder / "cache"))
+    file = folder / "text.txt"
+    file.write_text("".join(random.Random(0).choices(f"abcdefghijklmnopqrstuvwxyz{others}", k=count)))
+    return file
+
+
 def reading(monkeypatch: pytest.MonkeyPatch, folder: Path, loaded: LoadedModel) -> list[str]:
     """Settings to read random letters, in `folder`; `loaded` in place of any other model, and a cache of its own."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(folder / "cache"))
     monkeypatch.setattr(models, "load_model", lambda config: loaded)
-    file = folder / "text.txt"
-    file.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz \n", k=1000)))
+    file = letters(folder, monkeypatch, 1000)
     return [f"corpus.path={file}", f"calibration.path={file}", "calibration.num_tokens=80"]
 
 

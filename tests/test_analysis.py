@@ -26,8 +26,8 @@ from harness.settings.config import RunConfig
 from methods.attention import Softmax
 from methods.infinigen import InfiniGen
 from tests.composed import load
-from tests.runs import start
-from tests.windows import ByteTokenizer, letters
+from tests.runs import letters, start
+from tests.tokens import ByteTokenizer
 
 NUM_TOKENS = 60
 FAMILIES = ("tiny_gqa", "tiny_opt", "tiny_gpt_neox")

@@ -33,7 +33,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.streaming import Streaming
 from tests.composed import load
-from tests.windows import calls_of, letters
+from tests.runs import calls_of, letters
 
 PROMPT, STEPS, MAX_LENGTH = 20, 24, 512
 METRICS = {
@@ -49,7 +49,7 @@ two_methods = pytest.mark.parametrize("method", [SINKS, H2O()], ids=["streaming"
 
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> str:
-    return str(letters(tmp_path, monkeypatch, 1500, "abcdefghijklmnopqrstuvwxyz"))
+    return str(letters(tmp_path, monkeypatch, 1500, others=""))
 
 
 @pytest.fixture

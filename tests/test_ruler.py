@@ -24,8 +24,7 @@ from harness.errors import UserError
 from harness.settings.config import RULER_NUM_SAMPLES, RULER_TASKS
 from harness.tables.write import depth_rows
 from tests.composed import load
-from tests.runs import tiny_loaded
-from tests.windows import calls_of
+from tests.runs import calls_of, tiny_loaded
 
 LENGTH = 800
 DATASETS = {

@@ -17,6 +17,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
+class ByteTokenizer:
+    """A token a byte, of a text without special tokens."""
+
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+        assert options["add_special_tokens"] is False
+        return {"input_ids": list(text.encode())}
+
+
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Every word between spaces is one token, and all are the same: it only counts."""
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
