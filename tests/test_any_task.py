@@ -165,20 +165,6 @@ def test_rows_lie_where_the_hub_has_them(place, root, monkeypatch):
     assert task.instances[0].args[0].startswith("The following are multiple choice questions")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "Why?", "options": ["a", "b"]}, "tasks=toy_colours: lacks what its prompt or answer"),
-        ({"options": ["a", "b"], "label": 0}, "field 'question' is missing"),
-    ],
-)
-def test_a_row_that_lacks_a_field(row, message, folder, root):
-    path = root / "org/toy/colours/test.jsonl"
-    path.write_text(path.read_text() + json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=f"test.jsonl, line 8: {message}"):
-        load_suite(settings("toy_colours", folder=folder, root=root), None)
-
-
 def test_examples_follow_lm_evals_rule(folder, root):
     write_yaml(folder, CHOICE | {"task": "toy_zero", "num_fewshot": 0}, CHOICE | {"task": "toy_two", "num_fewshot": 2})
     names = ("toy_zero", "toy_two", "toy_colours")
