@@ -6,8 +6,7 @@ Light to import: torch and pandas come when a run begins.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from harness.data.text import offline_text
 from harness.errors import UserError
@@ -17,9 +16,6 @@ from harness.resources import Resources
 from harness.settings.config import OFFLINE_TASKS, TASKS, RunConfig, Statistic
 from harness.settings.experiment import Experiment, Outcome
 from harness.settings.systems import check_live
-
-if TYPE_CHECKING:
-    from harness.tables.columns import TableRow
 
 
 def _texts(config: RunConfig) -> dict[str, str]:
@@ -222,45 +218,11 @@ class Frontier(Experiment):
         return False
 
     def run(self, config: RunConfig, resources: Any) -> Outcome:
+        from harness.tables.leaderboard import answer
+
         assert config.link_gbps is not None and config.max_kl is not None
-        print(answer(_candidates(config), config.link_gbps, config.max_kl))
+        print(answer(config.results_dir, config.model.name, config.link_gbps, config.max_kl))
         return Outcome({})
-
-
-def answer(rows: list[TableRow], link_gbps: float, max_kl: float) -> str:
-    """The fastest of `rows` that holds the bound, in words that part what was measured from what was modelled."""
-    from harness.tables.columns import KL, STEP
-    from harness.tables.leaderboard import fastest, step_seconds
-
-    row = fastest(rows, link_gbps * 1e9, max_kl)
-    settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
-    settings += "" if row["asked_size"] is None else f" size={row['asked_size']:g}"
-    shape = f"{row['model']} on {row['platform']}, batch {row['batch_size']:.0f}, prompt {row['prompt_len']:,.0f}"
-    step = STEP.show(step_seconds(row, link_gbps * 1e9))
-    return (
-        f"{row['label']} ({settings}): {step} ms a step over {link_gbps:g} GB/s, modelled from "
-        f"measured compute ({STEP.show(row['compute_s'])} ms) and bytes ({row['link_bytes'] / 2**20:.2f} MiB); "
-        f"KL {KL.show(row[KL.name], row[f'{KL.name}_stderr'])} nats, measured; {shape}"
-    )
-
-
-def _candidates(config: RunConfig) -> list[TableRow]:
-    """The table rows of this model that were decoded over a link."""
-    from harness.tables.columns import KL, read_table, shape_of
-    from harness.tables.leaderboard import NAME, REFERENCES
-
-    path = Path(config.results_dir) / "tables" / f"{NAME}.csv"
-    if not path.is_file():
-        raise UserError(f"{path}: there is none yet; make leaderboard makes it")
-    rows = read_table(path)
-    if shape_of(tuple(rows[0]) if rows else ()) not in ("board", None):
-        raise UserError(f"{path}: not a leaderboard; make leaderboard makes it anew")
-    own = [row for row in rows if row["model"] == config.model.name and row["method"] != REFERENCES["upper"]]
-    needed = (KL.name, "compute_s", "link_bytes", "late_bytes")
-    timed = [row for row in own if all(row[name] is not None for name in needed)]
-    if not timed:
-        raise UserError(f"{path}: no timed method of {config.model.name} in it; make leaderboard adds them")
-    return timed
 
 
 KINDS: dict[str, Experiment] = {

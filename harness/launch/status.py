@@ -15,6 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from tabulate import tabulate
+
+from harness.errors import UserError
 from harness.launch.runner import Run, is_held
 from harness.records import record as records
 
@@ -35,12 +38,7 @@ class Cell(NamedTuple):
 def of_runs(runs: Iterable[Run]) -> Iterator[Cell]:
     """The cells of a command."""
     for run in runs:
-        record, damage = run.found()
-        if record is not None:
-            yield _cell(run.title, record, run.path)
-        else:
-            state = "missing" if damage is None else "failed"
-            yield Cell(run.config.experiment, run.title, state, error=None if damage is None else str(damage))
+        yield _cell(run.title, run.path, *run.found())
 
 
 def of_folder(results_dir: str | Path) -> Iterator[Cell]:
@@ -48,21 +46,26 @@ def of_folder(results_dir: str | Path) -> Iterator[Cell]:
     best: dict[tuple[str, str], Cell] = {}
     for record in records.read_all(results_dir):
         path = records.record_path(results_dir, record["experiment"], record["run_id"])
-        cell = _cell(f"{record['experiment']} {record['config']['label']}", record, path)
+        cell = _cell(f"{record['experiment']} {record['config']['label']}", path, record)
         key = (record["experiment"], record["settings_id"])
         if key not in best or STATES.index(cell.state) < STATES.index(best[key].state):
             best[key] = cell
     yield from best.values()
 
 
-def _cell(title: str, record: Mapping[str, Any], path: Path) -> Cell:
+def _cell(title: str, path: Path, record: Mapping[str, Any] | None, damage: UserError | None = None) -> Cell:
+    experiment = path.parts[-3]
+    if damage is not None:
+        return Cell(experiment, title, "failed", error=str(damage))
+    if record is None:
+        return Cell(experiment, title, "missing")
     status, seconds = record["status"], record["seconds"]
     if status == "finished":
-        return Cell(record["experiment"], title, "done", seconds)
+        return Cell(experiment, title, "done", seconds)
     if is_held(path):
         elapsed = datetime.now(UTC) - datetime.fromisoformat(record["started"])
-        return Cell(record["experiment"], title, "running", elapsed.total_seconds())
-    return Cell(record["experiment"], title, status, seconds, record["error"])
+        return Cell(experiment, title, "running", elapsed.total_seconds())
+    return Cell(experiment, title, status, seconds, record["error"])
 
 
 def render(cells: Iterable[Cell]) -> str:
@@ -78,13 +81,13 @@ def render(cells: Iterable[Cell]) -> str:
         experiments["all"] = found
         known = [seconds for seconds in left.values() if seconds is not None]
         left["all"] = sum(known) if len(known) == len(left) else None
-    table = [["experiment", *STATES, "time left"]]
+    table = []
     for name, own in experiments.items():
         counts = [str(sum(cell.state == state for cell in own)) for state in STATES]
         seconds = left[name]
         table.append([name, *counts, "?" if seconds is None else _duration(seconds)])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
+    header, sides = ["experiment", *STATES, "time left"], ["left", *["right"] * (len(STATES) + 1)]
+    lines = [tabulate(table, header, "plain", colalign=sides, disable_numparse=True)]
     named = [cell for state in ("running", "failed", "interrupted") for cell in found if cell.state == state]
     if named:
         lines.append("")

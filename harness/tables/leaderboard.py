@@ -19,7 +19,21 @@ import yaml
 from harness.errors import UserError
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.records.samples import Baselines, nll_difference
-from harness.tables.columns import BOARD, BOARD_TASKS, KL, NLL, SIZE, STEP, TOP1, Column, TableRow, check, grouped
+from harness.tables.columns import (
+    BOARD,
+    BOARD_TASKS,
+    KL,
+    NLL,
+    SIZE,
+    STEP,
+    TOP1,
+    Column,
+    TableRow,
+    check,
+    grouped,
+    read_table,
+    shape_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +165,34 @@ def fastest(rows: Sequence[TableRow], bytes_per_s: float, max_kl: float) -> Tabl
         raise UserError(f"max_kl={max_kl:g}: no method has it; the closest, {named} nats")
     within = (row for row in rows if row[KL.name] <= max_kl)
     return min(within, key=lambda row: step_seconds(row, bytes_per_s))
+
+
+def answer(results_dir: str | Path, model: str, link_gbps: float, max_kl: float) -> str:
+    """A model's fastest setting within `max_kl`, in words that part what was measured from what was modelled.
+
+    It is one of the rows of `tables/leaderboard.csv` that were decoded over a link. Raises UserError if there is none.
+    """
+    path = Path(results_dir) / "tables" / f"{NAME}.csv"
+    if not path.is_file():
+        raise UserError(f"{path}: there is none yet; make leaderboard makes it")
+    rows = read_table(path)
+    if shape_of(tuple(rows[0]) if rows else ()) not in ("board", None):
+        raise UserError(f"{path}: not a leaderboard; make leaderboard makes it anew")
+    own = [row for row in rows if row["model"] == model and row["method"] != REFERENCES["upper"]]
+    needed = (KL.name, "compute_s", "link_bytes", "late_bytes")
+    timed = [row for row in own if all(row[name] is not None for name in needed)]
+    if not timed:
+        raise UserError(f"{path}: no timed method of {model} in it; make leaderboard adds them")
+    row = fastest(timed, link_gbps * 1e9, max_kl)
+    settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
+    settings += "" if row["asked_size"] is None else f" size={row['asked_size']:g}"
+    shape = f"{row['model']} on {row['platform']}, batch {row['batch_size']:.0f}, prompt {row['prompt_len']:,.0f}"
+    step = STEP.show(step_seconds(row, link_gbps * 1e9))
+    return (
+        f"{row['label']} ({settings}): {step} ms a step over {link_gbps:g} GB/s, modelled from "
+        f"measured compute ({STEP.show(row['compute_s'])} ms) and bytes ({row['link_bytes'] / 2**20:.2f} MiB); "
+        f"KL {KL.show(row[KL.name], row[f'{KL.name}_stderr'])} nats, measured; {shape}"
+    )
 
 
 def _method(record: Record) -> str:
