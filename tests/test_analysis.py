@@ -96,23 +96,22 @@ def check_mean(point: dict, values) -> None:
     assert point["num_samples"] == len(values)
 
 
-def test_key_tokens_are_the_direct_ones(model, text):
+def test_key_tokens_are_the_direct_ones(model, text, monkeypatch):
+    monkeypatch.setattr(analysis, "QUERIES", (17, 50, NUM_TOKENS))
     points = measured(model, settings(text, "fig5", "analysis.layers=[0,3]"))
     weights = attention_weights(model, ids_of(text))
     for layer in (0, 3):
         counts = [[num_needed(row[: t + 1]) for t, row in enumerate(head)] for head in weights[layer]]
-        shown = {key[3]: point for key, point in points.items() if key[1] == layer}
-        assert max(map(max, counts)) == max(shown), "the last bin is the largest count"
-        for x, point in shown.items():
+        shares, single = (
+            {key[3]: point for key, point in points.items() if key[1:3] == (layer, metric)}
+            for metric in ("share_of_queries", "key_tokens_for_0.9")
+        )
+        assert max(map(max, counts)) == max(shares), "the last bin is the largest count"
+        for x, point in shares.items():
             check_mean(point, [np.mean([count == x for count in head]) for head in counts])
-
-
-def test_key_tokens_of_single_queries(tiny_gqa, text):
-    points = measured(tiny_gqa, settings(text, "fig5", "analysis.layers=[2]", num_tokens=MAX_LENGTH))
-    weights = attention_weights(tiny_gqa, ids_of(text, MAX_LENGTH))[2]
-    single = {key[3]: point for key, point in points.items() if key[2] == "key_tokens_for_0.9"}
-    assert list(single) == [500], "the others lie behind the text"
-    check_mean(single[500], [num_needed(head[500]) for head in weights])
+        assert list(single) == [17, 50], "the third lies behind the text"
+        for query, point in single.items():
+            check_mean(point, [head[query] for head in counts])
 
 
 def direct_similarities(weights: np.ndarray, num_kv_heads: int, heavy: int, recent: int) -> dict[str, np.ndarray]:
@@ -156,10 +155,9 @@ def test_similarities_are_the_direct_ones(model, text):
                 check_mean(points[name, layer, "cosine_similarity", t], cosines[:, t])
 
 
-def test_tokens_are_binned(tiny_llama, text):
-    points = measured(tiny_llama, settings(text, "fig4", "analysis.layers=[1]", num_tokens=252))
-    xs = sorted({x for *_, x in points})
-    assert len(xs) == 84 and xs[:2] == [2, 5], "three tokens a bin, its middle one as x"
+def test_tokens_are_binned():
+    bins = list(analysis.binned(torch.arange(1.0, 252)[None], 1, 100))
+    assert len(bins) == 84 and bins[1] == (5, 5), "three tokens a bin, its middle one as x"
 
 
 def direct_layer_inputs(model, ids: Tensor) -> dict[str, list[Tensor]]:
@@ -259,31 +257,29 @@ def test_column_magnitudes_are_the_direct_ones(model, text):
                 check_mean(points[series, 2, metric, rank], [float(head[index][rank]) for head in heads])
 
 
-def test_memory_of_the_papers_model():
-    points = run_memory(load(["experiment=fig2", "model=opt-30b"])).metrics["points"]
-    found = {(each["series"], each["x_name"], each["x"]): each["value"] for each in points}
-    for x_name, x in (("seq_len", 2048), ("batch_size", 16)):
-        assert found["KV cache", x_name, x] == 16 * 2048 * 48 * 2 * 7168 * 2
-    assert found["KV cache", "batch_size", 1] * 64 == found["KV cache", "batch_size", 64]
-    assert {value for (series, *_), value in found.items() if series == "weights"} == {found["weights", "seq_len", 256]}
-
-
 KV_ELEMENTS = {  # of one sequence of 8,192 tokens: layers x tokens x key and value x KV heads x head_dim
     "gemma3-12b": (40 * 1024 + 8 * 8192) * 2 * 8 * 256,
     "gpt-oss-20b": (12 * 128 + 12 * 8192) * 2 * 8 * 64,
     "qwen3-next": 12 * 8192 * 2 * 2 * 256,  # its other 36 layers are linear attention
     "qwen3-30b-a3b": 48 * 8192 * 2 * 4 * 128,
     "mistral-small": 40 * 8192 * 2 * 8 * 128,
+    "opt-30b": 48 * 8192 * 2 * 7168,
 }
 
 
 @pytest.mark.parametrize("name", KV_ELEMENTS)
 def test_layers_cache_what_their_kind_keeps(name):
     points = run_memory(load(["experiment=fig2", f"model={name}"])).metrics["points"]
-    (found,) = (each["value"] for each in points if each["series"] == "KV cache" and each["x"] == 8192)
-    assert found == 16 * KV_ELEMENTS[name] * 2
+    found = {(each["series"], each["x_name"], each["x"]): each["value"] for each in points}
+    assert found["KV cache", "seq_len", 8192] == 16 * KV_ELEMENTS[name] * 2
+    assert found["KV cache", "batch_size", 16] == found["KV cache", "seq_len", 2048]
+    assert found["KV cache", "batch_size", 64] == 64 * found["KV cache", "batch_size", 1]
+    assert len({value for (series, *_), value in found.items() if series == "weights"}) == 1
+
+
+def test_latent_attention_caches_a_latent_and_a_rotary_key_for_all_heads():
     described = as_config("deepseek", {"model_type": "deepseek_v3", "num_hidden_layers": 3})
-    assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2, "a latent and a rotary key for all heads"
+    assert kv_bytes(described, 2, 100) == 2 * 3 * 100 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-30b-a3b"])
