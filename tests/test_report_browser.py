@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from test_report import HOSTILE, SVG, Page, digest, place, score, write_csv
+from test_plots import write
+from test_report import HOSTILE, SVG, Page, digest, place, score
 
 from harness.paper.report import write_report
 
@@ -29,13 +30,13 @@ def report(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     for model, inner in (("first", folder), ("second", folder / "second")):
         common = {"model": model, "settings": HOSTILE}
-        rows = [place("Full", **common, method="full", asked_size="", size=1, kl_nats=0, family="reads all")]
+        rows = [place("Full", **common, method="full", asked_size=None, size=1, kl_nats=0, family="reads all")]
         for size, kl in ((0.1, 0.5), (0.25, 0.25)):
             sized = common | {"asked_size": size, "size": size}
             rows.append(place(HOSTILE, **sized, kl_nats=kl, family="retrieves", front="size"))
             rows.append(place("B", **sized, kl_nats=2 * kl, step_source="modelled"))
-        write_csv(inner, "leaderboard", rows)
-        write_csv(inner, "fig11", [score("A", 0.1, value, task=task) for task in "ab" for value in (0.75, 0.5)])
+        write(inner, "leaderboard", rows)
+        write(inner, "fig11", [score("A", 0.1, value, task=task) for task in "ab" for value in (0.75, 0.5)])
         (inner / "figures").mkdir()
         (inner / "figures" / "fig11.svg").write_text(SVG.replace('"9"', '"900"'))
     return write_report(folder)
