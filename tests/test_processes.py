@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from harness import errors, files
-from harness.errors import BugError, UserError, interruptible
+from harness.errors import BugError, UserError
 from harness.launch import cells, runner
-from harness.launch.cli import main
 from harness.launch.runner import Run, run
 from harness.model.tiny import tiny_model
 from harness.records import record as records
@@ -224,34 +223,6 @@ def test_a_grid_that_ends_at_any_write_goes_on_to_the_same_tables(strike, runs, 
         runs.configs.clear()
         assert set(whole_grid(pair)) == set(paths) and tables() == expected
         assert len(runs.configs) == len(pair) - finished, "what was finished is kept"
-
-
-# signals
-
-
-@pytest.fixture
-def handlers():
-    before = {each: signal.getsignal(each) for each in errors.STOPS}
-    yield
-    for each, handler in before.items():
-        signal.signal(each, handler)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_with_tables_and_an_interrupted_record(number, code, runs, handlers, capsys):
-    def interrupt(config):
-        if config.method_name == "h2o":
-            os.kill(os.getpid(), number)
-            time.sleep(60)
-        return outcome(config)
-
-    runs.measure = interrupt
-    assert interruptible(lambda: main(["-m", "method=full,h2o,int4"])) == code
-    printed = capsys.readouterr()
-    assert printed.err.splitlines() == [errors.INTERRUPTED] and "Full cache" in printed.out
-    assert "Full cache" in tables()["perplexity.md"] and "H2O" not in tables()["perplexity.md"]
-    statuses = Counter(record["status"] for record in records.read_records("results", "perplexity"))
-    assert statuses == {"finished": 1, "interrupted": 1}
 
 
 # the child of timed cells
