@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +88,23 @@ def runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("harness.files.POLL_S", 0.01)
     return stand_in(monkeypatch)
+
+
+@pytest.fixture
+def own_folder(monkeypatch, tmp_path) -> Iterator[Path]:
+    """The user's current folder, empty; what was imported from it is forgotten in the end."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    forget(tmp_path, set(sys.modules) - before)
+
+
+def forget(folder: Path, names: Iterable[str]) -> None:
+    """Let modules that lie in a folder be imported anew."""
+    for name in names:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
 
 
 @pytest.fixture

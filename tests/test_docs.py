@@ -8,8 +8,7 @@ import itertools
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -186,41 +185,30 @@ def small_model(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "load", lambda name: load(network, byte_tokenizer(), **settings), raising=False)
 
 
-@pytest.fixture
-def examples(monkeypatch, tmp_path) -> Iterator[Callable[[Block], str]]:
-    """Writes a block with a method to an empty current folder, as a file named after it; returns `method=./FILE.py`."""
-    before, path = set(sys.modules), list(sys.path)
-    monkeypatch.chdir(tmp_path)
-
-    def write(block: Block) -> str:
-        name = re.search(r"class (\w+)", block.text)[1].lower()
-        (tmp_path / f"{name}.py").write_text(block.text)
-        return f"method=./{name}.py"
-
-    yield write
-    sys.path[:] = path
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
+def written(block: Block) -> str:
+    """Writes a block with a method to a file named after it; returns `method=./FILE.py`."""
+    name = re.search(r"class (\w+)", block.text)[1].lower()
+    Path(f"{name}.py").write_text(block.text)
+    return f"method=./{name}.py"
 
 
-def check_python(block: Block, examples: Callable) -> None:
+def check_python(block: Block) -> None:
     """Runs; a method in it is held to the contract as a user's own file, and drops something."""
     if not re.search(r"^@dataclass\(frozen=True\)$", block.text, re.MULTILINE):
         exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
         return
-    choice = examples(block)
+    choice = written(block)
     assert main([choice, "experiment=contract"]) == 0
     assert load([choice]).method.tokens_read(Row(200, 200, 210), 3) < 200
 
 
-def check_yaml(block: Block, examples: Callable) -> None:
+def check_yaml(block: Block) -> None:
     """Parses; a method's file has every setting with its default."""
     node = yaml.safe_load(block.text)
     if "_target_" in node:
         module, _, cls = node.pop("_target_").rpartition(".")
         source = next(other for other in BLOCKS if other.language == "python" and f"class {cls}(" in other.text)
-        method = load([examples(source)]).method
+        method = load([written(source)]).method
         assert (type(method).__name__, f"methods.{node.pop('name')}") == (cls, module)
         assert node == asdict(method)
 
@@ -229,15 +217,15 @@ NODE = r'\w+(?:\["[^"\[\]]+"\])?'
 FLOWCHART = rf"flowchart \w+|subgraph \w+ \[[^\[\]]+\]|end|{NODE}(?: -->(?:\|[^|]+\|)? {NODE})*"
 
 
-def check_mermaid(block: Block, examples: Callable) -> None:
+def check_mermaid(block: Block) -> None:
     """A flowchart of a few simple forms, which GitHub draws."""
     lines = [line.strip() for line in block.text.splitlines()]
     assert [line for line in lines if not re.fullmatch(FLOWCHART, line)] == []
     assert sum(line.startswith("subgraph") for line in lines) == lines.count("end")
 
 
-RULES: dict[str, Callable[[Block, Callable], Any]] = {
-    "bash": lambda block, examples: check_shell(block.text),
+RULES: dict[str, Callable[[Block], Any]] = {
+    "bash": lambda block: check_shell(block.text),
     "python": check_python,
     "yaml": check_yaml,
     "mermaid": check_mermaid,
@@ -245,9 +233,9 @@ RULES: dict[str, Callable[[Block, Callable], Any]] = {
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_is_true(block, examples):
+def test_a_block_is_true(block, own_folder):
     assert block.language in RULES, f"{block}: no rule for a block of {block.language or 'no language'}"
-    RULES[block.language](block, examples)
+    RULES[block.language](block)
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS)

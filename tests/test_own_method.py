@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import forget
 
 from harness.launch import new_method
 from harness.launch.cli import main
@@ -28,20 +29,7 @@ class Mine(Streaming):
 OTHER = MINE.replace("Mine", "Other")
 
 
-@pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path) -> Path:
-    """The user's current folder, empty; what was imported from it is forgotten in the end."""
-    modules, path = set(sys.modules), list(sys.path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.path[:] = path
-    forget(set(sys.modules) - modules)
-
-
-def forget(names) -> None:
-    for name in names:
-        if (getattr(sys.modules.get(name), "__file__", None) or "").startswith(str(Path.cwd())):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def write(text: str = MINE, name: str = "mine.py") -> Path:
@@ -59,10 +47,10 @@ def write(text: str = MINE, name: str = "mine.py") -> Path:
     [("./mine.py", "mine"), ("{here}/mine.py", "mine"), ("./mine.py:Mine", "mine.Mine"), ("mine.Mine", "mine.Mine"),
      ("package.inner.Mine", "package.inner.Mine"), ("package/inner.py", "inner")],
 )  # fmt: skip
-def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, folder):
+def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, own_folder):
     write()
     write(name="package/inner.py")
-    config = load([f"method={choice.format(here=folder)}", "method.num_sinks=2"])
+    config = load([f"method={choice.format(here=own_folder)}", "method.num_sinks=2"])
     assert config.method_name == config.label == name
     assert (type(config.method).__name__, config.method.kept_frac, config.method.num_sinks) == ("Mine", 0.5, 2)
     assert config.method.sizes == (1, 2)
@@ -99,12 +87,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("choice", "text", "expected"), REFUSED)
-def test_what_is_wrong_with_a_file_is_one_line(choice, text, expected, folder, capsys):
+def test_what_is_wrong_with_a_file_is_one_line(choice, text, expected, own_folder, capsys):
     if text is not None:
         write(text, choice if choice.endswith(".py") else "mine.py")
     assert main([f"method={choice}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: method=") and expected.format(here=folder) in line
+    assert line.startswith("error: method=") and expected.format(here=own_folder) in line
 
 
 def test_a_file_is_run_only_where_method_names_it(capsys):
@@ -119,18 +107,18 @@ def test_a_file_is_run_only_where_method_names_it(capsys):
 
 def run_id(choice: str = "./mine.py") -> str:
     """Of a run by a process that starts now."""
-    forget(list(sys.modules))
+    forget(Path.cwd(), list(sys.modules))
     return Run.of(load([f"method={choice}"])).path.parent.name
 
 
-def test_an_edited_file_is_another_run_and_its_place_is_not(folder):
+def test_an_edited_file_is_another_run_and_its_place_is_not(own_folder):
     path, first = write(), run_id()
     write(MINE + "# a comment\n")
     assert run_id() == first
     write(MINE + "    more = 1\n")
     edited = run_id()
     assert edited != first and records.settings_of(edited) == records.settings_of(first)
-    elsewhere = folder / "elsewhere"
+    elsewhere = own_folder / "elsewhere"
     elsewhere.mkdir()
     shutil.move(path, elsewhere)
     assert run_id("elsewhere/mine.py") == edited
@@ -156,8 +144,8 @@ def test_what_lies_beside_the_file_and_is_imported_counts(choice, text):
 # The skeleton, and the contract
 
 
-def test_a_new_method_works_as_it_is(folder, monkeypatch, capsys):
-    texts = reading(monkeypatch, folder, tiny_loaded())
+def test_a_new_method_works_as_it_is(own_folder, monkeypatch, capsys):
+    texts = reading(monkeypatch, own_folder, tiny_loaded())
     assert new_method.main(["page_means"]) == 0
     commands = re.findall(r"python run.py (\S+) (\S+)", capsys.readouterr().out)
     assert [kind for _, kind in commands] == ["experiment=contract", "experiment=perplexity", "experiment=latency"]
@@ -255,11 +243,11 @@ def failed(capsys) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(mistake, folder, capsys):
+def test_a_mistake_is_found(mistake, own_folder, capsys):
     body, expected = MISTAKES[mistake]
     write(RETRIEVING.replace("{body}", body))
     lines, _ = failed(capsys)
-    assert any(re.search(expected.replace("{here}", re.escape(str(folder))), line) for line in lines), lines
+    assert any(re.search(expected.replace("{here}", re.escape(str(own_folder))), line) for line in lines), lines
 
 
 def test_a_method_that_misstates_its_size_fails_that_check_alone(capsys):
