@@ -37,9 +37,6 @@ CHUNK = 256
 """Rows t in [256 i, 256 (i + 1)) form chunk i (Fig 12)."""
 FULL = Setup(Full(), codec=None, calibration=None)
 
-References = Memo[tuple[Tensor, Tensor]]
-"""Dense passes of a model's windows: every method of a sweep is compared with the same one."""
-
 
 class RowScores(NamedTuple):
     """Per scored row, fp64 [rows] on the CPU.
@@ -82,7 +79,9 @@ class Window:
     reads: ReadStats
 
 
-def run_perplexity(config: RunConfig, loaded: LoadedModel, references: References | None = None) -> Outcome:
+def run_perplexity(
+    config: RunConfig, loaded: LoadedModel, references: Memo[tuple[Tensor, Tensor]] | None = None
+) -> Outcome:
     """All windows of `config` under its method.
 
     references: kept dense passes of this model; new ones are added.

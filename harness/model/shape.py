@@ -109,15 +109,10 @@ class ModelShape:
         return WEIGHT_BYTES * (self.attention_weights + self.ffn_weights)
 
     @property
-    def num_weights(self) -> int:
-        """Elements of all weights, embedding and output head included."""
-        vocabulary = self.num_vocab_matrices * self.vocab_size * self.hidden_size
-        return self.num_layers * (self.attention_weights + self.ffn_weights) + vocabulary
-
-    @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        return WEIGHT_BYTES * self.num_weights
+        """Bytes of all weights, embedding and output head included."""
+        vocabulary = self.num_vocab_matrices * self.vocab_size * self.hidden_size
+        return self.num_layers * self.block_bytes + WEIGHT_BYTES * vocabulary
 
 
 def load_shape(name: str) -> ModelShape:
