@@ -36,10 +36,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pandas as pd
 import torch
 
+from benchmarks.timing import idle_s
 from harness.contract import TOLERANCE, largest_difference, live
 from harness.errors import UserError, exit_code, reason, refused
 from harness.files import write_atomic
@@ -229,25 +231,13 @@ def equalities(device: torch.device, rate: LinkRate) -> Iterator[tuple[str, bool
             # Reused rows are summed in another order.
             others = [("host and device", on_host, TOLERANCE if config.reuse else 0)]
             if device.type == "cuda":
-                with torch_code():
+                with patch.object(offload_store, "COMPILED", set()), patch.object(methods_base, "COMPILED", set()):
                     plain = decode(placement="device").logits
                 others.append(("kernels and torch", plain, TOLERANCE if codec is None else CODED_TOLERANCE))
             for ways, logits, allowed in others:
                 difference = largest_difference(logits, on_device)
                 words = f"{label:18}{ways}: logits differ by {difference:g} (at most {allowed:g})"
                 yield words, difference <= allowed
-
-
-@contextmanager
-def torch_code() -> Iterator[None]:
-    """Serve CUDA tensors by the torch code in place of the Triton kernels."""
-    for compiled in (offload_store.COMPILED, methods_base.COMPILED):
-        compiled.discard("cuda")
-    try:
-        yield
-    finally:
-        for compiled in (offload_store.COMPILED, methods_base.COMPILED):
-            compiled.add("cuda")
 
 
 def link_rates(device: torch.device, num_bytes: int, bytes_per_s: float | None) -> Iterator[Rate]:
@@ -294,14 +284,8 @@ def gather_rates(device: torch.device, num_bytes: int, tuning: Tuning) -> Iterat
 def pin_rates(device: torch.device, num_bytes: int) -> Iterator[Rate]:
     """Of page-locking `num_bytes` of fresh memory."""
     slabs: list[PinnedSlab] = []
-
-    def pin() -> None:
-        slabs.append(PinnedSlab(num_bytes))
-
-    def unpin() -> None:
-        slabs.pop().close()
-
-    yield Rate("page-locking", [num_bytes / each for each in repeated(device, pin, unpin)], f"bytes {num_bytes}")
+    seconds = repeated(device, lambda: slabs.append(PinnedSlab(num_bytes)), lambda: slabs.pop().close())
+    yield Rate("page-locking", [num_bytes / each for each in seconds], f"bytes {num_bytes}")
 
 
 def repeated(device: torch.device, act: Callable[[], object], undo: Callable[[], object] = lambda: None) -> list[float]:
@@ -309,9 +293,9 @@ def repeated(device: torch.device, act: Callable[[], object], undo: Callable[[],
     each."""
     seconds = []
     for _ in range(REPEATS + 1):
-        began = _idle(device)
+        began = idle_s(device)
         act()
-        seconds.append(_idle(device) - began)
+        seconds.append(idle_s(device) - began)
         undo()
     return seconds[1:]
 
@@ -392,13 +376,6 @@ def _slug(device: torch.device) -> str:
     """The device's name as that of a folder."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "emulated"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _idle(device: torch.device) -> float:
-    """perf_counter once nothing is under way on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

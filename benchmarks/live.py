@@ -22,7 +22,6 @@ import os
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from benchmarks.timing import spread
+from benchmarks.timing import idle_s, spread
 from harness.errors import exit_code
 from harness.model.attach import attach
 from harness.records.environment import processor
@@ -61,11 +60,11 @@ def transformers_steps(model: Any, prompt: SharedPrompt, steps: int) -> tuple[li
         cache.update(key, value, layer)
     with torch.inference_mode():
         token = model.get_output_embeddings()(prompt.prompt.hidden).argmax(-1)
-        faults, times = _page_faults(), [_now(model.device)]
+        faults, times = _page_faults(), [idle_s(model.device)]
         for _ in range(steps):
             logits = model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits
             token = logits[:, -1].float().argmax(-1)
-            times.append(_now(model.device))
+            times.append(idle_s(model.device))
     seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
     return seconds, (_page_faults() - faults) / steps
 
@@ -150,13 +149,6 @@ def _run(options: argparse.Namespace) -> None:
 
 def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _now(device: torch.device) -> float:
-    """perf_counter once the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

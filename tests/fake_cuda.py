@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from living import calibration, token_batch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -35,17 +36,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as real_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.live import random_model
 from harness import files
 from harness.model.attach import Attached, attach
 from harness.model.attention import Rotary
 from harness.model.decoder import Layer, read_decoder
-from harness.model.shape import read_yaml
 from harness.offload import live, memory
 from harness.offload import store as copies
 from harness.offload.memory import PinnedSlab
-from harness.settings.schema import CONF_DIR
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = tuple(f"{ROOT / folder}/" for folder in ("harness", "methods"))
@@ -323,6 +322,17 @@ class Trace(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
+    @contextmanager
+    def prompted(self, model: Any, prompts: tuple[int, ...]) -> Iterator[tuple[Attached, dict, Tensor, Tensor]]:
+        """`follow`, and on the device a calibration, ids of prompts of these lengths, and which of them are real."""
+        with self.follow(model) as attached:
+            geometry = attached.geometry
+            with real_tensors():
+                _, real = token_batch(prompts, steps=0)
+                measured = calibration(geometry.num_kv_heads, geometry.head_dim)
+            known = {name: self.know(each) for name, each in measured.items()}
+            yield attached, known, torch.empty(real.shape, dtype=torch.int64, device=CUDA), self.know(real)
+
     def _enter(self, layer: int, *_: Any) -> None:
         self.layer = layer
 
@@ -489,8 +499,4 @@ def fake_gpu() -> Iterator[Trace]:
 @cache
 def fake_model(name: str, **overrides: Any) -> Any:
     """A model of a shape under conf/model, fp16; call it inside `fake_gpu`."""
-    shape = dict(read_yaml(CONF_DIR / "model" / f"{name}.yaml")["shape"]) | overrides
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    with CUDA:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16, attn_implementation="sdpa")
-    return model.eval().requires_grad_(False)
+    return random_model(name, CUDA, **overrides)

@@ -16,8 +16,8 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from cases import CASES, Case
-from fake_cuda import CUDA, LIBC10, FakeSlab, Stream, Trace, fake_gpu, real_tensors
-from living import PROMPTS, calibration, force, live, open_live, replay, tiny, token_batch
+from fake_cuda import CUDA, LIBC10, FakeSlab, Stream, Trace, fake_gpu
+from living import PROMPTS, force, live, open_live, replay, tiny
 from torch import nn
 
 from harness.errors import UserError
@@ -81,10 +81,10 @@ needs_fakes = pytest.mark.skipif(not LIBC10.exists(), reason="torch's library of
 
 
 @cache
-def spread_fake(family: str, **shape: Any) -> Any:
+def spread_fake() -> Any:
     """A tiny model whose last two layers, norm and head are on a second device, under accelerate's hooks."""
     with CUDA:
-        model = tiny_model(family, **shape)
+        model = tiny_model("llama", num_key_value_heads=2)
     parts = {name: CUDA for name, _ in model.model.named_children()}
     places = {f"model.{name}": CUDA for name in parts if name != "layers"} | {"lm_head": SECOND}
     places |= {"model.norm": SECOND, "model.rotary_emb": SECOND}
@@ -107,25 +107,11 @@ def gpus() -> Iterator[Trace]:
         yield trace
 
 
-@contextmanager
-def followed(trace: Trace) -> Iterator[tuple[Attached, Any, Any, Any]]:
-    """The model, a calibration, ids and which of them are real."""
-    with trace.follow(spread_fake("llama", num_key_value_heads=2)) as attached:
-        assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
-        assert all(layer.positions for layer in attached.layers)
-        geometry = attached.geometry
-        with real_tensors():
-            _, real = token_batch(PADDED, steps=0)
-            measured = calibration(geometry.num_kv_heads, geometry.head_dim)
-        known = {name: trace.know(each) for name, each in measured.items()}
-        yield attached, known, torch.empty(real.shape, dtype=torch.int64, device=CUDA), trace.know(real)
-
-
 @needs_fakes
 @pytest.mark.parametrize(("name", "placement"), PLACED)
 def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
     case = case_of(name)
-    with followed(gpus) as (attached, measured, ids, real):
+    with gpus.prompted(spread_fake(), PADDED) as (attached, measured, ids, real):
         links = {device: CudaLink(device) for device in attached.devices} if placement == "host" else None
         options = {"max_new_tokens": 5, "codec": case.codec, "calibration": measured, "placement": placement}
         with closing(LiveSession(attached, case.method, link=links, **options)) as session:
@@ -152,7 +138,7 @@ def test_replay_mixes_no_devices(gpus, monkeypatch, name):
         return len(args) > 1 or args[0].dtype == torch.bool
 
     monkeypatch.setattr(gpus, "_value", value)
-    with followed(gpus) as (attached, measured, ids, real):
+    with gpus.prompted(spread_fake(), PADDED) as (attached, measured, ids, real):
         lengths, columns = real.sum(-1) + 4, real.shape[1] + 4
         options = {"final_lengths": lengths, "num_columns": columns, "codec": case.codec, "calibration": measured}
         session = ReplaySession(attached, case.method, **options)
@@ -161,16 +147,17 @@ def test_replay_mixes_no_devices(gpus, monkeypatch, name):
         hidden = session.decode(torch.empty(rows.shape, dtype=torch.int64, device=CUDA), rows)
         assert hidden.device == CUDA and attached.logits(hidden).device == CUDA
         assert [fault for fault in gpus.faults if "kernel on" in fault[1]] == []
-    with attach(spread_fake("llama", num_key_value_heads=2)) as attached:
+    with attach(spread_fake()) as attached:
         assert attached.decoder.is_checked and attached.decoder.no_rehearsal is attached.decoder.no_padding is None
-        assert attached.devices == [CUDA, SECOND]
+        assert [layer.device for layer in attached.layers] == [CUDA, CUDA, SECOND, SECOND]
+        assert attached.devices == [CUDA, SECOND] and all(layer.positions for layer in attached.layers)
 
 
 @needs_fakes
 def test_streamed_weights_come_by_the_link_of_their_device(gpus, monkeypatch):
     monkeypatch.setattr(weights_module, "PinnedSlab", FakeSlab)
     monkeypatch.setattr(weights_module, "available_memory", lambda: 2**50)
-    with followed(gpus) as (attached, _, ids, real):
+    with gpus.prompted(spread_fake(), PADDED) as (attached, _, ids, real):
         links = {device: CudaLink(device) for device in attached.devices}
         with streamed_weights(attached, links, 0.4) as weights:
             session = LiveSession(attached, Full(), max_new_tokens=5, placement="host", link=links)

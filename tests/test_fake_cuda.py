@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, WIDE
-from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model, real_tensors
-from living import PROMPTS, calibration, token_batch
+from fake_cuda import CUDA, LIBC10, Stream, Trace, fake_gpu, fake_model
+from living import PROMPTS
 from torch import Tensor
 
 from harness.model.tiny import tiny_model
@@ -56,17 +56,11 @@ def opened(
     **options: Any,
 ) -> Iterator[tuple[LiveSession, Tensor]]:
     """A session, and the token [batch] after prompts of these lengths."""
-    with trace.follow(model) as attached:
-        geometry = attached.geometry
-        with real_tensors():
-            _, real = token_batch(prompts, steps=0)
-            measured = calibration(geometry.num_kv_heads, geometry.head_dim)
-        known = {name: trace.know(each) for name, each in measured.items()}
+    with trace.prompted(model, prompts) as (attached, known, ids, real):
         link = CudaLink(CUDA, overlap=overlap) if options["placement"] == "host" else None
         session = LiveSession(attached, method, max_new_tokens=steps, link=link, calibration=known, **options)
         trace.restart()
-        ids = torch.empty(real.shape, dtype=torch.int64, device=CUDA)
-        yield session, session.prefill(ids, trace.know(real)).argmax(-1)
+        yield session, session.prefill(ids, real).argmax(-1)
         session.close()
 
 
