@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
 from matplotlib.figure import Figure
 
 from harness.errors import UserError, reason
@@ -29,7 +28,7 @@ Draw = Callable[[Tables, str], Figure | None]
 
 
 def _drawings() -> Iterator[tuple[str, Draw]]:
-    for entries in yaml.safe_load(style.REGISTRY.read_text(encoding="utf-8"))["pages"].values():
+    for entries in style.REGISTRY["pages"].values():
         for name, entry in entries.items():
             if "draw" in entry:
                 module, function = entry["draw"].split(".")

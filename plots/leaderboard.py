@@ -9,7 +9,6 @@ meaning nothing else lies. The full cache, whose KL is 0, is a line at its step 
 from collections.abc import Mapping
 
 import pandas as pd
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -19,7 +18,7 @@ from harness.tables import columns
 from plots import data, style
 
 KL = columns.KL.name
-FAMILIES: Mapping[str, Mapping[str, str]] = yaml.safe_load(style.REGISTRY.read_text(encoding="utf-8"))["families"]
+FAMILIES: Mapping[str, Mapping[str, str]] = style.REGISTRY["families"]
 OTHER = {"color": style.BLACK, "marker": "P"}
 """The look of a family that the registry does not list."""
 COSTS = {

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import yaml
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from plots.data import split
 
-REGISTRY = Path(__file__).with_name("registry.yaml")
+REGISTRY = yaml.safe_load(Path(__file__).with_name("registry.yaml").read_text(encoding="utf-8"))
 SIZE_AXIS = "size: share of the cache read (%)"
 PANEL_INCHES = (3.4, 2.5)  # one column of a two-column page
 LEGEND_INCHES = 1.7

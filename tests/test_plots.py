@@ -270,11 +270,19 @@ def draw(name: str, results: Path) -> Figure:
     return figure
 
 
-def drawn(name: str, results: Path, rows: Iterable[Row] | None = None, **cells: Any) -> Figure:
-    """The figure when all tables are there, or of other rows alone."""
-    for table in ROWS if rows is None else [name]:
-        write(results, table, rows, **cells)
+def drawn(name: str, results: Path, rows: Iterable[Row], **cells: Any) -> Figure:
+    """The figure of other rows, its own table alone."""
+    write(results, name, rows, **cells)
     return draw(name, results)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """All tables."""
+    folder = tmp_path_factory.mktemp("results")
+    for table in ROWS:
+        write(folder, table)
+    return folder
 
 
 def note(figure: Figure) -> str:
@@ -330,8 +338,8 @@ UNITS = ("%", "(s)", "(ms)", "(x)", "(nats)", "perplexity", "(GiB)", "(tokens)",
 @pytest.mark.parametrize(
     "name", ["fig11", "fig14", "fig16b", "fig17", "fig18", "table2", "choices", "frontier", "fig5"]
 )
-def test_a_figure_has_units_and_nothing_overlaps(name: str, tmp_path) -> None:
-    figure = drawn(name, tmp_path)
+def test_a_figure_has_units_and_nothing_overlaps(name: str, results) -> None:
+    figure = draw(name, results)
     for axes in figure.axes:
         quantity = axes.get_ylabel() or axes.get_xlabel()
         assert any(unit in quantity for unit in UNITS), quantity
@@ -344,23 +352,21 @@ def test_a_figure_has_units_and_nothing_overlaps(name: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fig12", "fig18", "frontier", "ruler"])  # lines, hatches, parts, images
-def test_reruns_give_equal_bytes(name: str, tmp_path, monkeypatch) -> None:
+def test_reruns_give_equal_bytes(name: str, results, monkeypatch) -> None:
     assert {*DRAWINGS} == {*ROWS, *MODELLED, "frontier"} - {"perplexity", "fig17-latency", "leaderboard"}
-    for table in ROWS:
-        write(tmp_path, table)
     monkeypatch.setattr(drawing, "DRAWINGS", {name: DRAWINGS[name]})
     monkeypatch.setattr(drawing, "DPI", 40)  # takes a fraction of the time
     kept = drawing.FORMATS if name == "fig12" else ("png", "svg")  # a PDF takes long
     monkeypatch.setattr(drawing, "FORMATS", {kind: drawing.FORMATS[kind] for kind in kept})
-    paths = plots.main(tmp_path)
+    paths = plots.main(results)
     assert {path.name for path in paths} == {f"{name}.{kind}" for kind in kept}
     before = {path: path.read_bytes() for path in paths}
     assert not any(b"CreationDate" in content or b"dc:date" in content for content in before.values())
-    assert all(path.read_bytes() == before[path] for path in plots.main(tmp_path))
+    assert all(path.read_bytes() == before[path] for path in plots.main(results))
 
 
-def test_fig11_draws_lines_full_cache_chance_and_errors(tmp_path) -> None:
-    figure = drawn("fig11", tmp_path)
+def test_fig11_draws_lines_full_cache_chance_and_errors(results) -> None:
+    figure = draw("fig11", results)
     ylabels = [accuracy.AXES[metric] for metric in ("acc", "acc", "kl_nats", "top1_agreement")]
     assert [axes.get_ylabel() for axes in figure.axes] == ylabels
     assert {axes.get_xlabel() for axes in figure.axes} == {"size: share of the cache read (%)"}
@@ -409,14 +415,14 @@ def test_models_numbers_of_samples_sources_and_runs_share_no_panel(name, changes
     assert [axes.get_title() for axes in figure.axes] == titles
 
 
-def test_a_line_over_chunks_breaks_at_a_missing_one(tmp_path) -> None:
-    figure = drawn("fig12", tmp_path)
+def test_a_line_over_chunks_breaks_at_a_missing_one(results) -> None:
+    figure = draw("fig12", results)
     assert legend(figure) == ["Full cache", "InfiniGen, 16 %", "H2O, 16 %"]
     (axes,) = figure.axes
     np.testing.assert_allclose(xy(axes, "H2O, 16 %"), [[384, 640, 896], [21, np.nan, 22]])
     assert list(axes.get_xticks()) == [256, 512, 768, 1024]
     assert lines(axes)["Full cache"][0].get_linestyle() == "--"
-    figure = draw("long_decode", tmp_path)
+    figure = draw("long_decode", results)
     kl, perplexity = figure.axes
     assert [kl.get_ylabel(), perplexity.get_ylabel()] == [accuracy.AXES["kl_nats"], accuracy.AXES["text_perplexity"]]
     assert set(lines(kl)) == {"InfiniGen, 16 %", "H2O, 16 %"} == set(lines(perplexity)) - {"Full cache"}
@@ -425,8 +431,8 @@ def test_a_line_over_chunks_breaks_at_a_missing_one(tmp_path) -> None:
     assert (kl.get_yscale(), perplexity.get_yscale()) == ("log", "linear") and "1,024 tokens" in note(figure)
 
 
-def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(tmp_path) -> None:
-    recall, kl = drawn("fig13", tmp_path).axes
+def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(results, tmp_path) -> None:
+    recall, kl = draw("fig13", results).axes
     assert bar_heights(recall) == {"InfiniGen": [80, 80], "InfiniGen without skewing": [60, 60]}
     assert tick_labels(recall) == [f"{task}\nsize 20 / 21 %\nn = 48" for task in ("kv_recall", "passkey")]
     assert levels(recall) == [85, 85] and bar_heights(kl) == {"InfiniGen": [0.1], "InfiniGen without skewing": [0.3]}
@@ -436,20 +442,19 @@ def test_fig13_pairs_a_run_with_the_skewed_one_nearest_in_size(tmp_path) -> None
     assert list(bar_heights(axes)) == ["InfiniGen without skewing"], "no partner, a gap"
 
 
-def test_fig17_has_two_axes_a_setting_and_draws_what_there_is(tmp_path) -> None:
-    figure = drawn("fig17", tmp_path)
+def test_fig17_has_two_axes_a_setting_and_draws_what_there_is(results, tmp_path) -> None:
+    figure = draw("fig17", results)
     assert legend(figure) == ["Full cache", "accuracy", "latency", "chance"]
     alpha, alpha_right, ratio, _ = sorted(figure.axes, key=lambda axes: (axes.bbox.x0, axes.get_ylabel()))
     np.testing.assert_allclose(xy(alpha, "accuracy"), [[1, 3, 9], [50, 50, 50]])
     np.testing.assert_allclose(xy(alpha_right, "latency"), [[1, 3, 9], [2, 2.1, 2.4]])
     assert ratio.get_xlabel() == "partial weight ratio"
     assert levels(alpha) == levels(ratio) == [80] and levels(ratio, "chance") == [50]
-    (tmp_path / "tables" / "fig17-latency.csv").unlink()
-    assert legend(draw("fig17", tmp_path)) == ["Full cache", "accuracy", "chance"]
+    assert legend(drawn("fig17", tmp_path, ROWS["fig17"])) == ["Full cache", "accuracy", "chance"]
 
 
-def test_fig19_has_sizes_and_lengths_apart_and_says_where_a_bar_is_missing(tmp_path) -> None:
-    figure = drawn("fig19", tmp_path)
+def test_fig19_has_sizes_and_lengths_apart_and_says_where_a_bar_is_missing(results) -> None:
+    figure = draw("fig19", results)
     assert legend(figure) == ["Full cache", "InfiniGen", "H2O", "INT4"]
     sizes, lengths = figure.axes
     np.testing.assert_allclose(xy(sizes, "H2O"), [[10, 20, 40], [50, 30, 16]])
@@ -460,8 +465,8 @@ def test_fig19_has_sizes_and_lengths_apart_and_says_where_a_bar_is_missing(tmp_p
     assert "64 tokens kept" in note(figure) and note(figure).endswith("(n = 1: a single window has none)")
 
 
-def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(tmp_path) -> None:
-    figure = drawn("table2", tmp_path)
+def test_table2_has_a_panel_per_model_and_the_papers_numbers_hollow(results) -> None:
+    figure = draw("table2", results)
     assert legend(figure) == ["Full cache", "InfiniGen", f"{style.OF_PAPER}, quoted"]
     ours, *others = figure.axes
     assert ours.get_title() == "tiny" and not hollow_points(ours)
@@ -486,16 +491,16 @@ def test_table2_of_the_papers_model_has_them_on_its_bars(old, new, count: int, t
     assert "difference to the full cache. Published" in note(figure)
 
 
-def test_choices_have_a_bar_each(tmp_path) -> None:
-    figure = drawn("choices", tmp_path)
+def test_choices_have_a_bar_each(results) -> None:
+    figure = draw("choices", results)
     kl, perplexity = figure.axes
     assert bar_heights(kl) == {"InfiniGen": [0.06, 0.07]} and bar_heights(perplexity) == {"InfiniGen": [12, 14]}
     assert tick_labels(kl) == tick_labels(perplexity) == ["default", "pool_frac=0.5,\neviction=artifact"]
     assert levels(perplexity) == [10] and "size 20 %" in note(figure)
 
 
-def test_the_leaderboard_names_every_method_and_its_fronts(tmp_path) -> None:
-    figure = drawn("frontier", tmp_path)
+def test_the_leaderboard_names_every_method_and_its_fronts(results) -> None:
+    figure = draw("frontier", results)
     names, sizes, times = figure.axes
     ticks = names.get_yticklabels()
     assert [tick.get_text() for tick in ticks] == ["H2O", "INT4", "InfiniGen", "Oracle"], "the closest on top"
@@ -505,15 +510,14 @@ def test_the_leaderboard_names_every_method_and_its_fronts(tmp_path) -> None:
     assert [text.get_text() for text in sizes.texts] == ["InfiniGen 10 %", "InfiniGen 16 %", "InfiniGen 25 %"]
     assert [text.get_text() for text in times.texts] == ["InfiniGen 16 %", "InfiniGen 25 %"]
     assert list(xy(sizes, "front")[0]) == pytest.approx([10, 16, 25])
-    (full,) = (line for line in times.lines if line.get_label() == "Full cache")
-    assert full.get_xdata() == pytest.approx([120, 120])
+    assert xy(times, "Full cache")[0] == pytest.approx([120, 120])
     assert {"retrieves", "evicts", "codes", "oracle", "front", "size 16 %"} <= set(legend(figure))
     faces = [line.get_markerfacecolor() for line in times.lines if line.get_color() == style.BLUE]
     assert faces == ["none", style.BLUE], "hollow where the step is modelled"
 
 
-def test_an_index_is_drawn_at_its_size_on_the_device(tmp_path) -> None:
-    figure = drawn("index", tmp_path)
+def test_an_index_is_drawn_at_its_size_on_the_device(results) -> None:
+    figure = draw("index", results)
     kl, score = figure.axes
     np.testing.assert_allclose(xy(kl, "coded, 4 bits"), [[2.5, 7.5, 12.5], [0.1, 0.03, 0.02]])
     np.testing.assert_allclose(xy(score, "columns"), [[5, 15, 25], [33, 40, 47]])
@@ -521,8 +525,8 @@ def test_an_index_is_drawn_at_its_size_on_the_device(tmp_path) -> None:
     assert legend(figure) == ["columns", "coded, 4 bits"]
 
 
-def test_needles_say_share_and_number_and_few_questions_are_pale(tmp_path) -> None:
-    figure = drawn("ruler", tmp_path)
+def test_needles_say_share_and_number_and_few_questions_are_pale(results) -> None:
+    figure = draw("ruler", results)
     panels = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in panels[:2]] == ["Full cache\nsize 100 %", "H2O\nsize 16 %"]
     words = [axes.get_ylabel() for axes in panels]
@@ -538,24 +542,24 @@ def test_needles_say_share_and_number_and_few_questions_are_pale(tmp_path) -> No
     assert not nothing.texts, "the full cache's runs differ in no setting"
 
 
-def test_figures_of_analyses(tmp_path) -> None:
-    by_length, by_batch = drawn("fig2", tmp_path).axes
+def test_figures_of_analyses(results) -> None:
+    by_length, by_batch = draw("fig2", results).axes
     np.testing.assert_allclose(xy(by_length, "KV cache"), [[1024, 2048, 4096], [16, 32, 64]])
     np.testing.assert_allclose(xy(by_batch, "weights"), [[1, 4, 16], [2, 2, 2]])
     assert "batch 16" in by_length.get_xlabel() and "2,048 tokens" in by_batch.get_xlabel()
-    figure = draw("fig4", tmp_path)
+    figure = draw("fig4", results)
     assert [axes.get_title() for axes in figure.axes] == ["layer 0", "layer 18"]
     np.testing.assert_allclose(xy(figure.axes[1], "H2O"), [[10, 500, 1990], [1, 0.9, 0.7]])
-    histogram, counts = draw("fig5", tmp_path).axes
+    histogram, counts = draw("fig5", results).axes
     (steps,) = [patch for patch in histogram.patches if patch.get_label() == "layer 18"]
     np.testing.assert_allclose(steps.get_data().values, [50, 25, 0, 25])
     np.testing.assert_allclose(steps.get_data().edges, [0, 32, 64, 96, 128])
     np.testing.assert_allclose(xy(counts, "layer 0"), [[500, 1000, 1500], [80, 140, 150]])
-    query, key = draw("fig7", tmp_path).axes
+    query, key = draw("fig7", results).axes
     assert "|Q|" in query.get_ylabel() and "|K|" in key.get_ylabel()
     np.testing.assert_allclose(xy(key, "after skewing"), [[0, 1, 2], [4, 0.5, 0.2]])
 
-    shares, weights = draw("fig20", tmp_path).axes
+    shares, weights = draw("fig20", results).axes
     np.testing.assert_allclose(xy(shares, "layer 0"), [[2048, 4096, 8192], [10, 20, 40]])
     np.testing.assert_allclose(xy(weights, "key 1200"), [[6000, 7000], [2, 4]])
     assert "layer 18" in weights.get_xlabel()
@@ -574,29 +578,29 @@ def test_published_counts_only_of_the_same_layer_and_model(change, shown: bool, 
     assert set(found) == (expected if shown else set())
 
 
-def test_times_are_stacked_and_grouped(tmp_path) -> None:
-    figure = drawn("fig14", tmp_path)
+def test_times_are_stacked_and_grouped(results) -> None:
+    figure = draw("fig14", results)
     (axes,) = figure.axes
     assert tick_labels(axes) == list(TIMES)
     (decode,) = [bar for bar in axes.containers if bar.get_label() == "_offload"]
     assert decode.patches[0].get_y() == 1.2 and decode.patches[0].get_height() == 9.0
     assert note(figure) == "tiny, cpu, source: emulated, batch 4, prompt 1,024, 8 generated"
-    (axes,) = draw("fig15", tmp_path).axes
+    (axes,) = draw("fig15", results).axes
     assert tick_labels(axes) == ["1", "8"]
     np.testing.assert_allclose(bar_heights(axes)["infinigen"], [1.9, np.nan])
-    (axes,) = draw("fig18", tmp_path).axes
+    (axes,) = draw("fig18", results).axes
     heights = bar_heights(axes)
     assert list(heights) == ["attention", "FFN", "prediction", "transfer", "other"]
     offload = list(TIMES).index("offload")
     assert sum(segment[offload] for segment in heights.values()) == pytest.approx(1 + 0.8 + 9 + 0.1)
 
 
-def test_fig16_divides_offload_by_the_label_and_orders_models_by_size(tmp_path) -> None:
-    total, decode = drawn("fig16a", tmp_path).axes
+def test_fig16_divides_offload_by_the_label_and_orders_models_by_size(results) -> None:
+    total, decode = draw("fig16a", results).axes
     np.testing.assert_allclose(bar_heights(total)["infinigen"], [np.nan, 10.2 / 3.2])
     np.testing.assert_allclose(bar_heights(decode)["infinigen"], [np.nan, 9.0 / 1.9])
     assert "offload" not in bar_heights(total) and tick_labels(total) == ["520", "1,032"]
-    assert tick_labels(draw("fig16b", tmp_path).axes[0]) == ["opt-6.7b", "opt-13b", "opt-30b"]
+    assert tick_labels(draw("fig16b", results).axes[0]) == ["opt-6.7b", "opt-13b", "opt-30b"]
 
 
 def test_a_close_up_shows_what_slow_labels_dwarf(tmp_path) -> None:

@@ -216,6 +216,9 @@ def test_published_numbers_stand_beside_ours():
         emulated = published_sheet(figure, [row | {"source": "emulated"} for row in rows])
         assert "ours" not in emulated.header and len(emulated.lines) == len(sheet.lines)
         assert "ours" not in published_sheet(figure, rows * 2).header, "neither of two rows is ours"
+    point = {"model": "opt-13b", "series": "block_input_prev", "x_name": "", "x": None, "metric": "cosine_similarity"}
+    sheet = published_sheet("table1", [point | {"value": 0.48}])
+    assert [line[-3:-1] for line in sheet.lines][:3] == [["-", "-"], ["0.48", "0.50"], ["-", "-"]]
 
 
 def test_models_are_compared_where_both_have_a_number():
