@@ -36,15 +36,9 @@ TOY = {
     "long_decode": ["prefill_len=60", "max_new_tokens=24", "num_windows=2"],
     "latency": ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"],
     "analysis": ["analysis.num_tokens=300"],
-    "generate": ["max_new_tokens=3"],
 }
-COLUMNS = {
-    "tasks": (ACCURACY, "value"),
-    "perplexity": (ACCURACY, "value"),
-    "long_decode": (ACCURACY, "value"),
-    "latency": (LATENCY, "total_s"),
-    "analysis": (ANALYSIS, "value"),
-}
+COLUMNS = {"latency": (LATENCY, "total_s"), "analysis": (ANALYSIS, "value")}
+"""By kind: what its table has, and what was measured. Any other kind is of accuracy."""
 SOURCES = {name: "emulated" for name, kind in KINDS.items() if kind == "latency"} | {"fig2": "modelled"}
 OF_SEVERAL_RUNS = ("fig13", "fig16b", "fig17", "ruler", "table2")
 """Figures that a single run without a label, and without questions, does not draw."""
@@ -60,16 +54,12 @@ def texts(loaded, monkeypatch, tmp_path) -> list[str]:
     return reading(monkeypatch, tmp_path, loaded)
 
 
-def start(name: str, texts: list[str]) -> None:
-    rate = ["platform.link_gbps=1"] if KINDS[name] in ("latency", "generate") else []
-    assert main([f"experiment={name}", *texts, *rate, *TOY[KINDS[name]]]) == 0
-
-
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if find(kind).keeps_record])
 def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
-    start(name, texts)
+    rate = ["platform.link_gbps=1"] if KINDS[name] == "latency" else []
+    assert main([f"experiment={name}", *texts, *rate, *TOY[KINDS[name]]]) == 0
     assert capsys.readouterr().out.startswith("smollm2-135m")
-    columns, value = COLUMNS[KINDS[name]]
+    columns, value = COLUMNS.get(KINDS[name], (ACCURACY, "value"))
     table = FILES[name].experiment  # the figures of speed share one
     with Path(f"results/tables/{table}.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
@@ -81,13 +71,6 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     assert ("## the paper's numbers" in Path(f"results/tables/{table}.md").read_text()) == (table in in_paper)
     drawn = DRAWINGS[name](Tables(Path("results/tables")), name) if name in DRAWINGS else None
     assert (drawn is not None) == (name in DRAWINGS and name not in OF_SEVERAL_RUNS)
-
-
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind == "generate"])
-def test_every_generation_prints_its_speed(name, texts, capsys):
-    start(name, texts)
-    printed = capsys.readouterr().out
-    assert "3 new tokens" in printed and "tokens/s" in printed and not Path("results").exists()
 
 
 # Grids and the figures made for them
