@@ -289,13 +289,18 @@ def test_the_revision_is_that_of_the_newest_whole_rows(path, part, has_options, 
         (ROWS, break_off, "peer closed connection"),
         ("/wikitext", status(403, "Visit the page to ask for access.", X_Error_Code="GatedRepo"), "ask for access"),
         ("/wikitext", status(503, "The hub is being updated"), "503 .*being updated"),
+        ("nothing", None, "not cached, and the connection to http://127.0.0.1:9 failed"),
     ],
 )
-def test_a_refused_data_set_says_what_the_hub_answered(asked, answer, words, served):
+def test_a_refused_data_set_says_what_the_hub_answered(asked, answer, words, served, monkeypatch):
     served.disturb(asked, answer)
+    if answer is None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
     with pytest.raises(UserError, match=rf"^data=hub: {WIKITEXT_HUB[0]} cannot be loaded \(.*{words}") as caught:
         corpus_text(CORPUS, HUB)
     message = str(caught.value)
     assert "data=local data.root=DIR" in message and "data=offline" in message and "\n" not in message
+    assert (answer is None) == (not served.requests), "a hub that is out of reach is asked once"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
     served.faults.clear()
     assert corpus_text(CORPUS, HUB), "goes on"
