@@ -125,9 +125,9 @@ def launch_attention() -> None:
     launch(Codec("int4"), torch.float16, 40, 40, 128)
 
 
-def launch_selections() -> None:
-    """A layer of OPT-13B, and the scores of one with grouped queries."""
-    from methods.kernels import largest, relative
+def launch_methods() -> None:
+    """Selections and evictions, of H2O and of a pool, in a layer of OPT-13B; and the scores of grouped queries."""
+    from methods.kernels import evict_least, largest, place_own, relative, use
 
     for slots in SLOTS:
         tokens, positions = torch.empty(2, 1, 2048, dtype=torch.int32), torch.empty(2, 1, dtype=torch.int32)
@@ -135,12 +135,6 @@ def launch_selections() -> None:
         relative(torch.empty(2, 8, 4, 1, slots), rows, 4.0)
         found, within = relative(torch.empty(2, 40, 1, 1, slots), rows, 4.0)
         largest(found, within, frac=0.2, least=1, whole=positions, cached=positions)
-
-
-def launch_evictions() -> None:
-    """A layer of H2O and one of a pool, of OPT-13B."""
-    from methods.kernels import evict_least, place_own, use
-
     positions, lengths = torch.empty(2, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
     for slots in SLOTS:
         tokens = torch.empty(2, 40, slots + 1, dtype=torch.int32)
@@ -151,12 +145,6 @@ def launch_evictions() -> None:
         partial_keys = torch.empty(2, 40, slots + 1, 39, dtype=torch.float16)
         data = {"partial_keys": partial_keys, "tokens": tokens, "fetches": tokens, "last_fetch": tokens}
         place_own(data, dict.fromkeys(data, 0), slots - 1)
-
-
-def launch_methods() -> None:
-    """All kernels of methods, in one process."""
-    launch_selections()
-    launch_evictions()
 
 
 # In the process of its own

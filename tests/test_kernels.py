@@ -169,8 +169,9 @@ def test_lists_are_those_of_the_cpu(case, block):
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[Launches, list[Binary]]:
-    one_each = {aot.launch_narrow_moves: (90,), aot.launch_lists: (80,), aot.launch_attention: (89,)}
-    return compile_launches({aot.launch_wide_moves: ARCHITECTURES} | one_each)
+    one_each = {aot.launch_narrow_moves: 90, aot.launch_lists: 80, aot.launch_attention: 89, aot.launch_methods: 90}
+    asked = {launches: (arch,) for launches, arch in one_each.items()}
+    return compile_launches({aot.launch_wide_moves: ARCHITECTURES} | asked)
 
 
 def check_moves(binaries: list[Binary], width: int) -> None:
@@ -193,18 +194,15 @@ def test_rows_are_moved_as_wide_as_they_allow_by_binaries_compiled_at_the_start(
     assert len(wide) == each * len(ARCHITECTURES) and {binary.accesses["load 16"] for binary in wide} == {wanted}
 
 
-def test_lists_are_made_by_one_binary_of_few_registers(compiled):
-    binaries = compiled[aot.launch_lists]
-    assert [binary.kernel for binary in binaries] == ["_list_slots"] * len(COUNTS) + ["_list_missing"] * len(COUNTS)
-    assert len({binary.digest for binary in binaries}) == 2, "compiled anew for other counts"
-    assert all(binary.registers <= 64 and binary.spill_bytes == 0 for binary in binaries)
-
-
-def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_rows(compiled):
-    binaries = compiled[aot.launch_attention]
-    assert len(binaries) == 5
-    assert len({(binary.kernel, binary.digest) for binary in binaries}) == 3
+@pytest.mark.parametrize(
+    ("launches", "times", "kinds", "registers"),
+    [(aot.launch_lists, 2 * len(COUNTS), 2, 64), (aot.launch_attention, 5, 3, 128), (aot.launch_methods, 14, 7, 64)],
+)
+def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers(compiled, launches, times, kinds, registers):
+    binaries = compiled[launches]
+    assert len(binaries) == times
+    assert len({(binary.kernel, binary.digest) for binary in binaries}) == kinds
     for binary in binaries:
-        assert binary.registers <= 128 and binary.spill_bytes == 0, binary
+        assert binary.registers <= registers and binary.spill_bytes == 0, binary
         if binary.kernel == "_attend_to_parts":  # a key's codes begin 8 bytes into a slot of 144
             assert binary.accesses["load 8"] >= 2, binary

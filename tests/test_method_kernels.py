@@ -1,4 +1,4 @@
-"""The kernels of methods against the torch code, bit for bit, interpreted where there is no GPU; their machine code."""
+"""The kernels of methods against the torch code, bit for bit, interpreted where there is no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from aot import compile_launches, launch_methods
 from cases import CASES
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -266,14 +265,3 @@ def test_live_decoding_by_the_kernels_is_that_by_torch(name, function, monkeypat
         with compiled(64):
             got = live(attached, CASES[name], PROMPTS["padded"], **options)
     assert served and torch.equal(got.logits, expected.logits)
-
-
-# Machine code
-
-
-def test_the_kernels_fit_registers_and_are_compiled_once_for_all_numbers_of_slots():
-    binaries = compile_launches({launch_methods: (90,)})[launch_methods]
-    kinds = {(binary.kernel, binary.digest) for binary in binaries}
-    assert len(binaries) == 2 * len(kinds) == 14
-    for binary in binaries:
-        assert binary.registers <= 64 and binary.spill_bytes == 0, binary

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import CASES
 from fake_cuda import fake_runtime
-from living import FAMILIES, PROMPT, PROMPTS, STEPS, LatestLink, live, open_live, tiny, token_batch
+from living import FAMILIES, PROMPTS, STEPS, LatestLink, live, tiny
 
 from harness.errors import UserError
 from harness.model.attach import attach
@@ -105,24 +105,6 @@ def test_what_a_rehearsal_reads_must_stay(family, least, link):
             pass
         with streamed_weights(attached, link, least) as weights:
             assert weights.on_device == pytest.approx(least, abs=0.03)
-
-
-def test_every_step_streams_all_of_it_and_rows_are_counted_apart(attached, link):
-    ids, real = token_batch(PADDED)
-    rows = live(attached, CASES["infinigen"], PADDED, placement="host", link=link)
-    with streamed_weights(attached, link, 0.5) as weights:
-        session = open_live(attached, CASES["infinigen"], placement="host", link=link)
-        session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        assert weights.num_bytes == weights.host_bytes, "a prefill is a pass like any other"
-        link.take_transfers()
-        fetched = session.h2d_bytes
-        for step in range(STEPS):
-            session.decode_step(ids[:, PROMPT + step])
-            assert weights.num_bytes == (2 + step) * weights.host_bytes
-        moved = sum(each.num_bytes for each in link.take_transfers() if each.direction == "h2d")
-        assert moved == session.h2d_bytes - fetched + STEPS * weights.host_bytes
-        assert session.reads.size == rows.size
-        session.close()
 
 
 def test_pinned_weights_are_one_slab_as_large_as_they_are(attached, link):
