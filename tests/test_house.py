@@ -1,9 +1,11 @@
-"""The house around the code: make's targets, the environment it builds, the lock."""
+"""The house around the code: make, the environment it builds, the lock, and what import-linter cannot check."""
 
+import ast
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from harness.errors import UNFINISHED
+from methods.codec import CODEC_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -152,3 +155,36 @@ def test_the_lock_pins_every_dependency_within_its_range():
     for text in [*project["dependencies"], *extras["parallel"], *extras["mlflow"], *extras["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
+
+
+# imports and names, beyond `make lint`
+
+METHODS = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} - {"full", "oracle", *CODEC_NAMES}
+"""Names that stand for a method alone: `oracle` is a family in tables, and codecs are settings."""
+LISTS_OF_METHODS = ("interface.py", "settings/systems.py", "model/families.py", "paper/")
+"""Defaults of the Python interface, systems of speed runs, the check of families, and the paper's analyses."""
+
+
+def test_the_harness_names_no_method():
+    """It asks a method for its properties."""
+    for path in (ROOT / "harness").rglob("*.py"):
+        if not str(path.relative_to(ROOT / "harness")).startswith(LISTS_OF_METHODS):
+            strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not strings & METHODS, path
+
+
+SLOW = ("torch", "transformers", "lm_eval", "datasets")
+LIGHT = {
+    "import harness.launch.cli, harness.experiments": (*SLOW, "numpy", "pandas"),
+    "import harness.settings.config, harness.records.record, harness.tables.write, plots": SLOW,
+    "from harness.settings.compose import load": SLOW,
+    "from harness.settings.compose import load; load(['method=infinigen'])": SLOW[1:],
+}
+"""What begins a command, settings that are refused and tables, and packages that take seconds to import."""
+
+
+@pytest.mark.parametrize("code", LIGHT)
+def test_start_up_loads_no_heavy_package(code):
+    code = f"import sys; {code}; print([name for name in {LIGHT[code]} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr

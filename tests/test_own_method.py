@@ -14,7 +14,7 @@ from harness.launch.cli import main
 from harness.launch.runner import Run
 from harness.records import record as records
 from tests.composed import load
-from tests.runs import reading, stand_in, tiny_loaded
+from tests.runs import reading, tiny_loaded
 
 HEAD = """from dataclasses import dataclass, field
 from methods.base import Method
@@ -56,8 +56,7 @@ def test_a_file_or_a_class_is_chosen_like_any_method(choice, name, own_folder):
     assert config.method.sizes == (1, 2)
 
 
-def test_it_is_one_of_a_sweep(monkeypatch, capsys):
-    runs = stand_in(monkeypatch)
+def test_it_is_one_of_a_sweep(runs, capsys):
     write()
     assert main(["-m", "method=h2o,./mine.py", "seq_len=300"]) == 0
     assert [config.method_name for config in runs.configs] == ["h2o", "mine"]
