@@ -22,13 +22,12 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import datasets
 import numpy as np
-import yaml
 from lm_eval.api.group import Group
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
@@ -41,12 +40,12 @@ from harness.data import generated, ruler
 from harness.data.rows import Rows, Source, example_split, from_hub, layout, no_network, scored_split, source_of
 from harness.errors import UserError, missing, nearest, reason, refused
 from harness.files import cache_dir, replacing, text_sha256
+from harness.model.shape import read_yaml
 from harness.settings.config import OFFLINE_TASKS, RULER_TASKS, TASKS, RunConfig
 
 if TYPE_CHECKING:
     from harness.model.load import LoadedModel
 
-OWN_TASKS = Path(__file__).parent / "own_tasks.yaml"
 FEWSHOT_SEED = 1234
 NUMPY_SEED = 1234
 """lm-eval's defaults, to which `seed` is added: with seed=0 examples and generated rows are those of lm-eval."""
@@ -148,10 +147,9 @@ def _index(root: Path) -> dict[str, Entry]:
     return TaskManager(include_path=str(root), include_defaults=False).task_index
 
 
-@cache
 def own_tasks() -> Mapping[str, Mapping[str, Any]]:
     """The tasks of `own_tasks.yaml` by name."""
-    return yaml.safe_load(OWN_TASKS.read_text())
+    return read_yaml(Path(__file__).parent / "own_tasks.yaml")
 
 
 # Leaf tasks and groups
