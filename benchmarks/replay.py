@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import in_turn, spread
+from harness.contract import open_replay
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import Attached, attach
 from harness.model.load import load_model
-from harness.replay import ReplaySession
 from harness.settings.compose import load
 from harness.setup import Setup, prepare
 
@@ -47,14 +47,7 @@ LIMITS = {"int4": 1.2, "infinigen": 1.6, "infinigen, fixed cap": 1.6, "h2o": 1.8
 def run_window(attached: Attached, setup: Setup, window: Tensor, prompt: int) -> None:
     """One window [1, seq_len] from first token to last logits; `prompt` tokens run as one dense pass."""
     real = torch.ones_like(window, dtype=torch.bool)
-    session = ReplaySession(
-        attached,
-        setup.method,
-        codec=setup.codec,
-        calibration=setup.calibration,
-        final_lengths=torch.tensor([window.shape[1]]),
-        num_columns=window.shape[1],
-    )
+    session = open_replay(attached, setup, real)
     hidden = [session.prefill(window[:, :prompt], real[:, :prompt])]
     if prompt < window.shape[1]:
         hidden.append(session.decode(window[:, prompt:], real[:, prompt:]))

@@ -301,42 +301,26 @@ def expected_size(
 def sized_as_stored(
     method: Method, codec: AnyCodec | None, geometry: Geometry, rows: Sequence[Row], target: float, *, nearest: bool
 ) -> Method:
-    """`sized` for rows that `codec` stores. Raises UserError where the method allows no such size."""
-    width = code_width(without_keys(codec) if method.holds_keys else codec, geometry)
-    try:
-        return sized(method, rows, geometry.num_layers, target, width, windows=geometry.windows, nearest=nearest)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"size={target:g}: method {method.title} cannot be sized so: {error}") from error
-
-
-def sized(
-    method: Method,
-    rows: Sequence[Row],
-    num_layers: int,
-    target: float,
-    width: float = 1.0,
-    *,
-    windows: Sequence[Window] = (),
-    nearest: bool = False,
-) -> Method:
-    """`method` with the setting whose reported size over `rows` is nearest to `target`.
+    """`method` with the setting whose reported size over `rows`, as `codec` stores them, is nearest to `target`.
 
     Bisection over the one number that sizes it; the reported size grows with that number in steps.
-    nearest: take it however far it is. Raises UserError where, otherwise, nothing lands within `TOLERANCE`; ValueError
-    where the method has no size to set, or allows none at these lengths.
+    nearest: take it however far it is. Raises UserError where, otherwise, nothing lands within `TOLERANCE`, and where
+    the method has no size to set, or allows none at these lengths.
     """
-    counted = Counter(rows)
+    counted, num_layers, windows = Counter(rows), geometry.num_layers, geometry.windows
+    width = code_width(without_keys(codec) if method.holds_keys else codec, geometry)
 
     def size_of(number: float) -> float:
         return expected_size(method.with_size(number), counted, num_layers, width, windows)
 
-    least = max(method.min_size(row) for row in counted)
-    low, high = least, 1.0
-    for _ in range(24):
-        middle = (low + high) / 2
-        low, high = (middle, high) if size_of(middle) < target else (low, middle)
+    try:
+        least = max(method.min_size(row) for row in counted)
+        low, high = least, 1.0
+        for _ in range(24):
+            middle = (low + high) / 2
+            low, high = (middle, high) if size_of(middle) < target else (low, middle)
+    except ValueError as error:
+        raise UserError(f"size={target:g}: method {method.title} cannot be sized so: {error}") from error
     best = min((low, high), key=lambda number: abs(size_of(number) - target))
     if abs(size_of(best) - target) > TOLERANCE and not nearest:
         raise UserError(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from living import PROMPT, STEPS, attached_with_link, live, replay
 
 from harness.errors import UserError
-from harness.sizes import TOLERANCE, code_width, expected_size, sized, sized_as_stored
+from harness.sizes import TOLERANCE, code_width, expected_size, sized_as_stored
 from methods.base import Geometry, Lengths, Row
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
@@ -37,7 +37,7 @@ decode_rows = st.builds(
     ],
     st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=4),
 )
-widths = st.sampled_from([1.0, 0.375, 0.28125])
+codecs = st.sampled_from([None, Codec("int2"), Codec("int1")])
 sizeable = st.sampled_from(
     [
         H2O(),
@@ -59,19 +59,21 @@ GEOMETRY = Geometry(num_layers=32, num_heads=2, num_kv_heads=1, head_dim=8, scal
 
 
 @settings(max_examples=40)
-@given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0), widths)
-def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, width):
-    counted = Counter(rows)
+@given(sizeable, decode_rows, st.integers(4, 32), st.floats(0.01, 1.0), codecs)
+def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, codec):
+    counted, geometry = Counter(rows), replace(GEOMETRY, num_layers=num_layers)
+    width = code_width(codec, geometry)
     try:
-        found = sized(method, rows, num_layers, target, width)
+        found = sized_as_stored(method, codec, geometry, rows, target, nearest=False)
     except UserError as error:
+        if "cannot be sized so" in str(error):  # a prompt that is no longer than the window
+            assert isinstance(method, SnapKV) and min(row.prompt for row in rows) <= method.safe, error
+            return
         assert f"size={target}" in str(error)
         least = max(method.min_size(row) for row in rows)
         sizes = [step / 500 for step in range(1, 501) if step / 500 >= least]
         reached = [expected_size(method.with_size(size), counted, num_layers, width) for size in sizes]
         assert min(abs(each - target) for each in reached) > TOLERANCE - 1e-9, "there was a size"
-    except ValueError as error:  # a prompt that is no longer than the window
-        assert isinstance(method, SnapKV) and min(row.prompt for row in rows) <= method.safe, error
     else:
         prompts, finals = (torch.tensor([getattr(row, name) for row in rows]) for name in ("prompt", "final"))
         if isinstance(found, Streaming | SnapKV | RKV):
@@ -86,14 +88,13 @@ def test_sized_lands_on_the_target_or_says_so(method, rows, num_layers, target, 
 
 
 def test_a_window_of_no_more_than_the_sinks_is_refused_by_the_target_with_the_smallest_one():
-    rows = [Row(cached, 50, 100) for cached in range(50, 99)]
+    rows, geometry = [Row(cached, 50, 100) for cached in range(50, 99)], replace(GEOMETRY, num_layers=10)
     smallest = expected_size(Streaming(kept_frac=0.0501), Counter(rows), 10)  # 5 of 100 tokens
     with pytest.raises(UserError, match=f"size=0.21: .* allowed here: {smallest:.3f} to 1") as refusal:
-        sized(Streaming(), rows, 10, 0.21)
-    assert "size=" not in str(refusal.value).replace("size=", "")
-    assert sized(Streaming(), rows, 10, smallest).tokens_read(Row(99, 50, 100), 2) == 5
-    with pytest.raises(ValueError, match="num_sinks=100: must be below 100"):
-        sized(Streaming(num_sinks=100), rows, 10, 0.5)
+        sized_as_stored(Streaming(), None, geometry, rows, 0.21, nearest=False)
+    assert "\n" not in str(refusal.value)
+    found = sized_as_stored(Streaming(), None, geometry, rows, smallest, nearest=False)
+    assert found.tokens_read(Row(99, 50, 100), 2) == 5
     with pytest.raises(UserError, match="size=0.5: method Streaming cannot be sized so: method.num_sinks=100: must"):
         sized_as_stored(Streaming(num_sinks=100), None, GEOMETRY, rows, 0.5, nearest=True)
 
@@ -136,7 +137,7 @@ def test_a_target_is_met_by_what_is_reported_with_the_codecs_bits(decode):
     with attached_with_link() as (attached, _):
         width = codec.bits_per_element(attached.geometry.head_dim) / 16
         rows = [Row(PROMPT + step, PROMPT, PROMPT + STEPS) for step in range(STEPS)]
-        method = sized(H2O(num_exempt_layers=0), rows, attached.geometry.num_layers, 0.30, width)
+        method = sized_as_stored(H2O(num_exempt_layers=0), codec, attached.geometry, rows, 0.30, nearest=False)
         found = decode(attached, Case(method, codec), (PROMPT,)).size
     assert found == pytest.approx(0.30, abs=TOLERANCE)
     assert width < 0.4 and method.heavy_frac + method.recent_frac > 0.5, "without the codec it would be 0.30"

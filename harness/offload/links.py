@@ -5,9 +5,7 @@
         ticket.wait()                                  # layer l + 1 may read the rows now
         link.write_back(store, store.format.pack(k, v), at=column)
 
-`CudaLink` copies and gathers between pinned memory and the device on its own stream; streams wait for each other by
-events, the host for neither. `EmulatedLink` stands in for it on a CPU: a worker thread copies within RAM at the pace of
-a much slower link. Packed rows and weights cross.
+`CudaLink` is the real link. `EmulatedLink` stands in for it on a CPU. Packed rows and weights cross.
 """
 
 from __future__ import annotations
@@ -235,8 +233,8 @@ class EmulatedLink(Link):
 class CudaLink(Link):
     """Transfers between stores under host placement and `device`, on a stream of their own.
 
-    Each starts after the work that was queued on the current stream when it was submitted. Without overlap they run on
-    the current stream itself.
+    Each starts after the work that was queued on the current stream when it was submitted. Streams wait for each other
+    by events; the host waits for neither. Without overlap transfers run on the current stream itself.
     """
 
     def __init__(self, device: torch.device, *, overlap: bool = True, tuning: Tuning = DEFAULT_TUNING) -> None:
