@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import CASES, Case
 from living import FAMILIES, largest_difference, tiny
-from mixed_models import SHAPES
 from replaying import LENGTH, PROMPT, assert_close, every_model, open_session, run, run_one, run_ragged, token_ids
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -182,8 +181,7 @@ def test_latents_that_do_not_stand_for_the_keys_are_stored_expanded(monkeypatch)
         return Latent(1.5 * latent.to_query, latent.to_value)
 
     monkeypatch.setattr(Decoder, "_read_latent", misread)
-    model_type, shape = SHAPES["deepseek_v3"]
-    model, ids = tiny_model(model_type, **shape), token_ids(30)
+    model, ids = tiny_family("deepseek_v3"), token_ids(30)
     with attach(model) as attached:
         assert (attached.geometry.num_kv_heads, attached.geometry.values_in_keys) == (4, False)
     found = run_one(model, Case(Full()), ids, 11)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, force, largest_difference, live, of_codec, open_live, replay
-from mixed_models import LOCAL, SHAPES, WINDOW, mixed
+from mixed_models import LOCAL, MIXED, WINDOW, mixed
 from replaying import assert_close, open_session, pad, run_one, run_ragged, token_ids
 
 from harness.errors import UserError
@@ -19,7 +19,7 @@ from methods.base import Window
 from methods.full import Full
 from methods.h2o import H2O
 
-every_model = pytest.mark.parametrize("name", SHAPES)
+every_model = pytest.mark.parametrize("name", MIXED)
 local_models = pytest.mark.parametrize("name", LOCAL)
 HEADS, ROW = 2 * 2, 2 * 16 * 4
 """Of the models but for deepseek_v3: KV heads of a batch of two, and bytes of a token's key and value."""
@@ -51,7 +51,7 @@ def test_live_is_replay_and_host_is_device(name, case):
 def test_the_ring_stays_on_the_device(name):
     """Over the link go the four layers that see every token; a ring holds what the next row sees beside its own."""
     with attach(mixed(name)) as attached, EmulatedLink(1e12) as link:
-        geometry, width = attached.geometry, Window(WINDOW, is_chunk=name == "llama4")
+        geometry, width = attached.geometry, Window(WINDOW, is_chunk=name == "llama4_text")
         assert attached.numbers == [None, 0, 1, None, 2, 3]
         assert (geometry.num_layers, geometry.windows) == (4, (width, width))
         with closing(open_live(attached, Case(Full()), placement="host", link=link)) as session:
@@ -95,7 +95,7 @@ def test_a_fork_of_a_session_forks_the_states():
 
 def test_what_chunks_read_by_hand():
     length = 40
-    reads = run_one(mixed("llama4"), Case(H2O(heavy_frac=0.1, recent_frac=0.1)), token_ids(length), 20).reads
+    reads = run_one(mixed("llama4_text"), Case(H2O(heavy_frac=0.1, recent_frac=0.1)), token_ids(length), 20).reads
     rows = range(20, length)
     held = [t % WINDOW for t in rows]  # of each of two layers
     of_windows = [2 * window / (4 * t + 2 * window) for t, window in zip(rows, held, strict=True)]

@@ -76,8 +76,8 @@ def families() -> dict[str, dict[str, Any]]:
     return dict(sorted((dict.fromkeys(table["families_as_they_are"], {}) | table["families_with_more"]).items()))
 
 
-def tiny_family(name: str) -> Any:
-    """A random model of a family: eager attention, float32, on the CPU."""
+def tiny_family(name: str, **sizes: Any) -> Any:
+    """A random model of a family: eager attention, float32, on the CPU. sizes: in place of those in the table."""
     config_class = CONFIG_MAPPING[name]
     aliases = getattr(config_class, "attribute_map", None) or {}
     default = config_class()
@@ -86,7 +86,7 @@ def tiny_family(name: str) -> Any:
     shape = {size: value for size, value in shape.items() if aliases.get(size) not in shape}
     if "layer_types" in aliases:
         shape.pop("layer_types", None)
-    config = config_class(**(shape | families()[name]))
+    config = config_class(**(shape | families()[name] | sizes))
     if getattr(config, "is_decoder", True) is False:
         config.is_decoder = True
     torch.manual_seed(0)
