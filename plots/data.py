@@ -50,19 +50,14 @@ class Tables:
     def read(self, name: str, expected: Sequence[columns.Column]) -> pd.DataFrame:
         """The rows of a table, with all of the `expected` columns."""
         path = self.folder / f"{name}.csv"
-        types = {column.name: str if column.digits is None else float for column in expected}
-        empty = pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in types.items()})
-        if not path.exists():
-            return empty
-        try:
-            frame = pd.read_csv(path, dtype=types, keep_default_na=False, na_values=[""])
-        except (ValueError, OSError) as error:
-            raise UserError(f"{path}: not a table of results ({str(error).splitlines()[0]})") from error
-        missing = [column for column in types if column not in frame]
-        for column in set(missing).difference(columns.OPTIONAL):
+        rows = columns.read_table(path) if path.exists() else []
+        needed = columns.names(expected)
+        for column in set(needed).difference(rows[0], columns.OPTIONAL) if rows else ():
             raise UserError(f"{path}: no column {column}; make the table anew")
-        frame = frame.join(empty[missing])
-        names = [name for name in NAMES if name in types]
+        frame = pd.DataFrame(rows, columns=list(dict.fromkeys([*needed, *(rows[0] if rows else ())])))
+        numbers = {column.name: float for column in expected if column.digits is not None}
+        frame = frame.where(frame != "").astype(numbers)
+        names = [name for name in NAMES if name in needed]
         for column in (name for name in names if frame[name].isna().any()):
             raise UserError(f"{path}: a row without {column}; make the table anew")
         return frame.assign(**{name: frame[name].map(self._legible, na_action="ignore") for name in names})

@@ -270,14 +270,14 @@ def typed(row: Mapping[str, str]) -> TableRow:
 def read_table(path: Path) -> list[TableRow]:
     """The rows of a table's CSV. Raises UserError for a file that is no table of results."""
     try:
-        lines = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True)
+        lines = csv.DictReader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True)
         rows = list(lines)
         shape = shape_of(lines.fieldnames or ())
         if shape is not None and not any(None in (*row, *row.values()) for row in rows):
             table = [typed(row) for row in rows]
             check(TABLES[shape], table)
             return table
-    except (ValueError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: not a table of results ({reason(error)}); make it anew") from error
     raise UserError(f"{path}: not a table of results; make it anew")
 
