@@ -91,6 +91,18 @@ def runs(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def small(monkeypatch) -> None:
+    """`grid=accuracy` cut down to three cells; composing its 49 takes seconds."""
+    from omegaconf import OmegaConf
+
+    from harness.launch.grid import read_plan
+
+    cells = [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}]
+    node = OmegaConf.create({"settings": {"num_windows": 2}, "cells": cells})
+    monkeypatch.setattr("harness.launch.cli.read_plan", lambda _, overrides: read_plan(node, overrides))
+
+
+@pytest.fixture
 def own_folder(monkeypatch, tmp_path) -> Iterator[Path]:
     """The user's current folder, empty; what was imported from it is forgotten in the end."""
     before = set(sys.modules)

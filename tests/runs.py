@@ -29,14 +29,8 @@ def outcome(config: RunConfig) -> Outcome:
     if config.kind == "tasks":
         metrics = {"acc": 0.75, "acc_stderr": 0.05, "size": 0.2, "num_samples": 4, "num_fewshot": 0}
         return Outcome(dict.fromkeys(config.tasks, metrics), {task: [{"acc": 1.0}] for task in config.tasks})
-    metrics = {
-        "perplexity": 12.5,
-        "perplexity_stderr": None,
-        "kl_nats": 0.25,
-        "size": 0.2,
-        "num_samples": 2,
-    }
     values = {"perplexity": 12.5, "perplexity_stderr": None}
+    metrics = values | {"kl_nats": 0.25, "size": 0.2, "num_samples": 2}
     chunk = {"first": 256, "stop": 512, "num_tokens": 10, "metrics": values}
     return Outcome({config.corpus.name: metrics}, {"windows": [{"nll": 2.5}]}, chunks=[chunk])
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 import pytest
 import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import harness
@@ -34,7 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 MAKEFILE = (ROOT / "Makefile").read_text()
-LAUNCHERS = ("joblib",)
 
 
 class Block(NamedTuple):
@@ -117,21 +117,15 @@ def check_make(arguments: list[str]) -> None:
         check_command(("python", *shlex.split(call)))
 
 
-@cache
-def runs_of(arguments: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def runs_of(words: list[str]) -> list[list[str]]:
     """The runs of a command line: one, or with `-m` each combination that a sweep has."""
-    overrides = OverridesParser.create().parse_overrides([word for word in arguments if word != "-m"])
-    choices = []
-    for override in overrides:
-        values = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_string()]
-        assert "-m" in arguments or not override.is_sweep_override(), f"{override.input_line}: needs -m"
-        if override.key_or_group == "hydra/launcher":
-            assert override.value() in LAUNCHERS
-        elif override.key_or_group == "grid.share":
-            assert all(re.fullmatch(r"\d+/\d+", value) for value in values)
-        elif not override.key_or_group.startswith(("hydra", "cluster")):
-            choices.append([f"{override.get_key_element()}={value}" for value in values])
-    return tuple(itertools.product(*choices))
+    for word in words:
+        assert not word.startswith("hydra/") or word == "hydra/launcher=joblib"
+        assert not word.startswith("grid.share") or re.fullmatch(r"grid\.share=(\d+/\d+,?)+", word)
+    elsewhere = ("-m", "hydra", "cluster", "+cluster", "grid.share")
+    settings = OverridesParser.create().parse_overrides([each for each in words if not each.startswith(elsewhere)])
+    assert "-m" in words or not any(each.is_sweep_override() for each in settings), "a sweep needs -m"
+    return BasicSweeper.split_arguments(settings, None)[0]
 
 
 def check_run(arguments: list[str]) -> None:
@@ -148,8 +142,8 @@ def check_run(arguments: list[str]) -> None:
     own = str(ROOT / "harness" / "launch" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
-    for overrides in runs_of(tuple(quoted)):
-        accept(overrides)
+    for overrides in runs_of(quoted):
+        accept(tuple(overrides))
 
 
 @cache

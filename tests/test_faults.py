@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -20,14 +19,10 @@ EVEN = PROMPTS["even"]
 DEADLINE_S = 5.0
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "kv-link"]
-
-
 @pytest.fixture(autouse=True)
 def no_link_is_left():
     yield
-    assert not threads()
+    assert "kv-link" not in {thread.name for thread in threading.enumerate()}
 
 
 def error_of(run: Callable[[], object]) -> BaseException:
@@ -41,11 +36,9 @@ def error_of(run: Callable[[], object]) -> BaseException:
             raised.append(error)
 
     thread = threading.Thread(target=catch, daemon=True)
-    began = time.perf_counter()
     thread.start()
     thread.join(DEADLINE_S)
     assert not thread.is_alive(), f"still waiting after {DEADLINE_S} s"
-    assert time.perf_counter() - began < DEADLINE_S
     assert raised, "no error came out"
     return raised[0]
 

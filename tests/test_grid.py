@@ -31,14 +31,6 @@ def main(argv):
     return cli.main(argv, draw=lambda folder: [folder / "figures" / "fig11.png"])
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """`grid=accuracy` cut down to three cells; composing its 49 takes seconds."""
-    cells = [{"method": ["full", "h2o", "int4"], "experiment": "fig12"}]
-    node = OmegaConf.create({"settings": {"num_windows": 2}, "cells": cells})
-    monkeypatch.setattr("harness.launch.cli.read_plan", lambda _, overrides: read_plan(node, overrides))
-
-
 def made(grid, *overrides):
     return read_plan(OmegaConf.create({"grid": grid}).grid, overrides).cells
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 from harness.launch import cli, tracking
-from harness.launch.grid import read_plan
 from harness.launch.tracking import PROJECT, TRACKERS, Entry
 from harness.records import record as records
 from tests.runs import outcome
@@ -46,14 +44,6 @@ def client(monkeypatch) -> Client:
     client = Client()
     monkeypatch.setitem(TRACKERS, "mlflow", lambda: client)
     return client
-
-
-@pytest.fixture
-def grid(monkeypatch) -> str:
-    """A grid of two cells."""
-    node = OmegaConf.create({"cells": [{"method": ["full", "h2o"], "experiment": "fig12"}]})
-    monkeypatch.setattr(cli, "read_plan", lambda _, overrides: read_plan(node, overrides))
-    return "grid=fig16b"
 
 
 def main(*argv, draw=None):
@@ -94,9 +84,9 @@ def test_a_failed_run_is_sent_with_its_error_and_a_skipped_one_not_at_all(runs, 
     assert failed.parameters == finished.parameters
 
 
-def test_one_that_cannot_be_used_is_refused_before_any_work(runs, client, grid, capsys):
+def test_one_that_cannot_be_used_is_refused_before_any_work(runs, client, small, capsys):
     client.down = True
-    for command in (ONE, (grid,)):
+    for command in (ONE, ("grid=accuracy",)):
         assert main(*command) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert said == "error: tracker=mlflow: cannot be used (ConnectionError: no server at that address)"
@@ -135,13 +125,13 @@ def drawn(folder: Path) -> list[Path]:
     return paths
 
 
-def test_a_grid_is_an_entry_a_cell_and_one_of_its_figures(runs, client, grid):
-    assert main(grid, draw=drawn) == 0
+def test_a_grid_is_an_entry_a_cell_and_one_of_its_figures(runs, client, small):
+    assert main("grid=accuracy", draw=drawn) == 0
     *cells, figures = client.entries
-    assert [entry.tags["method"] for entry in cells] == ["full", "h2o"] and client.checks == 1
+    assert [entry.tags["method"] for entry in cells] == ["full", "h2o", "int4"] and client.checks == 1
     assert figures.files == {"figures": [Path("results/fig12.png")]} and figures.status == "finished"
-    assert main(grid, draw=drawn) == 0
-    assert [entry.key for entry in client.entries[3:]] == [figures.key], "the tracker knows that it has them"
+    assert main("grid=accuracy", draw=drawn) == 0
+    assert [entry.key for entry in client.entries[4:]] == [figures.key], "the tracker knows that it has them"
     assert client.checks == 1
 
 

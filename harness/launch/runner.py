@@ -136,7 +136,7 @@ def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
     with suppress(HeldError), holding(todo.path, wait=False):
         if not todo.is_finished():
-            _end(todo, _unfinished(todo) | _failure(error))
+            _end(todo, _unfinished(todo) | {"status": "failed", "error": to_record(error)})
 
 
 def relabel(finished: Run) -> None:
@@ -176,17 +176,14 @@ def _record(todo: Run, resources: Resources) -> None:
         seconds = time.perf_counter() - start  # loading the model included, where it was not loaded
         _end(todo, record | measured | {"status": "finished", "seconds": seconds})
     except Exception as error:
-        _end(todo, record | _failure(error) | {"seconds": time.perf_counter() - start})
+        failure = {"status": "failed", "error": to_record(error), "seconds": time.perf_counter() - start}
+        _end(todo, record | failure)
         raise
 
 
 def _end(todo: Run, record: Mapping[str, Any]) -> None:
     records.write_record(todo.path, record)
     tracking.send(todo.config.tracker, todo.path)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    return {"status": "failed", "error": to_record(error)}
 
 
 def _unfinished(todo: Run) -> dict[str, Any]:
