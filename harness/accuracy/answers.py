@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 import torch
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
 from harness.errors import UserError
@@ -186,13 +188,9 @@ def batches(items: Iterable[Item], size: Callable[[Item], tuple[int, int]], most
 
 def pad(sequences: Sequence[Sequence[int]], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:
     """Ids int [batch, longest], 0 where padded, and bool of the same shape, True where real."""
-    width = max(map(len, sequences))
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    column = torch.arange(width)
-    valid = column >= width - lengths[:, None] if left else column < lengths[:, None]
-    ids = torch.zeros(valid.shape, dtype=torch.long)
-    ids[valid] = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long)
-    return ids.to(device), valid.to(device)
+    rows = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left" if left else "right")
+    return padded(rows).to(device), padded([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
 
 
 # Scores
