@@ -17,7 +17,7 @@ tokens; their states are reported in bytes.
 `size_artifact` is the x axis of the paper's Fig 11: 1 - sqrt(1 - density), density = (query, key) pairs read over all
 causal pairs, prompt rows dense, mean over the non-exempt layers; times bits / 16.
 
-Methods are compared at equal size, not at equal settings: `sized` finds the setting that gives a size.
+Methods are compared at equal size, not at equal settings: `sized_as_stored` finds the setting that gives a size.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.contract import open_live, open_replay
 from harness.data.text import offline_text, token_ids
 from harness.model.attach import attach
 from harness.model.calibration import calibrate
-from harness.offload.live import LiveSession
-from harness.replay import ReplaySession
+from harness.setup import Setup
 from methods.infinigen import InfiniGen, InfiniGenState
 
 PROMPT, STEPS = 160, 32
@@ -39,7 +39,7 @@ def test_replay_and_live_read_the_same_tokens(default_model, monkeypatch):
     text = token_ids(offline_text(), default_model.tokenizer)
     method, agreeing = InfiniGen(), []
     with attach(default_model.model) as attached:
-        calibration = calibrate(attached, method, text[:256])
+        setup = Setup(method, None, calibrate(attached, method, text[:256]))
         for start in WINDOWS:
             ids = torch.tensor([text[start : start + PROMPT + STEPS]])
             real = torch.ones_like(ids, dtype=torch.bool)
@@ -47,15 +47,12 @@ def test_replay_and_live_read_the_same_tokens(default_model, monkeypatch):
             decoded: dict = {}
             with monkeypatch.context() as patch:
                 selections(replayed, patch)
-                session = ReplaySession(
-                    attached, method, final_lengths=torch.tensor([ids.shape[1]]), num_columns=ids.shape[1],
-                    calibration=calibration,
-                )  # fmt: skip
+                session = open_replay(attached, setup, real)
                 session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
                 hidden = session.decode(ids[:, PROMPT:], real[:, PROMPT:])
             with monkeypatch.context() as patch:
                 selections(decoded, patch)
-                live = LiveSession(attached, method, max_new_tokens=STEPS, calibration=calibration)
+                live = open_live(attached, setup, STEPS)
                 live.prefill(ids[:, :PROMPT], real[:, :PROMPT])
                 logits = [live.decode_step(ids[:, PROMPT + step]) for step in range(STEPS)]
             assert replayed.keys() == decoded.keys() and len(decoded) == STEPS * 28

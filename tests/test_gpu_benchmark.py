@@ -85,15 +85,7 @@ def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_line(tmp_path, cap
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Two systems, nothing else that takes time."""
-    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload"))
-    for name in ("link_rates", "gather_rates", "equalities"):
-        monkeypatch.setattr(gpu, name, lambda *_: iter(()))
-
-
-def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys, few):
+def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     def refuse(attached, prompt, cell, **settings):
         if cell.placement == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
@@ -105,6 +97,8 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path, monkeypatch, capsys,
 
     from harness.speed.latency import time_cell
 
+    monkeypatch.setattr(gpu, "SYSTEMS", ("ideal", "offload"))
+    monkeypatch.setattr(gpu, "gather_rates", lambda *_: iter(()))
     monkeypatch.setattr("harness.speed.latency.time_cell", refuse)
     monkeypatch.setattr(gpu, "link_rates", breaks)
     monkeypatch.setattr(gpu, "equalities", lambda *_: iter([("offload: 1", False)]))

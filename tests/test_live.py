@@ -41,7 +41,13 @@ def test_reuse_moves_only_what_the_step_before_did_not_select(name, monkeypatch)
         original(cache, selection)
 
     monkeypatch.setattr(LayerCache, "request_selected", spy)
-    to_device, _ = counted(CASES[name], reuse=True)
+    with attached_with_link() as (attached, link):
+        session = open_live(attached, CASES[name], placement="host", link=link, reuse=True)
+        force(session, EVEN)
+        counted = session.h2d_bytes, session.d2h_bytes
+        session.close()
+        assert counted == (session.h2d_bytes, session.d2h_bytes) == (session.loaded_bytes, session.written_bytes)
+        to_device = [store.h2d_bytes for store in session.stores]
     row = INT4_ROW if name.endswith("int4") else FP32_ROW
     for layer in (2, 3):
         steps = selections[layer]
@@ -68,18 +74,6 @@ def test_the_exempt_layers_cross_the_link_every_step(name):
                 ahead = 1 if early and step + 2 < STEPS else 0  # unless the next token is the last
                 crossed = sum(CACHED[: step + 1 + ahead])
                 assert session.stores[layer].h2d_bytes == HEADS * crossed * session.stores[layer].slot_bytes
-
-
-def counted(case: Case, **options) -> tuple[list[int], int]:
-    """Bytes of a decode of an even batch on the host: to the device by layer, and back."""
-    with attached_with_link() as (attached, link):
-        session = open_live(attached, case, placement="host", link=link, **options)
-        force(session, EVEN)
-        loaded, written = session.h2d_bytes, session.d2h_bytes
-        session.close()
-        assert (session.h2d_bytes, session.d2h_bytes) == (loaded, written)
-        assert (session.loaded_bytes, session.written_bytes) == (loaded, written)
-        return [store.h2d_bytes for store in session.stores], written
 
 
 # Sessions
