@@ -202,19 +202,15 @@ def put(name: str, data: bytes = b"") -> Callable[[dict[str, bytes]], object]:
     return change
 
 
-def manifest(text: bytes) -> Callable[[dict[str, bytes]], object]:
-    return lambda found: found.update({archive.MANIFEST: text})
-
-
 CSV, RECORD = "tables/fig11.csv", r"runs/fig11/.*"
 TAMPERED: dict[str, tuple[Callable[[dict[str, bytes]], object], str]] = {
     "changed": (lambda found: found.update({CSV: found[CSV][:-2] + b"9\n"}), f"{CSV} is not what the manifest says"),
     "missing": (lambda found: found.pop(CSV), f"{CSV} is missing"),
     "added": (lambda found: found.update({"tables/x.csv": b""}), "tables/x.csv is not in the manifest"),
     "no manifest": (lambda found: found.pop(archive.MANIFEST), "it has no MANIFEST.json"),
-    "deep JSON": (manifest(b"[" * 10**5), "MANIFEST.json is damaged"),
-    "no digests": (manifest(b'{"schema": 2}'), "MANIFEST.json is damaged"),
-    "another schema": (manifest(b'{"schema": 9, "sha256": {}}'), "of schema 9; this"),
+    "deep JSON": (lambda found: found.update({archive.MANIFEST: b"[" * 10**5}), "MANIFEST.json is damaged"),
+    "no digests": (lambda found: found.update({archive.MANIFEST: b'{"schema": 2}'}), "MANIFEST.json is damaged"),
+    "another schema": (lambda found: found.update({archive.MANIFEST: b'{"schema": 9, "sha256": {}}'}), "of schema 9;"),
     "a record of nothing": (put(RECORD, b"{}"), "damaged record"),
     "absolute": (put("/tmp/x"), "unsafe name of a member, '/tmp/x'"),
     "upward": (put("tables/../../x"), "unsafe name of a member, 'tables/../../x'"),

@@ -60,17 +60,10 @@ def test_a_sweep_has_one_table_and_goes_on_where_a_job_fails(runs, capsys):
     assert {path.name for path in Path().iterdir()} == {"results"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--help"], ["keydiff, kivi, kivi4, knorm", ", ".join(LABELS)]),
-        (["--cfg", "job", "method=h2o"], ["heavy_frac: 0.1"]),
-    ],
-)
-def test_hydra_flags(flags, expected, runs, capsys):
-    assert main(flags) == 0
+def test_help_lists_methods_and_systems(runs, capsys):
+    assert main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(words in printed for words in expected)
+    assert "keydiff, kivi, kivi4, knorm" in printed and ", ".join(LABELS) in printed
     assert runs.configs == [] and list(Path().iterdir()) == []
 
 
@@ -93,7 +86,6 @@ REFUSED = {
     "-m label=a,b": "label=a,b: names the same run several times; a sweep takes systems alone: ideal, ",
     "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
     "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
-    "export= results_dir=.": "export=: must be a folder, or a file",
     "grid.share=1/2": "grid.share=1/2: needs grid=NAME",
     "grid=./nothing.yaml": "grid=./nothing.yaml: there is no file ./nothing.yaml; allowed: accuracy",
     "label=offlod+int4 experiment=latency": "label=offlod+int4: is no system; did you mean 'offload+int4'",
