@@ -77,9 +77,8 @@ def fig5(tables: data.Tables, name: str) -> Figure | None:
 
     def draw_counts(axes: Axes, panel: pd.DataFrame, looks: Looks) -> None:
         draw_curves(axes, panel, looks)
-        measured = {f"layer{layer:.0f}" for layer in panel.layer}
         for _, point in data.published("fig5", "key_tokens_for_0.9", panel, {"model": "opt-6.7b"}).iterrows():
-            if point.series in measured:
+            if point.series in {*panel.series}:
                 axes.plot(point.x, point.value, marker="o", label=f"{OF_PG19}, {point.kind}", **style.HOLLOW)
         axes.set(xlabel="query token", ylabel="key tokens for 0.9\nof the weight (tokens)", ylim=(0, None))
 
