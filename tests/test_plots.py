@@ -569,7 +569,11 @@ def test_figures_of_analyses(results) -> None:
 
 @pytest.mark.parametrize(
     ("change", "shown"),
-    [({"model": "opt-6.7b"}, True), ({"model": "opt-13b"}, False), ({"model": "opt-6.7b", "layer": 17, "series": "layer 17"}, False)],
+    [
+        ({"model": "opt-6.7b"}, True),
+        ({"model": "opt-13b"}, False),
+        ({"model": "opt-6.7b", "layer": 17, "series": "layer 17"}, False),
+    ],
 )
 def test_published_counts_only_of_the_same_layer_and_model(change, shown: bool, tmp_path) -> None:
     figure = drawn("fig5", tmp_path, ROWS["fig5"], **change)
