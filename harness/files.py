@@ -20,7 +20,6 @@ from harness.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from filelock import BaseFileLock
 
 T = TypeVar("T")
 SETTLED_S = 2.0
@@ -85,26 +84,34 @@ def write_atomic(path: Path, text: str) -> None:
         raise UserError(f"results_dir: {path} cannot be written ({error.strerror or error})") from error
 
 
-def lock_file(path: Path, *, wait: bool) -> BaseFileLock | None:
-    """The lock of a lock file, held until it is released or its process ends; None if the file system has no locks.
+@contextlib.contextmanager
+def holding(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a folder of results, which ends with the process; yields False if the file system has no locks.
 
     Raises:
         HeldError: another process holds it, and wait is False.
-        OSError: the file cannot be written.
+        UserError: the folder cannot be written.
     """
     import filelock  # takes a tenth of a second, and a finished run needs no lock
 
+    path = folder / ".lock"
     lock = filelock.FileLock(path, fallback_to_soft=False)
+    has_locks = True
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=wait, poll_interval=POLL_S)
     except filelock.Timeout:
         raise HeldError(path) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise
-        return None
-    return lock
+            raise UserError(f"results_dir: {folder} cannot be written ({error.strerror or error})") from error
+        has_locks = False
+    try:
+        yield has_locks
+    finally:
+        if has_locks:
+            path.unlink(missing_ok=True)  # while it is held, so that none is taken that has no name
+            lock.release()
 
 
 def until_settled(folder: Path, pattern: str, derive: Callable[[], T]) -> T:

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from harness import errors
 from harness.errors import UNFINISHED, UserError, describe
-from harness.launch import cli, runner, status
+from harness.files import holding
+from harness.launch import cli, status
 from harness.launch.grid import Plan, read_plan
 from harness.launch.runner import Run, run
 from harness.records import inputs
@@ -340,7 +341,7 @@ def row(text: str, name: str = "perplexity") -> list[str]:
 
 def test_every_state_is_counted_and_named(some):
     missing = Run.of(load(["method=oracle"]))
-    with runner.holding(some[3].path, wait=False):
+    with holding(some[3].path.parent, wait=False):
         text = status.render(status.of_runs([*some, missing]))
     assert text.splitlines()[0].split() == ["experiment", *status.STATES, "time", "left"]
     assert row(text)[:-1] == ["1", "1", "1", "1", "1"]

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from harness.errors import STOPS, BugError, UnfinishedError, UserError, describe, is_users
-from harness.files import HeldError
+from harness.files import HeldError, holding
 from harness.launch import tracking
-from harness.launch.runner import Run, fail, holding, is_held, relabel, require_devices, run
+from harness.launch.runner import Run, fail, is_held, relabel, require_devices, run
 from harness.resources import Resources
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
@@ -119,7 +119,7 @@ def run_cells(
                         tqdm.write(f"failed: {failures[-1][0]}")
             if held:
                 progress.set_description(f"waiting for another process: {held[0].title}")
-                with holding(held[0].path, wait=True):
+                with holding(held[0].path.parent, wait=True):
                     pass
             todo = held
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError, from_record, line_in, one_line, reason, to_record
-from harness.files import HeldError, lock_file, until_settled
+from harness.files import HeldError, holding, until_settled
 from harness.launch import tracking
 from harness.records import environment, inputs
 from harness.records import record as records
@@ -111,7 +111,9 @@ def run(todo: Run, resources: Resources, *, since: float | None = None, say: Cal
         return _skip(todo, say)
     if since is None and is_held(todo.path):
         say(f"{todo.title}: another process is at it; waiting")
-    with holding(todo.path, wait=since is None):
+    with holding(todo.path.parent, wait=since is None) as has_locks:
+        if not has_locks:
+            _warn(todo.path.parents[3])
         if todo.is_finished():  # by another process meanwhile
             return _skip(todo, say)
         record, damage = todo.found()
@@ -134,7 +136,7 @@ def _skip(todo: Run, say: Callable[[str], object]) -> Path:
 
 def fail(todo: Run, error: Exception) -> None:
     """Record why a run failed whose process died, unless another process has taken it up."""
-    with suppress(HeldError), holding(todo.path, wait=False):
+    with suppress(HeldError), holding(todo.path.parent, wait=False):
         if not todo.is_finished():
             _end(todo, _unfinished(todo) | {"status": "failed", "error": to_record(error)})
 
@@ -264,38 +266,12 @@ def _of_own_code(config: RunConfig, error: BaseException, said: str) -> str | No
     return f"method={config.method_name}: {line}: returned what cannot be used: {said}"
 
 
-# The lock beside a record
-
-
-@contextmanager
-def holding(record: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a record, which ends with the process. On a file system without locks there is none.
-
-    Raises:
-        HeldError: another process holds it, and wait is False.
-        UserError: the folder cannot be written.
-    """
-    path = record.with_name(".lock")
-    try:
-        lock = lock_file(path, wait=wait)
-    except OSError as error:
-        raise UserError(f"results_dir: {record} cannot be written ({error.strerror or error})") from error
-    if lock is None:
-        _warn(record.parents[3])
-    try:
-        yield
-    finally:
-        if lock is not None:
-            path.unlink(missing_ok=True)  # while it is held, so that none is taken that has no name
-            lock.release()
-
-
 def is_held(record: Path) -> bool:
     """True if a living process computes the record."""
     if not record.with_name(".lock").exists():
         return False
     try:
-        with holding(record, wait=False):
+        with holding(record.parent, wait=False):
             return False
     except (HeldError, UserError):  # a lock that cannot be opened is another user's
         return True

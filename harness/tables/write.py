@@ -16,14 +16,13 @@ import io
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError, exit_code
-from harness.files import lock_file, write_atomic
+from harness.errors import exit_code
+from harness.files import holding, write_atomic
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.records.samples import Baselines, Difference, clustered_stderr, full_runs, of_windows
 from harness.settings.experiment import find, foreign_settings
@@ -83,7 +82,7 @@ def update(results_dir: str | Path, experiment: str) -> Path:
     """
     folder = Path(results_dir) / "tables"
     path = folder / f"{experiment}.csv"
-    with _lock(folder):
+    with holding(folder, wait=True):  # the next process then reads what this one has written
         pairs = with_rows(read_records(results_dir, experiment), partial(full_runs, results_dir))
         kind = kind_of(experiment)
         shape = find(kind).table if kind else pairs[0][0]["table"] if pairs else "accuracy"
@@ -127,22 +126,6 @@ def ship(results_dir: Path) -> None:
             _write(path, shape, _ordered(shape, [row | {"shipped": "yes"} for row in rows]))
     if board.exists():
         _write_boards(results_dir, [row | {"shipped": "yes"} for row in read_table(board)])
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder of tables; the next process then reads what this one has written."""
-    path = folder / ".lock"
-    try:
-        lock = lock_file(path, wait=True)
-    except OSError as error:
-        raise UserError(f"results_dir: {folder} cannot be written ({error.strerror or error})") from error
-    try:
-        yield
-    finally:
-        if lock is not None:
-            path.unlink(missing_ok=True)
-            lock.release()
 
 
 def _merged(path: Path, shape: str, own: TableRows) -> TableRows:
