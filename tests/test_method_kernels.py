@@ -251,6 +251,7 @@ def test_a_pool_counts_what_is_fetched_and_frees_a_slot(case, policy, protect, s
 
 # In a session
 
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="runs the session on the CPU")
 @pytest.mark.parametrize(
     ("name", "function"), [("h2o", "place_own"), ("infinigen", "largest"), ("pool-tokens", "largest")]
