@@ -96,15 +96,15 @@ class Model:
         given = self.settings | settings | {"size": f"nearest:{size}" if isinstance(size, float | int) else size}
         words = [override(name, value) for name, value in given.items() if value is not None]
         loaded = self.resources.loaded
-        device: Any = None if loaded is None else loaded.model.device.type
+        if loaded is not None:
+            device: Any = loaded.model.device.type
+            dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
+            words = [f"platform={device}", *words]
         try:
-            config = load_settings(words if device is None else [f"platform={device}", *words])
+            config = load_settings(words)
         except OF_HYDRA as error:
             raise UserError(in_words(error)) from error
-        if loaded is None:
-            return config
-        dtype: Any = str(loaded.model.dtype).removeprefix("torch.")
-        return replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
+        return config if loaded is None else replace(config, model=ModelConfig(loaded.name, dtype=dtype, device=device))
 
     def generate(
         self, prompt: str, method: str = "infinigen", size: float | str | None = None, **settings: Any

@@ -124,7 +124,7 @@ def load_shape(name: str) -> ModelShape:
 
 @cache
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """A file of `conf/` as a plain mapping; read once."""
+    """A YAML file of the project as a plain mapping; read once."""
     from omegaconf import OmegaConf  # needless where a model says its own shape
 
     node = OmegaConf.to_container(OmegaConf.load(path))
