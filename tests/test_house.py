@@ -101,7 +101,8 @@ CHOSEN = {
     "accuracy DATA=local MODEL=opt-13b": "grid=accuracy-paper model=opt-13b platform=cpu data=local",
     "accuracy DATA=hub ARGS=seed=3": "grid=accuracy-paper model=smollm2-135m platform=cpu data=hub seed=3",
     "paper": "grid=paper-small model=smollm2-135m platform=cpu data=offline results_dir=results",
-    "paper DATA_ROOT=texts": "grid=paper-small model=smollm2-135m platform=cpu grid.data_root=texts",
+    "paper DATA_ROOT=texts": "grid=paper-small model=smollm2-135m platform=cpu grid.data_root=texts "
+    "results_dir=results",
     "paper MODEL=opt-13b DATA_ROOT=texts RESULTS=r": "grid=paper model=opt-13b platform=cpu data=local data.root=texts "
     "grid.data_root=texts results_dir=r",
     "paper MODEL=opt-13b DATA=hub PLATFORM=cuda ARGS=seed=3": "grid=paper model=opt-13b platform=cuda data=hub "
