@@ -167,7 +167,6 @@ def test_labels_stand_for_their_settings():
         words = {"method": system.method} | system.settings()
         given = [f"{name}={'null' if value is None else value}" for name, value in words.items()]
         assert load(["experiment=latency", f"platform={platform}", *given]).label == label
-    assert load(["experiment=latency", *ON_CUDA, "method=streaming", "placement=managed"]).label == "streaming (managed)"
     assert load(["experiment=latency", *ON_CUDA, "label=uvm", "platform.device_gib=48"]).platform.device_gib == 48
 
 
