@@ -273,6 +273,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
 
     runs.measure = interrupt
     before = {each: signal.getsignal(each) for each in errors.STOPS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     assert errors.interruptible(lambda: main(["grid=accuracy"])) == code
     for each, handler in before.items():
         signal.signal(each, handler)
