@@ -264,12 +264,18 @@ class WorthState(EvictingState):
         return mask
 
 
-def least_worthy(worth: Tensor, competes: Tensor, count: Tensor) -> Tensor:
-    """Mask of the `count` tokens of the least `worth` among those that compete; of equal ones the earlier.
+def least_worthy(worth: Tensor, competes: Tensor, count: Tensor, of_equals: Tensor | None = None) -> Tensor:
+    """Mask of the `count` tokens of the least `worth` among those that compete.
 
-    worth, competes: [batch, num_kv_heads, tokens], oldest first; count: int [batch, num_kv_heads or 1].
+    Of equal ones those of the least `of_equals`, if given, and then the earlier.
+    worth, competes, of_equals: [batch, num_kv_heads, tokens], oldest first; count: int [batch, num_kv_heads or 1].
     """
-    ascending = worth.masked_fill(~competes, INF).argsort(dim=-1, stable=True)
+    worth = worth.masked_fill(~competes, INF)
+    if of_equals is None:
+        ascending = worth.argsort(dim=-1, stable=True)
+    else:
+        second = of_equals.argsort(dim=-1, stable=True)
+        ascending = second.gather(-1, worth.gather(-1, second).argsort(dim=-1, stable=True))
     first = torch.arange(worth.shape[-1], device=worth.device) < count.unsqueeze(-1)
     return torch.zeros_like(competes).scatter_(-1, ascending, first.expand_as(competes))
 

@@ -37,7 +37,7 @@ HORIZON = 512
 
 
 class PromptEvictingState(EvictingState):
-    """In each KV head the prompt tokens of the largest worth stay; of two equal ones the later.
+    """In each KV head the prompt tokens of the largest worth stay; of two equal ones the later, unless the worth says.
 
     shares: int [selecting layers, batch], number of competing tokens that stay. Computed once: the prompts' lengths are
     on the device.
@@ -49,8 +49,13 @@ class PromptEvictingState(EvictingState):
         shares = [self.method.shares(prompt, selecting) for prompt in prompts.tolist()]
         self.shares = torch.tensor(shares, dtype=prompts.dtype, device=prompts.device).T
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding."""
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Worth of each prompt token, fp32 [batch, num_kv_heads, prompt]; anything in the padding.
+
+        A second tensor, if returned, decides between tokens of equal worth.
+        """
         raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
@@ -58,11 +63,12 @@ class PromptEvictingState(EvictingState):
         tokens = self.tokens[layer][:, :, : key.shape[2]]
         before = (rows.lengths - self.method.window)[:, None, None]
         competes = (tokens >= self.method.num_sinks) & (tokens < before)
-        worth = self.prompt_worth(layer, query, key, value, rows)
+        found = self.prompt_worth(layer, query, key, value, rows)
+        worth, of_equals = found if isinstance(found, tuple) else (found, None)
         stay = self.shares[layer - self.method.num_exempt_layers, :, None]  # [batch, num_kv_heads or 1]
         if self.method.heads == "adaptive":
             stay = adaptive(worth.masked_fill(~competes, -INF), stay)
-        tokens.masked_fill_(least_worthy(worth, competes, competes.sum(-1) - stay), EMPTY)
+        tokens.masked_fill_(least_worthy(worth, competes, competes.sum(-1) - stay, of_equals), EMPTY)
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """All that is left of the prompt, and all that was generated."""
@@ -177,15 +183,21 @@ def adaptive(worth: Tensor, share: Tensor) -> Tensor:
 class SnapKVState(PromptEvictingState):
     """Worth: the smoothed attention that a token received from the window."""
 
-    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
-        """The window's own tokens are not smoothed, nor do they enter the smoothing."""
+    def prompt_worth(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> tuple[Tensor, Tensor]:
+        """The window's own tokens are not smoothed, nor do they enter the smoothing.
+
+        A maximum makes a peak's neighbours equal to it. The unsmoothed attention decides between them, so that the
+        peak itself stays where few tokens do.
+        """
         before = max(0, key.shape[2] - self.method.window)
-        worth = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=before)
-        pool = max_pool1d if self.method.pooling == "max" else avg_pool1d
+        received = received_attention(query, key, rows.real, self.geometry.softmax(layer), first=before)
+        worth, pool = received.clone(), max_pool1d if self.method.pooling == "max" else avg_pool1d
         if before:
             width = self.method.kernel
-            worth[..., :before] = pool(worth[..., :before], width, stride=1, padding=width // 2)
-        return worth
+            worth[..., :before] = pool(received[..., :before], width, stride=1, padding=width // 2)
+        return worth, received
 
 
 @dataclass(frozen=True)

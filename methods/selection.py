@@ -103,7 +103,8 @@ class Selecting(Method):
         """One score per candidate for each set that is chosen: [batch, sets, rows, n], inf where `forced`.
 
         There is a set for each KV head or for the layer; for `union`, for each query head. `best` is InfiniGen's r: the
-        maximum over the group of (score - the head's best score). Means rank as sums do.
+        maximum over the group of (score - the head's best score). Probabilities are over the candidates that compete,
+        without those that are read whatever their score. Means rank as sums do.
         scores: [batch, num_kv_heads, group, rows, n], -inf where nothing may be read; overwritten. A candidate that may
         not be read is not forced.
         """
@@ -113,7 +114,11 @@ class Selecting(Method):
         if group == "best":
             scores -= scores.amax(-1, keepdim=True)
         elif group.endswith("probs"):
+            if forced is not None:
+                scores = scores.masked_fill(forced.unsqueeze(2), -math.inf)
             scores = scores.log_softmax(-1)  # log: same order, and -inf stays where hidden
+            if forced is not None:  # where nothing competes
+                scores.nan_to_num_(nan=-math.inf, neginf=-math.inf)
         if group == "union":
             worth = scores.flatten(1, 2)
         elif group.startswith("sum"):

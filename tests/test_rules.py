@@ -155,19 +155,27 @@ def rope(geometry: Geometry, states: np.ndarray, position: int) -> np.ndarray:
 
 
 def quest(method: Quest, of: Of):
-    """Bounds of each full page from its keys; the best pages, and the unfinished one."""
+    """Bounds of each full page from its keys; the best pages, and the unfinished one.
+
+    With `sum_probs`, FreeKV's rule: the pages that sinks and recent tokens are in, and the best of the others.
+    """
     page = method.page_size
 
     def row(t: int) -> set[int]:
         pages = [of.key[begin : begin + page] for begin in range(0, t // page * page, page)]
-        bounds = np.array(
-            [[np.maximum(q * keys.min(0), q * keys.max(0)).sum() for keys in pages] for q in of.query[:, t]]
-        )
+        queries = of.query[:, t - (method.when == "previous_step")]
+        bounds = np.array([[np.maximum(q * keys.min(0), q * keys.max(0)).sum() for keys in pages] for q in queries])
         others = len(pages)
         if method.read_frac < 1:
             others = min(others, max(3, math.floor(method.read_frac * t / page)) - 1)
-        relative = (bounds - bounds.max(1, keepdims=True)).max(0) if pages else []
-        chosen = {*best(relative, others), len(pages)}
+        if method.group == "sum_probs":
+            recent = t - math.floor(method.recent_frac * (others * page + t % page))
+            competing = [i for i in range(len(pages)) if i * page >= method.num_sinks and (i + 1) * page <= recent]
+            worth = np.full(len(pages), np.inf)
+            worth[competing] = sum(softmax(bound) for bound in bounds[:, competing]) if competing else []
+        else:
+            worth = (bounds - bounds.max(1, keepdims=True)).max(0) if pages else []
+        chosen = {*best(worth, others), len(pages)}
         return {token for token in range(t) if token // page in chosen}
 
     return row
@@ -198,11 +206,13 @@ def pqcache(method: PQCache, of: Of):
     coded = np.concatenate(parts, axis=1)
 
     def row(t: int) -> set[int]:
-        probs = sum(softmax(coded[:t] @ query) for query in of.query[:, t]).round(12)  # equal codes tie
         size = max(1, int(method.read_frac * t))
         recent = int(method.recent_frac * max(0, size - method.num_sinks))
-        probs[[*range(min(t, method.num_sinks)), *range(t - recent, t)]] = np.inf
-        return set(best(probs, size))
+        competing = range(min(t, method.num_sinks), t - recent)
+        probs = np.full(t, np.inf)
+        scores = coded[competing.start : competing.stop]
+        probs[competing.start : competing.stop] = sum(softmax(scores @ query) for query in of.query[:, t]).round(12)
+        return set(best(probs, size))  # equal codes tie
 
     return row
 
@@ -313,7 +323,7 @@ def pyramid_shares(mean: int, competing: int, num_layers: int) -> list[int]:
     return [after - before for before, after in zip(until, until[1:], strict=False)]
 
 
-def snapkv(method: SnapKV, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
+def snapkv(method: SnapKV, geometry: Geometry, sequence: Sequence, prompt: int) -> tuple[np.ndarray, np.ndarray]:
     worth = np.zeros((geometry.num_kv_heads, prompt))
     before, half = max(0, prompt - method.window), method.kernel // 2
     for head, query in enumerate(sequence.query):
@@ -324,7 +334,7 @@ def snapkv(method: SnapKV, geometry: Geometry, sequence: Sequence, prompt: int) 
     for token in range(before):
         around = worth[:, max(0, token - half) : min(before, token + half + 1)]
         smoothed[:, token] = around.max(1) if method.pooling == "max" else around.sum(1) / method.kernel
-    return smoothed
+    return smoothed, worth
 
 
 def knorm(method: Knorm, geometry: Geometry, sequence: Sequence, prompt: int) -> np.ndarray:
@@ -351,10 +361,11 @@ def expected(method: ExpectedAttention, geometry: Geometry, sequence: Sequence, 
 
 
 def once(worth_of):
-    """A rule from `worth_of(method, geometry, sequence, prompt)`, [num_kv_heads, prompt]."""
+    """A rule from `worth_of(method, geometry, sequence, prompt)`, [num_kv_heads, prompt], or two: of equals too."""
 
     def rule(method: PromptEvicting, geometry: Geometry, layer: int, sequence: Sequence, prompt: int) -> Read:
-        worth = worth_of(method, geometry, sequence, prompt)
+        found = worth_of(method, geometry, sequence, prompt)
+        worth, of_equals = found if isinstance(found, tuple) else (found, np.zeros_like(found))
         size = math.floor(method.kept_frac * prompt) if method.kept_tokens is None else method.kept_tokens
         tokens = range(method.num_sinks, prompt - method.window)
         share, selecting = size - method.num_sinks - method.window, geometry.num_layers - method.num_exempt_layers
@@ -368,8 +379,8 @@ def once(worth_of):
             until = [math.floor(sum(blend[:count], Fraction())) for count in range(len(worth) + 1)]
             shares = [after - before for before, after in zip(until, until[1:], strict=False)]
         read = []
-        for row, count in zip(worth, shares, strict=True):
-            stays = sorted(tokens, key=lambda token: (-row[token], -token))[:count]
+        for row, second, count in zip(worth, of_equals, shares, strict=True):
+            stays = sorted(tokens, key=lambda token: (-row[token], -second[token], -token))[:count]
             kept = set(range(prompt)) if size >= prompt else {*stays, *range(prompt)} - (set(tokens) - set(stays))
             read.append([kept | set(range(prompt, t)) for t in range(prompt, sequence.key.shape[1])])
         return read
@@ -452,6 +463,10 @@ PLAIN = {
 RULES = {
     "quest": Quest(read_frac=0.4, page_size=3),
     "quest-token": Quest(read_frac=0.3, page_size=1, num_exempt_layers=0),
+    "freekv": Quest(read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=3, recent_frac=0.25),
+    "freekv-forced": Quest(
+        read_frac=0.7, page_size=3, when="previous_step", group="sum_probs", num_sinks=6, recent_frac=0.9
+    ),
     "pqcache": PQCache(read_frac=0.5, num_sinks=2, recent_frac=0.3, bits=3, iterations=4),
     "pqcache-fine": PQCache(read_frac=0.3, num_sinks=1, sub_vectors=4, bits=2, iterations=0, num_exempt_layers=0),
     "shadowkv": ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, outlier_frac=0.2),
@@ -468,6 +483,7 @@ RULES = {
     "balanced-text": InfiniGen(index="balanced", statistics="calibration", **INDEX),
     "snapkv": SnapKV(kept_frac=0.5, window=4, kernel=3),
     "snapkv-avg": SnapKV(kept_tokens=9, window=2, kernel=5, pooling="avg", num_exempt_layers=0),
+    "snapkv-peak": SnapKV(kept_tokens=6, window=4, kernel=7),
     "snapkv-sinks": SnapKV(kept_tokens=8, num_sinks=3, window=2),
     "pyramid": SnapKV(kept_tokens=10, num_sinks=1, window=2, layers="pyramid", num_exempt_layers=1),
     "adaptive": SnapKV(kept_frac=0.5, window=3, heads="adaptive"),
