@@ -25,6 +25,7 @@ from methods.rkv import RKV
 from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
+from methods.twilight import Twilight
 from tests.composed import load
 
 
@@ -158,6 +159,9 @@ CASES = {
     "loki-step": Case(Loki(read_tokens=7, rank=0.1, when="previous_step", group="max_probs", num_exempt_layers=0)),
     "sparq": Case(SparQ(read_tokens=None, read_frac=0.4)),
     "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", num_sinks=2, num_exempt_layers=0)),
+    "twilight": Case(Twilight(p=0.7, page_size=3)),
+    "twilight-union": Case(Twilight(p=0.6, candidate_frac=None, group="union", num_sinks=1, num_exempt_layers=0)),
+    "twilight-cap": Case(Twilight(p=1.0, max_fetch_frac=0.3, page_size=2, when="previous_step", recent_frac=0.2)),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),

@@ -1,4 +1,4 @@
-"""What crosses the link, is read on the device and is kept there: six methods by hand, in replay and live decoding.
+"""What crosses the link, is read on the device and is kept there: seven methods by hand, in replay and live decoding.
 
 The model has 4 layers, of which 2 are exempt, 2 KV heads of 16 columns, and computes in fp32. A sequence has 24 or 15
 prompt tokens and decodes 10, so T is 34 or 25; a prompt of 15 is padded by 9 columns.
@@ -20,6 +20,7 @@ from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.quest import Quest
+from methods.twilight import Twilight
 
 HEADS = 2
 EXACT, INT4 = 2 * 16 * 4, 2 * (4 + 8)
@@ -94,6 +95,15 @@ HANDS = {
         kept=lambda final: 2 * 13 * 16 * 2,  # the bounds of 12 pages, as many as 34 tokens fill, and of padding
         state=2 * 13 * 16 * 4,
         shared=35 * 8,  # pages read with 0 to 34 tokens cached
+    ),
+    "twilight": Hand(
+        Case(Twilight(p=1.0, max_fetch_frac=0.3, candidate_frac=0.4, page_size=3)),
+        read=lambda t, final: min(int(0.3 * t), QUEST_READ[final][t]),
+        buffer=10,
+        index=lambda t, final: t // 3 + QUEST_READ[final][t] * WIDTH / 2,  # Quest's, and the keys of its pages
+        kept=lambda final: final * INT4 / 2 + 2 * 13 * 16 * 2,
+        state=34 * INT4 / 2 + 2 * 13 * 16 * 4,
+        shared=35 * 8,
     ),
     "infinigen": INFINIGEN,
     "infinigen+int4": INFINIGEN._replace(case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=WIDTH),

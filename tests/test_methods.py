@@ -22,6 +22,7 @@ from methods.selection import GROUPS
 from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
+from methods.twilight import Twilight
 from tests.composed import load
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -43,7 +44,7 @@ REFUSED = {
              (KeyDiff, "window", -1), (ExpectedAttention, "epsilon", -0.1), (DuoAttention, "num_sinks", -1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
     ">= 1": [(Quest, "page_size", 0), (PQCache, "sub_vectors", 0), (SnapKV, "window", 0), (RKV, "window", 0),
-             (RKV, "divide_length", 0), (DuoAttention, "num_recent", 0)],
+             (RKV, "divide_length", 0), (DuoAttention, "num_recent", 0), (Twilight, "page_size", 0)],
     ">= 1 or null": [(Oracle, "fixed_fetch", 0), (InfiniGen, "pool_tokens", 0), (Quest, "read_tokens", 0),
                      (TOVA, "kept_tokens", 0)],
     "from 1 to 8": [(PQCache, "bits", 9)],
@@ -52,7 +53,9 @@ REFUSED = {
                   (ShadowKV, "outlier_frac", 1.1), (RKV, "mix_lambda", 1.5), (DuoAttention, "sparsity", -0.1)],
     "in (0, 1]": [(Streaming, "kept_frac", 0.0), (Oracle, "max_fetch_frac", 0.0), (Quest, "read_frac", math.nan),
                   (InfiniGen, "partial_weight_ratio", 0.0), (InfiniGen, "pool_frac", 1.5), (Loki, "rank", 0.0),
-                  (ShadowKV, "rank_frac", 0.0), (SnapKV, "kept_frac", 0.0), (TOVA, "kept_frac", 1.1)],
+                  (ShadowKV, "rank_frac", 0.0), (SnapKV, "kept_frac", 0.0), (TOVA, "kept_frac", 1.1),
+                  (Twilight, "p", 0.0), (Twilight, "max_fetch_frac", 1.1)],
+    "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0)],
     "above num_sinks + window=32, or null": [(SnapKV, "kept_tokens", 32)],
     "above num_sinks + window=4, or null": [(ExpectedAttention, "kept_tokens", 4)],
     "above num_sinks + window=0, or null": [(Knorm, "kept_tokens", 0)],
@@ -60,6 +63,7 @@ REFUSED = {
     "1: tokens are scored, not pages": [(PQCache, "page_size", 2)],
     "one of cached, final": [(Oracle, "cap_of", "all")],
     "one of best, ": [(Oracle, "group", "median")],
+    "one of sum_probs, union": [(Twilight, "group", "best")],
     "best, the distance that alpha bounds": [(Oracle, "group", "sum_probs")],
     "one of kv_head, layer": [(Oracle, "covers", "model")],
     "one of kv_head": [(ShadowKV, "covers", "layer")],
@@ -69,7 +73,7 @@ REFUSED = {
     "one of sum, query, union": [(InfiniGen, "columns", "key")],
     "one of columns, balanced": [(InfiniGen, "index", "pca")],
     "one of prompt, calibration, both": [(InfiniGen, "statistics", "all")],
-    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16), (Loki, "index_bits", 3)],
+    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16), (Loki, "index_bits", 3), (Twilight, "index_bits", 5)],
     "one of fifo, lru, counter": [(InfiniGen, "pool_policy", "random")],
     "one of corrected, artifact": [(InfiniGen, "eviction", "none")],
     "one of qk, q, k": [(DoubleSparsity, "channels", "kq")],
@@ -225,6 +229,13 @@ SIZES = [
     (InfiniGen(), ROW, None),
     (Oracle(alpha=4.0), ROW, None),
     (Full(), ROW, 100),
+    (Twilight(), ROW, None),
+    (Twilight(p=1.0), ROW, 2 * 16 + 4),  # all candidates: floor(0.5 * 100 / 16) pages
+    (Twilight(p=1.0, candidate_frac=None), ROW, 100),
+    (Twilight().with_size(0.3), ROW, 30),
+    (Twilight().with_size(0.7), ROW, 3 * 16 + 4),  # as many candidates
+    (Twilight(candidate_frac=None).with_size(0.001), ROW, 1),
+    (Twilight(p=1.0, group="union"), ROW, None),
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), Row(90, 50, 100), 12),  # floor(.3 * 40)
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), Row(20, 5, 40), 1),
     (ShadowKV(), Row(30, 24, 34), 0),  # no chunk to fetch

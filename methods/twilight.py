@@ -1,0 +1,137 @@
+"""Twilight (Lin et al., NeurIPS 2025): of a retriever's candidates, the fewest tokens that hold a share p of attention.
+
+Select: Quest's best pages, `candidate_frac` of the cached tokens, are the candidates. Prune: keys in 4 bits give each
+candidate an estimated score. In the order of the softmax over the candidates, tokens are read until their
+probabilities add up to `p`. So a head whose attention is flat reads many tokens, and one that is focused reads few.
+
+Official code: github.com/tsinghua-ideal/Twilight, `twilight/pyimpl/{attention,top_p,quantize}.py`; its
+`benchmark/configs/config_quest_twi.json` has the defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from methods.base import PromptRows, Row, Rows, Selection, floor_frac, require
+from methods.projected import INDEX_BITS, PartialKeysState
+from methods.quest import Quest, QuestState
+from methods.selection import Selecting, ascending, largest
+
+
+class TwilightState(QuestState, PartialKeysState):
+    """Quest's bounds of pages, and every key in few bits."""
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        PartialKeysState.prompt(self, layer, query, key, value, rows)  # it calls `append`
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        PartialKeysState.append(self, layer, key, value, positions, slots)
+        if self.method.candidate_frac is not None:
+            QuestState.append(self, layer, key, value, positions, slots)
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        return key
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        return query.float() * self.geometry.scale
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """Quest's candidates, pruned by the estimated attention on them."""
+        method, positions = self.method, rows.positions
+        if method.candidate_frac is None:
+            found = Selection(rows.visible(), positions)
+        else:
+            found = QuestState.select(self, layer, rows)
+        assert found.mask is not None
+        candidates = found.mask & rows.visible()
+        softmax = self.geometry.softmax(layer)
+        scores = method.by_set(softmax.capped(PartialKeysState.scores(self, layer, rows)))
+        weights = scores.masked_fill_(~candidates.unsqueeze(2), -math.inf).softmax(-1).nan_to_num_()  # 0 / 0 of none
+        weights = weights.flatten(1, 2) if method.group == "union" else weights.mean(2)
+        mask = method.prune(weights, candidates, rows)
+        joint, _ = method.joined(mask, positions, self.geometry)
+        side = PartialKeysState.index_read(self, layer, found.num_read)
+        if found.side is not None:
+            side = side + found.side
+        return Selection(joint, joint.sum(-1).double().mean(1), side)
+
+
+@dataclass(frozen=True)
+class Twilight(Selecting):
+    """Reads the fewest candidates whose estimated attention adds up to `p`, at most `max_fetch_frac` of the cache.
+
+    p: share of the attention on the candidates; 1 always reads the cap.
+    candidate_frac: Quest's budget, as a share of the cached tokens; None takes all tokens and keeps no bounds of pages.
+    page_size: tokens of Quest's pages. index_bits: of each number of a key in the index.
+    group: `sum_probs` is one set for the group, by the mean of its heads' probabilities; `union` joins a set for each
+        query head, which is the official rule.
+    """
+
+    p: float = 0.85
+    max_fetch_frac: float = 1.0
+    candidate_frac: float | None = 0.5
+    page_size: int = 16
+    index_bits: int | None = 4
+
+    group: str = "sum_probs"
+
+    title = "Twilight"
+    state = TwilightState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_one_of("group", "sum_probs", "union")
+        self._require_fraction("p", "max_fetch_frac")
+        fits = self.candidate_frac is None or 0 < self.candidate_frac <= 1
+        require(fits, "candidate_frac", self.candidate_frac, "in (0, 1] or null")
+        self._require_least(1, "page_size")
+        self._require_one_of("index_bits", *INDEX_BITS)
+
+    def pages_read(self, cached: int) -> int:
+        """Full pages among the candidates."""
+        return Quest(read_frac=self.candidate_frac or 1.0, page_size=self.page_size).pages_read(cached)
+
+    def tokens_read(self, row: Row, layer: int) -> float | None:
+        return self.max_tokens_read(row, layer) if self.p == 1 and self.group != "union" else None
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        if self.group == "union":
+            return row.cached
+        candidates = row.cached
+        if self.candidate_frac is not None:
+            candidates = self.pages_read(row.cached) * self.page_size + row.cached % self.page_size
+        return min(candidates, max(1, int(self.max_fetch_frac * row.cached)))
+
+    def with_size(self, frac: float) -> Self:
+        """Sized by the cap alone: p becomes 1, and there are at least as many candidates as are read."""
+        candidates = None if self.candidate_frac is None else max(frac, self.candidate_frac)
+        return replace(self, p=1.0, max_fetch_frac=frac, candidate_frac=candidates)
+
+    def artifact_budget(self) -> float:
+        return self.max_fetch_frac
+
+    def prune(self, weights: Tensor, candidates: Tensor, rows: Rows) -> Tensor:
+        """The tokens that are read of each set, bool [batch, sets, rows, slots].
+
+        weights: fp32 [batch, sets, rows, slots], attention on the candidates, adding up to 1; candidates: bool [batch,
+        sets or heads that share them, rows, slots].
+        """
+        sets = weights.shape[1]
+        candidates = candidates.repeat_interleave(sets // candidates.shape[1], 1)
+        cap = floor_frac(self.max_fetch_frac, rows.positions).clamp(min=1)
+        count = torch.minimum(candidates.sum(-1), cap[:, None])
+        tokens = rows.slot_positions
+        forced = self.forced(tokens, tokens, rows.positions, cap)
+        forced = torch.zeros_like(candidates) if forced is None else forced & candidates
+        if self.p < 1:
+            others = ascending(weights.masked_fill(forced, 0.0)).flip(-1).double()
+            before = others.cumsum(-1) - others + (weights.double() * forced).sum(-1, keepdim=True)
+            count = torch.minimum(count, forced.sum(-1) + (before < self.p).sum(-1))
+        worth = weights.masked_fill(forced, math.inf).masked_fill_(~candidates, -math.inf)
+        # Each set has a number of its own, and so is a sequence here.
+        return largest(worth.flatten(0, 1).unsqueeze(1), count.flatten(0, 1)).view_as(candidates)
