@@ -1,0 +1,301 @@
+"""Choices of the methods here against the authors' own code, on queries and keys of a real model.
+
+    python -m benchmarks.parity --source ~/SnapKV --source ~/R-KV     folders of checkouts; any number of them
+    python -m benchmarks.parity                                       says what can be compared, and where it is found
+
+No code of others is part of this project: a comparison imports the authors' function from a folder that is given, or
+from an installed package, and is skipped where there is none. All run on a CPU. The queries and keys are those of the
+first `--tokens` tokens of the offline text. An agreement is the mean share of the tokens that both keep (or pages, or
+numbers that both give), over layers and heads. docs/parity.md has the results, and those that took more than a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.data.text import offline_text, token_ids
+from harness.errors import UserError, exit_code
+from harness.model.attach import Attached, attach
+from harness.model.calibration import calibrate
+from harness.model.load import load_model
+from harness.settings.compose import load
+from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, Rows
+from methods.codec import ChannelCodec
+from methods.evicting import EvictingState
+from methods.full import Full
+from methods.prompt_evicting import KeyDiff, Knorm, SnapKV
+from methods.quest import Quest
+from methods.rkv import RKV
+from methods.tova import TOVA
+
+ROWS = 32
+"""Last tokens whose queries select, where a method selects for each row."""
+
+
+class Layer(NamedTuple):
+    """One layer of the model: query [1, heads, tokens, head_dim], key [1, num_kv_heads, tokens, head_dim]."""
+
+    geometry: Geometry
+    query: Tensor
+    key: Tensor
+
+
+class Comparison(NamedTuple):
+    """file: the module below a checkout; is_package: it is imported by that name, as it imports its neighbours."""
+
+    repository: str
+    file: str
+    agreement: Callable[[Any, Layer], float]
+    what: str
+    is_package: bool = False
+
+
+# What is compared: ours, theirs
+
+
+def kept(method: Method, layer: Layer) -> Tensor:
+    """Prompt tokens that an evicting method keeps: bool [num_kv_heads, tokens]."""
+    tokens = layer.key.shape[2]
+    lengths = torch.tensor([tokens])
+    state = method.new_state(layer.geometry, Lengths(lengths, lengths))
+    assert isinstance(state, EvictingState)
+    real = torch.ones(1, tokens, dtype=torch.bool)
+    state.prompt(method.num_exempt_layers, layer.query, layer.key, layer.key, PromptRows(real, tokens))
+    return state.tokens[method.num_exempt_layers][0, :, :tokens] != EMPTY
+
+
+def numbered(layer: Layer) -> Tensor:
+    """Values that are the tokens' numbers, so that what a function returns says which tokens it kept."""
+    return torch.arange(layer.key.shape[2], dtype=torch.float32)[:, None].expand_as(layer.key).contiguous()
+
+
+def marked(numbers: Tensor, layer: Layer) -> Tensor:
+    """Numbers of tokens [heads, kept] as bool [heads, tokens]."""
+    mask = torch.zeros(len(numbers), layer.key.shape[2], dtype=torch.bool)
+    return mask.scatter_(1, numbers.round().long(), True)
+
+
+def shared(ours: Tensor, theirs: Tensor) -> float:
+    """Share of the tokens that they keep and ours keeps too."""
+    assert ours.sum() == theirs.sum(), "the two keep different numbers of tokens"
+    return float((ours & theirs).sum() / theirs.sum())
+
+
+def a_set_per_query_head(layer: Layer) -> Layer:
+    """The same layer with a KV head for each query head, as code that repeats keys has it."""
+    key = layer.key.repeat_interleave(layer.geometry.group, 1)
+    geometry = Geometry(1, key.shape[1], key.shape[1], key.shape[3], layer.geometry.scale, "llama")
+    return Layer(geometry, layer.query, key)
+
+
+def snapkv(pooling: str) -> Callable[[Any, Layer], float]:
+    def compare(module: Any, layer: Layer) -> float:
+        layer, budget = a_set_per_query_head(layer), layer.key.shape[2] // 5
+        cluster = module.SnapKVCluster(32, budget, 7, f"{pooling}pool")
+        values = cluster.update_kv(layer.key, layer.query, numbered(layer), None, 1)[1]
+        ours = kept(SnapKV(0, kept_tokens=budget, window=32, kernel=7, pooling=pooling), layer)
+        return shared(ours, marked(values[0, :, :, 0], layer))
+
+    return compare
+
+
+def rkv(module: Any, layer: Layer) -> float:
+    budget = layer.key.shape[2] // 5
+    theirs = module.R1KV(budget=budget, window_size=8, kernel_size=7, mix_lambda=0.07)
+    values = theirs.update_kv(layer.key, layer.query[:, :, -8:], numbered(layer))[1]
+    return shared(kept(RKV(0, kept_tokens=budget), layer), marked(values[0, :, :, 0], layer))
+
+
+def tova(module: Any, layer: Layer) -> float:
+    budget = layer.key.shape[2] // 5
+    keys = layer.key.repeat_interleave(layer.geometry.group, 1)
+    weights = (layer.query[:, :, -1:] @ keys.mT * layer.geometry.scale).softmax(-1)
+    cache = SimpleNamespace(cache_size=budget, key_cache=[layer.key], value_cache=[numbered(layer)])
+    module.TOVACache.reduce(cache, 0, weights)
+    return shared(kept(TOVA(0, kept_tokens=budget), layer), marked(cache.value_cache[0][0, :, :, 0], layer))
+
+
+def press(name: str, method: Callable[..., Method]) -> Callable[[Any, Layer], float]:
+    def compare(module: Any, layer: Layer) -> float:
+        budget = layer.key.shape[2] // 5
+        scores = getattr(module, name)().score(None, None, layer.key, layer.key, None, {})
+        ours = kept(method(0, kept_tokens=budget), layer)
+        return shared(ours, marked(scores[0].topk(budget).indices, layer))
+
+    return compare
+
+
+def no_scores() -> Tensor:
+    raise NotImplementedError
+
+
+def freekv(policy: str) -> Callable[[Any, Layer], float]:
+    """Pages that compete, chosen for each of the last rows by the row's own query."""
+
+    def compare(module: Any, layer: Layer) -> float:
+        geometry, size, end = layer.geometry, 32, layer.key.shape[2]
+        method = Quest(0, read_frac=0.5, page_size=size, group="sum_probs", num_sinks=size, recent_frac=0.25)
+        found = []
+        for t in range(end - ROWS, end):
+            lengths, position = torch.tensor([t]), torch.tensor([[t]])
+            state = method.new_state(geometry, Lengths(lengths, lengths + 1))
+            keys = layer.key[:, :, :t]
+            state.prompt(0, layer.query[:, :, :t], keys, keys, PromptRows(torch.ones(1, t, dtype=torch.bool), t + 1))
+            slots = torch.arange(t)[None, None]
+            query = layer.query[:, :, t : t + 1]
+            rows = Rows(query, position, position >= 0, slots, position[None], no_scores)
+            selection = state.select(0, rows)
+            assert selection.mask is not None
+            pages = t // size
+            mask = selection.mask[0, :, 0, : pages * size].unflatten(1, (pages, size)).all(-1)
+            recent = t - int(0.25 * float(selection.num_read))
+            competing = torch.tensor([p for p in range(1, pages) if (p + 1) * size - 1 < recent])
+            ours = mask[:, competing]
+            paged = keys[:, :, : pages * size].unflatten(2, (pages, size))[:, :, competing].transpose(1, 2)
+            asked = query.transpose(1, 2), paged.amin(3), paged.amax(3), policy
+            worth = module.quest_sel(*asked, geometry.num_heads, geometry.num_kv_heads)
+            best = worth[0].topk(int(ours[0].sum())).indices
+            found.append(shared(ours, torch.zeros_like(ours).scatter_(1, best, True)))
+        return sum(found) / len(found)
+
+    return compare
+
+
+def kivi(module: Any, layer: Layer) -> float:
+    """Numbers that read back within a quarter of a step of one another: keys in 2 bits, per channel of 32 tokens."""
+    keys = layer.key[:, :, : layer.key.shape[2] // 32 * 32]
+    packed = module.quant_and_pack_kcache(keys.contiguous(), 32, 2)
+    theirs = module.unpack_and_dequant_kcache(*packed, 32, 2).float()
+    step = packed[1].expand(*packed[1].shape[:3], 32, -1).flatten(2, 3)
+    return float(((ChannelCodec("int2", 32).roundtrip(keys) - theirs).abs() <= step / 4).float().mean())
+
+
+COMPARISONS = {
+    "snapkv, average": Comparison(
+        "FasterDecoding/SnapKV", "snapkv/monkeypatch/snapkv_utils.py", snapkv("avg"), "kept tokens of each query head"
+    ),
+    "snapkv, maximum": Comparison(
+        "FasterDecoding/SnapKV", "snapkv/monkeypatch/snapkv_utils.py", snapkv("max"), "kept tokens of each query head"
+    ),
+    "rkv": Comparison("Zefan-Cai/R-KV", "rkv/compression/r1_kv.py", rkv, "kept tokens of the prompt", True),
+    "tova": Comparison("schwartz-lab-NLP/TOVA", "src/tova_cache.py", tova, "kept tokens of the prompt"),
+    "keydiff": Comparison(
+        "NVIDIA/kvpress", "kvpress/presses/keydiff_press.py", press("KeyDiffPress", KeyDiff), "kept tokens", True
+    ),
+    "knorm": Comparison(
+        "NVIDIA/kvpress", "kvpress/presses/knorm_press.py", press("KnormPress", Knorm), "kept tokens", True
+    ),
+    "freekv, unscaled": Comparison(
+        "rooikeee/FreeKV", "accuracy/kvc/patch/dynamic_attention.py", freekv("avgSM"), "pages that compete"
+    ),
+    "freekv, scaled": Comparison(
+        "rooikeee/FreeKV", "accuracy/kvc/patch/dynamic_attention.py", freekv("avgSdM"), "pages that compete"
+    ),
+    "kivi": Comparison("jy-yuan/KIVI", "quant/new_pack.py", kivi, "coded keys"),
+}
+
+
+# A run
+
+
+@dataclass(frozen=True)
+class Recorder(Full):
+    """A calibration that is the queries and keys themselves."""
+
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Any]) -> dict[str, Tensor]:
+        return {"query": query, "key": key}
+
+
+def layers_of(attached: Attached, ids: Sequence[int], count: int) -> list[Layer]:
+    """Queries and keys of `count` layers at even distances."""
+    seen = calibrate(attached, Recorder(), ids)
+    chosen = sorted({number * len(seen["key"]) // count for number in range(count)})
+    return [Layer(attached.geometry, seen["query"][layer][None], seen["key"][layer][None]) for layer in chosen]
+
+
+def official(comparison: Comparison, sources: Sequence[Path]) -> ModuleType | str:
+    """The authors' module, from the first folder that has it, else installed; else why there is none."""
+    name = comparison.file.removesuffix(".py").replace("/", ".")
+    folder = next((folder for folder in sources if (folder / comparison.file).is_file()), None)
+    installed = comparison.is_package and importlib.util.find_spec(name.partition(".")[0]) is not None
+    if folder is None and not installed:
+        return f"{comparison.file} is in no --source; it is part of https://github.com/{comparison.repository}"
+    try:
+        if comparison.is_package:
+            if folder is not None:
+                sys.path.insert(0, str(folder))
+            return importlib.import_module(name)
+        assert folder is not None
+        spec = importlib.util.spec_from_file_location(
+            f"official_{Path(comparison.file).stem}", folder / comparison.file
+        )
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever it needs that is not here
+        return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return module
+
+
+def compare(sources: Sequence[Path], layers: Callable[[], list[Layer]]) -> Iterator[str]:
+    """Lines of the table, for the comparisons that can be made, and then of those that cannot.
+
+    layers: called once, if there is anything to compare.
+    """
+    modules = {name: official(comparison, sources) for name, comparison in COMPARISONS.items()}
+    given = {name: module for name, module in modules.items() if not isinstance(module, str)}
+    if given:
+        of_model = layers()
+        yield "| compared | with | agreement (%) |"
+        yield "|---|---|---|"
+        for name, module in given.items():
+            each = COMPARISONS[name]
+            shares = [each.agreement(module, layer) for layer in of_model]
+            shown = f"{100 * sum(shares) / len(shares):.2f}, worst layer {100 * min(shares):.2f}"
+            yield f"| {name}: {each.what} | {each.repository} {each.file} | {shown} |"
+    for name, module in modules.items():
+        if isinstance(module, str):
+            yield f"skipped {name}: {module}"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table for the default model."""
+    for folder in arguments.source:
+        if not folder.is_dir():
+            raise UserError(f"--source {folder}: no such folder")
+
+    def layers() -> list[Layer]:
+        config = load([f"model={arguments.model}"])
+        loaded = load_model(config.model)
+        ids = token_ids(offline_text(), loaded.tokenizer)[: arguments.tokens]
+        with attach(loaded.model) as attached:
+            return layers_of(attached, ids, arguments.layers)
+
+    for line in compare(arguments.source, layers):
+        print(line)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--source", type=Path, action="append", default=[], help="a checkout; may be given repeatedly")
+    parser.add_argument("--model", default="smollm2-135m", help="an entry of conf/model")
+    parser.add_argument("--tokens", type=int, default=600)
+    parser.add_argument("--layers", type=int, default=8)
+    arguments = parser.parse_args(argv)
+    return exit_code(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
