@@ -22,7 +22,7 @@ from harness.errors import UserError, line_in
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.policies import policies_of
-from harness.model.tiny import VOCAB_SIZE, tiny_model
+from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.offload.links import Link, open_link
 from harness.offload.live import LiveSession
 from harness.replay import ReplaySession
@@ -401,7 +401,7 @@ def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
 
 
 def _trials(method: Method, device: torch.device) -> Iterator[tuple[str, Trial]]:
-    rate = LINK_BYTES_PER_S if device.type == "cpu" else None
+    rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
     for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
         with attach(model.to(device)) as attached, open_link(device, bytes_per_s=rate) as link:

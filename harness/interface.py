@@ -35,7 +35,7 @@ from harness.settings.compose import load as load_settings
 from harness.settings.compose import override
 from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.schema import options
-from harness.setup import calibrated, codec_of
+from harness.setup import calibrated, codec_of, tokenized
 from harness.speed.generate import Generated, run_generate
 from harness.speed.latency import compute_threads, two_memories
 from harness.tables.write import with_rows
@@ -199,7 +199,7 @@ def attach(
 
     Args:
         model: a loaded transformers model, or a `Model`.
-        tokenizer: needed by methods that calibrate on a text; by default the one at the model's `name_or_path`.
+        tokenizer: needed by methods that read a text; by default the one at the model's `name_or_path`.
         method, size, settings: as of `Model.generate`.
 
     Raises:
@@ -211,7 +211,8 @@ def attach(
             model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
         config = model.configured(experiment="generate", prompt="-", method=method, size=size, **settings)
         loaded, platform = model.loaded, config.platform
-        if config.method.needs_calibration and loaded.tokenizer is None:
+        needs_tokenizer = config.method.needs_calibration or config.method.rereads
+        if needs_tokenizer and loaded.tokenizer is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)
         attached = stack.enter_context(attach_decoder(loaded.model))
         stack.enter_context(compute_threads(attached.device))
@@ -220,7 +221,7 @@ def attach(
         stack.enter_context(streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned))
         yield CachedModel(
             attached,
-            config.method,
+            tokenized(config.method, loaded),
             size=config.size,
             nearest=config.sizing == "nearest",
             codec=codec_of(config),
@@ -238,4 +239,4 @@ def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(loaded.model.name_or_path)
     except (OSError, ValueError) as error:
-        raise UserError(f"method={method}: calibrates on a text; give the model's tokenizer, tokenizer=") from error
+        raise UserError(f"method={method}: reads text; give the model's tokenizer, tokenizer=") from error

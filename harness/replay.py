@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from harness.model.attach import Attached, Handler, PromptPass
+from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.policies import new_states, policies_of, select
+from harness.model.rereading import run_prompts
 from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
 from methods.attention import hide
 from methods.base import EMPTY, Calibration, Lengths, Method, PromptRows, Rows, Selection, State
@@ -70,7 +71,7 @@ class ReplaySession:
         self.reads = self._no_reads()
 
     def prefill(self, ids: Tensor, valid: Tensor, multiplicity: Tensor | None = None) -> Tensor:
-        """Run the prompt densely.
+        """Run the prompt densely, and again where the method asks for it.
 
         ids: int [batch, prompt]; valid: bool alike, False for the padding on the left; multiplicity: int [batch], how
         many requests share a sequence (1 by default). Returns final hidden states [batch, prompt, hidden_size].
@@ -81,11 +82,11 @@ class ReplaySession:
         lengths = Lengths(valid.sum(-1), self.final_lengths)
         self.states = new_states(self.attached, self.method, lengths, self.calibration)
         positions = self.history.enter(valid)
-        prompt = PromptPass(self.attached, valid, self._keep_prompt)
         self._prompt_rows = {
             device: PromptRows(valid.to(device), self.history.tokens.shape[1]) for device in self.states
         }
-        hidden = self.attached.forward(ids, positions, prompt, self.model_cache, valid)
+        states = self.states.values()
+        hidden = run_prompts(self.attached, self.method, states, ids, valid, self._keep_prompt, self.model_cache)
         pairs = float((_weights(valid, multiplicity) * (positions + 1)).sum())
         self.reads += replace(self._no_reads(), pairs=pairs, pairs_read=pairs)
         return hidden

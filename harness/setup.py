@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.data.text import calibration_ids
+from harness.data.text import calibration_ids, token_ids
 from harness.errors import UserError
 from harness.files import cache_dir
 from harness.model.attach import Attached
@@ -54,7 +54,21 @@ def prepare(
     if config.size is not None:
         nearest = config.sizing == "nearest"
         method = sized_as_stored(method, codec, attached.geometry, decode_rows(), config.size, nearest=nearest)
-    return Setup(method, codec, calibrated(config, method, loaded, attached))
+    return Setup(tokenized(method, loaded), codec, calibrated(config, method, loaded, attached))
+
+
+def tokenized(method: Method, loaded: LoadedModel) -> Method:
+    """The method with its texts as token ids of the model; UserError where it has texts and the model no tokenizer."""
+
+    def encode(text: str) -> list[int]:
+        if loaded.tokenizer is None:
+            raise UserError(
+                f"method {method.label}: its instructions are text, and {loaded.name} has no tokenizer; choose a model "
+                "that has one, or give token ids, such as method.instruction=[5,6]"
+            )
+        return token_ids(text, loaded.tokenizer)
+
+    return method.tokenized(encode)
 
 
 def calibrated(config: RunConfig, method: Method, loaded: LoadedModel, attached: Attached) -> Calibration | None:

@@ -67,6 +67,9 @@ class Method:
     holds_keys: ClassVar[bool] = False
     """True if the state gives keys back (`State.rebuild`). The cache then holds values only, and only they cross the
     link. Some tokens of the prompt (`State.resident`) and all generated ones stay exact on the device."""
+    rereads: ClassVar[bool] = False
+    """True if the model reads the prompt again after its dense pass: it runs over the rows that `repetitions` lists,
+    `reread` makes a worth of each prompt token from them, and `State.take_worth` gets it."""
 
     def __post_init__(self) -> None:
         """Check the settings, each with `require` or one of the three methods below."""
@@ -128,6 +131,25 @@ class Method:
         earlier: results of the layers before this one, so `len(earlier)` is the layer's number.
         """
         raise NotImplementedError
+
+    # A second reading of the prompt
+
+    def tokenized(self, encode: Callable[[str], Sequence[int]]) -> Self:
+        """This method with its texts as token ids of the model, made by `encode`."""
+        return self
+
+    def repetitions(self, prompt: Sequence[int]) -> list[Repetition]:
+        """The passes of the model that follow a sequence's prompt; for a method that `rereads`. prompt: token ids."""
+        raise NotImplementedError
+
+    def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
+        """What a pass says of the tokens of its chunk in one layer: worths, fp32 [num_kv_heads, chunk]."""
+        raise NotImplementedError
+
+    @property
+    def needs_norms(self) -> bool:
+        """True if `reread` is to get the norms of `RereadRows`."""
+        return False
 
     # A batch
 
@@ -204,6 +226,13 @@ class State:
 
     def start(self, calibration: Calibration | None) -> None:
         """Set up what does not depend on the prompt. calibration: None where the method needs none."""
+
+    def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
+        """Take what `Method.reread` said of each prompt token, before the `prompt` of any layer.
+
+        worth: by layer, those on other devices included, fp32 [batch, num_kv_heads, prompt]; 0 for a token of no chunk.
+        """
+        raise NotImplementedError
 
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         """Take in a layer's prompt after its dense pass.
@@ -290,6 +319,31 @@ class PromptRows(NamedTuple):
     def positions(self) -> Tensor:
         """The token of each column, int [batch, prompt], `EMPTY` in the padding."""
         return (self.real.cumsum(-1) - 1).masked_fill(~self.real, EMPTY)
+
+
+class Repetition(NamedTuple):
+    """A pass of the model after a prompt. ids: its tokens, which see the whole prompt and one another causally. chunk:
+    the prompt's tokens that it is about."""
+
+    ids: list[int]
+    chunk: slice
+
+
+class RereadRows(NamedTuple):
+    """The rows of a `Repetition` in one layer, for one sequence without its padding.
+
+    query: [1, heads, rows, head_dim], key: [1, num_kv_heads, rows, head_dim], post-position. prompt_key: [1,
+    num_kv_heads, prompt, head_dim]. chunk: of the prompt's tokens. input_norms: length of each row's attention input,
+    fp32 [rows]. value_norms: length of what the layer's output projection makes of each of the chunk's values alone,
+    fp32 [heads, chunk]. Both are None unless the method `needs_norms`.
+    """
+
+    query: Tensor
+    key: Tensor
+    prompt_key: Tensor
+    chunk: slice
+    input_norms: Tensor | None = None
+    value_norms: Tensor | None = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ Key norm (Devoto et al., EMNLP 2024): shorter keys tend to receive more attentio
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -65,10 +65,13 @@ class PromptEvictingState(EvictingState):
         competes = (tokens >= self.method.num_sinks) & (tokens < before)
         found = self.prompt_worth(layer, query, key, value, rows)
         worth, of_equals = found if isinstance(found, tuple) else (found, None)
-        stay = self.shares[layer - self.method.num_exempt_layers, :, None]  # [batch, num_kv_heads or 1]
-        if self.method.heads == "adaptive":
-            stay = adaptive(worth.masked_fill(~competes, -INF), stay)
+        stay = self.stay(layer, worth.masked_fill(~competes, -INF))
         tokens.masked_fill_(least_worthy(worth, competes, competes.sum(-1) - stay, of_equals), EMPTY)
+
+    def stay(self, layer: int, worth: Tensor) -> Tensor:
+        """Number of competing tokens that stay, int [batch, num_kv_heads or 1]. worth: -inf where none competes."""
+        share = self.shares[layer - self.method.num_exempt_layers, :, None]
+        return adaptive(worth, share) if self.method.heads == "adaptive" else share
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """All that is left of the prompt, and all that was generated."""
@@ -95,6 +98,7 @@ class PromptEvicting(Evicting):
     heads: str = "uniform"
 
     needs_prompt = True
+    choices_of_layers: ClassVar[tuple[str, ...]] = ("uniform", "pyramid")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +106,7 @@ class PromptEvicting(Evicting):
         self._require_least(0, "num_sinks", "window")
         enough = self.kept_tokens is None or self.kept_tokens > self.safe
         require(enough, "kept_tokens", self.kept_tokens, f"above num_sinks + window={self.safe}, or null")
-        self._require_one_of("layers", "uniform", "pyramid")
+        self._require_one_of("layers", *self.choices_of_layers)
         self._require_one_of("heads", "uniform", "adaptive")
 
     @property
@@ -117,12 +121,12 @@ class PromptEvicting(Evicting):
     def shares(self, prompt: int, num_layers: int) -> list[int]:
         """Number of competing tokens that stay, for each of `num_layers` selecting layers; their mean is exact."""
         mean = max(0, self.budget(prompt) - self.safe)
-        return [mean] * num_layers if self.layers == "uniform" else pyramid(mean, self._most(prompt), num_layers)
+        return pyramid(mean, self._most(prompt), num_layers) if self.layers == "pyramid" else [mean] * num_layers
 
     def _most(self, prompt: int) -> int:
         """The largest share of any layer."""
         mean, competing = (max(0, count - self.safe) for count in (self.budget(prompt), prompt))
-        return mean if self.layers == "uniform" else min(2 * mean - mean // STEEPNESS, competing)
+        return min(2 * mean - mean // STEEPNESS, competing) if self.layers == "pyramid" else mean
 
     def check(self, geometry: Geometry, lengths: Lengths) -> None:
         """ValueError where the budget of a prompt does not exceed the tokens that always stay."""
@@ -169,12 +173,18 @@ def adaptive(worth: Tensor, share: Tensor) -> Tensor:
     worth: [batch, num_kv_heads, prompt], -inf for tokens that do not compete; share: int [batch, 1], the mean over the
     KV heads, of which a `FLOOR`th is certain. Rounded along the heads, so that their sum is exact.
     """
-    num_heads, prompt = worth.shape[1:]
-    best = worth.flatten(1).argsort(dim=-1, descending=True, stable=True)
-    wins = torch.arange(best.shape[-1], device=worth.device) < num_heads * share
-    won = torch.zeros_like(wins).scatter_(-1, best, wins).view(-1, num_heads, prompt).sum(-1)
-    until = ((FLOOR - 1) * won + share).cumsum(-1) // FLOOR
+    until = ((FLOOR - 1) * won(worth, worth.shape[1] * share) + share).cumsum(-1) // FLOOR
     return until.diff(dim=-1, prepend=torch.zeros_like(share))
+
+
+def won(worth: Tensor, count: Tensor) -> Tensor:
+    """How many of the `count` best tokens over all heads each head has: int [batch, heads].
+
+    worth: [batch, heads, prompt]; count: int [batch, 1].
+    """
+    best = worth.flatten(1).argsort(dim=-1, descending=True, stable=True)
+    wins = torch.arange(best.shape[-1], device=worth.device) < count
+    return torch.zeros_like(wins).scatter_(-1, best, wins).view(worth.shape).sum(-1)
 
 
 # The methods

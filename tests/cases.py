@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.model.tiny import tiny_ids
 from harness.settings.schema import options
 from harness.setup import codec_of
 from methods.base import Method, Rest
@@ -17,6 +18,7 @@ from methods.codec import ChannelCodec, Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
+from methods.kvzip import KVzip
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
@@ -115,6 +117,9 @@ class Resting(Quest):
     state = RestingState
 
 
+ASKED = {"instruction": (5, 6, 7), "continuation": (8, 9), "suffix": (4,)}
+"""KVzip's instructions as token ids."""
+
 CASES = {
     "full": Case(Full()),
     "full+smooth": Case(Full(), Smooth()),
@@ -133,6 +138,11 @@ CASES = {
     "snapkv": Case(SnapKV(kept_frac=0.5, window=4, kernel=3)),
     "snapkv-both": Case(SnapKV(kept_tokens=11, num_sinks=1, window=2, layers="pyramid", heads="adaptive")),
     "tova": Case(TOVA(kept_frac=0.3)),
+    "kvzip": Case(KVzip(kept_frac=0.5, num_sinks=2, chunk_size=9, **ASKED)),
+    "kvzip-plus": Case(KVzip(kept_tokens=10, chunk_size=30, value_weighted=True, num_exempt_layers=0, **ASKED)),
+    "kvzip-uniform": Case(
+        KVzip(kept_frac=0.6, num_sinks=1, window=2, layers="uniform", heads="uniform", chunk_size=5, **ASKED)
+    ),
     "knorm": Case(Knorm(kept_frac=0.4)),
     "keydiff": Case(KeyDiff(kept_frac=0.4)),
     "expected": Case(ExpectedAttention(kept_frac=0.5)),
@@ -203,9 +213,9 @@ WIDE = (*{type(CASES[name].method): name for name in reversed(CASES)}.values(), 
 
 
 def shipped(name: str) -> Case:
-    """`conf/method/<name>.yaml` with its defaults."""
+    """`conf/method/<name>.yaml` with its defaults, its texts as ids of a tiny model."""
     config = load([f"method={name}"])
-    return Case(config.method, codec_of(config))
+    return Case(config.method.tokenized(tiny_ids), codec_of(config))
 
 
 SHIPPED = options("method")

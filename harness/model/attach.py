@@ -437,10 +437,11 @@ def positions_of(real: Tensor) -> Tensor:
 class PrefilledPrompt:
     """A prompt that has run, from which several methods can start.
 
-    real: bool [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads, prompt, size];
+    ids, real: [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads, prompt, size];
     hidden: final hidden states of the last column [batch, hidden_size]; model_cache: recurrent layers' states.
     """
 
+    ids: Tensor
     real: Tensor
     layers: list[tuple[Tensor, Tensor, Tensor]]
     hidden: Tensor
@@ -452,16 +453,19 @@ def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt
     attached.require_even(real)
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
+    model_cache = attached.new_cache()
+    hidden = attached.forward(ids, positions_of(real), PromptPass(attached, real, held_in(layers)), model_cache, real)
+    return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache)
+
+
+def held_in(layers: list[tuple[Tensor, Tensor, Tensor]]) -> Keep:
+    """Appends the query, key and value of each layer to `layers`, copied where they are a part of a larger tensor, a
+    fused projection, that would be kept with them."""
+
     def alone(states: Tensor) -> Tensor:
-        """Copied where it is a part of a larger tensor, a fused projection, that would be kept with it."""
         return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
 
-    def keep(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        layers.append((alone(query), alone(key), alone(value)))
-
-    model_cache = attached.new_cache()
-    hidden = attached.forward(ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real)
-    return PrefilledPrompt(real, layers, hidden[:, -1], model_cache)
+    return lambda _, query, key, value: layers.append((alone(query), alone(key), alone(value)))
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:

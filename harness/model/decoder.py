@@ -156,7 +156,8 @@ class Layer:
     of its position embeddings; None where it gets none. call: its call in the trace. device: where it computes.
     prescales: the module multiplies its queries by its own `scaling` and passes a scale of 1; while attached it
     multiplies by 1, as methods get queries before the scale. unused: submodules that the query does not depend on, and
-    the size of their output. query_modules: the submodules that it depends on.
+    the size of their output. query_modules: the submodules that it depends on. output_factor: see
+    `harness.model.rereading`; None until it is asked for.
     """
 
     module: nn.Module
@@ -175,6 +176,7 @@ class Layer:
     unused: dict[str, int] = field(default_factory=dict)
     query_modules: tuple[str, ...] = ()
     latent: Latent | None = None
+    output_factor: Tensor | None = None
 
     @property
     def elements(self) -> int:

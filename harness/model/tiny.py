@@ -33,6 +33,11 @@ def tiny_model(model_type: str, **overrides: Any) -> PreTrainedModel:
     return with_no_constants(model, bias_std=0.1)
 
 
+def tiny_ids(text: str) -> list[int]:
+    """Token ids of a text for a tiny model, which has no tokenizer: one for each byte."""
+    return [3 + byte % (VOCAB_SIZE - 3) for byte in text.encode()]
+
+
 def with_no_constants(model: PreTrainedModel, bias_std: float) -> PreTrainedModel:
     """The model, ready to run, with random numbers for what is initialised to a constant and could be forgotten: biases
     and sinks, which are often 0, and norms, which are 1."""

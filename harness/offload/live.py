@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from harness.model.attach import Attached, PrefilledPrompt, PromptPass, launching_on, positions_of, prompt_bytes
+from harness.model.attach import Attached, PrefilledPrompt, launching_on, prompt_bytes
 from harness.model.policies import Policy, new_states, policies_of
+from harness.model.rereading import held_bytes, read_again, run_prompts
 from harness.offload import memory
 from harness.offload.cache import Batch, LayerCache, Stage, slots_needed
 from harness.offload.links import Link, Links, link_of
@@ -89,20 +90,22 @@ class LiveSession:
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, real: Tensor) -> Tensor:
-        """Run the prompts densely and write their rows to the cache.
+        """Run the prompts densely, and again where the method asks for it, and write their rows to the cache.
 
         ids: int [batch, prompt]; real: bool of the same shape, False for the padding on the left, so that prompts end
         in one column. Returns logits [batch, vocab] for the first new token.
         """
-        self._open(real, prompt_bytes(self.attached, ids.numel()))
-        keep = PromptPass(self.attached, real, self._keep_prompt)
-        hidden = self.attached.forward(ids, positions_of(real), keep, self.model_cache, real)
+        needed = held_bytes if self.method.rereads else prompt_bytes
+        self._open(real, needed(self.attached, ids.numel()))
+        hidden = run_prompts(self.attached, self.method, self.states, ids, real, self._keep_prompt, self.model_cache)
         return self.attached.logits(hidden[:, -1])
 
     @torch.inference_mode()
     def start(self, prompt: PrefilledPrompt) -> Tensor:
         """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
         self._open(prompt.real, activations=0)
+        if self.method.rereads:
+            read_again(self.attached, self.method, self.states, prompt)
         for layer, states in enumerate(prompt.layers):
             self._keep_prompt(layer, *states)
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))

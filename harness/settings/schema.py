@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import (
@@ -180,6 +181,11 @@ def _join(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
+def _from_yaml(hint: Any) -> Any:
+    """The annotation of a tuple, which takes a list as well: YAML has lists only. Others as they are."""
+    return Annotated[hint, Strict(False)] if get_origin(hint) is tuple else hint
+
+
 @cache
 def _model(cls: Any) -> type[BaseModel]:
     """A pydantic model with the fields of a dataclass. A field without a default is required, others are not."""
@@ -188,8 +194,9 @@ def _model(cls: Any) -> type[BaseModel]:
         hints = get_type_hints(cls, include_extras=True)
         for field in filter(lambda field: field.init, dataclasses.fields(cls)):
             hint = hints[field.name]
-            if getattr(hint, "__origin__", None) is tuple:  # YAML has lists only
-                hint = Annotated[hint, Strict(False)]
+            if get_origin(hint) is UnionType:
+                hint = Union[tuple(map(_from_yaml, get_args(hint)))]  # noqa: UP007 - members known at run time
+            hint = _from_yaml(hint)
             required = field.default is field.default_factory  # both are MISSING
             fields[field.name] = (hint, ... if required else None)
         own = cls.__module__.startswith("harness.")

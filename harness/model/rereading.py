@@ -1,0 +1,218 @@
+"""Prompts that the model reads twice, for a method that learns from the second reading what to keep (`Method.rereads`).
+
+After the dense pass the model runs over the rows that the method lists (`Method.repetitions`). They follow the prompt:
+each sees all of it and the rows before it in its own pass, and none is kept. Sequences run one by one, so that each is
+what it is alone. Every layer's prompt is held until then, since a method may share a budget between layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.errors import UserError
+from harness.model.attach import (
+    Attached,
+    Handler,
+    Keep,
+    PrefilledPrompt,
+    PromptPass,
+    held_in,
+    positions_of,
+    prompt_bytes,
+)
+from harness.model.attention import dense_attention
+from harness.model.decoder import (
+    Call,
+    Decoder,
+    Layer,
+    ModelCache,
+    attention_function,
+    first_tensor,
+    refusal,
+    reraise_out_of_memory,
+)
+from methods.base import Method, PromptRows, Repetition, RereadRows, State
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+COARSE = 0.03
+"""The tolerance of an output projection in half precision."""
+
+
+@torch.inference_mode()
+def run_prompts(
+    attached: Attached,
+    method: Method,
+    states: Iterable[State],
+    ids: Tensor,
+    real: Tensor,
+    keep: Keep,
+    model_cache: ModelCache,
+) -> Tensor:
+    """Run left-padded prompts densely, and again where the method asks for it.
+
+    ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come or after the second
+    reading. Returns final hidden states of the dense pass [batch, prompt, hidden_size].
+    """
+    held: list[tuple[Tensor, Tensor, Tensor]] = []
+    prompt_pass = PromptPass(attached, real, held_in(held) if method.rereads else keep)
+    hidden = attached.forward(ids, positions_of(real), prompt_pass, model_cache, real)
+    if method.rereads:
+        read_again(attached, method, states, PrefilledPrompt(ids, real, held, hidden[:, -1], model_cache))
+        for layer, of_layer in enumerate(held):
+            keep(layer, *of_layer)
+    return hidden
+
+
+@torch.inference_mode()
+def read_again(attached: Attached, method: Method, states: Iterable[State], prompt: PrefilledPrompt) -> None:
+    """Run what the method asks for after a prompt, and give the states its worth of each token.
+
+    Raises UserError where the passes take more positions than the model has, or the method needs an output projection
+    that cannot be read.
+    """
+    batch, num_columns = prompt.real.shape
+    numbered = [(layer, number) for layer, number in enumerate(attached.numbers) if number is not None]
+    worth = {
+        number: torch.zeros(batch, attached.geometry.num_kv_heads, num_columns, device=attached.layers[layer].device)
+        for layer, number in numbered
+        if number >= method.num_exempt_layers
+    }
+    for at, length in enumerate(prompt.real.sum(-1).tolist()):
+        first = num_columns - length
+        alone = [tuple(part[at : at + 1, :, first:] for part in of_layer) for of_layer in prompt.layers]
+        for repetition in method.repetitions(prompt.ids[at, first:].tolist()):
+            rows = len(repetition.ids)
+            _require_positions(attached, method, length, rows)
+            handler = _RereadPass(attached, method, alone, repetition)
+            with handler.hooks():
+                attached.forward(
+                    torch.tensor([repetition.ids], device=attached.device),
+                    torch.arange(length, length + rows, device=attached.device)[None],
+                    handler,
+                    prompt.model_cache.fork(torch.tensor([at])),
+                )
+            chunk = slice(first + repetition.chunk.start, first + repetition.chunk.stop)
+            for number, found in handler.worth.items():
+                worth[number][at, :, chunk] = found
+    for state in states:
+        device = state.lengths.prompt.device
+        rows_of_prompt = PromptRows(prompt.real.to(device), num_columns)
+        state.take_worth({number: each.to(device) for number, each in worth.items()}, rows_of_prompt)
+
+
+def held_bytes(attached: Attached, num_tokens: int) -> int:
+    """Bytes of the queries, keys and values of all layers of so many tokens, and of a pass over them."""
+    row = sum(each.num_heads * each.head_dim + each.num_kv_heads * each.elements for each in attached.layers)
+    return num_tokens * row * attached.dtype.itemsize + prompt_bytes(attached, num_tokens)
+
+
+def _require_positions(attached: Attached, method: Method, prompt: int, rows: int) -> None:
+    attached.require_length(prompt + rows)
+    most = getattr(attached.decoder.stack.config, "max_position_embeddings", None)
+    if most and prompt + rows > most:
+        raise UserError(
+            f"method {method.label}: a prompt of {prompt} tokens and the {rows} in which a part of it is repeated take "
+            f"{prompt + rows} positions, and the model has {most}; lower the prompt's length or method.chunk_size"
+        )
+
+
+class _RereadPass(Handler):
+    """A pass over rows behind the prompt of one sequence.
+
+    prompt: (query, key, value) of every layer, [1, heads, prompt, size]. worth: what the method makes of each layer.
+    """
+
+    def __init__(
+        self, attached: Attached, method: Method, prompt: Sequence[Sequence[Tensor]], repetition: Repetition
+    ) -> None:
+        self.attached, self.method = attached, method
+        self.prompt, self.repetition = prompt, repetition
+        self.worth: dict[int, Tensor] = {}
+        self.input_norms: Tensor | None = None
+
+    def hooks(self) -> ExitStack:
+        """Inside the `with` block the lengths of the attention inputs are noted, if the method needs them."""
+        stack = ExitStack()
+        for layer in self.attached.layers if self.method.needs_norms else ():
+            stack.callback(layer.module.register_forward_pre_hook(self._note_input, with_kwargs=True).remove)
+        return stack
+
+    def _note_input(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.input_norms = Call(args, kwargs).hidden[0].float().norm(dim=-1)
+
+    def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        _, prompt_key, prompt_value = self.prompt[layer]
+        softmax, number = self.attached.softmaxes[layer], self.attached.numbers[layer]
+        if number is not None and number >= self.method.num_exempt_layers:
+            norms: tuple[Tensor | None, Tensor | None] = (None, None)
+            if self.method.needs_norms:
+                values = prompt_value[0, :, self.repetition.chunk].float()
+                factor = output_factor(self.attached.decoder, self.attached.layers[layer])
+                of_heads = values.repeat_interleave(len(factor) // len(values), 0)
+                norms = self.input_norms, (of_heads @ factor.mT).norm(dim=-1)
+            rows = RereadRows(query, key, prompt_key, self.repetition.chunk, *norms)
+            self.worth[number] = self.method.reread(rows, softmax)
+        keys, values = torch.cat([prompt_key, key], 2), torch.cat([prompt_value, value], 2)
+        tokens = torch.arange(keys.shape[2], device=keys.device)
+        own = tokens[-query.shape[2] :, None]
+        visible, window = tokens <= own, self.attached.layers[layer].window
+        if window is not None:
+            visible &= tokens >= window.first_visible(own)
+        return dense_attention(query, keys, values, softmax, visible[None, None])
+
+
+def output_factor(decoder: Decoder, layer: Layer) -> Tensor:
+    """Matrices R, fp32 [heads, value_dim, value_dim], with |R v| = |W_O v| for what a head's part of the layer's output
+    projection makes of a value v.
+
+    The projection is found by the module's own code: it is given unit vectors for the output of its attention. Raises
+    UserError where the module does not multiply that by a matrix alone, as one with an output gate.
+    """
+    if layer.output_factor is None:
+        matrix = _output_matrix(decoder, layer)
+        if layer.latent is not None:
+            matrix = layer.latent.to_value.float() @ matrix
+        layer.output_factor = torch.linalg.qr(matrix.mT).R
+    return layer.output_factor
+
+
+def _output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
+    """The output projection by head, fp32 [heads, value_dim, hidden_size]."""
+    heads = layer.num_heads
+    value_dim = layer.value_dim if layer.latent is None else layer.latent.to_value.shape[2]
+    size, like = heads * value_dim, layer.call.hidden
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(like.shape, generator=generator).to(like)
+    unit = torch.eye(size, dtype=like.dtype, device=like.device)
+    any_row = torch.randn(1, size, generator=generator).to(like)
+    given = torch.cat([torch.zeros_like(any_row), any_row, unit])
+    attended = given.view(-1, 1, heads, value_dim).expand(-1, like.shape[1], -1, -1)
+
+    def output(part: Tensor) -> Tensor:
+        """What the module makes of `part` [n, rows, heads, value_dim]: [n, rows, hidden_size]."""
+        call = layer.call.with_hidden(
+            inputs.expand(len(part), -1, -1), attention_mask=None, past_key_values=ModelCache(decoder.stack.config)
+        )
+        with attention_function(decoder.stack, lambda *_, **__: (part.contiguous(), None)):
+            made = first_tensor(layer.module.forward(*call.args, **call.kwargs))
+        assert made is not None
+        return made.float()
+
+    try:
+        nothing, of_any, *units = torch.cat([output(part) for part in attended.split(256)])
+    except RuntimeError as error:
+        reraise_out_of_memory(error)
+        raise refusal(decoder.family, "its output projection cannot be run alone, which KVzip+ needs") from error
+    by_row = torch.stack(units) - nothing  # [size, rows, hidden_size]
+    matrix = by_row[:, 0]
+    expected, got = any_row.float() @ matrix, of_any - nothing
+    close = TOLERANCE.get(like.dtype, COARSE) * float(expected.abs().max())
+    if not torch.allclose(got, expected.expand_as(got), atol=close):
+        why = "its attention's output passes more than a projection, such as a gate, of which KVzip+ does not know"
+        raise refusal(decoder.family, why)
+    return matrix.view(heads, value_dim, -1)
