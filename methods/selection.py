@@ -192,6 +192,12 @@ def _keep_lowest(mask: Tensor, equal: Tensor, count: Tensor) -> Tensor:
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
+def largest_of_each(values: Tensor, count: Tensor, ordered: Tensor | None = None) -> Tensor:
+    """`largest` with a count for each set: values [batch, sets, rows, slots], count int [batch, sets, rows]."""
+    per_set = None if ordered is None else ordered.flatten(0, 1).unsqueeze(1)
+    return largest(values.flatten(0, 1).unsqueeze(1), count.flatten(0, 1), per_set).view_as(values)
+
+
 # The easy base
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from methods.base import PromptRows, Row, Rows, Selection, floor_frac, require
 from methods.projected import INDEX_BITS, PartialKeysState
 from methods.quest import Quest, QuestState
-from methods.selection import Selecting, ascending, largest
+from methods.selection import Selecting, ascending, largest_of_each
 
 
 class TwilightState(QuestState, PartialKeysState):
@@ -133,5 +133,4 @@ class Twilight(Selecting):
             before = others.cumsum(-1) - others + (weights.double() * forced).sum(-1, keepdim=True)
             count = torch.minimum(count, forced.sum(-1) + (before < self.p).sum(-1))
         worth = weights.masked_fill(forced, math.inf).masked_fill_(~candidates, -math.inf)
-        # Each set has a number of its own, and so is a sequence here.
-        return largest(worth.flatten(0, 1).unsqueeze(1), count.flatten(0, 1)).view_as(candidates)
+        return largest_of_each(worth, count)

@@ -28,6 +28,7 @@ from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
+from methods.vattention import VAttention
 from tests.composed import load
 
 
@@ -172,6 +173,10 @@ CASES = {
     "twilight": Case(Twilight(p=0.7, page_size=3)),
     "twilight-union": Case(Twilight(p=0.6, candidate_frac=None, group="union", num_sinks=1, num_exempt_layers=0)),
     "twilight-cap": Case(Twilight(p=1.0, max_fetch_frac=0.3, page_size=2, when="previous_step", recent_frac=0.2)),
+    "vattention": Case(VAttention(epsilon=0.4, delta=0.2, fixed_frac=0.2, num_sinks=1)),
+    "vattention-cap": Case(VAttention(num_exempt_layers=0, covers="layer", group="best", num_sinks=0).with_size(0.4)),
+    "vattention-union": Case(VAttention(epsilon=0.5, delta=0.3, fixed_frac=0.1, group="union", num_sinks=0, seed=3)),
+    "vattention-true": Case(VAttention(epsilon=0.3, delta=0.3, fixed_frac=0.2, num_sinks=1, when="true_scores")),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),

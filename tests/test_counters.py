@@ -1,4 +1,4 @@
-"""What crosses the link, is read on the device and is kept there: seven methods by hand, in replay and live decoding.
+"""What crosses the link, is read on the device and is kept there: eight methods by hand, in replay and live decoding.
 
 The model has 4 layers, of which 2 are exempt, 2 KV heads of 16 columns, and computes in fp32. A sequence has 24 or 15
 prompt tokens and decodes 10, so T is 34 or 25; a prompt of 15 is padded by 9 columns.
@@ -21,6 +21,7 @@ from methods.h2o import H2O
 from methods.infinigen import InfiniGen
 from methods.quest import Quest
 from methods.twilight import Twilight
+from methods.vattention import VAttention
 
 HEADS = 2
 EXACT, INT4 = 2 * 16 * 4, 2 * (4 + 8)
@@ -104,6 +105,14 @@ HANDS = {
         kept=lambda final: final * INT4 / 2 + 2 * 13 * 16 * 2,
         state=34 * INT4 / 2 + 2 * 13 * 16 * 4,
         shared=35 * 8,
+    ),
+    "vattention": Hand(
+        Case(VAttention(num_sinks=1).with_size(0.3)),
+        read=lambda t, final: int(0.3 * t),
+        buffer=10,
+        index=lambda t, final: t * WIDTH / 2,
+        kept=lambda final: final * INT4 / 2,
+        state=34 * INT4 / 2,
     ),
     "infinigen": INFINIGEN,
     "infinigen+int4": INFINIGEN._replace(case=Case(InfiniGen(fixed_fetch=6), Codec("int4")), row=INT4, width=WIDTH),

@@ -23,6 +23,7 @@ from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
+from methods.vattention import VAttention, VAttentionState, random_numbers
 from tests.composed import load
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -41,7 +42,8 @@ def lengths_of(prompts: list[int], finals: list[int]) -> Lengths:
 REFUSED = {
     ">= 0": [(Full, "num_exempt_layers", -1), (Streaming, "num_sinks", -1), (Quest, "num_sinks", -1),
              (Quest, "own_query_layers", -1), (PQCache, "iterations", -1), (ShadowKV, "local_chunks", -1),
-             (KeyDiff, "window", -1), (ExpectedAttention, "epsilon", -0.1), (DuoAttention, "num_sinks", -1)],
+             (KeyDiff, "window", -1), (ExpectedAttention, "epsilon", -0.1), (DuoAttention, "num_sinks", -1),
+             (VAttention, "seed", -1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
     ">= 1": [(Quest, "page_size", 0), (PQCache, "sub_vectors", 0), (SnapKV, "window", 0), (RKV, "window", 0),
              (RKV, "divide_length", 0), (DuoAttention, "num_recent", 0), (Twilight, "page_size", 0)],
@@ -54,7 +56,11 @@ REFUSED = {
     "in (0, 1]": [(Streaming, "kept_frac", 0.0), (Oracle, "max_fetch_frac", 0.0), (Quest, "read_frac", math.nan),
                   (InfiniGen, "partial_weight_ratio", 0.0), (InfiniGen, "pool_frac", 1.5), (Loki, "rank", 0.0),
                   (ShadowKV, "rank_frac", 0.0), (SnapKV, "kept_frac", 0.0), (TOVA, "kept_frac", 1.1),
-                  (Twilight, "p", 0.0), (Twilight, "max_fetch_frac", 1.1)],
+                  (Twilight, "p", 0.0), (Twilight, "max_fetch_frac", 1.1), (VAttention, "fixed_frac", 0.0),
+                  (VAttention, "base_frac", 0.0), (VAttention, "max_fetch_frac", 2.0)],
+    "in [0, 1)": [(VAttention, "epsilon", 1.0)],
+    "in (0, 0.5]": [(VAttention, "delta", 0.0), (VAttention, "delta", 0.6)],
+    "one of own_query, true_scores": [(VAttention, "when", "previous_layer")],
     "in (0, 1] or null": [(Twilight, "candidate_frac", 0.0)],
     "above num_sinks + window=32, or null": [(SnapKV, "kept_tokens", 32)],
     "above num_sinks + window=4, or null": [(ExpectedAttention, "kept_tokens", 4)],
@@ -73,7 +79,8 @@ REFUSED = {
     "one of sum, query, union": [(InfiniGen, "columns", "key")],
     "one of columns, balanced": [(InfiniGen, "index", "pca")],
     "one of prompt, calibration, both": [(InfiniGen, "statistics", "all")],
-    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16), (Loki, "index_bits", 3), (Twilight, "index_bits", 5)],
+    "one of 8, 4, 2, 1, null": [(InfiniGen, "index_bits", 16), (Loki, "index_bits", 3), (Twilight, "index_bits", 5),
+                                  (VAttention, "index_bits", 3)],
     "one of fifo, lru, counter": [(InfiniGen, "pool_policy", "random")],
     "one of corrected, artifact": [(InfiniGen, "eviction", "none")],
     "one of qk, q, k": [(DoubleSparsity, "channels", "kq")],
@@ -236,6 +243,10 @@ SIZES = [
     (Twilight().with_size(0.7), ROW, 3 * 16 + 4),  # as many candidates
     (Twilight(candidate_frac=None).with_size(0.001), ROW, 1),
     (Twilight(p=1.0, group="union"), ROW, None),
+    (VAttention(), ROW, None),
+    (VAttention().with_size(0.25), ROW, 25),
+    (VAttention().with_size(0.001), ROW, 1),
+    (VAttention(epsilon=0.0, group="union"), ROW, None),
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.3, pool_frac=0.4), Row(90, 50, 100), 12),  # floor(.3 * 40)
     (InfiniGen(alpha=math.inf, max_fetch_frac=0.01, cap_of="final"), Row(20, 5, 40), 1),
     (ShadowKV(), Row(30, 24, 34), 0),  # no chunk to fetch
@@ -309,6 +320,38 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
         sets = [best(row[2:18]) for row in head] if group == "union" else [best(reduced(head))]
         assert set(mask.nonzero().flatten().tolist()) == set.union(*sets)
     assert selection.num_read.item() == selection.mask[0, :, 0].sum(-1).double().mean().item()
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 0.1), (0.05, 0.25)])
+def test_a_sample_is_unbiased_and_its_error_is_the_one_that_was_asked_for(epsilon, delta):
+    """The softmax's denominator, of 3,000 scores in 600 rows that each draw a sample of their own."""
+    num_rows, slots = 600, 3000
+    scores = torch.randn(1, 1, 1, num_rows, slots, generator=torch.Generator().manual_seed(0))
+    geometry = replace(GEOMETRY, num_heads=1, num_kv_heads=1)
+    positions = slots + torch.arange(num_rows)[None]
+    tokens = torch.arange(slots).expand(1, 1, -1)
+    rows = Rows(torch.empty(1, 1, num_rows, 0), positions, positions >= 0, tokens, positions[:, None], lambda: scores)
+    method = VAttention(epsilon=epsilon, delta=delta, when="true_scores")
+    found = VAttentionState(method, geometry, lengths_of([slots], [slots + num_rows])).select(0, rows)
+    estimated = (scores[:, :, 0] + found.bias[:, :, 0]).masked_fill(~found.mask, -math.inf).logsumexp(-1)
+    error = (estimated - scores[:, :, 0].logsumexp(-1)).double().expm1()
+    assert found.num_read.max() < slots / 2
+    assert abs(float(error.mean())) < epsilon / 20
+    for wrong in (error < -epsilon, error > epsilon):
+        assert 0 < float(wrong.double().mean()) < delta + 0.02
+
+
+def test_random_numbers_are_even_and_independent_of_each_other():
+    positions, tokens = torch.arange(40, 60)[None], torch.arange(2000).expand(1, 1, -1)
+    rows = Rows(None, positions, positions >= 0, tokens, positions[:, None], None)
+    parts = [random_numbers(seed, layer, rows, 3).flatten(1, 2) for seed in (0, 1) for layer in (0, 1)]
+    numbers = torch.cat(parts, 1)[0].double() / 2**24  # of each seed, layer, set and row
+    assert numbers.min() >= 0 and numbers.max() < 1
+    assert (numbers.mean(-1) - 0.5).abs().max() < 0.03
+    counts = (numbers.flatten() * 16).long().bincount(minlength=16).double() / numbers.numel()
+    assert (counts * 16 - 1).abs().max() < 0.03
+    assert (torch.corrcoef(numbers) - torch.eye(len(numbers))).abs().max() < 0.12
+    assert (numbers[:, 1:] * numbers[:, :-1]).mean() == pytest.approx(0.25, abs=0.003)
 
 
 # Columns

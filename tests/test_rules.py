@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention
 from methods.tova import TOVA
 from methods.twilight import Twilight
+from methods.vattention import VAttention
 
 BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
 """(prompt, length) of the sequences of a padded batch."""
@@ -348,6 +350,44 @@ def twilight(method: Twilight, of: Of):
     return row
 
 
+def plain_hash(number: int) -> int:
+    for _ in range(2):
+        number = ((number ^ (number >> 16)) % 2**32 * 0x45D9F3B) % 2**32
+    return number ^ (number >> 16)
+
+
+def sampled(method: VAttention, of: Of, t: int) -> tuple[set[int], list[int], int]:
+    """The fixed set, the sample of the others, and the number of the others."""
+    keys = of.key if method.when == "true_scores" else coded(of.key, method.index_bits)
+    scores = of.query[:, t] @ keys[: t + 1].T  # the own one last
+    size = min(t, max(1, math.floor(method.fixed_frac * t)))
+    forced = {*range(method.num_sinks), *range(t - math.floor(method.recent_frac * size), t)}
+    competing = np.array([token not in forced for token in range(t)])
+    probs = sum(softmax(np.where(competing, head[:t], -np.inf)) for head in scores)
+    fixed = set(best(np.where(competing, probs, np.inf), size))
+    others = [token for token in range(t) if token not in fixed]
+    of_row = plain_hash(plain_hash(plain_hash(of.head + of.layer * 2**16) + method.seed) + t)
+    others.sort(key=lambda token: plain_hash(of_row + token) >> 8)
+    number = wanted = len(others)
+    if method.epsilon:
+        base = min(number, max(2, math.floor(method.base_frac * number)))
+        z, wanted = NormalDist().inv_cdf(1 - method.delta), base
+        for head in np.exp(scores - scores.max(1, keepdims=True)):
+            found = head[others[:base]]
+            total = head[[*fixed, t]].sum() + number * found.mean()
+            wanted = max(wanted, int((z * found.std(ddof=1) * number / (method.epsilon * total)) ** 2))
+    cap = min(t, max(1, math.floor(method.max_fetch_frac * t)))
+    return fixed, others[: min(number, wanted, cap - len(fixed))], number
+
+
+def vattention(method: VAttention, of: Of):
+    def row(t: int) -> set[int]:
+        fixed, sample, _ = sampled(method, of, t)
+        return fixed | set(sample)
+
+    return row
+
+
 # Eviction after the prompt
 
 
@@ -493,7 +533,7 @@ INDEX = {"alpha": math.inf, "max_fetch_frac": 0.3, "when": "own_query"}
 PLAIN = {
     Quest: of_heads(quest), PQCache: of_heads(pqcache), ShadowKV: of_heads(shadowkv), SnapKV: once(snapkv),
     Knorm: once(knorm), KeyDiff: once(keydiff), ExpectedAttention: once(expected), TOVA: tova, RKV: of_heads(rkv),
-    DuoAttention: of_heads(duo), Twilight: of_heads(twilight),
+    DuoAttention: of_heads(duo), Twilight: of_heads(twilight), VAttention: of_heads(vattention),
 }  # fmt: skip
 """The rule of each method; others score on a few numbers per key."""
 RULES = {
@@ -539,9 +579,13 @@ RULES = {
     "twilight-union": Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union"),
     "twilight-first": Twilight(p=0.5, candidate_frac=None, num_sinks=2, recent_frac=0.2, max_fetch_frac=0.4),
     "twilight-cap": Twilight(candidate_frac=0.7, page_size=2).with_size(0.3),
+    "vattention": VAttention(epsilon=0.4, delta=0.2, num_sinks=2, fixed_frac=0.2, recent_frac=0.3),
+    "vattention-cap": VAttention(num_sinks=1, seed=7, num_exempt_layers=0).with_size(0.4),
+    "vattention-capped": VAttention(max_fetch_frac=0.5, num_sinks=0, base_frac=0.2, index_bits=None),
+    "vattention-true": VAttention(epsilon=0.3, delta=0.3, num_sinks=1, when="true_scores"),
 }
 OPT = ("quest", "pqcache", "shadowkv", "doublesparsity", "loki", "sparq", "balanced", "both", "expected", "tova", "rkv",
-       "duo", "twilight")  # fmt: skip
+       "duo", "twilight", "vattention")  # fmt: skip
 RUNS = [(name, "gqa") for name in RULES] + [(name, "opt") for name in OPT]
 CALLS = (1, 2, 9, 20)
 """The rows after which replay's calls end: inside a page or a group."""
@@ -566,6 +610,7 @@ def test_a_method_reads_what_its_plain_rule_reads(name, model, monkeypatch):
             for at, mean in zip((Row(t, prompt, length) for t in range(prompt, length)), means, strict=True):
                 assert mean <= method.max_tokens_read(at, layer) <= at.cached
                 by_data = isinstance(method, Twilight) and (method.p < 1 or method.group == "union")
+                by_data |= isinstance(method, VAttention) and method.epsilon > 0
                 wanted_size = None if by_data else pytest.approx(mean)
                 assert of_layers or method.tokens_read(at, layer) == wanted_size
 
@@ -603,6 +648,32 @@ def test_shadowkv_attends_to_rebuilt_keys_and_to_exact_ones_that_stay(model):
             read = [token for token in range(t + 1) if token in fetched or token // method.page_size not in chunks]
             keys = np.array([low[kv, token] if token in fetched else key[kv, token] for token in read])
             assert np.abs(output[head, t] - softmax(keys @ own[t]) @ value[kv, read]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["vattention", "vattention-true"])
+def test_a_sampled_token_counts_as_many_times_as_it_was_unlikely_to_be_drawn(name):
+    method, seen = RULES[name], []
+
+    def note(layer, query, key, value, output):
+        if layer == 3:
+            seen.append((query[0], key[0], value[0], output[0].transpose(0, 1)))
+
+    with attach(tiny("gqa")) as attached, watched(note, REPLAYING):
+        run(attached, Case(method), [token_ids(LENGTH)], [PROMPT])
+        geometry = attached.geometry
+    query, key, value, output = (torch.cat(parts, 1).double().numpy() for parts in zip(*seen, strict=True))
+    query, sizes = query * geometry.scale, set()
+    for head, own in enumerate(query):
+        kv = head // geometry.group
+        of = Of(geometry, 3, kv, PROMPT, query[kv * geometry.group : (kv + 1) * geometry.group], key[kv])
+        for t in range(PROMPT, LENGTH):
+            fixed, sample, number = sampled(method, of, t)
+            read = [*fixed, t, *sample]
+            times = [1] * (len(fixed) + 1) + [number / max(1, len(sample))] * len(sample)
+            weights = np.exp(key[kv, read] @ own[t]) * times
+            assert np.abs(output[head, t] - weights @ value[kv, read] / weights.sum()).max() < 1e-4
+            sizes.add(times[-1])
+    assert max(sizes) > 2
 
 
 @pytest.mark.parametrize("fixture", ["tiny_llama", "tiny_gqa"])

@@ -28,6 +28,7 @@ from methods.rkv import RKV
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
+from methods.vattention import VAttention
 
 decode_rows = st.builds(
     lambda contexts: [
@@ -165,6 +166,7 @@ CACHED = range(PROMPT, PROMPT + STEPS)
         (SparQ(mean_value=False), 4 / 32),
         # two codes of 6 bits for each token, and 64 centroids of 16 elements of 16 bits
         (PQCache(num_sinks=0), mean((t * 12 + 64 * 16 * 16) / (32 * 16) / t for t in CACHED)),
+        (VAttention(num_sinks=0), 16 * (4 + 32 / 16) / 16 / 32),
         # every key in 4 bits; or two vectors a full page, and in 4 bits the keys of Quest's pages
         (Twilight(candidate_frac=None), 16 * (4 + 32 / 16) / 16 / 32),
         (Twilight(page_size=5), mean((t // 5 + ((max(3, t // 2 // 5) - 1) * 5 + t % 5) * 6 / 32) / t for t in CACHED)),

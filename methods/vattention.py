@@ -1,0 +1,174 @@
+"""vAttention (Desai et al., ICLR 2026): read the best tokens, and a weighted sample of the others.
+
+Sinks, recent tokens and the best by an index are the fixed set. Of the other n tokens b are drawn uniformly, and each
+counts n / b times: log(n / b) is added to its score. A small base sample gives sigma, the standard deviation of
+exp(score) among the others, and D, the denominator of the softmax. With b = (z sigma n / (epsilon D))^2 and
+z = Phi^-1(1 - delta), the central limit theorem says that D is too small by more than epsilon D in a share delta of all
+cases, and too large in as many.
+
+Official code: github.com/xAlg-ai/sparse-attention-hub (now skylight-org), `maskers/sampling/implementations/
+adaptive_sampling.py` under `sparse_attention_hub/sparse_attention/research_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from methods.base import PromptRows, Row, Rows, Selection, When, floor_frac, require
+from methods.projected import INDEX_BITS, PartialKeysState
+from methods.selection import Selecting, ascending, largest, largest_of_each
+
+MIN_SAMPLE = 2
+"""Tokens in a base sample: fewer have no standard deviation."""
+
+
+class VAttentionState(PartialKeysState):
+    """Every key in few bits; nothing where the true scores choose."""
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        if self.method.has_index:
+            super().prompt(layer, query, key, value, rows)
+
+    def append(self, layer: int, key: Tensor, value: Tensor, positions: Tensor, slots: slice) -> None:
+        if self.method.has_index:
+            super().append(layer, key, value, positions, slots)
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        return key
+
+    def partial_query(self, layer: int, query: Tensor) -> Tensor:
+        return query.float() * self.geometry.scale
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        method, visible = self.method, rows.visible()
+        if method.has_index:
+            scores = self.geometry.softmax(layer).capped(self.scores(layer, rows))
+            seen = visible.scatter(-1, rows.own_slots.unsqueeze(-1).long(), True)  # the own key is in the index by now
+            scores.masked_fill_(~seen.unsqueeze(2), -math.inf)
+        else:
+            scores = rows.true_scores().clone()
+        scores = method.by_set(scores)
+        powers = (scores - scores.amax(-1, keepdim=True)).exp_()
+
+        # The fixed set
+        cap = method.share(method.max_fetch_frac, rows.positions)
+        count = torch.minimum(cap, method.share(method.fixed_frac, rows.positions))
+        scores.masked_fill_(~visible.unsqueeze(2), -math.inf)
+        forced = method.forced(rows.slot_positions, rows.slot_positions, rows.positions, count)
+        fixed, _ = method.joined(largest(method.reduced(scores, forced), count), count, self.geometry)
+
+        # The sample: those with the smallest random numbers
+        others = visible & ~fixed
+        number = others.sum(-1)
+        drawn = -random_numbers(method.seed, layer, rows, fixed.shape[1]).masked_fill_(~others, math.inf)
+        ordered = ascending(drawn)
+        base = torch.minimum(floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number)
+        size = method.sample_size(powers, ~others, largest_of_each(drawn, base, ordered), number, base)
+        size = torch.minimum(size, (cap[:, None] - fixed.sum(-1)).clamp(min=0))
+        sample = largest_of_each(drawn, size, ordered)
+        weight = (number / size.clamp(min=1)).float().log().unsqueeze(-1)
+        bias = torch.where(sample, weight, 0.0).unsqueeze(2)
+        mask = fixed | sample
+        side = self.index_read(layer, rows.positions) if method.has_index else None
+        return Selection(mask, mask.sum(-1).double().mean(1), side, bias)
+
+
+@dataclass(frozen=True)
+class VAttention(Selecting):
+    """Reads a fixed set of `fixed_frac` of the cached tokens, and a sample, at most `max_fetch_frac` in all.
+
+    The fixed set holds the sinks, `recent_frac` of it are the most recent tokens, and the rest the best by the index.
+    base_frac: share of the other tokens in the base sample; no sample is smaller. epsilon, delta: relative error of the
+    softmax's denominator, and how often it may be larger to either side; epsilon=0 always takes the cap.
+    index_bits: of each number of a key in the index. seed: of the samples.
+    when: `own_query` by the index, or `true_scores`, the official code's oracle.
+    """
+
+    fixed_frac: float = 0.1
+    base_frac: float = 0.05
+    epsilon: float = 0.05
+    delta: float = 0.05
+    max_fetch_frac: float = 1.0
+    index_bits: int | None = 4
+    seed: int = 0
+
+    group: str = "sum_probs"
+    num_sinks: int = 4
+    recent_frac: float = 0.04
+    own_query_layers: ClassVar[int] = 0  # type: ignore[misc]
+    choices_of_when: ClassVar[tuple[When, ...]] = ("own_query", "true_scores")
+
+    title = "vAttention"
+    state = VAttentionState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_fraction("fixed_frac", "base_frac", "max_fetch_frac")
+        require(0 <= self.epsilon < 1, "epsilon", self.epsilon, "in [0, 1)")
+        require(0 < self.delta <= 0.5, "delta", self.delta, "in (0, 0.5]")
+        self._require_one_of("index_bits", *INDEX_BITS)
+        self._require_least(0, "seed")
+
+    @property
+    def has_index(self) -> bool:
+        """False where the true scores choose."""
+        return self.when != "true_scores"
+
+    def tokens_read(self, row: Row, layer: int) -> float | None:
+        return self.max_tokens_read(row, layer) if self.epsilon == 0 and self.group != "union" else None
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        return row.cached if self.group == "union" else min(row.cached, max(1, int(self.max_fetch_frac * row.cached)))
+
+    def with_size(self, frac: float) -> Self:
+        """Sized by the cap alone: epsilon becomes 0. Half is the fixed set, as in the official code at 10 %."""
+        return replace(self, epsilon=0.0, max_fetch_frac=frac, fixed_frac=frac / 2)
+
+    def artifact_budget(self) -> float:
+        return self.max_fetch_frac
+
+    def share(self, frac: float, cached: Tensor) -> Tensor:
+        """floor(frac * cached), at least one token where there is any."""
+        return torch.minimum(floor_frac(frac, cached).clamp(min=1), cached)
+
+    def sample_size(self, powers: Tensor, known: Tensor, base: Tensor, number: Tensor, count: Tensor) -> Tensor:
+        """b, the tokens to be drawn of each set, int [batch, sets, rows]: the largest that a head of the set asks for.
+
+        powers: exp(score - the head's best score), fp32 [batch, sets, group, rows, slots]; known: bool [batch, sets,
+        rows, slots], slots that are not drawn from; base: the base sample, alike; number, count: int [batch, sets,
+        rows], tokens to draw from, and those in the base sample.
+        """
+        if self.epsilon == 0:
+            return number
+        base, number, count = base.unsqueeze(2), number.unsqueeze(2), count.unsqueeze(2)
+        mean = (powers * base).sum(-1) / count.clamp(min=1)
+        variance = ((powers - mean.unsqueeze(-1)).square_() * base).sum(-1) / (count - 1).clamp(min=1)
+        total = (powers * known.unsqueeze(2)).sum(-1).double() + number * mean
+        z = NormalDist().inv_cdf(1 - self.delta)
+        wanted = variance * (z * number / (self.epsilon * total)).square()
+        return torch.minimum(torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2))
+
+
+def random_numbers(seed: int, layer: int, rows: Rows, sets: int) -> Tensor:
+    """A number from 0 to 2^24 - 1 for each row and token, fp32 [batch, sets, rows, slots].
+
+    They depend on the seed, layer, set, row and token alone, and so are the same in replay and live decoding, in any
+    batch and block of rows.
+    """
+    heads = torch.arange(sets, device=rows.positions.device)
+    of_set = mixed(mixed(heads + layer * 2**16) + seed)
+    of_row = mixed(of_set[:, None] + rows.positions[:, None])
+    return (mixed(of_row.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """A hash of 32 bits of each number >= 0, int64. No product exceeds 64 bits."""
+    for _ in range(2):
+        numbers = (numbers ^ (numbers >> 16)) % 2**32 * 0x45D9F3B % 2**32
+    return numbers ^ (numbers >> 16)
