@@ -28,6 +28,12 @@ def _refuse_codec_and_size(config: RunConfig, where: str) -> None:
             raise UserError(f"{name}={value}: plays no part in {where}; leave it out")
 
 
+def _check_one_answer(config: RunConfig) -> None:
+    config.sampling.rule()
+    if config.sampling.repeats > 1:
+        raise UserError(f"repeats={config.sampling.repeats}: kind={config.kind} writes one text a prompt; leave it out")
+
+
 class Perplexity(Experiment):
     """`kind=perplexity`: windows of a text, and fidelity to the full cache (Figs 12, 19, Table 2)."""
 
@@ -56,7 +62,9 @@ class Perplexity(Experiment):
 class Tasks(Experiment):
     """`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
 
-    depends_on = ("tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "seed", "data", "calibration")
+    depends_on = (
+        "tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "sampling", "seed", "data", "calibration",
+    )  # fmt: skip
     code = ("accuracy",)
     memory_settings = ("num_fewshot",)
 
@@ -79,9 +87,9 @@ class Tasks(Experiment):
 
 
 class LongDecode(Experiment):
-    """`kind=long_decode`: greedy texts under a method and under the full cache, and how they part."""
+    """`kind=long_decode`: texts under a method and under the full cache, and how they part."""
 
-    depends_on = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows")
+    depends_on = ("corpus", "data", "calibration", "prefill_len", "max_new_tokens", "num_windows", "sampling", "seed")
     code = ("accuracy",)
     memory_settings = ("max_new_tokens", "prefill_len")
 
@@ -90,6 +98,7 @@ class LongDecode(Experiment):
         for name, lowest in (("prefill_len", 1), ("max_new_tokens", 2)):
             if (value := getattr(config, name)) < lowest:
                 raise UserError(f"{name}={value}: must be at least {lowest} in kind=long_decode")
+        _check_one_answer(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         return _texts(config)
@@ -130,7 +139,7 @@ class Latency(Experiment):
 class Generate(Experiment):
     """`kind=generate`: text, printed token by token, and what its cache moved."""
 
-    depends_on = ("prompt", "max_new_tokens", "platform", "placement", "reuse", "calibration")
+    depends_on = ("prompt", "max_new_tokens", "sampling", "seed", "platform", "placement", "reuse", "calibration")
     code = ("speed",)
     live = True
     keeps_record = False
@@ -140,6 +149,7 @@ class Generate(Experiment):
         check_live(config.method, config.placement, config.reuse, config.platform)
         if not config.prompt:
             raise UserError("prompt=null: experiment=generate needs a text to go on from")
+        _check_one_answer(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:
         from harness.speed.generate import run_generate

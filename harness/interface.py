@@ -109,9 +109,10 @@ class Model:
     def generate(
         self, prompt: str, method: str = "infinigen", size: float | str | None = None, **settings: Any
     ) -> Generated:
-        """Continue a prompt greedily with a method's live cache.
+        """Continue a prompt with a method's live cache, greedily unless a temperature is set.
 
-        method: a name of `conf/method` or a file. settings: such as max_new_tokens=64, placement="device", reuse=True.
+        method: a name of `conf/method` or a file. settings: such as max_new_tokens=64, placement="device", reuse=True,
+            temperature=0.7, top_p=0.9, seed=1.
 
         Returns:
             Text, tokens/s and bytes over the link, which `print` shows.
@@ -143,7 +144,8 @@ class Model:
     ) -> pd.DataFrame:
         """lm-eval's tasks under each method.
 
-        tasks: names of tasks and groups. settings: such as data="hub", num_samples=50, num_fewshot=5.
+        tasks: names of tasks and groups. settings: such as data="hub", num_samples=50, num_fewshot=5, temperature=0.6,
+            repeats=4.
         Returns a frame with a line for each method; see `frame`.
         """
         return self._measured(methods, size, {"experiment": "tasks", "tasks": list(tasks)}, settings)
@@ -176,7 +178,7 @@ def frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         for row in whole:
             name = f"{row['task']} {row['metric']}" if several else row["metric"]
             line[name] = row["value"]
-            for column in ("stderr", "difference", "difference_stderr"):
+            for column in ("stderr", "repeats_stderr", "difference", "difference_stderr"):
                 if row.get(column) is not None:
                     line[f"{name} {column}"] = row[column]
         lines.append(line)

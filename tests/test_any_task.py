@@ -3,7 +3,10 @@
 
 import json
 import socket
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,14 @@ from lm_eval.models.huggingface import HFLM
 from test_tasks import loaded, refuse, settings, write_rows  # noqa: F401, a fixture
 from tokens import byte_tokenizer
 
-from harness.accuracy.evaluation import run_tasks
+from harness.accuracy.evaluation import Repeat, _joined, pass_at, run_tasks
 from harness.data import tasks as lm_tasks
 from harness.data.tasks import load_suite, plan
 from harness.errors import UserError
 from harness.model.load import LoadedModel
 from harness.records import inputs
-from harness.settings.config import DataConfig, RunConfig
+from harness.records.samples import clustered_stderr
+from harness.settings.config import DataConfig, RunConfig, SamplingConfig
 from methods.h2o import H2O
 from tests.composed import load
 
@@ -315,13 +319,111 @@ def test_how_many_questions_were_truncated(folder, root, loaded):
     assert run_tasks(config, replace(loaded, max_length=16)).metrics["toy_sums"]["num_truncated"] == 3
 
 
+# Sampled answers
+
+
+def repeat_of(**scores: Sequence[float]) -> Repeat:
+    """A repeat in which the questions have these scores; two questions share a context."""
+    logged = [{"doc_id": number, "doc": {"context_id": number // 2}} for number in range(4)]
+    means = {f"{name},none": sum(values) / 4 for name, values in scores.items()}
+    return Repeat(logged, means | dict.fromkeys([f"{name}_stderr,none" for name in scores]), {
+        f"{name},none": dict(enumerate(values)) for name, values in scores.items()
+    })  # fmt: skip
+
+
+def test_metrics_over_repeats_by_hand():
+    runs = [
+        repeat_of(right=[1, 0, 0, 1], share=[0.5, 0, 0, 0]),
+        repeat_of(right=[1, 0, 1, 0], share=[0.5, 0, 0, 1]),
+        repeat_of(right=[1, 0, 0, 0], share=[0.5, 0, 0, 1]),
+    ]
+    metrics, by_question = _joined(runs)
+    assert metrics["right,none"] == pytest.approx(5 / 12)
+    assert metrics["right_repeats_stderr,none"] == pytest.approx(statistics.stdev([0.5, 0.5, 0.25]) / 3**0.5)
+    means = [1, 0, 1 / 3, 1 / 3]
+    assert list(by_question["right,none"].values()) == pytest.approx(means)
+    assert metrics["right_stderr,none"] == pytest.approx(clustered_stderr(means, [0, 0, 1, 1]))
+    # Pairs of three answers with a right one: all where all are right, 2 of 3 where one is.
+    assert metrics["right_pass@2,none"] == pytest.approx((1 + 0 + 2 / 3 + 2 / 3) / 4)
+    assert metrics["right_pass@3,none"] == pytest.approx((1 + 0 + 1 + 1) / 4)
+    assert metrics["right_pass@3_stderr,none"] == pytest.approx(clustered_stderr([1, 0, 1, 1], [0, 0, 1, 1]))
+    assert [name for name in metrics if "pass@" in name and name.startswith("share")] == []
+    assert metrics["share,none"] == pytest.approx((0.125 + 0.375 + 0.375) / 3)
+    assert _joined(runs[:1]) == (runs[0].metrics, runs[0].by_question)
+    runs[1].metrics["right,none"] = None
+    assert _joined(runs)[0]["right,none"] is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(count):
+    for right in range(count + 1):
+        answers = [1] * right + [0] * (count - right)
+        for k in range(1, count + 1):
+            expected = statistics.mean(max(chosen) for chosen in combinations(answers, k))
+            assert pass_at(k, count, right) == pytest.approx(expected)
+
+
+def test_answers_of_several_repeats(folder, root, loaded):
+    """Each repeat has random numbers of its own, and the metrics are means over repeats."""
+    sampling = SamplingConfig(temperature=1.0, repeats=3)
+    config = settings("toy_sums", folder=folder, root=root, method=H2O(), sampling=sampling, prefill="dense")
+    outcome = run_tasks(config, loaded)
+    metrics, samples = outcome.metrics["toy_sums"], outcome.samples["toy_sums"]
+    texts = [[repeat["text"] for repeat in sample["repeats"]] for sample in samples]
+    assert [len(set(each)) for each in texts] == [3] * 3 and len({text for each in texts for text in each}) > 6
+    assert [sample["text"] for sample in samples] == [each[0] for each in texts]
+    for name in ("exact_match", "generated_tokens", "at_limit"):
+        values = [[repeat[name] for repeat in sample["repeats"]] for sample in samples]
+        assert metrics[name] == pytest.approx(statistics.mean(map(statistics.mean, values)))
+        assert [sample[name] for sample in samples] == pytest.approx([*map(statistics.mean, values)])
+    assert 0 < metrics["generated_tokens"] <= 6 and metrics["num_samples"] == 3
+    alone = run_tasks(replace(config, sampling=replace(sampling, repeats=1)), loaded).samples["toy_sums"]
+    assert [sample["text"] for sample in alone] == [each[0] for each in texts], "the first repeat is a run of one"
+    again = run_tasks(config, loaded)
+    assert again.samples == outcome.samples and again.metrics == outcome.metrics
+    other = run_tasks(replace(config, seed=1), loaded).samples["toy_sums"]
+    assert [sample["text"] for sample in other] != [sample["text"] for sample in samples]
+
+
+def test_the_length_of_greedy_answers_stands_beside_their_score(folder, root, loaded):
+    metrics = run_tasks(settings("toy_sums", folder=folder, root=root), loaded).metrics["toy_sums"]
+    assert {"exact_match", "generated_tokens", "generated_tokens_stderr", "at_limit", "at_limit_stderr"} <= set(metrics)
+    assert not [name for name in metrics if "repeats" in name or "pass@" in name]
+
+
+def test_a_task_that_samples_by_its_own_yaml(folder, root, loaded):
+    """Its settings hold where the project's are not given; several answers to a question go through its own filters."""
+    kwargs = SUMS["generation_kwargs"] | {"do_sample": True, "temperature": 1.0}
+    last = {"name": "last-of-3", "filter": [{"function": "take_first_k", "k": 3}, {"function": "majority_vote"},
+                                            {"function": "take_first"}]}  # fmt: skip
+    own = SUMS | {"task": "toy_sampled", "generation_kwargs": kwargs, "repeats": 3, "filter_list": [last]}
+    write_yaml(folder, own, SUMS | {"task": "toy_warm", "generation_kwargs": kwargs})
+    about = {"folder": folder, "root": root, "prefill": "dense"}
+    (root / "toy_sums").rename(root / "sums")
+    samples = run_tasks(settings("toy_sampled", **about), loaded).samples["toy_sampled"]
+    assert [len({sample["text"], *sample["more_texts"]}) for sample in samples] == [3] * 3
+    warm = run_tasks(settings("toy_warm", **about), loaded).samples["toy_warm"]
+    assert [sample["text"] for sample in warm] == [sample["text"] for sample in samples], "the same random numbers"
+    cold = run_tasks(settings("toy_warm", **about, sampling=SamplingConfig(temperature=0.0)), loaded)
+    greedy = run_tasks(settings("toy_sums", **about), loaded)
+    assert cold.metrics["toy_warm"] == greedy.metrics["toy_sums"], "temperature=0 comes before the task's"
+    with pytest.raises(UserError, match="^repeats=2: task toy_sampled joins 3 answers to a question by its own rule"):
+        run_tasks(settings("toy_sampled", **about, sampling=SamplingConfig(1.0, repeats=2)), loaded)
+
+
+@pytest.mark.parametrize("name", ["temperature=0.5", "repeats=2", "top_k=4"])
+def test_settings_of_sampling_where_nothing_is_generated(name, loaded):
+    setting, _, value = name.partition("=")
+    sampling = SamplingConfig(**{setting: float(value) if "." in value else int(value)})
+    with pytest.raises(UserError, match=f"^{name}: no answer of kv_recall is generated; leave it out"):
+        run_tasks(settings("kv_recall", sampling=sampling), loaded)
+
+
 # Refusals
 
-SAMPLED = {"until": ["\n"], "do_sample": True, "temperature": 0.7}
 CANNOT_RUN = {
     "executes the code that a model writes": {"unsafe_code": True},
     "needs images or sound": {"doc_to_image": "picture"},
-    "samples its answers": {"output_type": "generate_until", "generation_kwargs": SAMPLED},
     "needs the Python package nowhere_to_be_found, which is not installed": "import nowhere_to_be_found",
     "its YAML cannot be read": "raise ValueError('of two\\nlines')",
 }

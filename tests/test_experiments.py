@@ -21,7 +21,7 @@ from harness.settings.compose import compose
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from harness.settings.schema import CONF_DIR
-from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, OF_SOME_MODELS, PUBLISHED_CSV, names
+from harness.tables.columns import ACCURACY, ANALYSIS, LATENCY, OPTIONAL, PUBLISHED_CSV, names
 from methods.base import Row
 from plots.data import Tables
 from plots.drawing import DRAWINGS
@@ -63,7 +63,7 @@ def test_every_experiment_makes_its_table_and_figure(name, texts, capsys):
     table = FILES[name].experiment  # the figures of speed share one
     with Path(f"results/tables/{table}.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
-    always = names([column for column in columns if column not in OF_SOME_MODELS])
+    always = names([column for column in columns if column.name not in OPTIONAL])
     assert rows and tuple(rows[0]) == always
     assert {(row["experiment"], row["source"]) for row in rows} == {(table, SOURCES.get(name, "measured"))}
     assert all(math.isfinite(float(row[value])) for row in rows)

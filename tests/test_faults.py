@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import CASES
-from living import PROMPT, PROMPTS, attached_with_link, force, live, open_live, tiny, token_batch
+from living import PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, tiny, token_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from harness.decoding import Draft
 from harness.model.attach import attach
 from harness.offload.links import EmulatedLink
 from harness.offload.live import generate
@@ -80,7 +81,7 @@ def test_closing_in_the_middle_leaves_the_link_usable(name):
         session = open_live(attached, CASES[name], placement="host", link=link)
         ids, real = token_batch(EVEN)
         logits = session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        steps = generate(session, logits)
+        steps = generate(session, logits, [Draft(STEPS) for _ in ids])
         for _ in range(3):
             next(steps)
         session.close()  # the next step's first layer is under way

@@ -5,6 +5,7 @@ import torch
 from cases import CASES, Case
 from living import PROMPT, PROMPTS, STEPS, attached_with_link, force, live, open_live, token_batch
 
+from harness.decoding import Draft
 from harness.errors import UserError
 from harness.model.attach import run_prompt
 from harness.offload import links as emulated
@@ -113,14 +114,17 @@ def test_sessions_do_not_know_each_other(name):
         assert torch.equal(torch.stack(logits, 1), alone.logits) and first.reads.size == alone.size
 
 
-def test_generate_feeds_the_forced_tokens_and_stops_at_max_new_tokens():
+def test_generate_feeds_each_token_and_stops_at_max_new_tokens():
     ids, real = token_batch(EVEN)
     with attached_with_link() as (attached, _):
-        expected = live(attached, CASES["h2o"], EVEN).logits[:, :STEPS]
-        session = open_live(attached, CASES["h2o"])
-        logits = session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
-        got = torch.stack(list(generate(session, logits, ids[:, PROMPT:])), 1)
-    assert torch.equal(got, expected)
+        session, plain = open_live(attached, CASES["h2o"]), open_live(attached, CASES["h2o"])
+        texts = [Draft(STEPS) for _ in ids]
+        steps = generate(session, session.prefill(ids[:, :PROMPT], real[:, :PROMPT]), texts)
+        expected = [plain.prefill(ids[:, :PROMPT], real[:, :PROMPT]).argmax(-1)]
+        for step, _ in enumerate(steps):
+            assert torch.equal(torch.tensor([text.tokens[-1] for text in texts]), expected[-1]), step
+            expected.append(plain.decode_step(expected[-1]).argmax(-1))
+    assert [len(text.tokens) for text in texts] == [STEPS] * len(texts)
     assert session.steps == STEPS - 1
 
 

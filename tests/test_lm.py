@@ -12,13 +12,16 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokens import byte_tokenizer
 
-from harness.accuracy.answers import Request, Score, generate, score
+from harness.accuracy.answers import Request, Score, Written, generate, score
 from harness.accuracy.evaluation import ReplayEngine, decode_rows
 from harness.accuracy.lm import Prefill, ReplayLM
+from harness.decoding import Draft
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
+from harness.offload.live import generate as live_texts
 from harness.replay import ReplaySession
+from harness.settings.config import GREEDY, Sampling, SamplingConfig
 from harness.sizes import SHARES, ReadStats
 from tests.composed import load
 
@@ -69,14 +72,20 @@ def scored(requests: list[Request], name: str = "full", family: str = "gqa") -> 
         return score(requests, attached, setup_of(attached, CASES[name]), lambda count: None)
 
 
-def written(requests: list[Request], name: str = "full") -> tuple[list[list[int]], ReadStats]:
+def generated(requests: list[Request], name: str = "full") -> tuple[list[Written], ReadStats]:
     with attach(tiny("gqa")) as attached:
         return generate(requests, attached, setup_of(attached, CASES[name]), lambda count: None, tokenizer=TOKENIZER)
 
 
+def written(requests: list[Request], name: str = "full") -> tuple[list[list[int]], ReadStats]:
+    """The tokens of the answers alone."""
+    answers, reads = generated(requests, name)
+    return [answer.tokens for answer in answers], reads
+
+
 def language_model(prefill=DENSE, *, family="gqa", max_length=MAX_LENGTH, tokenizer=TOKENIZER, **options) -> ReplayLM:
     """Scores and texts of the full cache, where `options` have no others."""
-    workers = {"scorer": lambda asked: scored(asked, family=family)[0], "generator": lambda asked: written(asked)[0]}
+    workers = {"scorer": lambda asked: scored(asked, family=family)[0], "generator": lambda asked: generated(asked)[0]}
     loaded = LoadedModel(tiny(family), tokenizer, "tiny", max_length, "f" * 64)
     lm = ReplayLM(loaded, prefill, **(workers | options))
     lm.cache_hook.dbdict = {}
@@ -89,7 +98,10 @@ def hflm(family: str = "gqa", max_length: int = MAX_LENGTH, batch_size: int = 2)
 
 def planned(asked: list[Instance], prefill=DENSE, **options) -> list[Request]:
     """What is asked of the model, which does not answer."""
-    workers = {"scorer": lambda each: [Score(0.0, False)] * len(each), "generator": lambda each: [[5]] * len(each)}
+    workers = {
+        "scorer": lambda each: [Score(0.0, False)] * len(each),
+        "generator": lambda each: [Written([5], False)] * len(each),
+    }
     lm = language_model(prefill, **(workers | options))
     getattr(lm, asked[0].request_type)(asked)
     return lm.requests
@@ -196,8 +208,9 @@ CUT = {"too_long": "truncate"}
             {"prefill": QUESTION},
             "task task: scores whole texts, in which prefill=question finds no question",
         ),
-        (texts("a", do_sample=True, temperature=0.7), {}, "task task: samples its answers .temperature=0.7."),
-        (texts("a", temperature=0.2), {}, "task task: samples its answers"),
+        (texts("a", do_sample=True, min_p=0.1), {}, "task task: generation_kwargs min_p=0.1 is not offered"),
+        (texts("a"), {"sampling": SamplingConfig(top_k=3)}, "task task: top_k=3: the most likely token is taken; set"),
+        (texts("a", temperature=0.0), {"sampling": SamplingConfig(repeats=2)}, "task task: repeats=2: the most likely"),
         (texts("a", num_beams=10), {}, "task task: generation_kwargs num_beams=10 is not offered"),
         (texts("a", max_gen_toks=1), {}, "task task, question 0: max_gen_toks=1 leaves no decode row"),
         (texts("a" * 52, max_gen_toks=500), {}, "question 0: context and answer have 552 tokens, the model takes 512"),
@@ -470,6 +483,108 @@ def test_what_ends_an_answer(monkeypatch):
     assert answer(request) == free[: first + 1]
 
 
+# Sampled texts
+
+WARM = Sampling(0.9, top_p=0.95, top_k=50)
+
+
+def sampled(contexts, repeats: int = 1, seed: int = 3, **changes) -> list[Request]:
+    asked = to_write(contexts, **changes)
+    return [each._replace(sampling=WARM, seed=seed, repeat=repeat) for repeat in range(repeats) for each in asked]
+
+
+@pytest.mark.parametrize("prefill_len", [None, -9], ids=["dense", "question"])
+@pytest.mark.parametrize("name", ["full", "h2o", "infinigen", "kivi"])
+def test_a_sampled_text_is_the_same_alone_and_in_a_padded_batch(name, prefill_len):
+    requests = sampled(CONTEXTS, repeats=3, prefill_len=prefill_len)
+    together, reads = written(requests, name)
+    assert together == [written([request], name)[0][0] for request in requests]
+    assert together == written(requests[::-1], name)[0][::-1]
+    assert len({tuple(answer) for answer in together}) == len(requests), "no two questions or repeats are equal"
+    assert reads.rows == sum(request.num_rows for request in requests)
+
+
+def test_a_sampled_text_is_that_of_live_decoding():
+    """By the definition: the prediction of each live step, and the next random number of the key."""
+    for request in sampled(CONTEXTS, repeats=2):
+        draft = Draft(request.max_new_tokens, WARM, f"3/{request.document[1]}/{request.repeat}")
+        with attach(tiny("gqa")) as attached:
+            session = open_live(attached, CASES["h2o"], request.max_new_tokens)
+            ids = torch.tensor([request.prompt])
+            for _ in live_texts(session, session.prefill(ids, torch.ones_like(ids, dtype=torch.bool)), [draft]):
+                pass
+        assert written([request], "h2o")[0] == [draft.tokens]
+
+
+def test_what_decides_a_sampled_text():
+    (request,) = sampled(CONTEXTS[:1])
+    base = answer(request)
+    assert base == answer(request) == answer(request, document=("another task", 0))
+    changed = [{"seed": 4}, {"repeat": 1}, {"document": ("task", 1)}, {"sampling": GREEDY}]
+    assert all(answer(request, **change) != base for change in changed)
+    greedy = answer(request, sampling=GREEDY)
+    assert greedy == answer(request, sampling=Sampling(1e-300)) == answer(request, sampling=Sampling(1.0, top_k=1))
+    assert greedy == answer(request, sampling=Sampling(5.0, top_p=1e-9))
+
+
+def test_equal_prompts_of_several_repeats_are_run_once(monkeypatch):
+    calls = work_of(monkeypatch)
+    requests = sampled([CONTEXTS[0]], repeats=4, prefill_len=30)
+    written(requests)
+    assert calls[0] == ("prefill", 30, 30) and [name for name, *_ in calls].count("prefill") == 1
+
+
+def test_whether_the_limit_ended_an_answer(monkeypatch):
+    (request,) = to_write([CONTEXTS[0]])
+    (whole,), _ = generated([request])
+    assert whole.at_limit and len(whole.tokens) == NEW
+    stop = TOKENIZER.decode(whole.tokens[5:6])
+    (stopped,), _ = generated([request._replace(stops=(stop,))])
+    assert not stopped.at_limit and len(stopped.tokens) < NEW
+    (last,), _ = generated([request._replace(stops=(stop,), max_new_tokens=len(stopped.tokens))])
+    assert last == stopped, "the last token that it may have ends it itself"
+
+
+@pytest.mark.parametrize(
+    ("of_task", "given", "expected"),
+    [
+        ({}, {}, GREEDY),
+        ({"do_sample": False, "temperature": 0.7}, {}, GREEDY),
+        ({"temperature": 0.2}, {}, Sampling(0.2)),
+        ({"do_sample": True}, {}, Sampling(1.0)),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}, Sampling(0.7, 0.8, 20)),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}, GREEDY),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.8},
+            {"temperature": 0.3, "top_k": 5},
+            Sampling(0.3, 0.8, 5),
+        ),
+        ({"do_sample": True, "top_k": 0}, {"top_p": 0.5}, Sampling(1.0, 0.5)),
+        ({"do_sample": False}, {"temperature": 0.6, "top_p": 0.9}, Sampling(0.6, 0.9)),
+    ],
+)
+def test_the_projects_settings_of_sampling_come_before_the_tasks(of_task, given, expected):
+    (request,) = planned(texts("a", **of_task), sampling=SamplingConfig(**given), seed=7)
+    assert (request.sampling, request.seed) == (expected, 0 if expected == GREEDY else 7)
+
+
+def test_every_answer_that_is_asked_for_has_its_own_number():
+    """lm-eval asks n times for the same instance where a task's YAML says `repeats: n`."""
+    asked = texts(*CONTEXTS[:2], do_sample=True, until=["\n\n"], max_gen_toks=9)
+    thrice = [instance for instance in asked for _ in range(3)]
+    lm = language_model()
+    answers = lm.generate_until(thrice)
+    assert [request.repeat for request in lm.requests] == [0, 1, 2] * 2
+    assert len(set(answers)) == 6
+    again = language_model(sampling=SamplingConfig(repeats=3))
+    assert again.generate_until(asked) == answers[::3]
+    for again.repeat in (1, 2):
+        assert again.generate_until(asked) == answers[again.repeat :: 3]
+    assert [len(answers) for repeat in again.written for answers in repeat.values()] == [1] * 6
+    with pytest.raises(UserError, match="^repeats=3: task task makes other prompts each time"):
+        again.generate_until(asked[::-1])
+
+
 def test_where_nothing_is_decoded_nothing_is_measured(monkeypatch):
     (request,) = to_write([CONTEXTS[0]])
     monkeypatch.setattr(tiny("gqa").generation_config, "eos_token_id", answer(request)[0])
@@ -487,7 +602,7 @@ def test_a_run_generates_at_the_size_that_it_is_set_to():
     loaded = LoadedModel(tiny("gqa"), TOKENIZER, "tiny", MAX_LENGTH, "f" * 64)
     engine = ReplayEngine(config, loaded, "task", io.StringIO())
     requests = to_write(CONTEXTS, max_new_tokens=40)
-    assert [len(each) for each in engine.generate(requests)] == [40] * 3
+    assert [len(each.tokens) for each in engine.generate(requests)] == [40] * 3
     assert engine.method != config.method
     assert engine.reads.size == pytest.approx(0.7, abs=0.01)
     assert len(decode_rows(requests)) == 3 * 20, "as many as say it"

@@ -19,6 +19,7 @@ from harness.accuracy import long_decode, perplexity
 from harness.accuracy.evaluation import _lm_eval
 from harness.accuracy.long_decode import Pair, Text, curve, decode_freely, repetition, run_long_decode, summarize
 from harness.accuracy.perplexity import CHUNK, as_perplexity, run_perplexity
+from harness.decoding import Draft
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
@@ -201,12 +202,14 @@ def test_a_perplexity_that_overflows_names_its_window(text):
 def test_a_text_is_that_of_live_decoding(name):
     with attach(tiny("gqa")) as attached:
         prompts = torch.randint(3, 256, (2, PROMPT), generator=torch.Generator().manual_seed(0))
-        ours = decode_freely(attached, setup_of(attached, CASES[name]), prompts.tolist(), STEPS)
+        ours = decode_freely(attached, setup_of(attached, CASES[name]), prompts.tolist(), [Draft(STEPS), Draft(STEPS)])
         with closing(open_live(attached, CASES[name], STEPS)) as session:
             logits = session.prefill(prompts, torch.ones_like(prompts, dtype=torch.bool))
-            live = torch.stack([each.argmax(-1) for each in generate(session, logits)], 1)
+            live = [Draft(STEPS), Draft(STEPS)]
+            for _ in generate(session, logits, live):
+                pass
             size = session.reads.size
-    assert ours.tokens.tolist() == live.tolist()
+    assert ours.tokens.tolist() == [text.tokens for text in live]
     assert ours.hidden.shape[:2] == (2, STEPS - 1)
     assert ours.reads.rows == 2 * (STEPS - 1) and ours.reads.size == pytest.approx(size)
 

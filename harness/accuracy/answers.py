@@ -1,4 +1,4 @@
-"""Answers through replay: scores of continuations, and greedy texts. Each piece of work is done once.
+"""Answers through replay: scores of continuations, and texts. Each piece of work is done once.
 
 prompt   ids[:prefill_len]         dense, once per distinct prompt
   branch   equal rows that follow    decoded once per question, counted as often as requests share them
@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
 
+from harness.decoding import Draft, write
 from harness.errors import UserError
 from harness.model.attach import Attached
 from harness.replay import ReplaySession
+from harness.settings.config import GREEDY, Sampling
 from harness.setup import Setup
 from harness.sizes import ReadStats
 
@@ -47,7 +49,8 @@ class Request(NamedTuple):
     ids: the context, and the continuation to score if there is one. prefill_len: rows that attend densely, at least 1.
     final_length: T. Where text is generated, T is the context and `max_new_tokens`, as in live decoding; else the
     context and the longest choice of the question. document: requests of one document are the choices of one question.
-    max_new_tokens: 0 where a continuation is scored. stops: texts that end the answer once it holds one.
+    max_new_tokens: 0 where a continuation is scored. stops: texts that end the answer once it holds one. sampling: how
+    the answer's tokens are chosen, by random numbers made from `seed`, the question's number and `repeat`.
     """
 
     ids: tuple[int, ...]
@@ -57,6 +60,14 @@ class Request(NamedTuple):
     document: Document
     max_new_tokens: int = 0
     stops: tuple[str, ...] = ()
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    repeat: int = 0
+
+    @property
+    def key(self) -> str:
+        """What the answer's random numbers are made from."""
+        return f"{self.seed}/{self.document[1]}/{self.repeat}"
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -288,6 +299,13 @@ def _read_off(
 # Texts
 
 
+class Written(NamedTuple):
+    """A generated answer. tokens: the one that ended it included. at_limit: `max_new_tokens` ended it."""
+
+    tokens: list[int]
+    at_limit: bool
+
+
 def generate(
     requests: Sequence[Request],
     attached: Attached,
@@ -295,8 +313,8 @@ def generate(
     on_answered: Callable[[int], object],
     *,
     tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[list[int]], ReadStats]:
-    """The tokens of each greedy answer, the one that ended it included, in the order of `requests`; and their reads.
+) -> tuple[list[Written], ReadStats]:
+    """The answers, in the order of `requests`, and their reads.
 
     The rest of the context after the prompt is decoded teacher-forced, then each step decodes one row of every
     sequence. The model's generation config says, as in lm-eval's `HFLM`, which tokens end an answer, and the repetition
@@ -304,7 +322,7 @@ def generate(
     answered since its last call. Raises UserError where the method did not run on every decode row, or there was none;
     the full cache needs none.
     """
-    tokens: dict[int, list[int]] = {}
+    written: dict[int, Written] = {}
     reads = ReadStats()
     ends = attached.model.generation_config.eos_token_id
     eos = set(ends) if isinstance(ends, list) else {ends}
@@ -320,8 +338,17 @@ def generate(
             answers = [_Answer(branch, requests[branch.requests[0]], tokenizer, eos) for _, branch in branches]
             session, hidden = batch.decode_shared(branches, max(answer.left for answer in answers) - 1)
             last = batch.tensor([len(branch.shared) for _, branch in branches])
-            reads += _write(answers, session, hidden[range(len(last)), last], attached, on_answered)
-            tokens |= {index: answer.tokens for answer in answers for index in answer.requests}
+            writing = _Writing(session, attached)
+            num_ended = 0
+            for _ in write(answers, writing.logits(answers, hidden[range(len(last)), last]), writing.feed):
+                before, num_ended = num_ended, sum(len(answer.requests) for answer in answers if answer.ended)
+                on_answered(num_ended - before)
+            reads += writing.reads + writing.session.reads
+            written |= {
+                index: Written(answer.tokens, not answer.ends_itself())
+                for answer in answers
+                for index in answer.requests
+            }
     if reads.rows:
         reads.check_fired()
     elif not batch.root.reads_everything:
@@ -329,11 +356,11 @@ def generate(
             "every answer ended with its first token, which the dense prompt gives, so the method decoded nothing: use "
             "prefill=question, or leave the task out"
         )
-    return [tokens[index] for index in range(len(requests))], reads
+    return [written[index] for index in range(len(requests))], reads
 
 
-class _Answer:
-    """An answer under way: the requests that ask for it, its tokens so far, and whether it has ended.
+class _Answer(Draft):
+    """An answer under way, and the requests that ask for it.
 
     It ends with a token of `eos`, with the text of a stop (found by lm-eval's criteria in the spelling of the last
     tokens), or at the request's `max_new_tokens`.
@@ -342,60 +369,51 @@ class _Answer:
     def __init__(
         self, branch: Branch, request: Request, tokenizer: PreTrainedTokenizerBase, eos: set[int | None]
     ) -> None:
+        super().__init__(request.max_new_tokens, request.sampling, request.key)
         self.requests = branch.requests
         self.request = request
-        self.tokens: list[int] = []
-        self.ended = False
         self._eos = eos
         self._criteria = stop_sequences_criteria(tokenizer, list(request.stops), 0, 1)
         self._looks_back = max((each.sequence_id_len for each in self._criteria), default=0)
 
-    @property
-    def left(self) -> int:
-        """Tokens that it may still get."""
-        return self.request.max_new_tokens - len(self.tokens)
-
-    def take(self, token: int) -> None:
-        """Append the next token."""
-        self.tokens.append(token)
+    def ends_itself(self) -> bool:
         last = torch.tensor([self.tokens[-self._looks_back :]])
-        stopped = any(criterion(last, None) for criterion in self._criteria)
-        self.ended = token in self._eos or not self.left or stopped
+        return self.tokens[-1] in self._eos or any(criterion(last, None) for criterion in self._criteria)
 
 
-def _write(
-    answers: Sequence[_Answer],
-    session: ReplaySession,
-    hidden: Tensor,
-    attached: Attached,
-    on_answered: Callable[[int], object],
-) -> ReadStats:
-    """Decode until every answer has ended; returns the reads of `session` and its forks.
+class _Writing:
+    """A batch of answers under way in replay.
 
     A sequence that has ended is padding. Once half of a batch has ended, the others are forked into a batch of their
-    own. hidden: of each context's last row, [batch, hidden_size].
+    own. reads: of the sessions so far.
     """
-    reads, device = ReadStats(), hidden.device
-    penalty = attached.model.generation_config.repetition_penalty
-    penalize = RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1.0) else None
-    while True:
-        logits = attached.logits(hidden)
-        if penalize is not None:
-            so_far = [torch.tensor([[*each.request.ids, *each.tokens]], device=device) for each in answers]
-            logits = torch.cat([penalize(ids, row) for ids, row in zip(so_far, logits.split(1), strict=True)])
-        for answer, token in zip(answers, logits.argmax(-1).tolist(), strict=True):
-            if not answer.ended:
-                answer.take(token)
-                on_answered(len(answer.requests) * answer.ended)
+
+    def __init__(self, session: ReplaySession, attached: Attached) -> None:
+        self.session = session
+        self.attached = attached
+        self.reads = ReadStats()
+        penalty = attached.model.generation_config.repetition_penalty
+        self._penalize = RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1.0) else None
+
+    def logits(self, answers: Sequence[_Answer], hidden: Tensor) -> Tensor:
+        """What predicts the next token of each answer, [batch, vocab], from hidden states [batch, hidden_size]."""
+        logits = self.attached.logits(hidden)
+        if self._penalize is None:
+            return logits
+        so_far = [torch.tensor([[*each.request.ids, *each.tokens]], device=hidden.device) for each in answers]
+        return torch.cat([self._penalize(ids, row) for ids, row in zip(so_far, logits.split(1), strict=True)])
+
+    def feed(self, answers: Sequence[_Answer]) -> tuple[Sequence[_Answer], Tensor]:
+        """Run the last token of each answer."""
+        device = self.attached.device
         going = [at for at, answer in enumerate(answers) if not answer.ended]
-        if not going:
-            return reads + session.reads
         if 2 * len(going) <= len(answers):
-            reads += session.reads
+            self.reads += self.session.reads
             answers = [answers[at] for at in going]
             most = max(answer.left for answer in answers)
-            session = session.fork(torch.tensor(going, device=device), session.history.length + most)
+            columns = self.session.history.length + most
+            self.session = self.session.fork(torch.tensor(going, device=device), columns)
         ids = torch.tensor([[answer.tokens[-1]] for answer in answers], device=device)
         valid = torch.tensor([[not answer.ended] for answer in answers], device=device)
         counts = torch.tensor([len(answer.requests) for answer in answers], device=device)
-        hidden = session.decode(ids, valid, counts)[:, -1]
+        return answers, self.logits(answers, self.session.decode(ids, valid, counts)[:, -1])

@@ -13,21 +13,22 @@ value is lm-eval's. If it is the mean of one number per question, its standard e
 import io
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from tqdm import tqdm
 
-from harness.accuracy.answers import Request, Score, generate, score
+from harness.accuracy.answers import Document, Request, Score, Written, generate, score
 from harness.accuracy.lm import FEWSHOT_SEPARATOR, Prefill, ReplayLM
 from harness.data.generated import MARKER
 from harness.data.ruler import MARKERS, facts
-from harness.data.tasks import COMPLAINTS, load_suite
+from harness.data.tasks import COMPLAINTS, FEWSHOT_SEED, load_suite
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
@@ -41,12 +42,29 @@ from methods.base import Row
 ANSWER_ROWS = 16
 """Decode rows of a generated answer, evenly spaced, on which a method is sized."""
 NO_FILTER = "none"
+GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
+"""Metrics of every generated answer: its tokens, the one that ended it included, and whether `max_gen_toks` did."""
 OTHER_LENGTH = -1
 """Score of a question under the metric of another length, in a task of several lengths."""
 
 Metrics = dict[str, Any]
 Logged = Sequence[Mapping[str, Any]]
 """lm-eval's samples of one task: one a question and filter."""
+ByQuestion = dict[str, dict[int, float]]
+"""Of each metric that is the mean of one number a question, these numbers by question."""
+
+
+class Repeat(NamedTuple):
+    """All questions of a task, answered once. metrics: lm-eval's, under its names, with standard errors of means."""
+
+    logged: Logged
+    metrics: Metrics
+    by_question: ByQuestion
+
+    @property
+    def contexts(self) -> dict[int, Any]:
+        """The text that each question is about."""
+        return {sample["doc_id"]: _context(sample) for sample in self.logged}
 
 
 def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
@@ -64,6 +82,7 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     """
     with _lm_eval(f"tasks={','.join(config.tasks)}"):
         suite = load_suite(config, loaded)
+    _check_sampling(config, suite.tasks.values())
     outcome = Outcome({})
     reads, results = {}, {}
     for name, task in suite.tasks.items():
@@ -95,8 +114,8 @@ class ReplayEngine:
         """Log-likelihoods, in the order of `requests`."""
         return self._answer(score, requests)
 
-    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Greedy answers as tokens, in the order of `requests`."""
+    def generate(self, requests: Sequence[Request]) -> list[Written]:
+        """Generated answers, in the order of `requests`."""
         return self._answer(partial(generate, tokenizer=self.loaded.tokenizer), requests)
 
     def _answer(self, answer: Callable[..., tuple[list[Any], ReadStats]], requests: Sequence[Request]) -> list[Any]:
@@ -122,9 +141,28 @@ def decode_rows(requests: Sequence[Request]) -> list[Row]:
     return rows
 
 
+def _check_sampling(config: RunConfig, tasks: Iterable[Task]) -> None:
+    """Raise UserError for settings of sampling that no task can follow."""
+    asked, tasks = config.sampling, list(tasks)
+    if not any(_generates(task) for task in tasks):
+        for name in ("temperature", "top_p", "top_k", "repeats"):
+            if (value := getattr(asked, name)) not in (None, 0 if name == "temperature" else 1):
+                raise UserError(f"{name}={value}: no answer of {', '.join(config.tasks)} is generated; leave it out")
+    for task in tasks:
+        if asked.repeats > 1 and (own := task.config.repeats) > 1 and _generates(task):
+            raise UserError(
+                f"repeats={asked.repeats}: task {task.task_name} joins {own} answers to a question by its own rule "
+                "(repeats in its YAML); leave repeats out"
+            )
+
+
+def _generates(task: Task) -> bool:
+    return task.OUTPUT_TYPE == "generate_until"
+
+
 def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
     """Which rows of the task's requests are dense."""
-    mode = config.prefill_of(name, writes=task.OUTPUT_TYPE == "generate_until")
+    mode = config.prefill_of(name, writes=_generates(task))
     if mode == "artifact" and config.size is not None:
         raise UserError(
             f"size={config.size}: not with prefill=artifact (task {name}), whose decode rows depend on the size "
@@ -143,28 +181,37 @@ def _run_task(
     """Metrics under lm-eval's names, for a group, then those of the task under plain ones, and its samples."""
     name, too_long = engine.task, config.task.too_long
     prefill, is_mean = prefill_of(task, name, config), config.scoring == "mean"
-    lm = ReplayLM(loaded, prefill, engine.score, generator=engine.generate, mean=is_mean, too_long=too_long)
+    lm = ReplayLM(
+        loaded, prefill, engine.score, generator=engine.generate, mean=is_mean, too_long=too_long,
+        sampling=config.sampling, seed=config.seed,
+    )  # fmt: skip
+    repeats: list[Repeat] = []
     with _lm_eval(f"task {name}"):
-        results = evaluate(
-            lm,
-            {"tasks": {name: task}},
-            limit=config.num_samples_of(name),
-            bootstrap_iters=0,  # the standard errors of means are computed here, by context
-            log_samples=True,
-            system_instruction=config.task.system_instruction,
-            apply_chat_template=config.task.apply_chat_template,
-            fewshot_as_multiturn=config.task.fewshot_as_multiturn,
-        )
-    logged = results["samples"][name]
-    found, by_question = _measured(results["results"][name], logged)
+        for lm.repeat in range(config.sampling.repeats if _generates(task) else 1):
+            task.set_fewshot_seed(FEWSHOT_SEED + config.seed)  # the same examples in every repeat
+            results = evaluate(
+                lm,
+                {"tasks": {name: task}},
+                limit=config.num_samples_of(name),
+                bootstrap_iters=0,  # the standard errors of means are computed here, by context
+                log_samples=True,
+                system_instruction=config.task.system_instruction,
+                apply_chat_template=config.task.apply_chat_template,
+                fewshot_as_multiturn=config.task.fewshot_as_multiturn,
+            )
+            logged = results["samples"][name]
+            repeats.append(Repeat(logged, *_measured(results["results"][name], logged)))
+    found, by_question = _joined(repeats)
+    for_group = {key: value for key, value in found.items() if value is not None}
+    lengths, of_question = _lengths(lm.written, repeats[0].contexts)
+    found, by_question = found | lengths, by_question | of_question
     first = {request.document[1]: request for request in reversed(lm.requests)}
-    samples = _samples(task, logged, by_question, first)
+    samples = _samples(task, repeats, by_question, first, lm.written)
     metrics = {_plain_name(key): value for key, value in found.items()}
     metrics |= {"num_samples": len(samples), "num_fewshot": task.config.num_fewshot}
     if too_long == "truncate":
         metrics["num_truncated"] = len(lm.truncated)
-    for_group = {key: value for key, value in found.items() if value is not None} | {"sample_len": len(samples)}
-    return for_group, metrics | engine.reads.sizes, samples
+    return for_group | {"sample_len": len(samples)}, metrics | engine.reads.sizes, samples
 
 
 @contextmanager
@@ -185,7 +232,7 @@ def _lm_eval(what: str) -> Iterator[None]:
         COMPLAINTS.stream = None
 
 
-def _measured(results: Mapping[str, Any], logged: Logged) -> tuple[Metrics, dict[str, dict[int, float]]]:
+def _measured(results: Mapping[str, Any], logged: Logged) -> tuple[Metrics, ByQuestion]:
     """lm-eval's `results` of a task under its names, with standard errors of means; None for no number.
 
     Returns also, for each metric that is the mean of one number a question, these numbers by question.
@@ -213,12 +260,84 @@ def _measured(results: Mapping[str, Any], logged: Logged) -> tuple[Metrics, dict
     return metrics, by_question
 
 
+def _joined(repeats: Sequence[Repeat]) -> tuple[Metrics, ByQuestion]:
+    """The metrics of all repeats: each the mean over repeats.
+
+    The standard error of a mean is over questions, each with its mean over repeats. `repeats_stderr` is that over
+    repeats of the same questions: sample standard deviation / sqrt(number of repeats). Where every answer is right or
+    wrong, `pass@k` is there for k = 2, 4, 8, ... and the number of repeats.
+    """
+    if len(repeats) == 1:
+        return repeats[0].metrics, repeats[0].by_question
+    contexts, count = repeats[0].contexts, len(repeats)
+    metrics: Metrics = {}
+    by_question: ByQuestion = {}
+    for key in repeats[0].metrics:
+        name, _, filtered = key.partition(",")
+        values = [repeat.metrics.get(key) for repeat in repeats]
+        if f"{name}_stderr,{filtered}" not in repeats[0].metrics:  # it is such an error itself
+            continue
+        metrics |= {key: None, f"{name}_stderr,{filtered}": None}
+        known = [value for value in values if value is not None]
+        if len(known) < count:
+            continue
+        metrics[key] = sum(known) / count
+        metrics[f"{name}_repeats_stderr,{filtered}"] = clustered_stderr(known, range(count))
+        answers = [repeat.by_question[key] for repeat in repeats if key in repeat.by_question]
+        if len(answers) < count:
+            continue
+        asked = {question: [answer[question] for answer in answers] for question in answers[0]}
+        of_question = {key: {question: sum(each) / count for question, each in asked.items()}}
+        if all(value in (0, 1) for each in asked.values() for value in each):
+            for k in sorted({count, *(2**power for power in range(1, count.bit_length()) if 2**power <= count)}):
+                passed = {question: pass_at(k, count, round(sum(each))) for question, each in asked.items()}
+                of_question[f"{name}_pass@{k},{filtered}"] = passed
+        by_question |= of_question
+        metrics |= _means(of_question, contexts)
+    return metrics, by_question
+
+
+def pass_at(k: int, count: int, right: int) -> float:
+    """Probability that one of k answers is right, where `right` of `count` were: 1 - C(count - right, k) / C(count, k),
+    the unbiased estimate of Chen et al. (2021, arXiv 2107.03374, equation 1)."""
+    return 1 - math.comb(count - right, k) / math.comb(count, k)
+
+
+def _lengths(
+    written: Sequence[Mapping[Document, Sequence[Written]]], contexts: Mapping[int, Any]
+) -> tuple[Metrics, ByQuestion]:
+    """Tokens of the generated answers, and the share of answers that `max_gen_toks` ended; of a question, the mean over
+    its answers. {} of a task that generates none."""
+    of_question: dict[int, list[Written]] = defaultdict(list)
+    for repeat in written:
+        for (_, question), answers in repeat.items():
+            assert question is not None, "lm-eval numbers its questions"
+            of_question[question] += answers
+    if not of_question:
+        return {}, {}
+    tokens = {question: sum(len(each.tokens) for each in all_) / len(all_) for question, all_ in of_question.items()}
+    at_limit = {question: sum(each.at_limit for each in all_) / len(all_) for question, all_ in of_question.items()}
+    lengths = {f"{GENERATED_TOKENS},{NO_FILTER}": tokens, f"{AT_LIMIT},{NO_FILTER}": at_limit}
+    return _means(lengths, contexts), lengths
+
+
+def _means(by_question: ByQuestion, contexts: Mapping[int, Any]) -> Metrics:
+    """The mean of each metric, and its standard error clustered by context."""
+    metrics: Metrics = {}
+    for key, values in by_question.items():
+        name, _, filtered = key.partition(",")
+        metrics[key] = sum(values.values()) / len(values)
+        stderr = clustered_stderr([*values.values()], [contexts[question] for question in values])
+        metrics[f"{name}_stderr,{filtered}"] = stderr
+    return metrics
+
+
 def _plain_name(key: str) -> str:
     """The name of lm-eval's `acc,none` and `acc_stderr,none` without a filter that has no name."""
     name, _, filtered = key.partition(",")
     if filtered == NO_FILTER:
         return name
-    metric = name.removesuffix("_stderr")
+    metric = name.removesuffix("_stderr").removesuffix("_repeats")
     return f"{metric},{filtered}{name[len(metric) :]}"
 
 
@@ -239,28 +358,45 @@ def _context(sample: Mapping[str, Any]) -> Any:
 
 def _samples(
     task: Task,
-    logged: Logged,
-    by_question: Mapping[str, Mapping[int, float]],
+    repeats: Sequence[Repeat],
+    by_question: ByQuestion,
     requests: Mapping[int | None, Request],
+    written: Sequence[Mapping[Document, Sequence[Written]]],
 ) -> list[dict[str, Any]]:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its number.
 
     Enough to recompute the metrics and to look at what went wrong: question, context, its number under each metric
     that is a mean; of given choices their log_likelihoods, predicted and gold; of text that the model wrote text,
     filtered (by filter) and target; of a whole text its log_likelihood; context_tokens, prefill_len; of RULER's
-    `facts`.
+    `facts`. With several repeats, whose first is the text, `repeats` has all of them.
     """
-    questions: dict[int, list[Mapping[str, Any]]] = {}
-    for sample in logged:
-        questions.setdefault(sample["doc_id"], []).append(sample)
+    grouped = [_by_number(repeat.logged) for repeat in repeats]
     samples = []
-    for number, answers in questions.items():
+    for number, answers in grouped[0].items():
         entry = {"question": number, "context": _context(answers[0])} | _answer(task, answers)
-        entry |= {_plain_name(key): values[number] for key, values in by_question.items() if number in values}
+        if len(repeats) > 1:
+            entry["repeats"] = [_answer(task, of_repeat[number]) for of_repeat in grouped]
+            for own, repeat, texts in zip(entry["repeats"], repeats, written, strict=True):
+                (answer,) = texts[task.task_name, number]
+                own |= {GENERATED_TOKENS: len(answer.tokens), AT_LIMIT: answer.at_limit}
+                own |= _of(number, repeat.by_question)
+        entry |= _of(number, by_question)
         if (request := requests.get(number)) is not None:
             entry |= {"context_tokens": request.context_len, "prefill_len": request.prefill_len}
         samples.append(entry | facts(task.task_name, answers[0]["doc"]))
     return samples
+
+
+def _by_number(logged: Logged) -> dict[int, list[Mapping[str, Any]]]:
+    questions: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for sample in logged:
+        questions[sample["doc_id"]].append(sample)
+    return questions
+
+
+def _of(number: int, by_question: ByQuestion) -> dict[str, float]:
+    """A question's numbers under their plain names."""
+    return {_plain_name(key): values[number] for key, values in by_question.items() if number in values}
 
 
 def _answer(task: Task, answers: Logged) -> dict[str, Any]:
@@ -278,9 +414,10 @@ def _answer(task: Task, answers: Logged) -> dict[str, Any]:
         return {"log_likelihoods": scores, "predicted": predicted, "gold": gold}
     if task.OUTPUT_TYPE == "loglikelihood_rolling":
         return {"log_likelihood": float(sample["filtered_resps"][0])}
-    text = sample["resps"][0][0]
+    text, *others = sample["resps"][0]  # others: of a task that asks for several answers
     filtered = {each["filter"]: _plain(each["filtered_resps"][0]) for each in answers}
-    return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])}
+    more = {"more_texts": _plain(others)} if others else {}
+    return {"text": _plain(text), "filtered": filtered, "target": _plain(sample["target"])} | more
 
 
 def _plain(value: Any) -> Any:

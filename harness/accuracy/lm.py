@@ -5,8 +5,8 @@ and a generator answer. Tokens are those of lm-eval's `HFLM` with default settin
 numbers and its texts.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -21,15 +21,18 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from harness.accuracy.answers import Document, Request, Score
+from harness.accuracy.answers import Document, Request, Score, Written
 from harness.errors import UserError
 from harness.model.load import LoadedModel
+from harness.settings.config import GREEDY, Sampling, SamplingConfig
 
 FEWSHOT_SEPARATOR = "\n\n"  # lm-eval's default between examples
 MAX_GEN_TOKS = 256
 """lm-eval's default length of an answer, in tokens."""
 OF_SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p")
-"""Generation settings that change nothing where the most likely token is taken."""
+"""Generation settings that change nothing where the most likely token is taken. All but min_p are offered."""
+
+AS_THE_TASK = SamplingConfig()
 
 Chat = list[dict[str, str]]
 Encoded = tuple[tuple[str, str], list[int], list[int]]
@@ -60,12 +63,17 @@ class ReplayLM(TemplateLM):
         loaded: its tokenizer and length limit are used.
         prefill: which rows are dense.
         scorer: token requests to scores, in order; called once for all requests of a type.
-        generator: token requests to the tokens of their answers, in order.
+        generator: token requests to their answers, in order.
         mean: return a continuation's mean token log-probability, as the artifact does, instead of the sum.
+        sampling, seed: of the answers that are generated.
         too_long: whether a context beyond the model's limit is an error or, as in `HFLM`, loses its beginning.
 
     After a run `requests` holds the token requests in the order in which lm-eval asked, one type after another; a text
     that was scored whole has one for each of its windows. `truncated` holds the questions whose context was cut.
+    `written` holds the generated answers of each question, one list for each repeat.
+
+    With several repeats `evaluate` asks once for each: the first time all answers are generated, and `repeat` says
+    which are returned.
     """
 
     def __init__(
@@ -74,8 +82,10 @@ class ReplayLM(TemplateLM):
         prefill: Prefill,
         scorer: Callable[[Sequence[Request]], Sequence[Score]],
         *,
-        generator: Callable[[Sequence[Request]], Sequence[list[int]]],
+        generator: Callable[[Sequence[Request]], Sequence[Written]],
         mean: bool = False,
+        sampling: SamplingConfig = AS_THE_TASK,
+        seed: int = 0,
         too_long: Literal["refuse", "truncate"] = "refuse",
     ) -> None:
         super().__init__()
@@ -85,11 +95,16 @@ class ReplayLM(TemplateLM):
         self.max_length = loaded.max_length
         self.requests: list[Request] = []
         self.truncated: set[Document] = set()
+        self.repeat = 0
+        self.written: list[dict[Document, list[Written]]] = []
         self._name = loaded.name
         self._prefill = prefill
         self._scorer = scorer
         self._generator = generator
         self._mean = mean
+        self._sampling = sampling
+        self._seed = seed
+        self._planned: list[Request] = []
         self._too_long = too_long
         self._documents: list[Document] = []
 
@@ -202,26 +217,64 @@ class ReplayLM(TemplateLM):
         ]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Greedy answers, cut at the first stop string."""
+        """Answers, cut at the first stop string. A question that is asked n times has n answers of its own."""
         planned = [self._generation(request) for request in requests]
-        self.requests += planned
+        if not self.repeat:
+            self._planned = planned
+            self._write(planned)
+        elif planned != self._planned:
+            raise UserError(
+                f"repeats={self._sampling.repeats}: task {requests[0].task_name} makes other prompts each time it is "
+                "asked; leave repeats out"
+            )
+        remaining = {document: iter(answers) for document, answers in self.written[self.repeat].items()}
         answers = []
-        for request, asked, tokens in zip(requests, planned, self._generator(planned), strict=True):
+        for request, asked in zip(requests, planned, strict=True):
+            tokens = next(remaining[asked.document]).tokens
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
             answers.append(postprocess_generated_text(text, list(asked.stops), None))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
+
+    def _write(self, planned: Sequence[Request]) -> None:
+        """Generate every repeat's answers in one go, so that all share the work on a prompt."""
+        asked: list[Request] = []
+        for repeat in range(self._sampling.repeats):
+            times: Counter[Document] = Counter()
+            for request in planned:
+                # Answers that lm-eval asks for several times are repeats too, by numbers that no other has.
+                number = repeat + times[request.document] * self._sampling.repeats
+                asked.append(request if request.sampling == GREEDY else request._replace(repeat=number))
+                times[request.document] += 1
+        self.requests += asked[: len(planned)]
+        answers = iter(self._generator(asked))
+        self.written = []
+        for _ in range(self._sampling.repeats):
+            of_repeat: dict[Document, list[Written]] = defaultdict(list)
+            for request in planned:
+                of_repeat[request.document].append(next(answers))
+            self.written.append(of_repeat)
+
+    def _sampling_of(self, request: Instance, given: Mapping[str, Any]) -> Sampling:
+        """The project's settings where they are given, else those of the task's `generation_kwargs`."""
+        of_task = GREEDY
+        if given["do_sample"]:
+            temperature = float(given.get("temperature", 1.0))
+            of_task = Sampling(temperature, float(given.get("top_p") or 1.0), int(given.get("top_k") or 0) or None)
+        try:
+            sampling = self._sampling.rule(of_task)
+        except UserError as error:
+            raise UserError(f"task {request.task_name}: {error}") from error
+        if sampling != GREEDY and given.get("min_p"):
+            raise UserError(f"task {request.task_name}: generation_kwargs min_p={given['min_p']} is not offered")
+        return sampling
 
     def _generation(self, request: Instance) -> Request:
         text, given = request.args
         settings: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         stops, max_new_tokens = handle_stop_sequences(settings.pop("until"), eos), settings.pop("max_gen_toks")
-        if settings["do_sample"]:
-            raise UserError(
-                f"task {request.task_name}: samples its answers (temperature={settings.get('temperature', 1)}), only "
-                "the most likely token is offered; give a task of your own (include_path) do_sample: false"
-            )
+        sampling = self._sampling_of(request, settings)
         for name, value in settings.items():
             if name not in OF_SAMPLING and (name, value) != ("num_beams", 1):
                 raise UserError(f"task {request.task_name}: generation_kwargs {name}={value} is not offered")
@@ -234,7 +287,8 @@ class ReplayLM(TemplateLM):
             raise UserError(
                 f"{_where(document)}: max_gen_toks={max_new_tokens} leaves no decode row, so no method could act on it"
             )
-        return Request(tuple(context), len(context), prefill_len, final_length, document, max_new_tokens, tuple(stops))
+        asked = Request(tuple(context), len(context), prefill_len, final_length, document, max_new_tokens, tuple(stops))
+        return asked if sampling == GREEDY else asked._replace(sampling=sampling, seed=self._seed)
 
     def _request(self, document: Document, encoded: Encoded, context: list[int], final_length: int) -> Request:
         """A continuation to score after `context`, the last tokens of the encoded one."""

@@ -1,8 +1,9 @@
 """Texts decoded freely, step by step, under a method and under the full cache: where eviction and small errors add up.
 
-From each prompt, a window of the corpus, both decode `max_new_tokens` tokens greedily; the end-of-text token is an
-ordinary one, so that all texts have one length. The full cache then reads the method's text in one dense pass, which
-gives its prediction at each step after the same tokens, to be compared with the method's.
+From each prompt, a window of the corpus, both decode `max_new_tokens` tokens, greedily or drawn by the same random
+numbers. The end-of-text token is an ordinary one, so that all texts have one length. The full cache then reads the
+method's text in one dense pass, which gives its prediction at each step after the same tokens, to be compared with the
+method's.
 
 The first token comes from the prompt's dense pass and is the same under every method. The tokens after it are scored.
 """
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from harness.accuracy.perplexity import FULL, as_perplexity, full_pass, score_rows
 from harness.data.text import corpus_ids, first_window_offset, window_ids
+from harness.decoding import Draft, write
 from harness.errors import UserError
 from harness.model.attach import Attached, attach
 from harness.model.load import LoadedModel
@@ -92,18 +94,23 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
     pairs: list[Pair] = []
     reads = ReadStats()
 
-    def full_texts(prompts: Prompts) -> list[Text]:
-        decoded = decode_freely(attached, FULL, prompts, steps).tokens.tolist()
+    def drafts_of(first: int, count: int) -> list[Draft]:
+        numbers = range(first, first + count)
+        return [Draft(steps, config.sampling.rule(), f"{config.seed}/{number}/0") for number in numbers]
+
+    def full_texts(first: int, prompts: Prompts) -> list[Text]:
+        decoded = decode_freely(attached, FULL, prompts, drafts_of(first, len(prompts))).tokens.tolist()
         pairs = zip(prompts, decoded, strict=True)
         return [Text(tokens, full_pass(attached, [*prompt, *tokens], length)[0]) for prompt, tokens in pairs]
 
     with attach(loaded.model) as attached:
         rows = [Row(cached, length, length + steps) for cached in range(length, length + steps - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)
-        for batch in (prompts[first : first + BATCH] for first in range(0, len(prompts), BATCH)):
-            key = ("texts", tuple(map(tuple, batch)), steps)
-            full = references.get(key, partial(full_texts, batch))
-            decoded = decode_freely(attached, setup, batch, steps)
+        for first in range(0, len(prompts), BATCH):
+            batch = prompts[first : first + BATCH]
+            key = ("texts", tuple(map(tuple, batch)), steps, config.sampling, config.seed, first)
+            full = references.get(key, partial(full_texts, first, batch))
+            decoded = decode_freely(attached, setup, batch, drafts_of(first, len(batch)))
             reads += decoded.reads
             for prompt, tokens, hidden, other in zip(batch, decoded.tokens, decoded.hidden, full, strict=True):
                 nll, reference = full_pass(attached, [*prompt, *tokens.tolist()], length)
@@ -118,19 +125,26 @@ def run_long_decode(config: RunConfig, loaded: LoadedModel, references: Memo[lis
     )
 
 
-def decode_freely(attached: Attached, setup: Setup, prompts: Prompts, max_new_tokens: int) -> Decoded:
-    """Decode the most likely tokens after prompts of one length, a row of replay a step."""
+def decode_freely(attached: Attached, setup: Setup, prompts: Prompts, drafts: Sequence[Draft]) -> Decoded:
+    """Decode `drafts`, all of one length, after prompts of one length, a row of replay a step."""
     ids = torch.tensor(prompts, device=attached.device)
     real = torch.ones_like(ids, dtype=torch.bool)
-    total = ids.shape[1] + max_new_tokens
+    new = drafts[0].max_new_tokens
+    total = ids.shape[1] + new
     session = setup.replay(attached, torch.full((len(ids),), total, device=attached.device), total)
-    tokens = [attached.logits(session.prefill(ids, real)[:, -1]).argmax(-1)]
-    hidden = []
-    for _ in tqdm(range(1, max_new_tokens), desc="decoding", unit="step", leave=False, disable=None):
-        hidden.append(session.decode(tokens[-1][:, None], real[:, :1])[:, 0])
-        tokens.append(attached.logits(hidden[-1]).argmax(-1))
+    hidden: list[Tensor] = []
+
+    def feed(drafts: Sequence[Draft]) -> tuple[Sequence[Draft], Tensor]:
+        last = torch.tensor([draft.tokens[-1:] for draft in drafts], device=attached.device)
+        hidden.append(session.decode(last, real[:, :1])[:, 0])
+        return drafts, attached.logits(hidden[-1])
+
+    logits = attached.logits(session.prefill(ids, real)[:, -1])
+    for _ in tqdm(write(drafts, logits, feed), "decoding", new, unit="step", leave=False, disable=None):
+        pass
     session.reads.check_fired()
-    return Decoded(torch.stack(tokens, 1), torch.stack(hidden, 1), session.reads)
+    tokens = torch.tensor([draft.tokens for draft in drafts], device=attached.device)
+    return Decoded(tokens, torch.stack(hidden, 1), session.reads)
 
 
 def _raw(pair: Pair, tokenizer: Any) -> dict[str, Any]:

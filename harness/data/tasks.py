@@ -230,13 +230,10 @@ class _Planner(TaskFactory):
 
     def _why_not(self, name: str, task: Mapping[str, Any]) -> str | None:
         """Why a task with this YAML, functions unresolved, cannot run; None where it can."""
-        generation = task.get("generation_kwargs") or {}
         if task.get("unsafe_code"):
             return "executes the code that a model writes, which is not offered"
         if task.get("doc_to_image") or task.get("doc_to_audio"):
             return "needs images or sound; models here read text"
-        if generation.get("do_sample", float(generation.get("temperature") or 0) > 0):
-            return "samples its answers, which would differ in every run; answers here are greedy"
         if self._config.data.name != "offline" or (name in self._folder and task.get("custom_dataset")):
             return None
         why_not = f"data=offline has {', '.join(OFFLINE_TASKS)} alone; needs data=hub"

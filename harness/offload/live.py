@@ -7,16 +7,17 @@ less, cross during the step before. `harness.offload.step` is the page on which 
 
     with attach(model) as attached, open_link(attached.device) as link:
         session = LiveSession(attached, method, max_new_tokens=64, placement="host", link=link)
-        for logits in generate(session, session.prefill(ids, real)): ...
+        for _ in generate(session, session.prefill(ids, real), drafts): ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from harness.decoding import Draft, write
 from harness.errors import UserError
 from harness.model.attach import Attached, PrefilledPrompt, launching_on, prompt_bytes
 from harness.model.policies import Policy, new_states, policies_of
@@ -321,14 +322,14 @@ class LiveSession:
             memory.require_memory(kept * others, cache.store.device, "what the method keeps of the prompt")
 
 
-def generate(session: LiveSession, logits: Tensor, forced: Tensor | None = None) -> Iterator[Tensor]:
-    """Decode after `prefill` or `start`, yielding each new token's logits [batch, vocab], the first from `logits`.
+def generate(session: LiveSession, logits: Tensor, drafts: Sequence[Draft]) -> Iterator[None]:
+    """Decode one draft for each sequence after `prefill` or `start`, whose logits [batch, vocab] are given.
 
-    forced: int [batch, max_new_tokens], the tokens to feed (teacher forcing); None feeds the most likely ones.
-    The last token is yielded and not fed.
+    Yields after each token. The last token is not fed.
     """
-    for step in range(session.max_new_tokens):
-        yield logits
-        if step + 1 == session.max_new_tokens:
-            return
-        logits = session.decode_step(logits.argmax(-1) if forced is None else forced[:, step])
+
+    def feed(drafts: Sequence[Draft]) -> tuple[Sequence[Draft], Tensor]:
+        last = torch.tensor([draft.tokens[-1] for draft in drafts], device=session.attached.device)
+        return drafts, session.decode_step(last)
+
+    return write(drafts, logits, feed)

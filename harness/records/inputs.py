@@ -36,7 +36,7 @@ CODE = "code:"
 """Prefix of the inputs that are code."""
 ROOT = Path(__file__).resolve().parents[2]
 CORE = (
-    "offload", "data", "replay.py", "setup.py", "sizes.py",
+    "offload", "data", "decoding.py", "replay.py", "setup.py", "sizes.py",
     "model/attach.py", "model/attention.py", "model/calibration.py", "model/decoder.py", "model/policies.py",
 )  # fmt: skip
 """Files and folders of `harness` that all kinds of run share."""

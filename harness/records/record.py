@@ -36,7 +36,7 @@ IN_COLUMNS = {
     "latency.batch_size", "latency.prompt_len", "latency.gen_len",
 }  # fmt: skip
 """Settings that `changed_settings` leaves out: a table has a column for them, or they decide no number."""
-GROUPS = ("method", "task", "latency")
+GROUPS = ("method", "task", "latency", "sampling")
 """Groups whose settings are named without the group on the command line or in a table."""
 BAD_VALUE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What code raises when a record holds values that no run writes."""

@@ -158,7 +158,12 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
             raise UserError(f"{name}={value}: {does}, so it is no setting of a run")
     given = set(map(setting_of, overrides))
     experiment = find(settings["kind"]) if "kind" in settings else Experiment()  # `build` says that it is missing
-    settings["latency"] = build(configs.LatencyConfig, _taken(settings, configs.LatencyConfig))
+    repeats = settings.pop("repeats", None)  # of the timed steps of a cell, or answers to each question
+    timed, sampled = _taken(settings, configs.LatencyConfig), _taken(settings, configs.SamplingConfig)
+    if repeats is not None:
+        (timed if experiment.table == "latency" else sampled)["repeats"] = repeats
+    settings["latency"] = build(configs.LatencyConfig, timed)
+    settings["sampling"] = build(configs.SamplingConfig, sampled)
     task = _taken(settings, configs.TaskConfig)
     if isinstance(task.get("metadata"), Mapping):
         task["metadata"] = {name: value for name, value in task["metadata"].items() if value is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -223,6 +223,57 @@ class TaskConfig:
         return self.metadata.get("max_seq_lengths", DEFAULT_SEQ_LENGTHS)
 
 
+class Sampling(NamedTuple):
+    """How a token is chosen.
+
+    temperature: divides the logits; 0 takes the most likely token. top_k: only the k most likely tokens are drawn from,
+    and all that are as likely as the k-th; None: all. top_p: only the smallest set of most likely tokens whose
+    probabilities sum to at least this (nucleus sampling, Holtzman et al. 2020). Both apply after the temperature, top_k
+    first, as in transformers' `generate`.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the tokens of a generated answer are chosen. These settings stand at the top.
+
+    temperature: 0 takes the most likely token; None: as the task says, else 0. top_p, top_k: see `Sampling`; None: as
+    the task says, else all tokens. repeats: answers to each question, each drawn from its own random numbers.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    repeats: Count = 1
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0:
+            self._refuse_where_greedy("temperature=0 takes the most likely token")
+
+    def rule(self, of_task: Sampling = GREEDY) -> Sampling:
+        """The rule of these settings where they are given, else of the task, else greedy.
+
+        Raises UserError for settings of sampling where the answer is greedy.
+        """
+        temperature = of_task.temperature if self.temperature is None else self.temperature
+        if not temperature:
+            self._refuse_where_greedy("the most likely token is taken")
+            return GREEDY
+        return Sampling(temperature, self.top_p or of_task.top_p, self.top_k or of_task.top_k)
+
+    def _refuse_where_greedy(self, why: str) -> None:
+        for name, plays_no_part in (("top_p", None), ("top_k", None), ("repeats", 1)):
+            if (value := getattr(self, name)) != plays_no_part:
+                raise UserError(f"{name}={value}: {why}; set temperature above 0")
+
+
 @dataclass(frozen=True)
 class AnalysisConfig:
     """One dense pass over the first `num_tokens` tokens of the corpus after its offset, and what is measured in it.
@@ -309,6 +360,7 @@ class RunConfig:
     placement: Placement = "host"
     reuse: bool = False
     latency: LatencyConfig = LatencyConfig()
+    sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()
     prompt: Text | None = None
     max_new_tokens: Count = 64

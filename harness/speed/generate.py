@@ -1,6 +1,6 @@
 """`experiment=generate`: decodes text token by token, and says what its cache moved.
 
-python run.py experiment=generate prompt="The KV cache" method=h2o placement=host max_new_tokens=100
+python run.py experiment=generate prompt="The KV cache" method=h2o placement=host max_new_tokens=100 temperature=0.7
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from harness.data.text import token_ids
+from harness.decoding import Draft
 from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
@@ -78,7 +79,7 @@ class Generated:
 
 
 def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], Any]) -> Generated:
-    """Continue `config.prompt` greedily until the end-of-text token or `max_new_tokens`.
+    """Continue `config.prompt`, greedily or as `config.sampling` says, until the end-of-text token or `max_new_tokens`.
 
     write: takes each piece of text. Raises UserError for a model without a tokenizer, a prompt without
     tokens, or a sequence longer than the model's limit.
@@ -111,7 +112,8 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             )
             with closing(session):
                 write(loaded.tokenizer.decode(ids))  # type: ignore[union-attr]
-                text, times = _stream(session, ids, loaded.tokenizer, write)
+                continuation = _Continuation(config, loaded.tokenizer.eos_token_id)  # type: ignore[union-attr]
+                text, times = _stream(session, ids, continuation, loaded.tokenizer, write)
                 session.drain()
                 return Generated(
                     prompt=config.prompt,
@@ -130,23 +132,34 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 )
 
 
+class _Continuation(Draft):
+    """A text that the end-of-text token ends."""
+
+    def __init__(self, config: RunConfig, eos: int | None) -> None:
+        super().__init__(config.max_new_tokens, config.sampling.rule(), f"{config.seed}/0/0")
+        self.eos = eos
+
+    def ends_itself(self) -> bool:
+        return self.tokens[-1] == self.eos
+
+
 def _stream(
-    session: LiveSession, ids: Sequence[int], tokenizer: Any, write: Callable[[str], Any]
+    session: LiveSession, ids: Sequence[int], text: _Continuation, tokenizer: Any, write: Callable[[str], Any]
 ) -> tuple[str, dict[str, Any]]:
     """Write the text as it grows. Returns it, with the number of tokens and the times of prefill and decoding."""
     prompt = torch.tensor([ids], device=session.attached.device)
     began = time.perf_counter()
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
-    tokens: list[int] = []
     first_s, shown = 0.0, ""
-    for step in generate(session, logits):
-        token = int(step.argmax(-1))
+    for _ in generate(session, logits, [text]):
         first_s = first_s or time.perf_counter()
-        if token == tokenizer.eos_token_id:
+        if text.ends_itself():  # the end-of-text token is no part of the text
+            text.tokens.pop()
             break
-        tokens.append(token)
-        text = str(tokenizer.decode(tokens)).rstrip("\ufffd")  # without a character whose bytes are not all there yet
-        write(text.removeprefix(shown))
-        shown = text
+        so_far = str(tokenizer.decode(text.tokens)).rstrip(
+            "\ufffd"
+        )  # without a character whose bytes are not all there
+        write(so_far.removeprefix(shown))
+        shown = so_far
     decode_s = time.perf_counter() - first_s
-    return shown, {"num_tokens": len(tokens), "prefill_s": first_s - began, "decode_s": decode_s}
+    return shown, {"num_tokens": len(text.tokens), "prefill_s": first_s - began, "decode_s": decode_s}

@@ -79,6 +79,8 @@ OF_SOME_MODELS = (
     Column("latent_bytes", "latent per token (KiB)", 1 / 1024, 2),
 )
 """Columns of tables whose models have local layers, recurrent layers or latents."""
+REPEATS_STDERR = Column("repeats_stderr", "standard error over repeats", 1, 3)
+"""Of a mean over several answers to each question: its standard error over repeats of the same questions."""
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
 BATCH_SIZE = Column("batch_size", "batch", 1, 0, "batch {:.0f}")
 PROMPT_LEN = Column("prompt_len", "prompt", 1, 0, "prompt {:,.0f}")
@@ -91,7 +93,7 @@ ACCURACY = (
     Column("task"),
     METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, SIZE,
     Column("size_artifact", "size as the artifact counts it (%)", 100, 1),
-    DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_MODELS, SOURCE, SHIPPED, RUN_ID,
+    DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_MODELS, REPEATS_STDERR, SOURCE, SHIPPED, RUN_ID,
 )  # fmt: skip
 SEGMENTS = (
     Column("attention_s", "attention (ms)", 1e3, 3),
@@ -162,7 +164,7 @@ TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
-OPTIONAL = tuple(column.name for column in OF_SOME_MODELS)
+OPTIONAL = tuple(column.name for column in (*OF_SOME_MODELS, REPEATS_STDERR))
 """Columns that a table may lack."""
 
 METRICS = {
@@ -171,6 +173,8 @@ METRICS = {
         Column("acc", "acc (%)", 100, 1),
         Column("acc_norm", "acc_norm (%)", 100, 1),
         Column("exact_match", "exact_match (%)", 100, 1),
+        Column("generated_tokens", "generated (tokens)", 1, 1),
+        Column("at_limit", "answers at the limit of tokens (%)", 100, 1),
         Column("perplexity", "perplexity", 1, 3),
         Column("perplexity_full", "full cache's perplexity", 1, 3),
         KL,
@@ -198,16 +202,18 @@ METRICS = {
 
 
 def quantity(metric: str) -> Column:
-    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the heading; RULER's
-    metrics are lengths in tokens; an unknown metric is its own heading."""
-    if metric.isdecimal():
-        return Column(metric, f"right at {int(metric):,} tokens (%)", 100, 1)
+    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the heading, and so is
+    pass@k; RULER's metrics are lengths in tokens; an unknown metric is its own heading."""
     name, _, filtered = metric.partition(",")
-    if name not in METRICS:
-        return Column(metric, metric.replace(",", ", "), 1, 3)
-    known = METRICS[name]
-    heading = known.heading.replace(known.words, f"{known.words}, {filtered}") if filtered else known.heading
-    return known._replace(name=metric, heading=heading)
+    name, _, count = name.partition("_pass@")
+    if name.isdecimal():
+        known = Column(name, f"right at {int(name):,} tokens (%)", 100, 1)
+    elif name in METRICS:
+        known = METRICS[name]
+    else:
+        known = Column(name, name, 1, 3)
+    words = ", ".join(filter(None, [known.words, count and f"pass@{count}", filtered]))
+    return known._replace(name=metric, heading=known.heading.replace(known.words, words))
 
 
 def rank(metric: str) -> tuple[int, int, str]:

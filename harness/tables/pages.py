@@ -56,7 +56,16 @@ MARKUP = re.compile(r"[\\`*|$]|<(?=[A-Za-z/!?])|(?<!\w)_|_(?!\w)")
 """Characters that Markdown would interpret."""
 SCORES = ("acc", "exact_match", "perplexity")
 """Metrics of `METRICS` that every run on a task or text measures, as it does any metric that is not in `METRICS`."""
-BRIEF = (*SCORES, "kl_nats", "top1_agreement", "text_perplexity", "first_divergence", "repetition")
+BRIEF = (
+    *SCORES,
+    "generated_tokens",
+    "at_limit",
+    "kl_nats",
+    "top1_agreement",
+    "text_perplexity",
+    "first_divergence",
+    "repetition",
+)
 """Metrics of `METRICS` that a terminal shows."""
 BRIEF_SPEED = ("prefill_s", "tokens_per_s", "step_p50_s", "h2d_bytes", "peak_device_bytes")
 BRIEF_SHAPE = ("batch_size", "prompt_len", "gen_len", "size")

@@ -31,6 +31,7 @@ from harness.tables import leaderboard
 from harness.tables.columns import (
     BOARD,
     OF_SOME_MODELS,
+    OPTIONAL,
     TABLES,
     Column,
     TableRow,
@@ -147,7 +148,7 @@ def _write(path: Path, shape: str, rows: TableRows, *, keep_empty: bool = True) 
         path.unlink(missing_ok=True)
         path.with_suffix(".md").unlink(missing_ok=True)
         return
-    columns = [column for column in TABLES[shape] if column not in OF_SOME_MODELS or has_any(rows, column)]
+    columns = [column for column in TABLES[shape] if column.name not in OPTIONAL or has_any(rows, column)]
     write_atomic(path, render_csv(columns, rows))
     write_atomic(path.with_suffix(".md"), render_markdown(path.stem, rows))
 
@@ -257,7 +258,8 @@ def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
     for metric, value in entries.items():
         is_metric = metric not in (*CONDITIONS, "num_truncated") and not metric.endswith("_stderr")
         if is_metric and isinstance(value, int | float):
-            yield {"metric": metric, "value": value, "stderr": entries.get(f"{metric}_stderr")}
+            errors = {name: entries.get(f"{metric}_{name}") for name in ("stderr", "repeats_stderr")}
+            yield {"metric": metric, "value": value} | errors
 
 
 def depth_rows(task: str, samples: Sequence[Mapping[str, Any]]) -> Iterator[TableRow]:
