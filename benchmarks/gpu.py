@@ -227,9 +227,10 @@ def equalities(device: torch.device, rate: LinkRate) -> Iterator[tuple[str, bool
             calibration = calibrate(attached, method, ids.tolist()) if method.needs_calibration else None
             decode = partial(live, attached, Setup(method, codec, calibration), EQUAL_PROMPTS)
             on_device = decode(placement="device").logits
-            on_host = decode(placement="host", link=link, reuse=config.reuse, pinned=config.platform.pinned).logits
-            # Reused rows are summed in another order.
-            others = [("host and device", on_host, TOLERANCE if config.reuse else 0)]
+            rows = {"device_rows": config.device_rows, "prefetch": config.prefetch}
+            on_host = decode(placement="host", link=link, pinned=config.platform.pinned, **rows).logits
+            # Rows that stay on the device are summed in another order.
+            others = [("host and device", on_host, TOLERANCE if config.device_rows else 0)]
             if device.type == "cuda":
                 with patch.object(offload_store, "COMPILED", set()), patch.object(methods_base, "COMPILED", set()):
                     plain = decode(placement="device").logits

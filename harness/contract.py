@@ -49,6 +49,7 @@ STEPS = 10
 ROWS_PER_BLOCK = 3  # of the second replay: several blocks, of several rows each
 ROWS_OF_FIRST_CALL = (8, 3)  # of even and odd sequences, in the first of two calls; the second call has the others
 NUM_CALIBRATION_TOKENS = 256
+DEVICE_ROWS = 1.5  # times what a step reads
 LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
 TOLERANCE = 1e-4
 """Allowed difference of logits: live and replay sum the same products in another order."""
@@ -170,7 +171,8 @@ def live(
 def result_of(session: LiveSession, logits: Tensor) -> Result:
     """Logits and sizes of a session that is not yet closed."""
     final, exempt = session.batch.lengths.final, session.method.num_exempt_layers
-    resident = resident_share(session.states, session.codec, final, exempt, session.attached.geometry)
+    stage = next(iter(session.stages.values()))
+    resident = resident_share(session.states, session.codec, final, exempt, session.attached.geometry, stage.rooms)
     return Result(logits, session.reads.size, session.reads.device_frac, float(resident.mean()))
 
 
@@ -277,6 +279,35 @@ def link_carries_the_selection(trial: Trial) -> str:
     return f"{crossed} bytes"
 
 
+def rows_that_stay_are_counted(trial: Trial) -> str:
+    """With rows that stay on the device, and rows that come early where the method tells them, the logits are the same,
+    and as many rows cross the link as replay counts."""
+    trial.require_host()
+    method, attached, prompts = trial.setup.method, trial.attached, trial.prompts
+    if not method.names_rows:
+        raise NotAskedError("selects no rows that could stay on the device")
+    prefetch = any(policy.prefetches for policy in policies_of(attached, method, prefetch=True))
+    options: dict[str, Any] = {"device_rows": DEVICE_ROWS, "prefetch": prefetch}
+    ids, real = (each.to(attached.device) for each in token_batch(prompts, seed=trial.seed))
+    columns = max(prompts)
+    counted = open_replay(attached, trial.setup, real, **options)
+    counted.prefill(ids[:, :columns], real[:, :columns])
+    counted.decode(ids[:, columns:], real[:, columns:])
+    with closing(open_live(attached, trial.setup, placement="host", link=trial.link, **options)) as session:
+        logits = force(session, prompts, seed=trial.seed)
+        reads = counted.reads
+        expected_sizes = Result(logits, reads.size, reads.device_frac, reads.resident_frac)
+        _same_sizes(result_of(session, logits), expected_sizes, "", "in replay")
+        crossed, store = int(session.loaded_bytes), session.stores[-1]
+        exact = session.stores[0].slot_bytes * len(prompts) * store.num_kv_heads * sum(range(columns, columns + STEPS))
+    _same_logits(logits, trial.on_device.logits)
+    expected = round(reads.rows_loaded) * store.slot_bytes + method.num_exempt_layers * exact
+    if crossed != expected:
+        raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
+    early = ", some early" if prefetch else ""
+    return f"{crossed} bytes{early}; {reads.hit_frac:.0%} found on the device"
+
+
 def size_is_its_closed_form(trial: Trial) -> str:
     """The measured size is that of `tokens_read`, where it is known, and never above `max_tokens_read`."""
     method, geometry, known = trial.setup.method, trial.attached.geometry, True
@@ -331,6 +362,7 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
     "live decoding is replay": live_is_replay,
     "host placement is device placement": host_is_device,
     "the link carries what is selected": link_carries_the_selection,
+    "rows that stay on the device are counted": rows_that_stay_are_counted,
     "the size is its closed form": size_is_its_closed_form,
     "a fork is fresh": a_fork_is_fresh,
     "a padded sequence is itself alone": padded_is_alone,

@@ -112,14 +112,14 @@ class LongDecode(Experiment):
 class Latency(Experiment):
     """`kind=latency`: one timed cell of the figures of speed (Figs 14 to 18)."""
 
-    depends_on = ("platform", "placement", "reuse", "latency", "seed", "calibration")
+    depends_on = ("platform", "placement", "latency", "seed", "calibration")
     table = "latency"
     code = ("speed",)
     live = True
     memory_settings = ("latency.batch_size", "latency.prompt_len")
 
     def check(self, config: RunConfig) -> None:
-        check_live(config.method, config.placement, config.reuse, config.platform)
+        check_live(config)
 
     def inputs(self, config: RunConfig) -> dict[str, str]:
         return inputs.calibration(config.calibration) | {"prompt": text_sha256(offline_text())}
@@ -139,14 +139,14 @@ class Latency(Experiment):
 class Generate(Experiment):
     """`kind=generate`: text, printed token by token, and what its cache moved."""
 
-    depends_on = ("prompt", "max_new_tokens", "sampling", "seed", "platform", "placement", "reuse", "calibration")
+    depends_on = ("prompt", "max_new_tokens", "sampling", "seed", "platform", "placement", "calibration")
     code = ("speed",)
     live = True
     keeps_record = False
     memory_settings = ("max_new_tokens",)
 
     def check(self, config: RunConfig) -> None:
-        check_live(config.method, config.placement, config.reuse, config.platform)
+        check_live(config)
         if not config.prompt:
             raise UserError("prompt=null: experiment=generate needs a text to go on from")
         _check_one_answer(config)

@@ -111,7 +111,7 @@ class Model:
     ) -> Generated:
         """Continue a prompt with a method's live cache, greedily unless a temperature is set.
 
-        method: a name of `conf/method` or a file. settings: such as max_new_tokens=64, placement="device", reuse=True,
+        method: a name of `conf/method` or a file. settings: such as max_new_tokens=64, placement="device",
             temperature=0.7, top_p=0.9, seed=1.
 
         Returns:
@@ -230,7 +230,8 @@ def attach(
             calibration=calibration,
             placement=config.placement,
             link=link,
-            reuse=config.reuse,
+            device_rows=config.device_rows,
+            prefetch=config.prefetch,
             pinned=platform.pinned,
         )
 

@@ -24,6 +24,7 @@ from harness.model.attach import Attached, Handler
 from harness.model.attention import dense_attention, heads_last, weighted_values, with_rest
 from harness.model.policies import new_states, policies_of, select
 from harness.model.rereading import run_prompts
+from harness.offload.hot_rows import HotRows, rooms
 from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
 from methods.attention import hide
 from methods.base import EMPTY, Calibration, Lengths, Method, PromptRows, Rows, Selection, State
@@ -39,7 +40,8 @@ class ReplaySession:
 
     final_lengths: int [batch], T of each sequence. num_columns: columns the batch will ever use.
     measure_recall: also measure attention_recall, at the cost of a second pass over the scores. rows_per_block: rows of
-    a layer that select and attend together; None: as many as memory allows. It changes no number.
+    a layer that select and attend together; None: as many as memory allows. It changes no number. device_rows,
+    prefetch: as in `LiveSession`; replay counts which rows would be on the device. They change no logit.
     Raises ValueError where the method cannot work in so few layers, and in `prefill` where it cannot at these lengths.
     """
 
@@ -54,16 +56,22 @@ class ReplaySession:
         calibration: Calibration | None = None,
         measure_recall: bool = False,
         rows_per_block: int | None = None,
+        device_rows: float = 0,
+        prefetch: bool = False,
     ) -> None:
         attached.require_length(int(final_lengths.max()))
         codec = without_keys(codec) if method.holds_keys else codec
         self.attached = attached
         self.method = method
-        self.policies = policies_of(attached, method, needs_method=not method.reads_all or codec is not None)
+        needs_method = not method.reads_all or codec is not None
+        self.policies = policies_of(attached, method, needs_method=needs_method, prefetch=prefetch)
         self.final_lengths = final_lengths
         self.calibration = calibration
         self.measure_recall = measure_recall and codec is None
         self.rows_per_block = rows_per_block
+        self.device_rows = device_rows
+        self.rooms: list[int] | None = None
+        self.hot_rows: dict[int, HotRows] = {}
         self.states: dict[torch.device, State] = {}
         is_coded = [policy.kind == "method" for policy in self.policies]
         self.history = History(attached, is_coded, codec, len(final_lengths), num_columns)
@@ -81,6 +89,9 @@ class ReplaySession:
         self.attached.require_even(valid)
         lengths = Lengths(valid.sum(-1), self.final_lengths)
         self.states = new_states(self.attached, self.method, lengths, self.calibration)
+        if self.device_rows:
+            numbers = [policy.number for policy in self.policies if policy.kind == "method"]
+            self.rooms = rooms(self.method, numbers, self.device_rows, lengths)
         positions = self.history.enter(valid)
         self._prompt_rows = {
             device: PromptRows(valid.to(device), self.history.tokens.shape[1]) for device in self.states
@@ -116,7 +127,8 @@ class ReplaySession:
         rows = DecodePass(self, positions, valid)
         hidden = self.attached.forward(ids, positions, rows, self.model_cache, valid)
         states, exempt = list(self.states.values()), self.method.num_exempt_layers
-        resident = resident_share(states, self.history.codec, self.final_lengths, exempt, self.attached.geometry)
+        geometry, codec = self.attached.geometry, self.history.codec
+        resident = resident_share(states, codec, self.final_lengths, exempt, geometry, self.rooms)
         self.reads += rows.stats(_weights(valid, multiplicity), resident)
         return hidden
 
@@ -132,6 +144,8 @@ class ReplaySession:
         child.final_lengths = self.final_lengths[index]
         child.states = {device: state.fork(index.to(device), num_columns) for device, state in self.states.items()}
         child.history = self.history.fork(index, num_columns)
+        child.hot_rows = {layer: hot.fork(index.to(hot.slots.device)) for layer, hot in self.hot_rows.items()}
+        child.rooms = None if self.rooms is None else [self.rooms[each] for each in index.tolist()]
         child.model_cache = self.model_cache.fork(index)
         return child
 
@@ -259,7 +273,9 @@ def _selected(tensor: Tensor, index: Tensor) -> Tensor:
 class DecodePass(Handler):
     """Teacher-forced rows, each reading what the policy of its layer says, and itself.
 
-    positions, valid: [batch, rows]. read, index_read, recall: fp64 alike, sums over the layers under the method.
+    positions, valid: [batch, rows]. read, index_read, recall: fp64 alike, sums over the layers under the method;
+    selected, missed, loaded: where rows stay on the device, rows of all KV heads that were selected, those of them that
+    were not there then, and all that crossed the link.
     """
 
     def __init__(self, session: ReplaySession, positions: Tensor, valid: Tensor) -> None:
@@ -270,13 +286,16 @@ class DecodePass(Handler):
         self.has_padding = not bool(valid.all())
         self.is_padded = bool((self.history.tokens[:, : self.history.length] == EMPTY).any())
         self.rehearsed: dict[int, Tensor] = {}
-        self.read, self.index_read, self.recall = (torch.zeros_like(valid, dtype=torch.float64) for _ in range(3))
+        self.read, self.index_read, self.recall, self.selected, self.missed, self.loaded = (
+            torch.zeros_like(valid, dtype=torch.float64) for _ in range(6)
+        )
         self.num_selecting = 0
         self._on_device: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
         self._latest: State | None = None
 
     def rehearses(self, layer: int) -> bool:
-        return bool(self.session.states) and self.policies[layer].when == "previous_layer"
+        policy = self.policies[layer]
+        return bool(self.session.states) and (policy.when == "previous_layer" or policy.prefetches)
 
     def rehearse(self, layer: int, query: Tensor) -> None:
         self.rehearsed[layer] = query
@@ -299,6 +318,7 @@ class DecodePass(Handler):
             self.num_selecting += 1
 
         # Select and attend, block by block.
+        guess = self.rehearsed.pop(layer) if policy.prefetches else None
         asking = self._selecting_query(layer, query)
         batch, heads, num_rows, _ = query.shape
         affordable = max(16, min(MAX_CHUNK, SCORES_PER_CHUNK // (batch * heads * self.history.length)))
@@ -306,12 +326,19 @@ class DecodePass(Handler):
         outputs = []
         for begin in range(0, num_rows, size):
             block_rows = slice(begin, min(begin + size, num_rows))
-            block = _Block(self, layer, state, block_rows, query, asking)
+            block = _Block(self, layer, state, block_rows, query, asking, guess)
             if is_selecting:
                 outputs.append(block.attend_to_selection(key[:, :, block_rows], value[:, :, block_rows]))
             else:
                 outputs.append(block.attend_to_all())
         return torch.cat(outputs, 1)
+
+    def hot_rows(self, layer: int) -> HotRows | None:
+        """The rows of a layer that would be on the device; None where none stay."""
+        session, shape = self.session, self.session.attached.layers[layer]
+        if session.rooms is not None and layer not in session.hot_rows:
+            session.hot_rows[layer] = HotRows(session.rooms, shape.num_kv_heads, shape.device)
+        return session.hot_rows.get(layer)
 
     def rows_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The pass's positions and which rows are real, [batch, rows], and the tokens, int32 [batch, columns so far];
@@ -347,6 +374,13 @@ class DecodePass(Handler):
         share = share_of_cache(cached, self.read, code_width(codec, geometry), exempt, num_layers, geometry.windows)
         index_share = share_beside(cached, self.index_read, num_layers, geometry.windows)
         selecting = num_layers - exempt
+        if session.rooms is not None:
+            width, heads = code_width(codec, geometry), geometry.num_kv_heads
+            of_cache = num_layers * cached + in_windows(cached, geometry.windows)
+            crossed = (exempt * cached + width * self.loaded / heads) / of_cache
+            sums["link_sum"] = float((weights * crossed).sum())
+            sums["rows_loaded"] = float((weights * self.loaded).sum())
+            sums["hit_sum"] = float((weights * (1 - self.missed / self.selected.clamp(min=1))).sum())
         return ReadStats(
             rows=rows,
             fired_rows=rows if self.num_selecting == selecting else 0.0,
@@ -363,8 +397,9 @@ class _Block:
     """A block of decode rows in one layer, over the columns up to the block's end."""
 
     def __init__(
-        self, decode: DecodePass, layer: int, state: State | None, rows: slice, query: Tensor, asking: Tensor
-    ) -> None:
+        self, decode: DecodePass, layer: int, state: State | None, rows: slice, query: Tensor, asking: Tensor,
+        guess: Tensor | None,
+    ) -> None:  # fmt: skip
         self.decode = decode
         self.layer = layer
         self.state = state
@@ -374,6 +409,7 @@ class _Block:
         self.stop = decode.start + rows.stop
         self.query = query[:, :, rows]
         self.asking = asking[:, :, rows]
+        self.guess = None if guess is None else guess[:, :, rows]
         positions, self.real, tokens = decode.rows_on(query.device)
         self.positions = positions[:, rows]
         self.tokens = tokens[:, : self.stop]
@@ -441,11 +477,34 @@ class _Block:
                 true_scores=lambda: self._true_scores(exact),
                 padded=self.decode.has_padding,
             )
+            guess = None
+            if self.guess is not None:
+                guess = select(self.state, self.policy.number, replace(rows, query=self.guess))
+                if guess.side is not None:
+                    self._add(self.decode.index_read, guess.side)
             selection = select(self.state, self.policy.number, rows)
+            if (hot := self.decode.hot_rows(self.layer)) is not None:
+                self._count_hits(hot, selection, guess)
         self._add(self.decode.read, selection.num_read)
         if selection.side is not None:
             self._add(self.decode.index_read, selection.side)
         return selection
+
+    def _count_hits(self, hot: HotRows, selection: Selection, guess: Selection | None) -> None:
+        """Let the block's rows, one after another, fetch what is not on the device, and count it."""
+        num_kv_heads, real = hot.slots.shape[1], self.real[:, self.rows]
+        asked = [each.mask for each in (guess, selection) if each is not None and each.mask is not None]
+        for row in range(real.shape[1]):
+            counts: list[Tensor] = []
+            for mask in asked:
+                mask = (mask[:, :, row] & real[:, row, None, None]).expand(-1, num_kv_heads, -1)
+                most = int(mask.sum(-1).max())
+                counts.append((hot.request(mask, self.tokens[:, None], most).slots >= 0).sum((1, 2)))
+            this = slice(self.rows.start + row, self.rows.start + row + 1)
+            for total, of_row in ((self.decode.loaded, torch.stack(counts).sum(0)), (self.decode.missed, counts[-1])):
+                total[:, this] += of_row.to(total.device)[:, None]
+        selected = asked[-1].sum(-1).sum(1) * (num_kv_heads // asked[-1].shape[1])
+        self._add(self.decode.selected, selected)
 
     def _add(self, total: Tensor, of_rows: Tensor) -> None:
         total[:, self.rows] += of_rows.to(total.device)

@@ -15,6 +15,7 @@ from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
 from harness.settings.config import RunConfig
+from harness.settings.systems import check_hot_rows
 from harness.sizes import sized_as_stored
 from methods.base import Calibration, Method, Row
 from methods.codec import AnyCodec, ChannelCodec, Codec, SplitCodec
@@ -22,11 +23,14 @@ from methods.codec import AnyCodec, ChannelCodec, Codec, SplitCodec
 
 @dataclass(frozen=True)
 class Setup:
-    """method: `size` resolved. codec: None stores rows exactly. calibration: None where none is needed."""
+    """method: `size` resolved. codec: None stores rows exactly. calibration: None where none is needed. device_rows,
+    prefetch: as in `LiveSession`."""
 
     method: Method
     codec: AnyCodec | None
     calibration: Calibration | None
+    device_rows: float = 0
+    prefetch: bool = False
 
     def replay(
         self, attached: Attached, final_lengths: Tensor, num_columns: int, *, measure_recall: bool = False
@@ -40,6 +44,8 @@ class Setup:
             final_lengths=final_lengths,
             num_columns=num_columns,
             measure_recall=measure_recall,
+            device_rows=self.device_rows,
+            prefetch=self.prefetch,
         )
 
 
@@ -54,7 +60,9 @@ def prepare(
     if config.size is not None:
         nearest = config.sizing == "nearest"
         method = sized_as_stored(method, codec, attached.geometry, decode_rows(), config.size, nearest=nearest)
-    return Setup(tokenized(method, loaded), codec, calibrated(config, method, loaded, attached))
+    check_hot_rows(method, config.device_rows, config.prefetch)
+    calibration = calibrated(config, method, loaded, attached)
+    return Setup(tokenized(method, loaded), codec, calibration, config.device_rows, config.prefetch)
 
 
 def tokenized(method: Method, loaded: LoadedModel) -> Method:

@@ -75,13 +75,19 @@ def share_beside(cached: Tensor, read: Tensor, num_layers: int, windows: Sequenc
 
 
 def resident_share(
-    states: Sequence[State], codec: AnyCodec | None, final: Tensor, num_exempt: int, geometry: Geometry
+    states: Sequence[State],
+    codec: AnyCodec | None,
+    final: Tensor,
+    num_exempt: int,
+    geometry: Geometry,
+    rooms: Sequence[int] | None = None,
 ) -> Tensor:
     """Share of the full cache at T that a method, its codec and the local layers keep on the device of each sequence,
     fp64 [batch].
 
     states: the method's, one on each device; none: it reads all, and its codec may leave the last tokens exact.
-    final: int [batch], T. A state's tensors of a sequence count as they are, in a batch as long as the longest sequence
+    final: int [batch], T. rooms: of each sequence the fetched rows that a KV head keeps in each layer under the method;
+    None: none stay. A state's tensors of a sequence count as they are, in a batch as long as the longest sequence
     needs them; those of slots count as many slots as tokens are kept, of however many there is room for.
     """
     final = final.cpu()
@@ -107,6 +113,9 @@ def resident_share(
         method, layers = states[0].method, range(num_exempt, geometry.num_layers)
         resident = [sum(method.tokens_resident(row, layer) for layer in layers) for row in _last_rows(states[0])]
         kept += token * torch.tensor(resident, dtype=torch.float64)
+    if rooms is not None:
+        hot = torch.tensor(rooms, dtype=torch.float64) * (geometry.num_layers - num_exempt)
+        kept += token * code_width(codec, geometry) * hot
     return kept / (token * (geometry.num_layers * final.double() + local))
 
 
@@ -122,8 +131,10 @@ def _bytes(tensor: Tensor) -> int:
 
 SHARES = ("size", "size_artifact", "device_frac", "resident_frac")
 """Properties of `ReadStats` beside every score of accuracy."""
+OF_HOT_ROWS = ("link_frac", "hit_frac")
+"""Further ones, where rows stay on the device; None elsewhere."""
 OF_SOME_MODELS = ("window_frac", "recurrent_bytes", "latent_bytes")
-"""Further ones, where the model has such layers."""
+"""Further ones, where the model has such layers; 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +145,11 @@ class ReadStats:
     ran in every non-exempt layer. frac_sum, index_sum, resident_sum, window_sum: sums of the shares of the cache that
     were read, read of an index, kept on the device, and read in local layers. pairs_read, pairs: (query, key) pairs,
     own token and prompt rows included, mean over the non-exempt layers. code_bits: of one stored element, without the
-    groups' scales. recall_sum: sum of attention_recall. recurrent_bytes: of a sequence's states in recurrent layers.
-    latent_bytes: of a token in all layers that store latents. Both are 0 where the model has none.
+    groups' scales. recall_sum: sum of attention_recall. link_sum, hit_sum: where rows stay on the device, sums of the
+    share of the cache that crosses the link and of the selected rows that are there when a layer selects; None
+    elsewhere. rows_loaded: rows of a KV head that crossed the link there, of the layers under the method.
+    recurrent_bytes: of a sequence's states in recurrent layers. latent_bytes: of a token in all layers that store
+    latents. Both are 0 where the model has none.
     """
 
     rows: float = 0.0
@@ -148,6 +162,9 @@ class ReadStats:
     pairs: float = 0.0
     code_bits: float = 16
     recall_sum: float | None = None
+    link_sum: float | None = None
+    hit_sum: float | None = None
+    rows_loaded: float = 0.0
     recurrent_bytes: float = 0.0
     latent_bytes: float = 0.0
 
@@ -161,9 +178,9 @@ class ReadStats:
 
     @property
     def sizes(self) -> dict[str, float]:
-        """`SHARES` and those of `OF_SOME_MODELS` that this model has."""
-        sizes = {name: getattr(self, name) for name in (*SHARES, *OF_SOME_MODELS)}
-        return {name: size for name, size in sizes.items() if size or name in SHARES}
+        """`SHARES`, and of the others those that this run has."""
+        sizes = {name: getattr(self, name) for name in (*SHARES, *OF_HOT_ROWS, *OF_SOME_MODELS)}
+        return {name: size for name, size in sizes.items() if size or (size == 0 and name not in OF_SOME_MODELS)}
 
     def _mean(self, total: float) -> float:
         return total / self.rows if self.rows else 0.0
@@ -182,6 +199,17 @@ class ReadStats:
     def resident_frac(self) -> float:
         """Share that the method keeps on the device, of the full cache at T."""
         return self._mean(self.resident_sum)
+
+    @property
+    def link_frac(self) -> float | None:
+        """Share of the full cache that crosses the link, with what is fetched in vain; None where no row stays on the
+        device: there it is what is read behind the link."""
+        return None if self.link_sum is None else self._mean(self.link_sum)
+
+    @property
+    def hit_frac(self) -> float | None:
+        """Share of the selected rows that were on the device when their layer selected them; None as `link_frac`."""
+        return None if self.hit_sum is None else self._mean(self.hit_sum)
 
     @property
     def window_frac(self) -> float:

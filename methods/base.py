@@ -107,6 +107,11 @@ class Method:
         """True if `select` decides which rows are fetched."""
         return self.when in NAMES_ROWS
 
+    def prefetches(self, layer: int) -> bool:
+        """True if a non-exempt `layer` selects by its own query, and by another query, made in the layer before, the
+        same `select` tells which rows will probably be read. It must not change the state."""
+        return False
+
     @property
     def replay_only(self) -> str | None:
         """Why the method can be scored but not decoded live, in words for the user; None where it can."""

@@ -373,6 +373,10 @@ class InfiniGen(ScoreSelecting):
         """True if the pool has a limit."""
         return self.pool_tokens is not None or self.pool_frac is not None
 
+    def prefetches(self, layer: int) -> bool:
+        """Not in a limited pool, in which each selection counts."""
+        return not self.limited and super().prefetches(layer)
+
     @property
     def replay_only(self) -> str | None:
         """The artifact's victims stay candidates, so their slots are never free."""

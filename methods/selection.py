@@ -69,6 +69,10 @@ class Selecting(Method):
     def when_of(self, layer: int) -> When:
         return "own_query" if layer - self.num_exempt_layers < self.own_query_layers else self.when
 
+    def prefetches(self, layer: int) -> bool:
+        """Where the own query selects by choice (`when`). In the first layers a query made earlier tells nothing."""
+        return self.when == "own_query" and layer - self.num_exempt_layers >= self.own_query_layers
+
     def min_size(self, row: Row) -> float:
         """The least number that reads a token beside the sinks at the first row."""
         if not self.num_sinks:

@@ -105,7 +105,8 @@ def launch_lists() -> None:
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
         indices(mask, num_rows)
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
-        missing_rows(mask, torch.empty(2, 3, num_rows, dtype=torch.int64))
+        kept = torch.empty(2, 3, num_rows, dtype=torch.int64)
+        missing_rows(mask, kept, torch.empty_like(kept), num_rows)
 
 
 def launch(codec: Codec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:

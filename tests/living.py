@@ -121,7 +121,7 @@ class LatestLink(Link):
         self.queue: list[Callable[[], object]] = []
 
     def prefetch(self, store: KVStore, request: SlotRequest, rows: Tensor) -> Ticket:
-        rows[request.by_target() >= 0 if isinstance(request, Chosen) else slice(None)] = 0xFF
+        rows[request.by_target(rows.shape[2]) >= 0 if isinstance(request, Chosen) else slice(None)] = 0xFF
         return super().prefetch(store, request, rows)
 
     def copy(self, source: Tensor, target: Tensor) -> Ticket:

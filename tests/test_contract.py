@@ -55,9 +55,9 @@ def replayed(family: str, name: str, prefill_len: int | None = None) -> Result:
 
 
 @cache
-def live(family: str, name: str, placement: str = "device", reuse: bool = False) -> Result:
+def live(family: str, name: str, placement: str = "device", device_rows: float = 0) -> Result:
     with attached_with_link(family) as (attached, link):
-        return live_session(attached, CASES[name], PADDED, placement=placement, link=link, reuse=reuse)
+        return live_session(attached, CASES[name], PADDED, placement=placement, link=link, device_rows=device_rows)
 
 
 @pytest.mark.parametrize(("name", "family"), RUNS)
@@ -72,8 +72,8 @@ def test_live_is_replay_and_host_is_device_bit_for_bit(name, family):
 
 
 @pytest.mark.parametrize("name", CHOOSING)
-def test_reuse_changes_the_order_of_rows_only(name):
-    plain, reused = (live("gqa", name, "host", reuse) for reuse in (False, True))
+def test_rows_that_stay_change_the_order_of_rows_only(name):
+    plain, reused = (live("gqa", name, "host", device_rows) for device_rows in (0, 1))
     assert largest_difference(reused.logits, plain.logits) <= tolerance(name)
     assert reused.size == plain.size
 
@@ -99,6 +99,8 @@ def test_over_the_link_goes_the_selection_and_the_size_is_its_closed_form(name):
             CHECKS["the size is its closed form"](trial)
         if name in OFFLOADED and not (case.codec and case.codec.residual):  # bytes of such codecs are counted by hand
             CHECKS["the link carries what is selected"](trial)
+            if case.codec is None and case.method.names_rows:
+                CHECKS["rows that stay on the device are counted"](trial)
 
 
 # Every method in conf/method, with its defaults: a new file there is a new test here
@@ -126,7 +128,7 @@ def test_a_shipped_method_passes_every_check_between_windows(name):
         measured = calibrate(attached, method, list(range(3, 253))) if method.needs_calibration else None
         trial = Trial(attached, link, Setup(method, None, measured), LONG)
         found = [judge(check, trial) for check in CHECKS.values()]
-    assert len(found) == 6 and "FAILED" not in {finding.verdict for finding in found}, found
+    assert len(found) == len(CHECKS) == 7 and "FAILED" not in {finding.verdict for finding in found}, found
     assert found[-1].verdict == "ok"
 
 

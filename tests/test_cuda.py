@@ -73,7 +73,7 @@ def test_live_is_replay_on_a_gpu(attached, link, name):
     assert torch.equal(host, device)
     session.close()
     if case.method.names_rows:
-        reused, session = decode(attached, case, placement="host", link=link, reuse=True)
+        reused, session = decode(attached, case, placement="host", link=link, device_rows=1)
         assert largest_difference(reused, device) <= tolerance
         session.close()
 

@@ -72,10 +72,10 @@ FAMILIES = {
     "opt": {"word_embed_proj_dim": 64},
 }
 PLACED = [
-    *((name, "host", False) for name in (*WIDE, "int4", "snapkv-both") if CASES[name].method.when != "true_scores"),
-    *((name, "host", True) for name in ("infinigen", "infinigen-fixed", "pool-fifo", "quest", "sparq", "shadowkv")),
-    *((name, "device", False) for name in ("full", "h2o", "infinigen", "infinigen-final", "oracle", "pool-fills")),
-    *((name, "managed", False) for name in ("full", "int4", "h2o")),
+    *((name, "host", 0) for name in (*WIDE, "int4", "snapkv-both") if CASES[name].method.when != "true_scores"),
+    *((name, "host", 1) for name in ("infinigen", "infinigen-fixed", "pool-fifo", "quest", "sparq", "shadowkv")),
+    *((name, "device", 0) for name in ("full", "h2o", "infinigen", "infinigen-final", "oracle", "pool-fills")),
+    *((name, "managed", 0) for name in ("full", "int4", "h2o")),
 ]
 
 
@@ -86,15 +86,15 @@ def fake_tiny(family: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "reuse", "family"),
+    ("name", "placement", "device_rows", "family"),
     [
         *((*placed, "llama") for placed in PLACED),
-        *(("infinigen", "host", False, family) for family in ("qwen3", "opt")),
+        *(("infinigen", "host", 0, family) for family in ("qwen3", "opt")),
     ],
 )
-def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, reuse, family):
+def test_nothing_waits_for_the_device_or_lies_on_the_cpu(gpu, name, placement, device_rows, family):
     case = CASES[name]
-    options = {"codec": case.codec, "placement": placement, "reuse": reuse}
+    options = {"codec": case.codec, "placement": placement, "device_rows": device_rows}
     with opened(gpu, fake_tiny(family), PROMPTS["padded"], case.method, **options) as (session, token):
         # Before its first layer a prefill asks for the prompts' lengths, and moves what a method counts on the CPU.
         assert [fault for fault in gpu.faults if fault[0] is not None] == []
@@ -161,7 +161,7 @@ def system_of(label: str) -> tuple[Method, System]:
 def test_a_layer_launches_few_kernels(gpu, label):
     method, system = system_of(label)
     model = fake_model("opt-13b", num_hidden_layers=LAYERS)
-    options = {name: getattr(system, name) for name in ("placement", "overlap", "reuse", "pinned")}
+    options = {name: getattr(system, name) for name in ("placement", "overlap", "device_rows", "prefetch", "pinned")}
     codec = Codec(system.codec) if system.codec else None
     with opened(gpu, model, (PROMPT_LEN,) * BATCH, method, codec=codec, **options) as (session, token):
         token = session.decode_step(token).argmax(-1)

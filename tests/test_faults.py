@@ -110,8 +110,8 @@ def test_a_long_decode_keeps_nothing_but_its_cache():
     steps = 60
     with attached_with_link() as (attached, link):
         ids, real = token_batch(EVEN, steps)
-        for name, reuse in (("full", False), ("infinigen", True), ("h2o", False)):
-            session = open_live(attached, CASES[name], steps, placement="host", link=link, reuse=reuse)
+        for name, device_rows in (("full", 0), ("infinigen", 1), ("h2o", 0)):
+            session = open_live(attached, CASES[name], steps, placement="host", link=link, device_rows=device_rows)
             session.prefill(ids[:, :PROMPT], real[:, :PROMPT])
             sizes = []
             for step in range(steps):

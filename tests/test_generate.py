@@ -60,7 +60,7 @@ def test_full_prints_the_tokens_of_the_dense_model(tiny, capsys, settings):
 
 
 METHODS = (
-    "infinigen reuse=true codec=int8", "infinigen method.pool_frac=0.7", "h2o", "int4", "oracle placement=device",
+    "infinigen device_rows=1 codec=int8", "infinigen method.pool_frac=0.7", "h2o", "int4", "oracle placement=device",
 )  # fmt: skip
 
 

@@ -157,8 +157,10 @@ def test_lists_are_those_of_the_cpu(case, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK", block)
         assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), coded.indices(mask, room))
-        missing, free, after = rows.missing_rows(mask.to(DEVICE), resident.to(DEVICE))
-    expected, expected_after = coded.missing_rows(mask, resident)
+        leaving = torch.rand(resident.shape, generator=torch.Generator().manual_seed(int(mask.sum()))).argsort(-1)
+        most = max(1, int(mask.sum(-1).max()))
+        missing, free, after = rows.missing_rows(*(each.to(DEVICE) for each in (mask, resident, leaving)), most)
+    expected, expected_after = coded.missing_rows(mask, resident, leaving, most)
     assert torch.equal(missing.cpu(), expected.slots) and torch.equal(after.cpu(), expected_after)
     fetched = missing >= 0
     assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])

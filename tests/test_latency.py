@@ -122,17 +122,18 @@ def test_metrics_are_those_of_the_raw_times(tiny_gqa, ids):
 
 def test_device_memory_is_weights_and_what_is_placed_there(tiny_gqa, ids):
     weights = sum(weight.nbytes for weight in tiny_gqa.parameters())
-    ideal, plain, reuse = (
+    ideal, plain, hot = (
         Cell(Full(), SHAPE, placement="device"),
-        *(Cell(InfiniGen(fixed_fetch=5), SHAPE, reuse=reuse) for reuse in (False, True)),
+        *(Cell(InfiniGen(fixed_fetch=5), SHAPE, device_rows=device_rows) for device_rows in (0, 1)),
     )
     peak = {}
-    for cell in (ideal, plain, reuse):
+    for cell in (ideal, plain, hot):
         metrics, _ = timed(tiny_gqa, ids, cell)
         peak[cell] = metrics["peak_device_bytes"] - weights
         assert metrics["device_kv_bytes"] == peak[cell]
     assert peak[ideal] == 4 * (PROMPT + 12) * EXACT
-    assert peak[reuse] == peak[plain] + 2 * (5 + 1) * EXACT, "a buffer for each layer, with room for the own row"
+    buffers, lists = 2 * (5 + 1) * EXACT, 2 * BATCH * 2 * 5 * 2 * 8  # with room for the own row; int64, of 2 KV heads
+    assert peak[hot] == peak[plain] + buffers + lists, "in each of two layers"
 
 
 def test_streamed_weights_are_bytes_of_their_own_and_leave_the_device(tiny_gqa, ids):
@@ -162,7 +163,8 @@ def test_labels_stand_for_their_settings():
         platform = "cpu" if label in COUNTED else "cuda"
         config = load(["experiment=latency", f"platform={platform}", f"label={label}"])
         assert isinstance(config.method, METHODS[system.method]), label
-        assert (config.placement, config.codec, config.reuse) == (system.placement, system.codec, system.reuse)
+        assert (config.placement, config.codec) == (system.placement, system.codec)
+        assert (config.device_rows, config.prefetch) == (system.device_rows, system.prefetch)
         assert (config.platform.overlap, config.platform.pinned) == (system.overlap, system.pinned)
         words = {"method": system.method} | system.settings()
         given = [f"{name}={'null' if value is None else value}" for name, value in words.items()]
@@ -215,7 +217,7 @@ ON_CUDA = ["platform=cuda"]
         (["experiment=generate", "prompt=null"], "prompt=null: experiment=generate needs a text"),
         (["placement=managed"], "placement=managed: needs platform=cuda; allowed on cpu: device"),
         (["label=uvm"], "placement=managed: needs platform=cuda"),
-        ([*ON_CUDA, "placement=managed", "reuse=true"], "reuse=true: reuses selected tokens"),
+        ([*ON_CUDA, "placement=managed", "device_rows=2"], "device_rows=2: placement=managed fetches no"),
         ([*ON_CUDA, "placement=managed", "platform.overlap=false"], "overlap=false: .*no link; use placement=host"),
         ([*ON_CUDA, "label=uvm", "codec=int4"], "codec=int4: label=uvm stands for codec=None"),
         ([*ON_CUDA, "label=uvm", "placement=device"], "placement=device: label=uvm stands for placement=managed"),

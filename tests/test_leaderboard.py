@@ -40,7 +40,7 @@ def save_method(results: Path, method: str, asked: float | None, *, kl: float, h
     sampled = dict.fromkeys(both, answers([float(hit) for hit in hits]))
     save(results, [*scores, "kind=tasks"], both, samples=sampled, **about)
     if step:
-        metrics = LATENCY_METRICS | {"late_frac": 0.0, "link_bytes_per_s": 1e9, "size": read} | step
+        metrics = LATENCY_METRICS | {"late_bytes": 0, "link_bytes_per_s": 1e9, "size": read} | step
         save(results, ["experiment=leaderboard-times", *chosen], metrics, **about)
 
 

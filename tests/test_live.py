@@ -29,35 +29,45 @@ CACHED = [PROMPT + step for step in range(STEPS)]
 # Bytes over the link
 
 
-@pytest.mark.parametrize("name", ["pool-counter", "infinigen+int4", "quest"])
-def test_reuse_moves_only_what_the_step_before_did_not_select(name, monkeypatch):
-    selections = {}
-    original = LayerCache.request_selected
+@pytest.mark.parametrize(
+    ("name", "device_rows", "prefetch"),
+    [("pool-counter", 1, False), ("infinigen+int4", 2, False), ("quest", 1, False), ("quest", 1.5, True)],
+)
+def test_rows_that_were_read_last_do_not_cross_again(name, device_rows, prefetch, monkeypatch):
+    """By the tokens that are asked for, against lists in the order of their use."""
+    asked = {}
+    original = LayerCache._request_missing
 
-    def spy(cache, selection):
+    def spy(cache, mask):
         tokens = cache.slots().expand(-1, KV_HEADS, -1)
-        mask = selection.mask[:, :, 0].expand_as(tokens)
         picked = [set(t[m].tolist()) for t, m in zip(tokens.flatten(0, 1), mask.flatten(0, 1), strict=True)]
-        selections.setdefault(cache.policy.number, []).append(picked)
-        original(cache, selection)
+        asked.setdefault(cache.policy.number, []).append(picked)
+        return original(cache, mask)
 
-    monkeypatch.setattr(LayerCache, "request_selected", spy)
+    monkeypatch.setattr(LayerCache, "_request_missing", spy)
     with attached_with_link() as (attached, link):
-        session = open_live(attached, CASES[name], placement="host", link=link, reuse=True)
+        session = open_live(
+            attached, CASES[name], placement="host", link=link, device_rows=device_rows, prefetch=prefetch
+        )
         force(session, EVEN)
         counted = session.h2d_bytes, session.d2h_bytes
+        rooms, late = session.caches[2].stage.rooms, int(session.late_bytes)
         session.close()
         assert counted == (session.h2d_bytes, session.d2h_bytes) == (session.loaded_bytes, session.written_bytes)
         to_device = [store.h2d_bytes for store in session.stores]
     row = INT4_ROW if name.endswith("int4") else FP32_ROW
+    missed = [0, 0]  # of the guesses, and of the selections
     for layer in (2, 3):
-        steps = selections[layer]
-        assert len(steps) == STEPS
-        fresh = sum(len(head) for head in steps[0])
-        for before, now in zip(steps, steps[1:], strict=False):
-            fresh += sum(len(head - old) for head, old in zip(now, before, strict=True))
-        assert to_device[layer] == fresh * row
-        assert fresh < sum(len(head) for heads in steps for head in heads), "nothing was reused"
+        requests, recent, before = asked[layer], [[] for _ in range(HEADS)], sum(missed)
+        assert len(requests) == STEPS * (1 + prefetch)
+        for number, request in enumerate(requests):
+            for wanted, there in zip(request, recent, strict=True):
+                missed[number % 2 if prefetch else 1] += len(wanted - {*there})
+                there[:] = ([token for token in there if token not in wanted] + sorted(wanted))[-rooms[0] :]
+        loaded = sum(missed) - before
+        assert to_device[layer] == loaded * row
+        assert loaded < sum(len(head) for request in requests for head in request), "nothing stayed"
+    assert late == (missed[1] * row if name == "quest" else 0)
     assert to_device[:2] == [HEADS * sum(CACHED) * FP32_ROW] * 2
 
 
@@ -172,9 +182,16 @@ def test_the_segments_of_a_step_sum_to_it(monkeypatch):
     ("method", "options", "error", "message"),
     [
         (Oracle(), {"placement": "host"}, UserError, "placement=host.*Oracle.*placement=device"),
-        (InfiniGen(), {"reuse": True}, UserError, "reuse=true.*placement=host"),
-        (H2O(), {"placement": "host", "reuse": True}, UserError, "reuse=true.*placement=host"),
-        (Full(), {"placement": "host", "reuse": True}, UserError, "reuse=true"),
+        (InfiniGen(), {"device_rows": 1}, UserError, "device_rows=1: placement=device.*placement=host"),
+        (H2O(), {"placement": "host", "device_rows": 1}, UserError, "device_rows=1: H2O selects no rows"),
+        (Full(), {"placement": "host", "device_rows": 2}, UserError, "device_rows=2: Full cache selects no rows"),
+        (
+            InfiniGen(when="own_query"),
+            {"placement": "host", "prefetch": True},
+            UserError,
+            "prefetch=true: needs device_rows",
+        ),
+        (InfiniGen(), {"placement": "host", "device_rows": 2, "prefetch": True}, UserError, "prefetch=true: InfiniGen"),
         (InfiniGen(pool_frac=0.5, eviction="artifact"), {}, UserError, "method.eviction=artifact.*replay"),
         (Full(), {"placement": "gpu"}, UserError, "placement=gpu: must be one of device, host, managed"),
         (Full(), {"placement": "host", "link": None}, ValueError, "placement=host: needs a link"),

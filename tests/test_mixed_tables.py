@@ -12,7 +12,7 @@ from tokens import byte_tokenizer
 from harness.launch.cli import main
 from harness.model import load as models
 from harness.model.load import LoadedModel
-from harness.tables.columns import ACCURACY, OF_SOME_MODELS, OPTIONAL, names, read_table
+from harness.tables.columns import ACCURACY, OF_SOME_RUNS, OPTIONAL, names, read_table
 from tests.living import tiny
 
 SEQ_LEN, PREFILL_LEN = 100, 40
@@ -64,7 +64,7 @@ def test_a_table_has_the_columns_of_its_models_and_no_other(name, run):
     for column, expected in EXPECTED[name].items():
         assert [row[column] for row in rows] == pytest.approx([expected] * len(rows)), column
     shown = Path("results/tables/perplexity.md").read_text()
-    assert all((column.heading in shown) == (column.name in EXPECTED[name]) for column in OF_SOME_MODELS)
+    assert all((column.heading in shown) == (column.name in EXPECTED[name]) for column in OF_SOME_RUNS)
     if name == "gqa":  # beside a model that has another column
         cells = {row["num_samples"]: row["window_frac"] for row in run("gemma2", "num_windows=1")}
         assert cells == {2: None, 1: pytest.approx(WINDOW_FRAC, rel=0.1)}

@@ -28,11 +28,11 @@ from harness.offload.links import CudaLink
 STEPS = 4
 LINKED = {name: case for name, case in CASES.items() if case.method.when != "true_scores"}
 RUNS = [
-    *((name, False, True) for name in LINKED),
-    *((name, True, True) for name, case in LINKED.items() if case.method.names_rows and name in WIDE),
-    *((name, False, False) for name in ("full", "h2o", "quest", "infinigen")),
+    *((name, 0, True) for name in LINKED),
+    *((name, 1, True) for name, case in LINKED.items() if case.method.names_rows and name in WIDE),
+    *((name, 0, False) for name in ("full", "h2o", "quest", "infinigen")),
 ]
-"""Reuse is what a fetch does with the rows that a method names: a case of each method, and where slots are used again.
+"""With rows that stay a fetch brings the missing ones: a case of each method, and where slots are used again.
 Without overlap a transfer waits at its place whatever the method: one for each time at which rows are chosen."""
 
 
@@ -126,12 +126,12 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def decode(name: str, *, reuse: bool = False, overlap: bool = True) -> tuple[Tensor, Accesses, set[int]]:
+def decode(name: str, *, device_rows: float = 0, overlap: bool = True) -> tuple[Tensor, Accesses, set[int]]:
     """Logits of a prompt and forced steps through the real link, what was accessed, and the storages of host memory."""
     accesses = Accesses()
     with attach(tiny("gqa")) as attached:
         link = CudaLink(attached.device, overlap=overlap)
-        session = open_live(attached, CASES[name], steps=STEPS, placement="host", link=link, reuse=reuse)
+        session = open_live(attached, CASES[name], steps=STEPS, placement="host", link=link, device_rows=device_rows)
         with closing(session), accesses:
             logits = force(session, PROMPTS["padded"], STEPS)
             return logits, accesses, {_storage(store.slots) for store in session.stores}
@@ -142,13 +142,13 @@ def on_device(name: str) -> Tensor:
         return force(session, PROMPTS["padded"], STEPS)
 
 
-@pytest.mark.parametrize(("name", "reuse", "overlap"), RUNS)
-def test_no_access_overtakes_another(name, reuse, overlap):
+@pytest.mark.parametrize(("name", "device_rows", "overlap"), RUNS)
+def test_no_access_overtakes_another(name, device_rows, overlap):
     with fake_streams():
-        logits, accesses, host = decode(name, reuse=reuse, overlap=overlap)
+        logits, accesses, host = decode(name, device_rows=device_rows, overlap=overlap)
         assert accesses.races() == [] and accesses.unrecorded(host) == []
         assert bool(accesses.shared()) == overlap
-    if reuse:  # rows lie in another order
+    if device_rows:  # rows lie in another order
         assert largest_difference(logits, on_device(name)) <= TOLERANCE
     else:
         assert torch.equal(logits, on_device(name))

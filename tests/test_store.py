@@ -13,6 +13,7 @@ from living import CPU, PROMPTS, LatestLink, attached_with_link, live, make_stor
 
 from harness.errors import UserError
 from harness.offload import store as rows_module
+from harness.offload.hot_rows import HotRows
 from harness.offload.links import EmulatedLink
 from harness.offload.memory import Tuning
 from harness.offload.store import chosen, missing_rows
@@ -222,43 +223,76 @@ def masks(draw, min_slots=0):
 
 
 @given(masks(min_slots=1), st.data())
-def test_missing_rows_keep_what_is_there_and_fetch_the_rest_into_free_rows(mask, data):
+def test_missing_rows_go_where_others_leave_first_and_nothing_else_moves(mask, data):
     slots = mask.shape[-1]
-    most = int(mask.sum(-1).max())
-    room = data.draw(st.integers(max(1, most), max(1, most) + 3))
-    kept = []
+    most = max(1, int(mask.sum(-1).max()))
+    room = data.draw(st.integers(most, most + 3))
+    kept, leaving = [], []
     for _ in range(mask.shape[0] * mask.shape[1]):
         there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=room))
         kept.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
-    kept = torch.tensor(kept).view(*mask.shape[:2], room)
+        leaving.append(data.draw(st.permutations(range(room))))
+    kept, leaving = (torch.tensor(each).view(*mask.shape[:2], room) for each in (kept, leaving))
     before = kept.clone()
-    request, after = missing_rows(mask, kept)
-    fetch = request.by_target()
-    assert request.num_rows == (fetch >= 0).sum()
+    request, after = missing_rows(mask, kept, leaving, most)
+    assert request.num_rows == (request.slots >= 0).sum() and request.slots.shape[-1] == most
     assert (request.slots >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
     assert torch.equal(kept, before), "what is kept was changed in place"
-    for head, old, fetched, new in zip(*(x.flatten(0, 1) for x in (mask, before, fetch, after)), strict=True):
-        wanted, old, fetched, new = set(head.nonzero().view(-1).tolist()), old.tolist(), fetched.tolist(), new.tolist()
-        assert sorted(slot for slot in new if slot >= 0) == sorted(wanted)
-        for was, asked, now in zip(old, fetched, new, strict=True):
-            if was in wanted:
-                assert (asked, now) == (-1, was), "a row that was there moved, or is fetched again"
-            else:
-                assert now == asked
+    heads = (each.flatten(0, 1).tolist() for each in (kept, leaving, request.by_target(room), after))
+    for head, old, order, fetched, new in zip(mask.flatten(0, 1), *heads, strict=True):
+        wanted = set(head.nonzero().view(-1).tolist())
+        missing = sorted(wanted - {*old})
+        giving_way = [row for row in order if old[row] not in wanted][: len(missing)]
+        expected = dict(zip(giving_way, missing, strict=True))
+        assert fetched == [expected.get(row, -1) for row in range(room)]
+        assert new == [expected.get(row, was) for row, was in enumerate(old)]
+
+
+@given(st.data())
+def test_rows_leave_by_least_recent_use(data):
+    """Against lists of tokens in the order of their use, each sequence with room of its own."""
+    slots, steps = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    rooms = data.draw(st.lists(st.integers(1, slots), min_size=1, max_size=2))
+    hot, recent = HotRows(rooms, 2, torch.device("cpu")), [[[], []] for _ in rooms]
+    for _ in range(steps):
+        choices = [st.sets(st.integers(0, slots - 1), max_size=room) for room in rooms for _ in range(2)]
+        wanted = [data.draw(each) for each in choices]
+        mask = torch.zeros(len(rooms), 2, slots, dtype=torch.bool)
+        expected = []
+        for number, asked in enumerate(wanted):
+            sequence, head = divmod(number, 2)
+            mask[sequence, head, sorted(asked)] = True
+            there = recent[sequence][head]
+            expected.append(len(asked - {*there}))
+            there[:] = ([slot for slot in there if slot not in asked] + sorted(asked))[-rooms[sequence] :]
+        most = max(1, *map(len, wanted))
+        fetch = hot.request(mask, torch.arange(slots).expand(len(rooms), 1, -1).int(), most)
+        assert (fetch.slots >= 0).sum(-1).flatten().tolist() == expected
+        for number, kept in enumerate(hot.slots.flatten(0, 1).tolist()):
+            sequence, head = divmod(number, 2)
+            assert sorted(slot for slot in kept if slot >= 0) == sorted(
+                slot for slot in recent[sequence][head] if slot is not None
+            )
+        assert hot.present(mask).sum(-1).flatten().tolist() == [*map(len, wanted)]
+        if data.draw(st.booleans()):  # a slot is written anew
+            written = data.draw(st.integers(0, slots - 1))
+            hot.forget(torch.full((len(rooms), 2, 1), written))
+            for there in (head for sequence in recent for head in sequence):
+                there[:] = [None if slot == written else slot for slot in there]  # its row leaves in its turn
 
 
 # Fetches
 
 
 @pytest.mark.parametrize(
-    ("name", "reuse"),
-    [("int4", False), ("h2o-fills", False), ("infinigen", False), ("infinigen-union", True), ("pool-lru", True)],
+    ("name", "device_rows"),
+    [("int4", 0), ("h2o-fills", 0), ("infinigen", 0), ("infinigen-union", 1), ("pool-lru", 2)],
 )
-def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, reuse):
+def test_rows_are_neither_read_too_early_nor_overwritten_too_early(name, device_rows):
     """Under a link at its latest, one without overlap, and one that is slow."""
     prompts = PROMPTS["padded"]
-    with attached_with_link() as (attached, link), EmulatedLink(2e7, overlap=reuse) as slow:
-        expected = live(attached, CASES[name], prompts, placement="host", link=link, reuse=reuse)
+    with attached_with_link() as (attached, link), EmulatedLink(2e7, overlap=bool(device_rows)) as slow:
+        expected = live(attached, CASES[name], prompts, placement="host", link=link, device_rows=device_rows)
         for other in (LatestLink(), slow):
-            got = live(attached, CASES[name], prompts, placement="host", link=other, reuse=reuse)
+            got = live(attached, CASES[name], prompts, placement="host", link=other, device_rows=device_rows)
             assert torch.equal(got.logits, expected.logits)

@@ -23,7 +23,8 @@ class Policy(NamedTuple):
 
     kind: `method`: it reads what the method selects; `full`: every token; `local`: its window. number: the layer's
     number among those that see every token, which is how methods count; -1 for a local one. when: when it is known
-    which rows it reads (`methods.base.When`).
+    which rows it reads (`methods.base.When`). prefetches: it selects by its own query, and what a query made in the
+    layer before would select crosses the link early.
     """
 
     kind: Literal["method", "full", "local"]
@@ -31,12 +32,16 @@ class Policy(NamedTuple):
     when: When
     softmax: Softmax
     window: Window | None
+    prefetches: bool = False
 
 
-def policies_of(attached: Attached, method: Method, *, needs_method: bool = True) -> list[Policy]:
+def policies_of(
+    attached: Attached, method: Method, *, needs_method: bool = True, prefetch: bool = False
+) -> list[Policy]:
     """The policy of each attention layer, in order.
 
-    needs_method: at least one layer must be under the method. Raises ValueError where none is, and UserError for a
+    needs_method: at least one layer must be under the method. prefetch: layers prefetch where the method allows it
+    (`Method.prefetches`). Raises ValueError where none is, and UserError for a
     method that the model does not take.
     """
     exempt, num_layers = method.num_exempt_layers, attached.geometry.num_layers
@@ -53,8 +58,9 @@ def policies_of(attached: Attached, method: Method, *, needs_method: bool = True
             when = method.when_of(number)
             if when == "previous_layer" and layer.before is None:  # the model's first layer has none before it
                 when = "own_query"
-            policies.append(Policy("method", number, when, softmax, None))
-    if any(policy.when == "previous_layer" for policy in policies):
+            prefetches = prefetch and layer.before is not None and method.prefetches(number)
+            policies.append(Policy("method", number, when, softmax, None, prefetches))
+    if any(policy.when == "previous_layer" or policy.prefetches for policy in policies):
         attached.require_rehearsal()
     return policies
 

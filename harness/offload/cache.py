@@ -7,8 +7,9 @@ is the method's arithmetic (`Method.tokens_kept`), so no step asks the device.
 
 Under host placement a request starts a transfer into one of the device's two buffers (`Stage`), for the layer that
 computes and the next one. Under other placements whole layers are read in place. Behind a head's rows a buffer has
-room for the step's own row, so that attention finds all rows in one piece. With `reuse` each layer keeps its buffer,
-and only rows that are not in it cross the link.
+room for the step's own row, so that attention finds all rows in one piece. With `device_rows` each layer keeps a buffer
+of its own, in which rows stay (`harness.offload.hot_rows`), and only rows that are not in it cross the link. Then rows
+may also be requested before it is certain that they are read (`prefetch`).
 
 Exempt layers read more than the others. Requested one layer ahead, their rows could not be hidden, and the link would
 idle later. They are requested in parts during the whole step before, one part in each other layer, into own buffers.
@@ -24,9 +25,10 @@ import torch
 from torch import Tensor
 
 from harness.model.policies import Policy, select
+from harness.offload.hot_rows import HotRows
 from harness.offload.links import Link, Ticket
 from harness.offload.memory import PinnedSlab
-from harness.offload.store import Chosen, KeyValue, KVStore, chosen, indices, missing_rows, num_true
+from harness.offload.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
 from methods.base import EMPTY, NAMES_ROWS, Lengths, Method, PromptRows, Row, Rows, Selection, State
 from methods.codec import FLOAT_DTYPES, AnyCodec
 from methods.evicting import EvictingState
@@ -107,26 +109,27 @@ class Traffic:
 class Stage:
     """What the attention layers on one device share.
 
-    link: None but under host placement. reuse: layers keep the rows that they fetched. state: the method's. slab: the
-    page-locked memory of the stores. buffers: all that fetched rows may lie in; free: the shared ones without rows, the
-    one that was read last at the end. loaded, written: payload of the rows taken and written back so far, counted when
-    a step uses it, so that it is exact for any run of steps.
+    link: None but under host placement. rooms: of each sequence, the rows of a KV head that stay on the device in each
+    layer; None: no row stays. state: the method's. slab: the page-locked memory of the stores. buffers: all that
+    fetched rows may lie in; free: the shared ones without rows, the one that was read last at the end. loaded, written:
+    payload of the rows taken and written back so far, counted when a step uses it, so that it is exact for any run of
+    steps. late: the part of `loaded` that was requested by a layer's own query, in the layer itself.
     """
 
-    def __init__(self, device: torch.device, batch: Batch, link: Link | None, reuse: bool) -> None:
-        self.device, self.batch, self.link, self.reuse = device, batch, link, reuse
+    def __init__(self, device: torch.device, batch: Batch, link: Link | None, rooms: Sequence[int] | None) -> None:
+        self.device, self.batch, self.link, self.rooms = device, batch, link, rooms
         self.state: State | None = None
         self.slab: PinnedSlab | None = None
         self.selected = 0
         self.buffers: list[Tensor] = []
         self.free: list[Tensor] = []
-        self.loaded, self.written = Traffic(), Traffic()
+        self.loaded, self.written, self.late = Traffic(), Traffic(), Traffic()
 
     def plan(self, stores: Sequence[KVStore], selected: int, num_ahead: int = 0) -> int:
         """Plan the buffers for layers with these stores, and return their bytes, 0 without a link.
 
-        Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; with reuse each of the
-        others keeps one for `selected` rows.
+        Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; where rows stay, each of
+        the others keeps one for them.
         """
         self.selected = selected
         if self.link is None:
@@ -136,7 +139,7 @@ class Stage:
         self._in_turns = largest, min(selected, largest.capacity) if num_ahead else largest.capacity
         num_bytes = sum(store.buffer_bytes(store.capacity) for store in ahead)
         num_bytes += 2 * largest.buffer_bytes(self._in_turns[1])
-        return num_bytes + (sum(store.buffer_bytes(selected) for store in others) if self.reuse else 0)
+        return num_bytes + (sum(store.buffer_bytes(max(self.rooms)) for store in others) if self.rooms else 0)
 
     def open(self, stores: Sequence[KVStore]) -> None:
         """Make the two buffers, once the stores are allocated, and compile the kernels of a step."""
@@ -146,7 +149,7 @@ class Stage:
             for store in {store.slot_bytes: store for store in stores if store.is_reachable}.values():
                 kernels.warm(store.slots, self.device, store.tuning)
             nothing = torch.zeros((1, 1, 1), dtype=torch.bool, device=self.device)
-            missing_rows(nothing, torch.full((1, 1, 1), -1, device=self.device)) if self.reuse else indices(nothing, 1)
+            HotRows([1], 1, self.device).request(nothing, nothing.int(), 1) if self.rooms else indices(nothing, 1)
         if self.link is not None:
             self.free = [self.new_buffer(*self._in_turns) for _ in range(2)]
 
@@ -160,25 +163,25 @@ class Stage:
 class Fetch:
     """Rows that a layer asked for; `LayerCache.take` waits for them.
 
-    slots: the first ones, or those chosen. rows: their target, packed, uint8 [batch, num_kv_heads, n + 1, slot_bytes]
-    with room for the own row, valid until the layer's attention is done. present: bool [batch, num_kv_heads, n], False
-    for invalid rows (stale data or zeros); None: all are valid. bias: added to these rows' scores, [batch,
-    num_kv_heads, group or 1, 1, n]; None for nothing. in_place: `rows` are the store's own slots. shared: the buffer to
-    give back.
+    count: rows without the own one. rows: where they go, packed, uint8 [batch, num_kv_heads, n + 1, slot_bytes] with
+    room for the own row, valid until the layer's attention is done. present: bool [batch, num_kv_heads, n], False for
+    rows that are not to be read (other tokens, stale data or zeros); None: all are. bias: added to these rows' scores,
+    [batch, num_kv_heads, group or 1, 1, n]; None for nothing. in_place: `rows` are the store's own slots. shared: the
+    buffer to give back. moving: the transfers under way, and how many rows each moves.
     """
 
-    slots: int | Chosen
+    count: int
     rows: Tensor
     present: Tensor | None = None
     bias: Tensor | None = None
     in_place: bool = False
     shared: Tensor | None = None
-    tickets: list[Ticket] = field(default_factory=list)
+    moving: list[tuple[Ticket, int | Tensor]] = field(default_factory=list)
 
     @property
     def cached(self) -> Tensor:
         """The rows without the own one."""
-        return self.rows[:, :, : self.slots if isinstance(self.slots, int) else self.slots.slots.shape[-1]]
+        return self.rows[:, :, : self.count]
 
 
 def slots_needed(policy: Policy, method: Method, state: State | None, codec: AnyCodec, batch: Batch) -> int:
@@ -199,10 +202,11 @@ class LayerCache:
     """The cache of one layer that sees every token.
 
     state: None in a layer that reads everything. fetch: what is on its way. own_buffer: of an exempt layer, whose rows
-    come during the whole step before. kept, kept_slots: with reuse the buffer that stays, and the slot in each of its
-    rows, int64 [batch, num_kv_heads, n], -1 for none. last_query: [batch, heads, 1, head_dim], if the next step selects
-    by it. following: the next layer that fetches rows. earlier: state of the layer before, maybe on another device.
-    part: (number, parts, exempt layers): which part of their rows this layer requests for the next step.
+    come during the whole step before. hot, hot_buffer: the rows that stay on the device, and where. candidates: where
+    rows stay, the token of each slot as the last selection found it. last_query: [batch,
+    heads, 1, head_dim], if the next step selects by it. following: the next layer that fetches rows. earlier: state of
+    the layer before, maybe on another device. part: (number, parts, exempt layers): which part of their rows this layer
+    requests for the next step.
     """
 
     policy: Policy
@@ -212,8 +216,9 @@ class LayerCache:
     method: Method
     fetch: Fetch | None = None
     own_buffer: Tensor | None = None
-    kept: Tensor | None = None
-    kept_slots: Tensor | None = None
+    hot: HotRows | None = None
+    hot_buffer: Tensor | None = None
+    candidates: Tensor | None = None
     last_query: Tensor | None = None
     following: LayerCache | None = None
     earlier: State | None = None
@@ -236,8 +241,8 @@ class LayerCache:
 
     @property
     def rehearses(self) -> bool:
-        """True if the layer selects by a query made in the previous layer."""
-        return self.names_rows and self.policy.when == "previous_layer"
+        """True if a query of the layer is made in the previous layer: to select by it, or to prefetch."""
+        return self.names_rows and (self.policy.when == "previous_layer" or self.policy.prefetches)
 
     @cached_property
     def is_fused(self) -> bool:
@@ -258,8 +263,8 @@ class LayerCache:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of rows that stay on the device under every placement."""
-        return 0
+        """Bytes that stay on the device under every placement, buffers aside."""
+        return 0 if self.hot is None else self.hot.nbytes
 
     def slots_in_use(self, steps_ahead: int = 0) -> int:
         """Slots that may hold a token before a later step; the step's own token comes behind them."""
@@ -305,12 +310,14 @@ class LayerCache:
         assert self.state is not None, "only a layer with a state selects"
         if self.earlier not in (None, self.state):
             self.state.take_over(self.earlier)
-        own = self.slots_in_use()
+        own, tokens = self.slots_in_use(), self.slots()
+        if self.stage.rooms is not None:  # `select` may evict a token that it names
+            self.candidates = tokens.clone() if self.evicts else tokens
         rows = Rows(
             query=query,
             positions=self.batch.row_positions,
             real=self.batch.one_row,
-            slot_positions=self.slots(),
+            slot_positions=tokens,
             own_slots=self.batch.slots[..., own : own + 1],
             true_scores=true_scores,
         )
@@ -318,27 +325,49 @@ class LayerCache:
 
     # Fetch
 
+    def prefetch(self, selection: Selection) -> None:
+        """Request what the layer will probably select. What is missing once it has selected is requested then."""
+        self._request_missing(self._selected(selection))
+
     def request_selected(self, selection: Selection) -> Tensor:
         """Request a selection's slots. Returns the slot of each row, int [batch, num_kv_heads, n], -1 for none."""
-        assert selection.mask is not None, "a method that names rows gives a mask"
-        mask = selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
-        if self.stage.reuse:
-            if self.kept is None or self.kept_slots is None:
-                self.kept_slots = indices(torch.zeros_like(mask), self.stage.selected)
-                self.kept = self.stage.new_buffer(self.store, self.stage.selected)
-            request, slots = missing_rows(mask, self.kept_slots)
-            self.kept_slots, present = slots, slots >= 0
+        mask = self._selected(selection)
+        if self.stage.rooms is not None:
+            hot = self._request_missing(mask)
+            slots, present = hot.slots, hot.present(mask)
         else:
-            rows = self.batch.rows(self.batch.steps)
-            slots = indices(mask, max(self.method.max_tokens_read(row, self.policy.number) for row in rows))
+            slots = indices(mask, self._most_selected())
             present = slots >= 0
-            request = Chosen(slots, num_true(present))
-        bias = selection.bias
-        if bias is not None:  # [batch, 1 or kv, group or 1, 1, slots]
-            index = slots.clamp(min=0)[:, :, None, None].expand(-1, -1, bias.shape[2], -1, -1)
-            bias = bias.expand(-1, slots.shape[1], -1, -1, -1).gather(-1, index)
-        self._request(request, present, bias)
+            self._request(Chosen(slots, num_true(present)))
+        assert self.fetch is not None, "just requested"
+        self.fetch.present = present
+        if self.fetch.moving and self.policy.when == "own_query":
+            self.stage.late.add(self.fetch.moving[-1][1], self.store.slot_bytes)
+        if selection.bias is not None:
+            index = slots.clamp(min=0)[:, :, None, None].expand(-1, -1, selection.bias.shape[2], -1, -1)
+            self.fetch.bias = selection.bias.expand(-1, slots.shape[1], -1, -1, -1).gather(-1, index)
         return slots
+
+    def _selected(self, selection: Selection) -> Tensor:
+        """The slots of a selection, bool [batch, num_kv_heads, slots]."""
+        assert selection.mask is not None, "a method that names rows gives a mask"
+        return selection.mask[:, :, 0].expand(-1, self.store.num_kv_heads, -1)
+
+    def _most_selected(self) -> int:
+        rows = self.batch.rows(self.batch.steps)
+        return max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
+
+    def _request_missing(self, mask: Tensor) -> HotRows:
+        """Request the slots of `mask` that are not on the device. Returns what is there then."""
+        rooms = self.stage.rooms
+        assert rooms is not None and self.candidates is not None, "only where rows stay on the device"
+        if self.hot is None or self.hot_buffer is None:
+            self.hot = HotRows(rooms, self.store.num_kv_heads, self.stage.device)
+            self.hot_buffer = self.stage.new_buffer(self.store, max(rooms))
+        if self.fetch is None:  # else a prefetch is under way
+            self.fetch = Fetch(max(rooms), self.store.rows_in(self.hot_buffer, max(rooms)))
+        self._start(self.hot.request(mask, self.candidates, self._most_selected()))
+        return self.hot
 
     def request_kept(self, steps_ahead: int = 0) -> None:
         """Request every slot that holds a token. Where sequences or heads keep different numbers, slot by slot."""
@@ -352,7 +381,7 @@ class LayerCache:
             if len({ask(row, number) for ask in asked for row in rows}) > 1:
                 held = self.state.tokens[number][..., :count] != EMPTY
                 slots = torch.where(held, torch.arange(count, device=held.device), -1)  # each into the row of its slot
-                self._request(Chosen(slots, num_true(held)), held)
+                self._request(Chosen(slots, num_true(held))).present = held
                 return
         self._request(count)
 
@@ -372,37 +401,41 @@ class LayerCache:
         if self.fetch is None:
             self.fetch = Fetch(count, self.store.rows_in(self.own_buffer, count))
         ticket = self.stage.link.prefetch(self.store, columns, self.fetch.rows[:, :, columns])
-        self.fetch.tickets.append(ticket)
+        self.fetch.moving.append((ticket, (columns.stop - columns.start) * self.store.heads))
 
-    def _request(self, slots: int | Chosen, present: Tensor | None = None, bias: Tensor | None = None) -> None:
+    def _request(self, slots: int | Chosen) -> Fetch:
         """Start a request that comes in one piece; without a link its rows are there at once.
 
         The shared buffer that it takes is the one that was read longest ago. Requests need not come in the order of the
         layers: a rehearsal for the next layer comes before a layer's own.
         """
-        store, link, shared = self.store, self.stage.link, None
-        if link is None and isinstance(slots, int):
+        store, free = self.store, self.stage.free
+        if self.stage.link is None and isinstance(slots, int):
             self.fetch = Fetch(slots, store.slots[:, :, : slots + 1], in_place=True)
-            return
+            return self.fetch
         count = slots if isinstance(slots, int) else slots.slots.shape[-1]
-        buffer = self.kept if isinstance(slots, Chosen) else None
-        if buffer is None and self.stage.free:
-            buffer = shared = self.stage.free.pop(0)
-        rows = store.rows_in(store.new_buffer(count) if buffer is None else buffer, count)
-        self.fetch = Fetch(slots, rows, present, bias, shared=shared)
+        shared = free.pop(0) if free else None
+        rows = store.rows_in(store.new_buffer(count) if shared is None else shared, count)
+        self.fetch = Fetch(count, rows, shared=shared)
+        self._start(slots)
+        return self.fetch
+
+    def _start(self, slots: int | Chosen) -> None:
+        """Start to load slots into the buffer of the present fetch."""
+        assert self.fetch is not None, "its buffer is chosen first"
+        store, link = self.store, self.stage.link
         if link is None:
             store.load(slots, self.fetch.cached)
         else:
-            self.fetch.tickets.append(link.prefetch(store, slots, self.fetch.cached))
+            self.fetch.moving.append((link.prefetch(store, slots, self.fetch.cached), store.num_rows(slots)))
 
     def take(self) -> Fetch:
         """The requested rows; what runs next waits for them."""
         assert self.fetch is not None, "rows are requested before they are taken"
         fetch, self.fetch = self.fetch, None
-        for ticket in fetch.tickets:
+        for ticket, num_rows in fetch.moving:
             ticket.wait()
-        if self.stage.link is not None:
-            self.stage.loaded.add(self.store.num_rows(fetch.slots), self.store.slot_bytes)
+            self.stage.loaded.add(num_rows, self.store.slot_bytes)
         if fetch.shared is not None:
             self.stage.free.append(fetch.shared)
         return fetch
@@ -439,8 +472,8 @@ class LayerCache:
 
         at: the column of the first row, or the slot of each row, int64 [batch, num_kv_heads, n], -1 for none.
         """
-        if self.kept_slots is not None and not isinstance(at, int):
-            self.kept_slots.masked_fill_(self.kept_slots == at, -1)
+        if self.hot is not None and not isinstance(at, int):
+            self.hot.forget(at)
         target, link = at if isinstance(at, int) else chosen(at), self.stage.link
         if link is None:
             self.store.write(rows, target)

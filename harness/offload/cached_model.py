@@ -68,7 +68,8 @@ class CachedModel:
     calibration: Calibration | None = None
     placement: Placement = "device"
     link: Links | None = None
-    reuse: bool = False
+    device_rows: float = 0
+    prefetch: bool = False
     pinned: bool = True
     usage: Usage | None = field(default=None, init=False)
 
@@ -127,7 +128,8 @@ class CachedModel:
             method = sized_as_stored(method, self.codec, geometry, rows, self.size, nearest=self.nearest)
         return LiveSession(
             self.attached, method, max_new_tokens=max_new_tokens, codec=self.codec, placement=self.placement,
-            link=self.link, calibration=self.calibration, reuse=self.reuse, pinned=self.pinned,
+            link=self.link, calibration=self.calibration, device_rows=self.device_rows, prefetch=self.prefetch,
+            pinned=self.pinned,
         )  # fmt: skip
 
 

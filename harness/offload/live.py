@@ -22,7 +22,7 @@ from harness.errors import UserError
 from harness.model.attach import Attached, PrefilledPrompt, launching_on, prompt_bytes
 from harness.model.policies import Policy, new_states, policies_of
 from harness.model.rereading import held_bytes, read_again, run_prompts
-from harness.offload import memory
+from harness.offload import hot_rows, memory
 from harness.offload.cache import Batch, LayerCache, Stage, slots_needed
 from harness.offload.links import Link, Links, link_of
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
@@ -32,7 +32,7 @@ from harness.offload.store import KVStore, RowFormat
 from harness.settings.config import Placement
 from harness.settings.systems import check_combination
 from harness.sizes import StepReads
-from methods.base import Calibration, Method, State
+from methods.base import Calibration, Lengths, Method, State
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 
 
@@ -41,9 +41,11 @@ class LiveSession:
 
     max_new_tokens: generated tokens, so that T = real prompt tokens + max_new_tokens. codec: of the cached rows in the
     layers under the method; None stores them as they are. placement: where the cache lies. link: moves the rows under
-    host placement; one for all devices of a model, or one for each. reuse: rows fetched in the step before and selected
-    again do not cross the link again. pinned: host memory is page-locked under CUDA, so that transfers can overlap.
-    timeline: marks the segments of each step. Raises ValueError for combinations without meaning.
+    host placement; one for all devices of a model, or one for each. device_rows: rows of each layer and KV head that
+    stay on the device, in times of what a step reads at most; 0, or 1 and more. prefetch: what a query made in the
+    layer before would select crosses the link early, for methods that select by the layer's own. pinned: host memory is
+    page-locked under CUDA, so that transfers can overlap. timeline: marks the segments of each step. Raises ValueError
+    for combinations without meaning.
 
     caches: of each attention layer; stores: of those that see every token. reads: what the steps read on the device.
     bytes_needed: memory that was asked for.
@@ -59,11 +61,12 @@ class LiveSession:
         placement: Placement = "device",
         link: Links | None = None,
         calibration: Calibration | None = None,
-        reuse: bool = False,
+        device_rows: float = 0,
+        prefetch: bool = False,
         pinned: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
-        check_combination(method, placement, reuse)
+        check_combination(method, placement, device_rows, prefetch)
         on_host = placement == "host"
         if on_host and link is None:
             raise ValueError("placement=host: needs a link")
@@ -71,7 +74,7 @@ class LiveSession:
             raise UserError("placement=managed: the model lies on several devices; allowed there: device, host")
         self.attached = attached
         self.method = method
-        self.policies: list[Policy] = policies_of(attached, method)
+        self.policies: list[Policy] = policies_of(attached, method, prefetch=prefetch)
         if on_host and any(policy.when == "true_scores" for policy in self.policies):
             raise ValueError(f"placement=host: {method.title} selects by the true scores of all keys")
         self.max_new_tokens = max_new_tokens
@@ -80,7 +83,7 @@ class LiveSession:
         self.placement: Placement = placement
         self.link = link if on_host else None
         self.calibration = calibration
-        self.reuse = reuse
+        self.device_rows = device_rows
         self.pinned = pinned and on_host and attached.device.type == "cuda"
         self.timeline = timeline or Timeline(attached.device)
         self.stages: dict[torch.device, Stage] = {}
@@ -152,6 +155,11 @@ class LiveSession:
         return self._total([stage.loaded.num_bytes for stage in self.stages.values()])
 
     @property
+    def late_bytes(self) -> int | Tensor:
+        """The part of `loaded_bytes` that layers asked for by their own query, and waited for."""
+        return self._total([stage.late.num_bytes for stage in self.stages.values()])
+
+    @property
     def written_bytes(self) -> int | Tensor:
         """Payload bytes written back so far, the prompt's included. Counted as `loaded_bytes`."""
         return self._total([stage.written.num_bytes for stage in self.stages.values()])
@@ -213,9 +221,10 @@ class LiveSession:
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
         self.bytes_needed = memory.SessionBytes(0, 0)
+        rooms = self._rooms(Batch(real, self.max_new_tokens).lengths) if self.device_rows else None
         for device in attached.devices:
             link = None if self.link is None else link_of(self.link, device)
-            self.stages[device] = Stage(device, Batch(real.to(device), self.max_new_tokens), link, self.reuse)
+            self.stages[device] = Stage(device, Batch(real.to(device), self.max_new_tokens), link, rooms)
         states = new_states(attached, self.method, self.batch.lengths, self.calibration)
         caches: dict[int, LayerCache | LocalCache] = {}
         for device, stage in self.stages.items():
@@ -236,6 +245,11 @@ class LiveSession:
             element_bytes=attached.dtype.itemsize,
             device=self.batch.real.device,
         )
+
+    def _rooms(self, lengths: Lengths) -> list[int]:
+        """Of each sequence the rows of a KV head that stay on the device."""
+        numbers = [policy.number for policy in self.policies if policy.kind == "method"]
+        return hot_rows.rooms(self.method, numbers, self.device_rows, lengths)
 
     def _open_stage(self, stage: Stage, activations: int) -> dict[int, LayerCache | LocalCache]:
         """The caches of the layers on one device: stores and buffers are planned, asked for, and then allocated."""

@@ -43,7 +43,7 @@ class ValuesCache(LayerCache):
 
     @property
     def device_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes + self.present.nbytes
+        return super().device_bytes + self.keys.nbytes + self.values.nbytes + self.present.nbytes
 
     def request_selected(self, selection: Selection) -> Tensor:
         slots = super().request_selected(selection)

@@ -1,7 +1,8 @@
 """The decode step, on one page: one token of every sequence passes all layers. Each layer does four things:
 
     select      the method names the rows to read, by the layer's own query here or earlier (`methods.base.When`)
-    fetch       these rows cross the link while an earlier layer computes; the layer waits for missing ones
+    fetch       these rows cross the link while an earlier layer computes; the layer waits for missing ones. Rows may
+                stay on the device, or come early because a query made in the layer before would select them
     attend      to the fetched rows and the step's own row, which is on the device
     write back  the own row to its slot in the store, while later layers compute
 
@@ -101,7 +102,12 @@ class DecodeStep(Handler):
     def rehearse(self, layer: int, query: Tensor) -> None:
         cache = self.caches[layer]
         assert isinstance(cache, LayerCache)
-        self._select(cache, query)
+        if cache.policy.prefetches:  # a guess: the layer's own query decides what it reads
+            selection = cache.select(query)
+            self._note_index(selection)
+            cache.prefetch(selection)
+        else:
+            self._select(cache, query)
         self.timeline.switch("attention")
 
     def layer_ends(self, layer: int) -> None:
@@ -119,6 +125,9 @@ class DecodeStep(Handler):
         if selection.rest is not None:
             self.rest[cache] = selection.rest
         self.reads.append(selection.num_read[:, 0])
+        self._note_index(selection)
+
+    def _note_index(self, selection: Selection) -> None:
         if selection.side is not None:
             self.index_reads.append(selection.side[:, 0])
 

@@ -52,13 +52,12 @@ class Chosen(NamedTuple):
     num_rows: int | Tensor
     targets: Tensor | None = None
 
-    def by_target(self) -> Tensor:
-        """The slot of each buffer row, -1 for none."""
+    def by_target(self, num_rows: int) -> Tensor:
+        """The slot of each of the first `num_rows` buffer rows, -1 for none."""
         if self.targets is None:
             return self.slots
-        n = self.slots.shape[-1]
-        found = self.slots.new_full((*self.slots.shape[:-1], n + 1), -1)
-        return found.scatter_(-1, self.targets.masked_fill(self.slots < 0, n), self.slots)[..., :n]
+        found = self.slots.new_full((*self.slots.shape[:-1], num_rows + 1), -1)
+        return found.scatter_(-1, self.targets.masked_fill(self.slots < 0, num_rows), self.slots)[..., :num_rows]
 
 
 SlotRequest = int | slice | Chosen
@@ -230,7 +229,7 @@ class KVStore:
             if not rows.is_cuda or self.is_reachable:
                 gather_rows(self.slots, request.slots, rows, request.targets, self.tuning)
             else:  # the host gathers, and waits for the index
-                index = request.by_target()
+                index = request.by_target(rows.shape[2])
                 staged = torch.zeros(rows.shape, dtype=torch.uint8)
                 gather_rows(self.slots, index.cpu(), staged)
                 rows[index >= 0] = staged.to(rows.device)[index >= 0]
@@ -360,35 +359,38 @@ def _check(slots: Tensor, index: Tensor) -> None:
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:
-    """Slots where `mask`, bool [batch, heads, slots], is True, in order: int64 [batch, heads, cap], -1 behind the last.
-
-    At most `cap` may be True in a head.
-    """
+    """The first `cap` slots where `mask`, bool [batch, heads, slots], is True, in order: int64 [batch, heads, cap], -1
+    behind the last."""
     if mask.is_cuda:
         from harness.offload.kernels import rows as kernels
 
         return kernels.indices(mask, cap)
-    order = torch.where(mask, mask.cumsum(-1) - 1, cap)
+    order = torch.where(mask, mask.cumsum(-1) - 1, cap).clamp_(max=cap)
     slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
     found = order.new_full((*mask.shape[:-1], cap + 1), -1)
     return found.scatter_(-1, order, slots)[..., :cap]
 
 
-def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Chosen, Tensor]:
-    """The rows to fetch so that a kept buffer holds exactly the selected slots; slots that are there stay.
+def missing_rows(mask: Tensor, kept: Tensor, leaving: Tensor, most: int) -> tuple[Chosen, Tensor]:
+    """The rows to fetch so that a kept buffer holds all selected slots; slots that are there stay.
 
-    mask: bool [batch, heads, slots]; kept: int64 [batch, heads, n], the slot in each row of the buffer, -1 for none.
-    Returns the slots to fetch with the rows they go to, those of a head first, and the new `kept`.
+    mask: bool [batch, heads, slots], at most `most` and at most n True in a head. kept: int64 [batch, heads, n], the
+    slot in each row of the buffer, -1 for none. leaving: int64 alike, the buffer's rows in the order in which they give
+    way; selected ones do not. Returns the slots to fetch [batch, heads, most] with the rows they go to, those of a head
+    first, and the new `kept`.
     """
     if mask.is_cuda:
         from harness.offload.kernels import rows as kernels
 
-        missing, free, after = kernels.missing_rows(mask, kept)
-        return chosen(missing, free), after
-    stays = (kept >= 0) & mask.gather(-1, kept.clamp(min=0))
+        missing, targets, after = kernels.missing_rows(mask, kept, leaving, most)
+        return chosen(missing, targets), after
     num_slots, room = mask.shape[-1], kept.shape[-1]
-    there = mask.new_zeros((*mask.shape[:-1], num_slots + 1))
-    there.scatter_(-1, torch.where(stays, kept, num_slots), True)
-    missing, free = indices(mask & ~there[..., :num_slots], room), indices(~stays, room)
-    fetch = chosen(missing, free)
-    return fetch, torch.where(stays, kept, fetch.by_target())
+    there = (kept >= 0) & mask.gather(-1, kept.clamp(min=0))
+    found = mask.new_zeros((*mask.shape[:-1], num_slots + 1))
+    found.scatter_(-1, torch.where(there, kept, num_slots), True)
+    missing = indices(mask & ~found[..., :num_slots], most)
+    giving_way = indices(~there.gather(-1, leaving), most)  # places in `leaving`
+    targets = leaving.gather(-1, giving_way.clamp(min=0))
+    after = torch.cat([kept, kept[..., :1]], -1)  # a row more, for what is not missing
+    after.scatter_(-1, torch.where(missing >= 0, targets, room), missing)
+    return chosen(missing, targets), after[..., :room]

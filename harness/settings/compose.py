@@ -33,9 +33,13 @@ from harness.settings.experiment import Experiment, find
 from harness.settings.schema import build, group, is_group, kind_of, options, path_text, setting_of
 
 OF_THE_CODEC = ("codec", "rotation", "key_groups")
-CODEC_DEFAULTS = ("group_size", "residual")
-OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *CODEC_DEFAULTS)
+DEFAULTS = ("group_size", "residual", "device_rows", "prefetch")
+"""Keys of a method's YAML for which a setting of the same name may be given."""
+OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
 """Keys of a method's YAML that make it that method. They cannot be changed under its name."""
+
+ON_HOST = ("device_rows", "prefetch")
+"""Those that need rows behind a link."""
 
 # Hydra composes
 
@@ -272,10 +276,11 @@ def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
     for key in OF_THE_CODEC:
         if key in file and settings.get(key) not in (None, file[key]):
             raise UserError(f"{key}={settings[key]} contradicts method={name}: leave it out, or method=full")
-    for key in (*OF_THE_CODEC, *CODEC_DEFAULTS):
+    unused = ON_HOST if settings.get("placement", "host") != "host" else ()
+    for key in (*OF_THE_CODEC, *DEFAULTS):
         if settings.get(key) is None:
             settings.pop(key, None)
-            settings |= {key: file[key]} if key in file else {}
+            settings |= {key: file[key]} if key in file and key not in unused else {}
     settings |= {"method_name": name, "method": build(cls, node, "method")}
     return file
 
@@ -326,4 +331,7 @@ def _label(config: RunConfig, experiment: Experiment, file: Mapping[str, Any]) -
         behind_preset = str(file["_target_"]).split(".")[1] if own_codec else config.method_name
         return systems.name_of(behind_preset, config, is_own="_target_" not in file)
     title = file.get("title") or config.method.label
-    return title if config.codec_name in (None, own_codec) else f"{title} + {config.codec_name}"
+    parts = [title, None if config.codec_name == own_codec else config.codec_name]
+    if config.device_rows != file.get("device_rows", 0):
+        parts.append(f"{config.device_rows:g}x rows on the device")
+    return " + ".join(filter(None, parts))

@@ -323,9 +323,10 @@ class RunConfig:
     codec, value_codec: the format of the keys, and of the values if it is another one. group_size: elements along
     head_dim that share lo and step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one
     channel. rotation: applied to a vector before an integer codec. residual: number of last tokens that stay exact, on
-    the device. size: the share of the full cache that a decode step is to read; sizing: `nearest` for
-    `size=nearest:SHARE`. link_gbps, max_kl: bounds of a frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the
-    record.
+    the device. device_rows: rows of each layer and KV head that stay on the device, in times of what a step reads at
+    most. prefetch: rows that a query made in the layer before would select cross the link early. size: the share of the
+    full cache that a decode step is to read; sizing: `nearest` for `size=nearest:SHARE`. link_gbps, max_kl: bounds of a
+    frontier, in 10^9 bytes/s and nats. tracker: gets a copy of the record.
     """
 
     experiment: Text
@@ -358,7 +359,8 @@ class RunConfig:
     prefill_len: Natural = 256
     num_windows: Count = 4
     placement: Placement = "host"
-    reuse: bool = False
+    device_rows: Annotated[float, Field(ge=0, le=MOST)] = 0
+    prefetch: bool = False
     latency: LatencyConfig = LatencyConfig()
     sampling: SamplingConfig = SamplingConfig()
     analysis: AnalysisConfig = AnalysisConfig()

@@ -13,7 +13,10 @@ from typing import Any, ClassVar, Literal
 from harness.errors import UserError, nearest
 from harness.settings.config import CODEC_WORDS, RunConfig
 
-COMMON = ("experiment", "kind", "model", "method", "method_name", *CODEC_WORDS, "group_size", "size", "sizing")
+COMMON = (
+    "experiment", "kind", "model", "method", "method_name",
+    *CODEC_WORDS, "group_size", "size", "sizing", "device_rows", "prefetch",
+)  # fmt: skip
 """Settings that decide the numbers of every kind of run."""
 
 

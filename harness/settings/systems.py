@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from harness.errors import UserError, nearest, question
-from harness.settings.config import Placement, PlatformConfig, RunConfig
+from harness.settings.config import Placement, RunConfig
 
 if TYPE_CHECKING:
     from methods.base import Method
@@ -26,7 +26,8 @@ class System:
     method: str
     placement: Placement = "host"
     codec: str | None = None
-    reuse: bool = False
+    device_rows: float = 0
+    prefetch: bool = False
     overlap: bool = True
     pinned: bool = True
 
@@ -34,7 +35,8 @@ class System:
         """The same as settings of the command line, besides the method."""
         exact = {"value_codec": None, "rotation": None, "key_groups": "token", "residual": 0}
         link = {"platform.overlap": self.overlap, "platform.pinned": self.pinned}
-        return {"placement": self.placement, "codec": self.codec, "reuse": self.reuse, **exact, **link}
+        rows = {"device_rows": self.device_rows, "prefetch": self.prefetch}
+        return {"placement": self.placement, "codec": self.codec, **rows, **exact, **link}
 
 
 LABELS = {
@@ -46,9 +48,11 @@ LABELS = {
     "offload+int4": System("full", codec="int4"),
     "offload+h2o": System("h2o"),
     "infinigen": System("infinigen"),
-    "infinigen+reuse": System("infinigen", reuse=True),
+    "infinigen+reuse": System("infinigen", device_rows=1),
     "infinigen+int4": System("infinigen", codec="int4"),
 }
+LATE_LAYER = 2**30
+"""Number of a layer that is none of a method's first ones."""
 COUNTED = tuple(label for label, system in LABELS.items() if system.placement != "managed")
 """Systems whose transfers are counted. In managed memory CUDA's driver moves pages, which are not counted."""
 
@@ -89,16 +93,18 @@ def _contradiction(name: str, value: object, label: str, wanted: object) -> User
 def name_of(method: str, config: RunConfig, *, is_own: bool = False) -> str:
     """The label of a run: its system, else its settings in words. method: of a preset, the method behind it."""
     platform = config.platform
-    system = System(method, config.placement, config.codec_name, config.reuse, platform.overlap, platform.pinned)
+    rows = config.device_rows, config.prefetch
+    system = System(method, config.placement, config.codec_name, *rows, platform.overlap, platform.pinned)
     for label, each in LABELS.items():
         if each == system:
             return label
-    parts = [method, config.codec_name, "reuse" if config.reuse else None, None if platform.overlap else "no overlap"]
-    words = "+".join(filter(None, parts))
+    rows_in_words = f"rows{config.device_rows:g}" if config.device_rows else None
+    parts = [method, config.codec_name, rows_in_words, "prefetch" if config.prefetch else None]
+    words = "+".join(filter(None, [*parts, None if platform.overlap else "no overlap"]))
     return words if is_own and config.placement == "host" else f"{words} ({config.placement})"
 
 
-def check_combination(method: Method, placement: str, reuse: bool) -> None:
+def check_combination(method: Method, placement: str, device_rows: float, prefetch: bool) -> None:
     """Raise UserError for settings that make no sense together in live decoding."""
     if placement not in get_args(Placement):
         raise UserError(f"placement={placement}: must be one of {', '.join(get_args(Placement))}")
@@ -106,14 +112,28 @@ def check_combination(method: Method, placement: str, reuse: bool) -> None:
         raise UserError(method.replay_only)
     if placement == "host" and method.when == "true_scores":
         raise UserError(f"placement=host: {method.title} selects by the true scores of all keys; use placement=device")
-    if reuse and not (placement == "host" and method.names_rows):
-        why = f"{method.title} selects none" if placement == "host" else f"placement={placement} fetches none"
-        raise UserError(f"reuse=true: reuses selected tokens, {why}; needs placement=host and a method that retrieves")
+    check_hot_rows(method, device_rows, prefetch)
+    if device_rows and placement != "host":
+        raise UserError(f"device_rows={device_rows:g}: placement={placement} fetches no rows; needs placement=host")
 
 
-def check_live(method: Method, placement: str, reuse: bool, platform: PlatformConfig) -> None:
+def check_hot_rows(method: Method, device_rows: float, prefetch: bool) -> None:
+    """Raise UserError where no fetched row can stay on the device, or none can be fetched early."""
+    if device_rows and device_rows < 1:
+        raise UserError(f"device_rows={device_rows:g}: must be 0, or 1 and more, times the rows that a step reads")
+    if device_rows and not method.names_rows:
+        raise UserError(f"device_rows={device_rows:g}: {method.title} selects no rows; needs a method that retrieves")
+    if prefetch and not device_rows:
+        raise UserError("prefetch=true: needs device_rows of 1 or more, which it fetches into")
+    if prefetch and not method.prefetches(LATE_LAYER):
+        allowed = "needs a method of method.when=own_query whose selection changes nothing"
+        raise UserError(f"prefetch=true: {method.title} tells no rows before its own query; {allowed}")
+
+
+def check_live(config: RunConfig) -> None:
     """Raise UserError for a combination of settings that cannot be decoded live."""
-    check_combination(method, placement, reuse)
+    method, placement, platform = config.method, config.placement, config.platform
+    check_combination(method, placement, config.device_rows, config.prefetch)
     if placement == "managed" and platform.name != "cuda":
         raise UserError(f"placement=managed: needs platform=cuda; allowed on {platform.name}: device, host")
     if placement != "host" and not platform.overlap:

@@ -12,7 +12,8 @@ decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed
 segments: seconds of a timed step by `harness.offload.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
   Under managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is counted, and
   peak_device_bytes, torch's, leaves out the cache.
-h2d_bytes, d2h_bytes: rows over the link. device_read_bytes: read in device memory. weight_bytes: streamed weights;
+h2d_bytes, d2h_bytes: rows over the link; late_bytes: those of h2d_bytes that a layer asked for by its own query, for
+  which it waits. device_read_bytes: read in device memory. weight_bytes: streamed weights;
   weights_on_device: the share of the decoder layers' bytes that stays there.
 transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and weights included.
 device_kv_bytes: device memory of cache, method and buffers. pinned_bytes: page-locked host memory of the cache.
@@ -57,7 +58,8 @@ class Cell:
     shape: LatencyConfig
     placement: Placement = "host"
     codec: AnyCodec | None = None
-    reuse: bool = False
+    device_rows: float = 0
+    prefetch: bool = False
     pinned: bool = True
     weights_on_device: float = 1.0
 
@@ -114,7 +116,8 @@ def time_cell(
             placement=cell.placement,
             link=link if cell.placement == "host" else None,
             calibration=calibration,
-            reuse=cell.reuse,
+            device_rows=cell.device_rows,
+            prefetch=cell.prefetch,
             pinned=cell.pinned,
             timeline=timeline,
         )
@@ -222,6 +225,7 @@ def _counts(session: LiveSession, weights: StreamedWeights | None, cell: Cell) -
     return {
         "h2d_bytes": session.loaded_bytes if counted else None,
         "d2h_bytes": session.written_bytes if counted else None,
+        "late_bytes": session.late_bytes if counted else None,
         "weight_bytes": weights.num_bytes if weights else None,
         "device_read_bytes": session.reads.num_bytes,
     }

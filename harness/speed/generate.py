@@ -107,7 +107,8 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                 placement=config.placement,
                 link=link,
                 calibration=setup.calibration,
-                reuse=config.reuse,
+                device_rows=config.device_rows,
+                prefetch=config.prefetch,
                 pinned=platform.pinned,
             )
             with closing(session):

@@ -30,7 +30,7 @@ from harness.settings.experiment import Outcome
 from harness.setup import Setup, codec_of, prepare
 from harness.speed.cell import Cell, SharedPrompt, run_shared_prompt, time_cell
 from harness.speed.link_rate import LinkRate, link_rate
-from methods.base import Method, Row
+from methods.base import Row
 
 SOURCES = {"cpu": "emulated", "cuda": "measured"}
 
@@ -53,7 +53,8 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
     with attach(loaded.model) as attached, compute_threads(attached.device) as num_threads:
         setup = _setup(config, loaded, attached)
         on_device = platform.weights_on_device
-        cell = Cell(setup.method, shape, config.placement, setup.codec, config.reuse, platform.pinned, on_device)
+        rows = config.device_rows, config.prefetch
+        cell = Cell(setup.method, shape, config.placement, setup.codec, *rows, platform.pinned, on_device)
 
         def run_densely() -> SharedPrompt:
             require_shared_prompt(attached, shape.batch_size, shape.prompt_len, shape.gen_len)
@@ -67,23 +68,10 @@ def run_latency(config: RunConfig, loaded: LoadedModel, prompts: Prompts | None 
                 key = (loaded.fingerprint, shape.batch_size, shape.prompt_len, config.seed, config.calibration)
                 prompt = (Memo() if prompts is None else prompts).get(key, run_densely)
             metrics, raw = time_cell(attached, prompt, cell, link=link, calibration=setup.calibration)
-        late_frac = _late_frac(setup.method, attached.geometry.num_layers, metrics["size"])
     marks = {"platform": platform.name, "source": SOURCES[platform.name]}
     samples = {"num_compute_threads": num_threads, "copy_bytes_per_s": rate.copy_bytes_per_s}
-    link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s, "late_frac": late_frac}
+    link_facts = {"link_ceiling_bytes_per_s": rate.bytes_per_s}
     return Outcome(marks | metrics | link_facts, samples | raw, {"latency": asdict(setup.method)})
-
-
-def _late_frac(method: Method, num_layers: int, size: float) -> float:
-    """Share of the rows over the link that are named in their own layer: compute waits for them, idle.
-
-    Rows of the exempt layers, and rows named a layer ahead, travel beside the compute. If only some layers name their
-    rows late, all layers are taken to read the same number.
-    """
-    exempt = min(method.num_exempt_layers, num_layers)
-    under_method = range(exempt, num_layers)
-    late = sum(method.when_of(layer) == "own_query" for layer in under_method) / max(1, len(under_method))
-    return late * max(0.0, 1 - exempt / num_layers / size)
 
 
 @contextmanager

@@ -73,12 +73,15 @@ SIZE = Column("size", "size (%)", 100, 1)
 """Share of the full cache that a decode step reads, and moves over the link if the cache is offloaded."""
 DEVICE_FRAC = Column("device_frac", "read on device (%)", 100, 1)
 RESIDENT_FRAC = Column("resident_frac", "kept on device (%)", 100, 1)
-OF_SOME_MODELS = (
+OF_SOME_RUNS = (
+    Column("link_frac", "over the link (%)", 100, 1),
+    Column("hit_frac", "found on device (%)", 100, 1),
     Column("window_frac", "size in local windows (%)", 100, 1),
     Column("recurrent_bytes", "recurrent state (MiB)", 1 / MIB, 2),
     Column("latent_bytes", "latent per token (KiB)", 1 / 1024, 2),
 )
-"""Columns of tables whose models have local layers, recurrent layers or latents."""
+"""Columns of tables with runs in which rows stay on the device, or whose models have local layers, recurrent layers or
+latents."""
 REPEATS_STDERR = Column("repeats_stderr", "standard error over repeats", 1, 3)
 """Of a mean over several answers to each question: its standard error over repeats of the same questions."""
 LAYER = Column("layer", "layer", 1, 0, "layer {:.0f}")
@@ -93,7 +96,7 @@ ACCURACY = (
     Column("task"),
     METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, SIZE,
     Column("size_artifact", "size as the artifact counts it (%)", 100, 1),
-    DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_MODELS, REPEATS_STDERR, SOURCE, SHIPPED, RUN_ID,
+    DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, REPEATS_STDERR, SOURCE, SHIPPED, RUN_ID,
 )  # fmt: skip
 SEGMENTS = (
     Column("attention_s", "attention (ms)", 1e3, 3),
@@ -164,7 +167,7 @@ TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
-OPTIONAL = tuple(column.name for column in (*OF_SOME_MODELS, REPEATS_STDERR))
+OPTIONAL = tuple(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR))
 """Columns that a table may lack."""
 
 METRICS = {

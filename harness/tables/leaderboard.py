@@ -269,7 +269,7 @@ def _step(row: TableRow, timed: Record | None) -> TableRow:
     step = {name: metrics[name] for name in ("platform", "batch_size", "prompt_len", "link_bytes_per_s")} | {
         "compute_s": (metrics["decode_s"] - metrics["exposed_transfer_s"]) / steps,
         "link_bytes": metrics["h2d_bytes"] / steps,
-        "late_bytes": metrics["late_frac"] * metrics["h2d_bytes"] / steps,
+        "late_bytes": metrics["late_bytes"] / steps,
         "step_s": metrics["decode_s"] / steps,
         "step_source": metrics["source"],
     }

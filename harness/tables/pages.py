@@ -27,7 +27,7 @@ from harness.tables.columns import (
     MISSING,
     NUM_FEWSHOT,
     NUM_SAMPLES,
-    OF_SOME_MODELS,
+    OF_SOME_RUNS,
     RESIDENT_FRAC,
     SEQ_LEN,
     SETTINGS,
@@ -218,7 +218,7 @@ def _accuracy_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
         size = min(row["size"] or 0 for row in cells.values())
         return (size < 1, label, size, max(row["seq_len"] or 0 for row in cells.values()), settings)  # full cache first
 
-    sizes = [SIZE, *(each for each in (*OF_SOME_MODELS, DEVICE_FRAC, RESIDENT_FRAC) if has_any(rows, each))]
+    sizes = [SIZE, *(each for each in (*OF_SOME_RUNS, DEVICE_FRAC, RESIDENT_FRAC) if has_any(rows, each))]
     return Sheet(
         title,
         [LABEL.heading, SETTINGS.heading, *(each.heading for each in sizes), *headings.values()],

@@ -30,7 +30,7 @@ from harness.settings.schema import kind_of
 from harness.tables import leaderboard
 from harness.tables.columns import (
     BOARD,
-    OF_SOME_MODELS,
+    OF_SOME_RUNS,
     OPTIONAL,
     TABLES,
     Column,
@@ -53,7 +53,7 @@ Pairs = list[tuple[Record, list[TableRow]]]
 ROUND = str.maketrans("[]", "()")
 CONDITIONS = (
     "num_samples", "num_fewshot", "seq_len", "size", "size_artifact", "device_frac", "resident_frac",
-    *(column.name for column in OF_SOME_MODELS),
+    *(column.name for column in OF_SOME_RUNS),
 )  # fmt: skip
 """Entries beside the metrics of a task that have columns."""
 NUM_DEPTHS = 5

@@ -144,27 +144,30 @@ def _list_slots(
         tl.store(found + order, tl.full((BLOCK,), -1, tl.int64), mask=order < cap)
 
 
-@triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "room"])
+@triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "room", "most"])
 def _list_missing(
     mask,
     kept,
+    leaving,
     wanted,  # a head's mask, from which what stays is struck out
     missing,
-    free,
+    targets,
     after,
     heads,
     batch_stride,
     head_stride,
     num_slots,
     room,
+    most,
     BLOCK: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     mask += head // heads * batch_stride + head % heads * head_stride
     wanted += head * num_slots
     kept += head * room
-    missing += head * room
-    free += head * room
+    leaving += head * room
+    missing += head * most
+    targets += head * most
     after += head * room
     for first in range(0, num_slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
@@ -172,13 +175,15 @@ def _list_missing(
     tl.debug_barrier()
     count = 0
     for first in range(0, room, BLOCK):
-        target = first + tl.arange(0, BLOCK)
-        held = tl.load(kept + target, mask=target < room, other=-1)
+        place = first + tl.arange(0, BLOCK)
+        row = tl.load(leaving + place, mask=place < room, other=0)
+        held = tl.load(kept + row, mask=place < room, other=-1)
         stays = (held >= 0) & (tl.load(mask + held, mask=held >= 0, other=0) != 0)
         tl.store(wanted + held, tl.zeros((BLOCK,), tl.int1), mask=stays)
-        tl.store(after + target, tl.where(stays, held, -1), mask=target < room)
-        leaves = ((target < room) & ~stays).to(tl.int32)
-        tl.store(free + count + tl.cumsum(leaves) - 1, target.to(tl.int64), mask=leaves != 0)
+        tl.store(after + row, held, mask=place < room)
+        leaves = ((place < room) & ~stays).to(tl.int32)
+        order = count + tl.cumsum(leaves) - 1
+        tl.store(targets + order, row, mask=(leaves != 0) & (order < most))
         count += tl.sum(leaves)
     tl.debug_barrier()
     count = 0
@@ -186,14 +191,14 @@ def _list_missing(
         slot = first + tl.arange(0, BLOCK)
         asked = tl.load(wanted + slot, mask=slot < num_slots, other=0).to(tl.int32)
         order = count + tl.cumsum(asked) - 1
-        asked = (asked != 0) & (order < room)
+        asked = (asked != 0) & (order < most)
         tl.store(missing + order, slot.to(tl.int64), mask=asked)
-        target = tl.load(free + order, mask=asked, other=0)
+        target = tl.load(targets + order, mask=asked, other=0)
         tl.store(after + target, slot.to(tl.int64), mask=asked)
         count += tl.sum(asked.to(tl.int32))
-    for first in range(count, room, BLOCK):
+    for first in range(count, most, BLOCK):
         order = first + tl.arange(0, BLOCK)
-        tl.store(missing + order, tl.full((BLOCK,), -1, tl.int64), mask=order < room)
+        tl.store(missing + order, tl.full((BLOCK,), -1, tl.int64), mask=order < most)
 
 
 def indices(mask: Tensor, cap: int) -> Tensor:
@@ -208,15 +213,16 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     return found
 
 
-def missing_rows(mask: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The missing slots, the buffer rows that are free for them, and the new `kept`, all int64 [batch, heads, room]; as
-    `harness.offload.store.missing_rows`."""
+def missing_rows(mask: Tensor, kept: Tensor, leaving: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The missing slots and the buffer rows that they go to, int64 [batch, heads, most], and the new `kept`; as
+    `harness.offload.store.missing_rows`. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
-    missing, free, after = (torch.empty_like(kept, memory_format=torch.contiguous_format) for _ in range(3))
+    missing, targets = (kept.new_empty((batch, heads, most)) for _ in range(2))
+    after = torch.empty_like(kept, memory_format=torch.contiguous_format)
     if kept.numel():
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         wanted = torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device)
-        lists = (mask, kept.contiguous(), wanted, missing, free, after)
-        sizes = (heads, *mask.stride()[:2], num_slots, kept.shape[-1])
+        lists = (mask, kept.contiguous(), leaving.contiguous(), wanted, missing, targets, after)
+        sizes = (heads, *mask.stride()[:2], num_slots, kept.shape[-1], most)
         _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=LIST_WARPS)
-    return missing, free, after
+    return missing, targets, after
