@@ -499,7 +499,8 @@ class _Block:
             for mask in asked:
                 mask = (mask[:, :, row] & real[:, row, None, None]).expand(-1, num_kv_heads, -1)
                 most = int(mask.sum(-1).max())
-                counts.append((hot.request(mask, self.tokens[:, None], most).slots >= 0).sum((1, 2)))
+                fetch, _ = hot.request(mask, self.tokens[:, None], most)
+                counts.append((fetch.slots >= 0).sum((1, 2)))
             this = slice(self.rows.start + row, self.rows.start + row + 1)
             for total, of_row in ((self.decode.loaded, torch.stack(counts).sum(0)), (self.decode.missed, counts[-1])):
                 total[:, this] += of_row.to(total.device)[:, None]

@@ -106,7 +106,8 @@ def launch_lists() -> None:
         indices(mask, num_rows)
     for mask, (num_rows, _) in zip(masks, COUNTS, strict=True):
         kept = torch.empty(2, 3, num_rows, dtype=torch.int64)
-        missing_rows(mask, kept, torch.empty_like(kept), num_rows)
+        tokens = torch.empty(2, 1, mask.shape[-1], dtype=torch.int32)
+        missing_rows(mask, tokens, kept, torch.zeros_like(kept), 1 << 32, num_rows)
 
 
 def launch(codec: Codec, dtype: torch.dtype, heads: int, num_kv_heads: int, head_dim: int) -> None:

@@ -14,6 +14,7 @@ from living import TOLERANCE, attached_with_link, force, open_live
 
 from harness.model.attach import Attached
 from harness.offload import store as coded
+from harness.offload.hot_rows import missing_rows
 from harness.offload.memory import Tuning
 from harness.offload.step import attend_by_scores
 from harness.offload.store import KeyValue, RowFormat
@@ -157,13 +158,16 @@ def test_lists_are_those_of_the_cpu(case, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK", block)
         assert torch.equal(rows.indices(mask.to(DEVICE), room).cpu(), coded.indices(mask, room))
-        leaving = torch.rand(resident.shape, generator=torch.Generator().manual_seed(int(mask.sum()))).argsort(-1)
+        age = torch.rand(resident.shape, generator=torch.Generator().manual_seed(int(mask.sum()))).argsort(-1)
+        tokens = torch.arange(mask.shape[-1], 0, -1).int().expand(len(mask), 1, -1)
         most = max(1, int(mask.sum(-1).max()))
-        missing, free, after = rows.missing_rows(*(each.to(DEVICE) for each in (mask, resident, leaving)), most)
-    expected, expected_after = coded.missing_rows(mask, resident, leaving, most)
-    assert torch.equal(missing.cpu(), expected.slots) and torch.equal(after.cpu(), expected_after)
+        given = mask, tokens, resident, age
+        missing, targets, *after = rows.missing_rows(*(each.to(DEVICE) for each in given), 5 << 32, most)
+    expected, expected_targets, *expected_after = missing_rows(*given, 5 << 32, most)
+    assert torch.equal(missing.cpu(), expected)
+    assert all(torch.equal(each.cpu(), other) for each, other in zip(after, expected_after, strict=True))
     fetched = missing >= 0
-    assert torch.equal(free[fetched].cpu(), expected.targets[fetched.cpu()])
+    assert torch.equal(targets[fetched].cpu(), expected_targets[fetched.cpu()])
 
 
 # Machine code, compiled by one process

@@ -13,10 +13,10 @@ from living import CPU, PROMPTS, LatestLink, attached_with_link, live, make_stor
 
 from harness.errors import UserError
 from harness.offload import store as rows_module
-from harness.offload.hot_rows import HotRows
+from harness.offload.hot_rows import HotRows, missing_rows
 from harness.offload.links import EmulatedLink
 from harness.offload.memory import Tuning
-from harness.offload.store import chosen, missing_rows
+from harness.offload.store import chosen
 from methods.codec import CODEC_NAMES, Codec
 
 BATCH, HEADS, CAPACITY = 2, 3, 12
@@ -223,29 +223,32 @@ def masks(draw, min_slots=0):
 
 
 @given(masks(min_slots=1), st.data())
-def test_missing_rows_go_where_others_leave_first_and_nothing_else_moves(mask, data):
-    slots = mask.shape[-1]
+def test_missing_rows_go_where_the_oldest_give_way_and_nothing_else_moves(mask, data):
+    slots, now = mask.shape[-1], 7 << 32
     most = max(1, int(mask.sum(-1).max()))
     room = data.draw(st.integers(most, most + 3))
-    kept, leaving = [], []
+    kept, age = [], []
     for _ in range(mask.shape[0] * mask.shape[1]):
         there = data.draw(st.lists(st.integers(0, slots - 1), unique=True, max_size=room))
         kept.append(data.draw(st.permutations(there + [-1] * (room - len(there)))))
-        leaving.append(data.draw(st.permutations(range(room))))
-    kept, leaving = (torch.tensor(each).view(*mask.shape[:2], room) for each in (kept, leaving))
-    before = kept.clone()
-    request, after = missing_rows(mask, kept, leaving, most)
-    assert request.num_rows == (request.slots >= 0).sum() and request.slots.shape[-1] == most
-    assert (request.slots >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
-    assert torch.equal(kept, before), "what is kept was changed in place"
-    heads = (each.flatten(0, 1).tolist() for each in (kept, leaving, request.by_target(room), after))
-    for head, old, order, fetched, new in zip(mask.flatten(0, 1), *heads, strict=True):
+        age.append(data.draw(st.permutations(range(room))))
+    kept, age = (torch.tensor(each).view(*mask.shape[:2], room) for each in (kept, age))
+    tokens = torch.arange(slots).flip(0).expand(len(mask), 1, -1).int()
+    before = kept.clone(), age.clone()
+    missing, targets, *after = missing_rows(mask, tokens, kept, age, now, most)
+    assert (missing >= 0).int().diff(dim=-1).le(0).all(), "a row to fetch behind none"
+    assert torch.equal(kept, before[0]) and torch.equal(age, before[1]), "what is kept was changed in place"
+    fetched = chosen(missing, targets).by_target(room)
+    heads = (each.flatten(0, 1).tolist() for each in (kept, age, fetched, *after))
+    for head, old, ages, fetch, new, new_ages, present in zip(mask.flatten(0, 1), *heads, strict=True):
         wanted = set(head.nonzero().view(-1).tolist())
-        missing = sorted(wanted - {*old})
-        giving_way = [row for row in order if old[row] not in wanted][: len(missing)]
-        expected = dict(zip(giving_way, missing, strict=True))
-        assert fetched == [expected.get(row, -1) for row in range(room)]
+        oldest = [row for row in sorted(range(room), key=ages.__getitem__) if old[row] not in wanted]
+        expected = dict(zip(oldest, sorted(wanted - {*old}), strict=False))
+        assert fetch == [expected.get(row, -1) for row in range(room)]
         assert new == [expected.get(row, was) for row, was in enumerate(old)]
+        assert present == [slot in wanted for slot in new]
+        of_slot = [now + slots - 1 - slot for slot in new]
+        assert new_ages == [mine if slot in wanted else was for slot, mine, was in zip(new, of_slot, ages, strict=True)]
 
 
 @given(st.data())
@@ -266,14 +269,14 @@ def test_rows_leave_by_least_recent_use(data):
             expected.append(len(asked - {*there}))
             there[:] = ([slot for slot in there if slot not in asked] + sorted(asked))[-rooms[sequence] :]
         most = max(1, *map(len, wanted))
-        fetch = hot.request(mask, torch.arange(slots).expand(len(rooms), 1, -1).int(), most)
+        fetch, present = hot.request(mask, torch.arange(slots).expand(len(rooms), 1, -1).int(), most)
         assert (fetch.slots >= 0).sum(-1).flatten().tolist() == expected
         for number, kept in enumerate(hot.slots.flatten(0, 1).tolist()):
             sequence, head = divmod(number, 2)
             assert sorted(slot for slot in kept if slot >= 0) == sorted(
                 slot for slot in recent[sequence][head] if slot is not None
             )
-        assert hot.present(mask).sum(-1).flatten().tolist() == [*map(len, wanted)]
+        assert present.sum(-1).flatten().tolist() == [*map(len, wanted)]
         if data.draw(st.booleans()):  # a slot is written anew
             written = data.draw(st.integers(0, slots - 1))
             hot.forget(torch.full((len(rooms), 2, 1), written))

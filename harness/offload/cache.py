@@ -281,6 +281,9 @@ class LayerCache:
 
     def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Write the prompt, or the part that the method keeps, to the store."""
+        if self.names_rows and (rooms := self.stage.rooms) is not None:
+            self.hot = HotRows(rooms, self.store.num_kv_heads, self.stage.device)
+            self.hot_buffer = self.stage.new_buffer(self.store, max(rooms))
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
@@ -311,7 +314,7 @@ class LayerCache:
         if self.earlier not in (None, self.state):
             self.state.take_over(self.earlier)
         own, tokens = self.slots_in_use(), self.slots()
-        if self.stage.rooms is not None:  # `select` may evict a token that it names
+        if self.hot is not None:  # `select` may evict a token that it names
             self.candidates = tokens.clone() if self.evicts else tokens
         rows = Rows(
             query=query,
@@ -332,9 +335,9 @@ class LayerCache:
     def request_selected(self, selection: Selection) -> Tensor:
         """Request a selection's slots. Returns the slot of each row, int [batch, num_kv_heads, n], -1 for none."""
         mask = self._selected(selection)
-        if self.stage.rooms is not None:
-            hot = self._request_missing(mask)
-            slots, present = hot.slots, hot.present(mask)
+        if self.hot is not None:
+            present = self._request_missing(mask)
+            slots = self.hot.slots
         else:
             slots = indices(mask, self._most_selected())
             present = slots >= 0
@@ -357,17 +360,17 @@ class LayerCache:
         rows = self.batch.rows(self.batch.steps)
         return max(self.method.max_tokens_read(row, self.policy.number) for row in rows)
 
-    def _request_missing(self, mask: Tensor) -> HotRows:
-        """Request the slots of `mask` that are not on the device. Returns what is there then."""
-        rooms = self.stage.rooms
-        assert rooms is not None and self.candidates is not None, "only where rows stay on the device"
-        if self.hot is None or self.hot_buffer is None:
-            self.hot = HotRows(rooms, self.store.num_kv_heads, self.stage.device)
-            self.hot_buffer = self.stage.new_buffer(self.store, max(rooms))
+    def _request_missing(self, mask: Tensor) -> Tensor:
+        """Request the slots of `mask` that are not on the device. Returns the rows of the buffer that hold the mask's,
+        bool [batch, num_kv_heads, room]."""
+        assert self.hot is not None and self.hot_buffer is not None, "only where rows stay on the device"
+        assert self.candidates is not None, "a selection came before"
         if self.fetch is None:  # else a prefetch is under way
-            self.fetch = Fetch(max(rooms), self.store.rows_in(self.hot_buffer, max(rooms)))
-        self._start(self.hot.request(mask, self.candidates, self._most_selected()))
-        return self.hot
+            room = self.hot.slots.shape[-1]
+            self.fetch = Fetch(room, self.store.rows_in(self.hot_buffer, room))
+        request, present = self.hot.request(mask, self.candidates, self._most_selected())
+        self._start(request)
+        return present
 
     def request_kept(self, steps_ahead: int = 0) -> None:
         """Request every slot that holds a token. Where sequences or heads keep different numbers, slot by slot."""

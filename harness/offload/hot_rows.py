@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from harness.offload.store import Chosen, missing_rows
+from harness.offload.store import Chosen, chosen, indices
 from methods.base import Lengths, Method, Row
 
 NO_ROOM = torch.iinfo(torch.int64).max
@@ -52,31 +52,27 @@ class HotRows:
         shape = len(rooms), num_kv_heads, max(rooms)
         self.slots = torch.full(shape, -1, device=device)
         self.age = self.slots.clone()
-        beyond = torch.arange(max(rooms), device=device) >= torch.tensor(rooms, device=device)[:, None, None]
-        self.age.masked_fill_(beyond, NO_ROOM)
-        self._requests = 0
+        for sequence, room in enumerate(rooms):
+            self.age[sequence, :, room:] = NO_ROOM
+        self._requests = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of these lists on the device."""
         return self.slots.nbytes + self.age.nbytes
 
-    def request(self, mask: Tensor, tokens: Tensor, most: int) -> Chosen:
+    def request(self, mask: Tensor, tokens: Tensor, most: int) -> tuple[Chosen, Tensor]:
         """The slots to fetch so that all of `mask` are there, and their rows in the buffer. From now on they count as
         there.
 
         mask: bool [batch, num_kv_heads, slots], the slots to read, at most `most` in a head and not more than its room.
         tokens: int32 [batch, 1 or num_kv_heads, slots], the token in each slot.
+        Returns also which rows of the buffer are to be read, bool [batch, num_kv_heads, room].
         """
-        fetch, self.slots = missing_rows(mask, self.slots, self.age.argsort(-1), most)
-        there = tokens.expand(-1, mask.shape[1], -1).gather(-1, self.slots.clamp(min=0))
-        self.age = torch.where(self.present(mask), there.long() + (self._requests << 32), self.age)
+        lists = missing_rows(mask, tokens, self.slots, self.age, self._requests << 32, most)
+        missing, targets, self.slots, self.age, present = lists
         self._requests += 1
-        return fetch
-
-    def present(self, mask: Tensor) -> Tensor:
-        """Rows of the buffer whose slot is in `mask`: bool [batch, num_kv_heads, room]."""
-        return (self.slots >= 0) & mask.gather(-1, self.slots.clamp(min=0))
+        return chosen(missing, targets), present
 
     def forget(self, written: Tensor) -> None:
         """Drop the copies of slots that are written anew. written: int64 [batch, num_kv_heads, 1], -1 for none."""
@@ -87,3 +83,32 @@ class HotRows:
         child = copy(self)
         child.slots, child.age = self.slots.index_select(0, index), self.age.index_select(0, index)
         return child
+
+
+def missing_rows(
+    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The slots of `mask` that a buffer lacks, and the rows that they go to: those of the lowest age, but for rows that
+    hold slots of the mask.
+
+    mask, tokens, most: as in `HotRows.request`; kept, age: its `slots` and `age`; now: added to the token of each slot
+    of the mask, its age from now on. Returns int64 [batch, heads, most], a head's missing slots first and -1 behind
+    them; their rows in the buffer, alike; the new `kept` and `age`; and which rows hold slots of the mask.
+    """
+    if mask.is_cuda:
+        from harness.offload.kernels import rows as kernels
+
+        return kernels.missing_rows(mask, tokens, kept, age, now, most)
+    num_slots, room = mask.shape[-1], kept.shape[-1]
+    there = (kept >= 0) & mask.gather(-1, kept.clamp(min=0))
+    found = mask.new_zeros((*mask.shape[:-1], num_slots + 1))
+    found.scatter_(-1, torch.where(there, kept, num_slots), True)
+    missing = indices(mask & ~found[..., :num_slots], most)
+    leaving = age.argsort(-1)
+    giving_way = indices(~there.gather(-1, leaving), most)  # places in `leaving`
+    targets = leaving.gather(-1, giving_way.clamp(min=0))
+    after = torch.cat([kept, kept[..., :1]], -1)  # a row more, for what is not missing
+    after = after.scatter_(-1, torch.where(missing >= 0, targets, room), missing)[..., :room].contiguous()
+    present = (after >= 0) & mask.gather(-1, after.clamp(min=0))
+    token = tokens.expand(-1, mask.shape[1], -1).gather(-1, after.clamp(min=0)).long()
+    return missing, targets, after, torch.where(present, token + now, age), present

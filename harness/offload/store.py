@@ -369,28 +369,3 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     slots = torch.arange(mask.shape[-1], device=mask.device).expand_as(order)
     found = order.new_full((*mask.shape[:-1], cap + 1), -1)
     return found.scatter_(-1, order, slots)[..., :cap]
-
-
-def missing_rows(mask: Tensor, kept: Tensor, leaving: Tensor, most: int) -> tuple[Chosen, Tensor]:
-    """The rows to fetch so that a kept buffer holds all selected slots; slots that are there stay.
-
-    mask: bool [batch, heads, slots], at most `most` and at most n True in a head. kept: int64 [batch, heads, n], the
-    slot in each row of the buffer, -1 for none. leaving: int64 alike, the buffer's rows in the order in which they give
-    way; selected ones do not. Returns the slots to fetch [batch, heads, most] with the rows they go to, those of a head
-    first, and the new `kept`.
-    """
-    if mask.is_cuda:
-        from harness.offload.kernels import rows as kernels
-
-        missing, targets, after = kernels.missing_rows(mask, kept, leaving, most)
-        return chosen(missing, targets), after
-    num_slots, room = mask.shape[-1], kept.shape[-1]
-    there = (kept >= 0) & mask.gather(-1, kept.clamp(min=0))
-    found = mask.new_zeros((*mask.shape[:-1], num_slots + 1))
-    found.scatter_(-1, torch.where(there, kept, num_slots), True)
-    missing = indices(mask & ~found[..., :num_slots], most)
-    giving_way = indices(~there.gather(-1, leaving), most)  # places in `leaving`
-    targets = leaving.gather(-1, giving_way.clamp(min=0))
-    after = torch.cat([kept, kept[..., :1]], -1)  # a row more, for what is not missing
-    after.scatter_(-1, torch.where(missing >= 0, targets, room), missing)
-    return chosen(missing, targets), after[..., :room]

@@ -144,27 +144,43 @@ def _list_slots(
         tl.store(found + order, tl.full((BLOCK,), -1, tl.int64), mask=order < cap)
 
 
-@triton.jit(do_not_specialize=["heads", "batch_stride", "head_stride", "num_slots", "room", "most"])
+@triton.jit(
+    do_not_specialize=[
+        "heads", "batch_stride", "head_stride", "token_batch_stride", "token_head_stride", "num_slots", "room", "most",
+        "now",
+    ]
+)  # fmt: skip
 def _list_missing(
     mask,
+    tokens,
     kept,
+    age,
     leaving,
     wanted,  # a head's mask, from which what stays is struck out
     missing,
     targets,
     after,
+    age_after,
+    present,
     heads,
     batch_stride,
     head_stride,
+    token_batch_stride,
+    token_head_stride,
     num_slots,
     room,
     most,
+    now,
     BLOCK: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     mask += head // heads * batch_stride + head % heads * head_stride
+    tokens += head // heads * token_batch_stride + head % heads * token_head_stride
     wanted += head * num_slots
     kept += head * room
+    age += head * room
+    age_after += head * room
+    present += head * room
     leaving += head * room
     missing += head * most
     targets += head * most
@@ -181,6 +197,10 @@ def _list_missing(
         stays = (held >= 0) & (tl.load(mask + held, mask=held >= 0, other=0) != 0)
         tl.store(wanted + held, tl.zeros((BLOCK,), tl.int1), mask=stays)
         tl.store(after + row, held, mask=place < room)
+        token = tl.load(tokens + held, mask=stays, other=0).to(tl.int64)
+        old = tl.load(age + row, mask=place < room, other=0)
+        tl.store(age_after + row, tl.where(stays, token + now, old), mask=place < room)
+        tl.store(present + row, stays, mask=place < room)
         leaves = ((place < room) & ~stays).to(tl.int32)
         order = count + tl.cumsum(leaves) - 1
         tl.store(targets + order, row, mask=(leaves != 0) & (order < most))
@@ -195,6 +215,9 @@ def _list_missing(
         tl.store(missing + order, slot.to(tl.int64), mask=asked)
         target = tl.load(targets + order, mask=asked, other=0)
         tl.store(after + target, slot.to(tl.int64), mask=asked)
+        token = tl.load(tokens + slot, mask=asked, other=0).to(tl.int64)
+        tl.store(age_after + target, token + now, mask=asked)
+        tl.store(present + target, asked, mask=asked)
         count += tl.sum(asked.to(tl.int32))
     for first in range(count, most, BLOCK):
         order = first + tl.arange(0, BLOCK)
@@ -213,16 +236,18 @@ def indices(mask: Tensor, cap: int) -> Tensor:
     return found
 
 
-def missing_rows(mask: Tensor, kept: Tensor, leaving: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The missing slots and the buffer rows that they go to, int64 [batch, heads, most], and the new `kept`; as
-    `harness.offload.store.missing_rows`. A target without a missing slot may be anything."""
+def missing_rows(
+    mask: Tensor, tokens: Tensor, kept: Tensor, age: Tensor, now: int, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `harness.offload.hot_rows.missing_rows`. A target without a missing slot may be anything."""
     batch, heads, num_slots = mask.shape
     missing, targets = (kept.new_empty((batch, heads, most)) for _ in range(2))
-    after = torch.empty_like(kept, memory_format=torch.contiguous_format)
-    if kept.numel():
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        wanted = torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device)
-        lists = (mask, kept.contiguous(), leaving.contiguous(), wanted, missing, targets, after)
-        sizes = (heads, *mask.stride()[:2], num_slots, kept.shape[-1], most)
-        _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=LIST_WARPS)
-    return missing, targets, after
+    after, age_after = torch.empty_like(kept), torch.empty_like(age)
+    present = torch.empty_like(kept, dtype=torch.bool)
+    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    tokens = tokens.expand(-1, heads, -1)
+    wanted = torch.empty((batch, heads, num_slots), dtype=torch.bool, device=mask.device)
+    lists = (mask, tokens, kept, age, age.argsort(-1), wanted, missing, targets, after, age_after, present)
+    sizes = (heads, *mask.stride()[:2], *tokens.stride()[:2], num_slots, kept.shape[-1], most, now)
+    _list_missing[(batch * heads,)](*lists, *sizes, BLOCK=BLOCK, num_warps=LIST_WARPS)
+    return missing, targets, after, age_after, present
