@@ -449,6 +449,9 @@ class _Block:
             hide(scores, visible.unsqueeze(2))
         if everything is not None:
             self._add(self.decode.recall, (torch.logsumexp(scores, -1) - everything).exp_().mean((1, 2)))
+        rest = selection.rest
+        if rest is not None and rest.log_mass is not None:
+            rest = rest.beside(self.softmax.log_total(scores))
         output, weights = weighted_values(scores, self.value, self.softmax)
         codec = self.decode.history.codec
         if self.exact is not None and isinstance(codec, SplitCodec):  # the last values, the own among them, are exact
@@ -458,7 +461,7 @@ class _Block:
         elif exact is not None:
             stored = self.value[:, :, self.first_own :]
             output += self._own(weights).unsqueeze(-1) * (value - stored).unsqueeze(2)
-        return heads_last(with_rest(output, selection.rest))
+        return heads_last(with_rest(output, rest))
 
     def _select(self, exact: tuple[Tensor, Tensor] | None) -> Selection:
         """What the rows read besides themselves; takes down how much that is."""

@@ -43,8 +43,16 @@ class Softmax(NamedTuple):
         """Attention weights from scores [batch, num_kv_heads, group, rows, slots]. Overwrites the scores."""
         if self.sinks is None:
             return torch.softmax(scores, -1, out=scores)
-        sinks = self.sinks.view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return torch.cat([scores, self._sinks_of(scores)], -1).softmax(-1)[..., :-1]
+
+    def log_total(self, scores: Tensor) -> Tensor:
+        """Logarithm of the sum of exp(score) over the slots and the sink, [batch, num_kv_heads, group, rows]."""
+        scores = scores if self.sinks is None else torch.cat([scores, self._sinks_of(scores)], -1)
+        return scores.logsumexp(-1)
+
+    def _sinks_of(self, scores: Tensor) -> Tensor:
+        assert self.sinks is not None
+        return self.sinks.view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
 
 
 class Window(NamedTuple):

@@ -67,6 +67,8 @@ class Method:
     holds_keys: ClassVar[bool] = False
     """True if the state gives keys back (`State.rebuild`). The cache then holds values only, and only they cross the
     link. Some tokens of the prompt (`State.resident`) and all generated ones stay exact on the device."""
+    weighs_rest: ClassVar[bool] = False
+    """True if the `Rest` of its selections has a log-mass. Attention then computes scores, which a fused call hides."""
     rereads: ClassVar[bool] = False
     """True if the model reads the prompt again after its dense pass: it runs over the rows that `repetitions` lists,
     `reread` makes a worth of each prompt token from them, and `State.take_worth` gets it."""
@@ -401,13 +403,21 @@ class Selection(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """Replacement for the tokens that are not read: output = (1 - share) * attention + share * value.
+    """Replacement for tokens that are not read: output = (1 - share) * attention + share * value.
 
-    share: fp32 [batch, num_kv_heads, group, rows]; value: [batch, num_kv_heads, rows, head_dim].
+    share: [batch, num_kv_heads, group, rows]. value: [batch, num_kv_heads, 1 or group, rows, value_dim]; finite.
+    log_mass: instead of a share, for a method that `weighs_rest`: logarithm of the sum of exp(score) that these tokens
+        would have, fp32 like `share`; -inf for none. The share then follows from the scores of the tokens read.
     """
 
-    share: Tensor
+    share: Tensor | None
     value: Tensor
+    log_mass: Tensor | None = None
+
+    def beside(self, log_total: Tensor) -> Rest:
+        """With the share of the log-mass beside `log_total`, that of all that is read, of the same shape."""
+        assert self.log_mass is not None
+        return Rest(torch.sigmoid(self.log_mass - log_total), self.value)
 
 
 class Lengths(NamedTuple):

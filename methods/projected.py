@@ -258,7 +258,7 @@ class SparQState(PartialKeysState, RetrievingState):
         through, row = self.through[layer], rows.positions - self.first[layer][:, None]
         index = row.clamp(0, through.shape[2] - 1).long()[:, None, :, None]
         total = through.gather(2, index.expand(-1, through.shape[1], -1, through.shape[-1]))
-        return Rest(share, total / (rows.positions + 1)[:, None, :, None])
+        return Rest(share, (total / (rows.positions + 1)[:, None, :, None]).unsqueeze(2))
 
     def index_read(self, layer: int, positions: Tensor) -> Tensor:
         """The channels of each key, and the mean value."""

@@ -23,6 +23,7 @@ from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
 from methods.quest import Quest, QuestState
+from methods.retroinfer import RetroInfer
 from methods.rkv import RKV
 from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
@@ -105,7 +106,7 @@ class RestingState(QuestState):
 
     def select(self, layer, rows):
         query = rows.query.unflatten(1, (self.geometry.num_kv_heads, -1))
-        return super().select(layer, rows)._replace(rest=Rest(query.float().mean(-1).sigmoid(), query.mean(2)))
+        return super().select(layer, rows)._replace(rest=Rest(query.float().mean(-1).sigmoid(), query.mean(2, True)))
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,15 @@ CASES = {
         ShadowKV(read_frac=0.4, page_size=3, local_chunks=1, rank_frac=0.5, when="previous_step", num_exempt_layers=1)
     ),
     "shadowkv+smooth": Case(ShadowKV(read_frac=0.3, page_size=2, local_chunks=1, rank_frac=0.3), Smooth()),
+    "retroinfer": Case(
+        RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, num_sinks=1, num_recent=3, cluster_size=2, update=4)
+    ),
+    "retroinfer-share": Case(
+        RetroInfer(read_frac=0.5, estimation_frac=0.3, num_sinks=2, num_recent=4, cluster_size=3, update=5, segment=6)
+    ),
+    "retroinfer+smooth": Case(
+        RetroInfer(retrieval_frac=0.4, num_sinks=0, num_recent=2, cluster_size=3, num_exempt_layers=0), Smooth()
+    ),
     "doublesparsity": Case(DoubleSparsity(read_frac=0.4, rank=0.25)),
     "doublesparsity-coded": Case(
         DoubleSparsity(read_frac=0.3, rank=0.5, channels="k", index_bits=4, when="previous_layer", num_exempt_layers=1)

@@ -142,6 +142,15 @@ WRONG = {
     "side": (GOOD._replace(side=torch.ones(2, 3, 1)), r"side .*; allowed"),
     "bias": (GOOD._replace(bias=torch.ones(2, 3, 8)), r"bias .*; allowed"),
     "rest": (GOOD._replace(rest=Rest(torch.ones(2, 3), torch.ones(1))), r"rest.share .*; allowed"),
+    "no rest": (GOOD._replace(rest=Rest(None, torch.ones(2, 2, 1, 3, 8))), r"rest.share NoneType; allowed"),
+    "rest's value": (
+        GOOD._replace(rest=Rest(torch.ones(2, 2, 2, 3), torch.ones(2, 2, 3, 8))),
+        r"rest.value .*; allowed: .*\[2, 2, 1 or 2, 3, 8\]",
+    ),
+    "log_mass": (
+        GOOD._replace(rest=Rest(None, torch.ones(2, 2, 1, 3, 8), torch.ones(2, 2, 2, 3))),
+        "rest.log_mass; allowed: for a method with weighs_rest = True",
+    ),
 }  # fmt: skip
 
 
@@ -149,7 +158,7 @@ class Odd:
     """A state of a user's own method."""
 
     geometry = Geometry(1, 4, 2, 8, 1.0, "llama")
-    method = SimpleNamespace()
+    method = SimpleNamespace(weighs_rest=False)
 
     def __init__(self, result):
         self.result = result

@@ -105,7 +105,7 @@ def replayed(model, case: Case) -> tuple[Geometry, dict[int, list[Sequence]]]:
                 for row in rows[b].nonzero().flatten().tolist():
                     num_read.append(float(counts[b, row]))
                     if of_unread is not None:
-                        rest.append((of_unread.share[b, :, :, row].numpy(), of_unread.value[b, :, row].numpy()))
+                        rest.append((of_unread.share[b, :, :, row].numpy(), of_unread.value[b, :, 0, row].numpy()))
                     for head, mask in enumerate(masks[b, :, row]):
                         read[head].append(set(tokens[b][mask].tolist()))
             columns = slice(PROMPT - prompt, PROMPT - prompt + length)  # padded before the prompt and behind the rows

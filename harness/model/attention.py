@@ -154,8 +154,8 @@ def with_rest(output: Tensor, rest: Rest | None) -> Tensor:
     """`output` [batch, num_kv_heads, group, rows, value_dim] mixed with the stand-in for the tokens not read."""
     if rest is None:
         return output
-    share = rest.share.unsqueeze(-1).to(output.dtype)
-    return torch.lerp(output, rest.value.unsqueeze(2).to(output.dtype).expand_as(output), share)
+    assert rest.share is not None, "a log-mass becomes a share where the scores are known"
+    return torch.lerp(output, rest.value.to(output.dtype).expand_as(output), rest.share.unsqueeze(-1).to(output.dtype))
 
 
 def heads_last(output: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.errors import UserError, line_in, reason
 from harness.model.attach import Attached
 from methods.attention import Softmax
-from methods.base import Calibration, Geometry, Lengths, Method, Rows, Selection, State, When, Window, require
+from methods.base import Calibration, Lengths, Method, Rows, Selection, State, When, Window, require
 
 
 class Policy(NamedTuple):
@@ -97,7 +97,7 @@ def select(state: State, layer: int, rows: Rows) -> Selection:
     classes = [cls for cls in (type(state), type(state.method)) if cls.__module__.partition(".")[0] != "methods"]
     try:
         selection = state.select(layer, rows)
-        fault = _fault(selection, state.geometry, rows)
+        fault = _fault(selection, state, rows)
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
@@ -117,11 +117,11 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COUNTS = (torch.float64, torch.float32, torch.int64, torch.int32)
 
 
-def _fault(selection: Any, geometry: Geometry, rows: Rows) -> str | None:
+def _fault(selection: Any, state: State, rows: Rows) -> str | None:
     """The wrong part of a selection and what is allowed, by `methods.base.Selection`; None for a good one."""
     if not isinstance(selection, Selection):
         return f"{type(selection).__name__}; allowed: a Selection (methods/base.py)"
-    (batch, num_rows), slots = rows.positions.shape, rows.slot_positions.shape[-1]
+    (batch, num_rows), slots, geometry = rows.positions.shape, rows.slot_positions.shape[-1], state.geometry
     kv_heads, group, rest = geometry.num_kv_heads, geometry.group, selection.rest
     parts: list[tuple[str, Any, tuple[torch.dtype, ...], list[tuple[int, ...]]]] = [
         ("num_read", selection.num_read, COUNTS, [(batch,), (num_rows,)]),
@@ -130,9 +130,15 @@ def _fault(selection: Any, geometry: Geometry, rows: Rows) -> str | None:
         ("bias", selection.bias, FLOATS, [(batch,), (1, kv_heads), (1, group), (num_rows,), (slots,)]),
     ]
     if rest is not None:
-        parts.append(("rest.share", rest.share, FLOATS, [(batch,), (kv_heads,), (group,), (num_rows,)]))
+        of_heads: list[tuple[int, ...]] = [(batch,), (kv_heads,), (group,), (num_rows,)]
+        value_dim = geometry.value_dim or geometry.head_dim
+        name, share = ("rest.share", rest.share) if rest.log_mass is None else ("rest.log_mass", rest.log_mass)
+        if rest.log_mass is not None and not state.method.weighs_rest:
+            return "rest.log_mass; allowed: for a method with weighs_rest = True"
+        parts.append((name, share, FLOATS, of_heads))
+        parts.append(("rest.value", rest.value, FLOATS, [*of_heads[:2], (1, group), (num_rows,), (value_dim,)]))
     for name, part, dtypes, sizes in parts:
-        if part is None and name != "num_read":
+        if part is None and name in ("mask", "side", "bias"):
             continue
         is_right = isinstance(part, Tensor) and part.dtype in dtypes and part.dim() == len(sizes)
         if not is_right or any(size not in allowed for size, allowed in zip(part.shape, sizes, strict=True)):

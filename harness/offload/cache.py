@@ -259,7 +259,8 @@ class LayerCache:
 
     @property
     def _hides_scores(self) -> bool:
-        return self.policy.softmax.is_plain and (self.state is None or self.names_rows)
+        sees_none = self.state is None or (self.names_rows and not self.method.weighs_rest)
+        return self.policy.softmax.is_plain and sees_none
 
     @property
     def device_bytes(self) -> int:

@@ -207,6 +207,9 @@ class DecodeStep(Handler):
                 scores[..., : fetch.bias.shape[-1]] += fetch.bias
             if cache.state is not None and not cache.names_rows:
                 self._select_among_fetched(cache, query, scores)
+            rest = self.rest.get(cache)
+            if rest is not None and rest.log_mass is not None:
+                self.rest[cache] = rest.beside(cache.policy.softmax.log_total(scores))
 
         parts, visible = cache.parts(fetch), cache.visible(fetch)
         output = attend_by_scores(query, parts, own, visible, cache.policy.softmax, edit)

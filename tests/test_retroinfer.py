@@ -1,0 +1,241 @@
+"""RetroInfer against a plain rule: clusters token by token, and the attention of each head of each row in one sum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from cases import Case
+from living import attached_with_link, live, replay, tiny
+from replaying import LENGTH, PROMPT, run, token_ids, watched
+
+from harness import replay as passes
+from harness.model.attach import PromptPass, attach
+from harness.model.attention import with_rest
+from methods.attention import Softmax
+from methods.base import Geometry, Lengths, PromptRows, Rest, Row
+from methods.retroinfer import RetroInfer, clustered
+
+BATCH = ((PROMPT, LENGTH), (11, 40), (14, 33))
+CALLS = (1, 2, 9, 20)
+SMALL = {"num_sinks": 1, "num_recent": 3, "cluster_size": 2, "update": 4}
+METHODS = {
+    "clusters": RetroInfer(retrieval_frac=0.3, estimation_frac=0.4, **SMALL),
+    "one": RetroInfer(estimation_frac=0.5, iterations=3, num_exempt_layers=0, **SMALL),
+    "none-estimated": RetroInfer(retrieval_frac=0.4, estimation_frac=0.0, **SMALL | {"num_sinks": 0}),
+    "share": RetroInfer(read_frac=0.5, estimation_frac=0.3, **SMALL | {"cluster_size": 4, "update": 6}),
+    "segments": RetroInfer(read_frac=0.6, **SMALL | {"segment": 4, "num_recent": 1}),
+    "no-update": RetroInfer(read_frac=0.4, estimation_frac=1.0, **SMALL | {"update": 100}),
+}
+
+
+class Cluster(NamedTuple):
+    centroid: np.ndarray
+    tokens: list[int]
+    value_sum: np.ndarray
+
+
+def plain_clusters(key, value, tokens: list[int], count: int, segments: int, iterations: int) -> list[Cluster]:
+    mean = key[tokens].mean(0)
+    points = [key[token] - mean for token in tokens]
+    number = len(points)
+    centroids = [points[int((i + 0.5) * number / count)] for i in range(count)]
+    length, of_segment = number // segments, count // segments
+    for segment in range(segments):
+        mine = range(segment * of_segment, (segment + 1) * of_segment)
+        for _ in range(iterations - 1):
+            members = {i: [] for i in mine}
+            for point in points[segment * length : (segment + 1) * length]:
+                members[max(mine, key=lambda i: centroids[i] @ point)].append(point)
+            for i, own in members.items():
+                total = np.sum(own, 0) if own else None
+                centroids[i] = 0.999 * centroids[i] if total is None else total / np.linalg.norm(total)
+    of_all = [[] for _ in range(count)]
+    for token, point in zip(tokens, points, strict=True):
+        of_all[int(np.argmax([centroid @ point for centroid in centroids]))].append(token)
+    return [
+        Cluster(key[own].mean(0) if own else centroid + mean, own, value[own].sum(0))
+        for centroid, own in zip(centroids, of_all, strict=True)
+    ]
+
+
+def clusters_at(method: RetroInfer, key, value, prompt: int, t: int) -> tuple[list[Cluster], list[int]]:
+    """The clusters that a row with `t` cached tokens sees, and the tokens that are in none."""
+    first = prompt - method.num_recent
+    middle = list(range(method.num_sinks, first))
+    segments = max(1, len(middle) // method.segment)
+    count = segments * max(1, len(middle) // segments // method.cluster_size)
+    found = plain_clusters(key, value, middle, count, segments, method.iterations)
+    while t - first >= method.num_recent + method.update:
+        oldest = list(range(first, first + method.update))
+        found += plain_clusters(key, value, oldest, method.update // method.cluster_size, 1, method.iterations)
+        first += method.update
+    return found, [*range(method.num_sinks), *range(first, t)]
+
+
+def plain_row(method: RetroInfer, query, key, value, prompt: int, t: int) -> tuple[list[np.ndarray], set[int], int]:
+    """Attention of a row's heads, query [group, head_dim] scaled; the tokens read, and the clusters estimated."""
+    clusters, read = clusters_at(method, key, value, prompt, t)
+    held = [cluster for cluster in clusters if cluster.tokens]
+    products = np.array([[np.exp(own @ cluster.centroid) for cluster in held] for own in query])
+    worth = (products / products.sum(1, keepdims=True)).sum(0)
+    ranked = [held[i] for i in sorted(range(len(held)), key=lambda i: -worth[i])]
+    estimate = math.floor(method.estimation_frac * len(clusters))
+    estimated: list[tuple[int, Cluster]] = []
+    if method.read_frac is None:
+        best = max(1, math.floor(method.retrieval_frac * len(clusters)))
+        stop = math.floor((method.retrieval_frac + method.estimation_frac) * len(clusters))
+        read = read + [token for cluster in ranked[:best] for token in cluster.tokens]
+        estimated = [(len(cluster.tokens), cluster) for cluster in ranked[best : max(best, stop)]]
+    else:
+        free = max(1, math.floor(method.read_frac * t) - len(read))
+        reached = 0
+        for number, cluster in enumerate(ranked):
+            taken = cluster.tokens[:free]
+            reached += bool(taken)
+            read, free = read + taken, free - len(taken)
+            left = len(cluster.tokens) - len(taken)
+            if left and number < reached + estimate:
+                estimated.append((left, cluster))
+    outputs = []
+    for own in query:
+        mass, total = np.exp(key[[*read, t]] @ own), np.exp(key[[*read, t]] @ own) @ value[[*read, t]]
+        whole = mass.sum()
+        for left, cluster in estimated:
+            weight = np.exp(own @ cluster.centroid)
+            whole += left * weight
+            total = total + left / len(cluster.tokens) * weight * cluster.value_sum
+        outputs.append(total / whole)
+    return outputs, set(read), len(estimated)
+
+
+@pytest.mark.parametrize("model", ["gqa", "opt"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model, monkeypatch):
+    method, seen, selected = METHODS[name], {}, {}
+    original = passes._Block._select
+
+    def note(layer, query, key, value, output):
+        seen.setdefault(layer, []).append([query.double(), key.double(), value.double(), output.transpose(1, 2)])
+
+    def select(block, exact):
+        found = original(block, exact)
+        selected.setdefault(block.layer, []).append((found, block.real[:, block.rows]))
+        return found
+
+    monkeypatch.setattr(passes._Block, "_select", select)
+    sequences = [token_ids(length, seed) for seed, (_, length) in enumerate(BATCH)]
+    with attach(tiny(model)) as attached, watched(note, (PromptPass, passes.DecodePass)):
+        run(attached, Case(method), sequences, [prompt for prompt, _ in BATCH], calls=CALLS)
+        geometry = attached.geometry
+    estimates = set()
+    for layer in range(method.num_exempt_layers, geometry.num_layers):
+        query, key, value, output = (torch.cat(parts, 2).numpy() for parts in zip(*seen[layer], strict=True))
+        for at, (prompt, length) in enumerate(BATCH):
+            columns = slice(PROMPT - prompt, PROMPT - prompt + length)
+            counts = [
+                (float(found.num_read[at, row]), float(found.side[at, row]))
+                for found, real in selected[layer]
+                for row in real[at].nonzero().flatten().tolist()
+            ]
+            read, sides = np.zeros(length - prompt), np.zeros(length - prompt)
+            for kv in range(geometry.num_kv_heads):
+                heads = slice(kv * geometry.group, (kv + 1) * geometry.group)
+                queries, outputs = query[at, heads, columns] * geometry.scale, output[at, heads, columns]
+                for t in range(prompt, length):
+                    keys, values = key[at, kv, columns], value[at, kv, columns]
+                    wanted, tokens, estimated = plain_row(method, queries[:, t], keys, values, prompt, t)
+                    assert np.abs(outputs[:, t] - wanted).max() < 1e-5, f"layer {layer}, prompt {prompt}, row {t}"
+                    number = len(clusters_at(method, keys, values, prompt, t)[0])
+                    index = number * (geometry.head_dim + 1) + estimated * geometry.head_dim
+                    read[t - prompt] += len(tokens) / geometry.num_kv_heads
+                    sides[t - prompt] += index / (2 * geometry.head_dim) / geometry.num_kv_heads
+                    estimates.add(estimated)
+            assert [each[0] for each in counts] == pytest.approx(read)
+            assert [each[1] for each in counts] == pytest.approx(sides)
+            for t, mean in enumerate(read, prompt):
+                row = Row(t, prompt, length)
+                assert mean <= method.max_tokens_read(row, layer) <= t
+                assert method.tokens_read(row, layer) in (None, pytest.approx(mean))
+    assert len(estimates) > 1 or name == "none-estimated"
+
+
+def test_rows_beside_a_sink_and_a_softcap_share_the_softmax_with_what_is_estimated():
+    """The sink's weight goes to no token, and is part of the whole."""
+    generator = torch.Generator().manual_seed(0)
+    softmax = Softmax(0.5, softcap=3.0, sinks=torch.tensor([0.3, -1.0]))
+    scores, values = torch.randn(1, 1, 2, 1, 5, generator=generator), torch.randn(5, 8, generator=generator)
+    mass, value = torch.tensor([[[[0.7], [-torch.inf]]]]), torch.randn(1, 1, 2, 1, 8, generator=generator)
+    rest = Rest(None, value, mass).beside(softmax.log_total(scores))
+    found = with_rest(softmax.weights(scores.clone()) @ values, rest)
+    for head in range(2):
+        weights, of_rest = scores[0, 0, head, 0].exp(), float(mass[0, 0, head, 0].exp())
+        whole = weights.sum() + of_rest + softmax.sinks[head].exp()
+        wanted = (weights @ values + of_rest * value[0, 0, head, 0]) / whole
+        assert torch.allclose(found[0, 0, head, 0], wanted, atol=1e-6)
+
+
+def test_clusters_are_the_same_beside_others():
+    generator = torch.Generator().manual_seed(1)
+    key, value = torch.randn(2, 3, 40, 8, generator=generator), torch.randn(2, 3, 40, 8, generator=generator)
+    together, alone = clustered(key, value, 6, 2, 10), clustered(key[1:], value[1:], 6, 2, 10)
+    assert torch.equal(together.members[1:], alone.members)
+    assert torch.allclose(together.centroids[1:], alone.centroids) and together.sizes.sum(-1).eq(40).all()
+
+
+def test_sizes_by_hand():
+    """A prompt of 1,000 tokens has 932 in clusters of 16: 58. 24 tokens have come, so none has been clustered."""
+    row, later = Row(cached=1024, prompt=1000, final=1100), Row(cached=1000 + 1024 + 5, prompt=1000, final=2100)
+    method = RetroInfer()
+    assert method.num_clusters(1000) == 58 and method.clusters_of_update == 64
+    assert method.num_clusters(4 + 64 + 20_000) == 2 * (10_000 // 16)
+    assert (method.steady(row), method.steady(later)) == (4 + 64 + 24, 4 + 64 + 5)
+    assert method.tokens_read(row, 2) is None and method.max_tokens_read(row, 2) == 1024
+    sized = method.with_size(0.25)
+    assert sized.tokens_read(row, 2) == 256 and sized.tokens_read(later, 2) == int(0.25 * 2029)
+    assert method.with_size(0.01).tokens_read(row, 2) == 4 + 64 + 24 + 1
+    assert method.min_size(Row(1000, 1000, 1100)) == pytest.approx(69 / 1000, abs=1e-9)
+    assert method.with_size(1.0).tokens_read(row, 2) == 1024
+
+
+@pytest.mark.parametrize(("final", "updates"), [(1100, 0), (2100, 1)])
+def test_what_stays_on_the_device_by_hand(final, updates):
+    """Of a prompt of 1,000 tokens with 2 KV heads of 8 elements."""
+    geometry, prompt = Geometry(3, 4, 2, 8, 8**-0.5, "llama"), 1000
+    lengths = Lengths(torch.tensor([prompt]), torch.tensor([final]))
+    state = RetroInfer().new_state(geometry, lengths)
+    key = torch.randn(1, 2, prompt, 8, generator=torch.Generator().manual_seed(0))
+    state.prompt(2, torch.randn(1, 4, prompt, 8), key, key, PromptRows(torch.ones(1, prompt, dtype=torch.bool), final))
+    held = {name: getattr(state, name)[2] for name in state.sequence_tensors if getattr(state, name)}
+    clusters = 58 + 64 * updates
+    assert held["centroids"].shape == held["value_sums"].shape == (1, 2, clusters, 8)
+    assert held["sizes"].shape == (1, 2, clusters) and int(held["sizes"].sum()) == 2 * (prompt - 68)
+    assert state.cluster[2].shape == (1, 2, final) and state.cluster[2].dtype == torch.int16
+    assert ("recent_keys" in held) == bool(updates)
+    if updates:
+        assert held["recent_keys"].shape == held["recent_values"].shape == (1, 2, 64 + 1024, 8)
+
+
+def test_a_long_answer_is_clustered_live_as_in_replay():
+    """More than two updates, which end inside and between the calls of replay."""
+    method = RetroInfer(retrieval_frac=0.3, num_exempt_layers=1, **SMALL | {"update": 7, "cluster_size": 3})
+    with attached_with_link() as (attached, link):
+        expected = replay(attached, Case(method), (20, 13), steps=40)
+        found = live(attached, Case(method), (20, 13), steps=40, placement="host", link=link)
+    assert (found.logits - expected.logits).abs().max() < 1e-4
+    assert found[1:] == pytest.approx(expected[1:], abs=1e-9)
+
+
+def test_settings_are_checked():
+    for field, value in (("retrieval_frac", 0.0), ("estimation_frac", -0.1), ("read_frac", 1.5), ("segment", 15)):
+        with pytest.raises(ValueError, match=f"method.{field}={value}: must be "):
+            replace(RetroInfer(), **{field: value})
+    lengths = Lengths(torch.tensor([68]), torch.tensor([80]))
+    with pytest.raises(
+        ValueError, match="method.num_recent=64: must be below 64, so that a prompt of 68 tokens has cl"
+    ):
+        RetroInfer().new_state(Geometry(3, 4, 2, 8, 1.0, "llama"), lengths)
