@@ -31,7 +31,7 @@ from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.settings.compose import load
 from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, Rows
-from methods.codec import ChannelCodec
+from methods.codec import ChannelCodec, lloyd_max
 from methods.evicting import EvictingState
 from methods.full import Full
 from methods.prompt_evicting import KeyDiff, Knorm, SnapKV
@@ -181,6 +181,15 @@ def kivi(module: Any, layer: Layer) -> float:
     return float(((ChannelCodec("int2", 32).roundtrip(keys) - theirs).abs() <= step / 4).float().mean())
 
 
+def turboquant(module: Any, layer: Layer) -> float:
+    """Centroids for 2, 3 and 4 bits within 0.5 % of the distribution's standard deviation."""
+    close = []
+    for bits in (2, 3, 4):
+        theirs = module.solve_lloyd_max(layer.geometry.head_dim, bits)[0] * layer.geometry.head_dim**0.5
+        close.append((torch.tensor(lloyd_max(bits)) - theirs).abs() < 0.005)
+    return float(torch.cat(close).float().mean())
+
+
 COMPARISONS = {
     "snapkv, average": Comparison(
         "FasterDecoding/SnapKV", "snapkv/monkeypatch/snapkv_utils.py", snapkv("avg"), "kept tokens of each query head"
@@ -203,6 +212,12 @@ COMPARISONS = {
         "rooikeee/FreeKV", "accuracy/kvc/patch/dynamic_attention.py", freekv("avgSdM"), "pages that compete"
     ),
     "kivi": Comparison("jy-yuan/KIVI", "quant/new_pack.py", kivi, "coded keys"),
+    "turboquant": Comparison(
+        "vllm-project/vllm",
+        "vllm/model_executor/layers/quantization/turboquant/centroids.py",
+        turboquant,
+        "centroids of 2, 3 and 4 bits",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""`experiment=contract`: checks that every method must pass, on tiny random models, one line for each check.
+"""`experiment=contract`: checks that every method and codec must pass, on tiny random models, a line for each check.
 
 Every check decodes the same rows of a batch of random tokens in two ways and compares them. The two basic ways are
 `replay`, all rows at once, and `live`, one step at a time.
@@ -27,10 +27,10 @@ from harness.offload.links import Link, open_link
 from harness.offload.live import LiveSession
 from harness.replay import ReplaySession
 from harness.settings.config import RunConfig
-from harness.setup import Setup
+from harness.setup import Setup, codec_of
 from harness.sizes import code_width, expected_size, resident_share
 from methods.base import Lengths, Method, Row, Rows, Selection
-from methods.codec import without_keys
+from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 from methods.evicting import EvictingState
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,6 +54,7 @@ LINK_BYTES_PER_S = 1e12  # of the emulated link: it costs no time
 TOLERANCE = 1e-4
 """Allowed difference of logits: live and replay sum the same products in another order."""
 SIZE_TOLERANCE = 1e-9
+PADDING_BYTES = 4  # that a packed row may hold beyond what an element counts
 
 
 class BrokenError(Exception):
@@ -204,6 +205,10 @@ class Trial:
     def live(self, **options: Any) -> Result:
         return live(self.attached, self.setup, self.prompts, seed=self.seed, **options)
 
+    def require_all_coded(self) -> None:
+        if self.setup.codec is not None and self.setup.codec.residual:
+            raise NotAskedError("the codec leaves the last tokens exact, which cross no link")
+
     def require_live(self) -> None:
         if self.setup.method.replay_only:
             raise NotAskedError(self.setup.method.replay_only)
@@ -240,6 +245,7 @@ def host_is_device(trial: Trial) -> str:
 def link_carries_the_selection(trial: Trial) -> str:
     """The selected rows and the exempt layers cross the link, and nothing else."""
     trial.require_host()
+    trial.require_all_coded()
     attached, method, prompts = trial.attached, trial.setup.method, trial.prompts
     num_kv_heads, columns = attached.geometry.num_kv_heads, max(prompts)
     ids, real = (each.to(attached.device) for each in token_batch(prompts))
@@ -310,6 +316,7 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
 
 def size_is_its_closed_form(trial: Trial) -> str:
     """The measured size is that of `tokens_read`, where it is known, and never above `max_tokens_read`."""
+    trial.require_all_coded()
     method, geometry, known = trial.setup.method, trial.attached.geometry, True
     rows = Counter(Row(real + step, real, real + STEPS) for real in trial.prompts for step in range(STEPS))
     for row, layer in product(rows, range(method.num_exempt_layers, geometry.num_layers)):
@@ -358,6 +365,33 @@ def padded_is_alone(trial: Trial) -> str:
     return words
 
 
+def codec_rows_are_as_counted(trial: Trial) -> str:
+    """Packed rows have the bytes that are counted, read back as the round trip, and do not depend on one another."""
+    codec, geometry = trial.setup.codec, trial.attached.geometry
+    assert codec is not None
+    generator, widths = torch.Generator().manual_seed(trial.seed), []
+    for half in dict.fromkeys((codec.keys, codec.values)):
+        for head_dim, dtype in product((geometry.head_dim, 24), FLOAT_DTYPES.values()):
+            shape = (2, geometry.num_kv_heads, 3 * half.span, head_dim)
+            rows = torch.randn(shape, generator=generator).to(trial.attached.device, dtype)
+            packed, wanted = half.encode(rows.clone()), (*shape[:-1], half.row_bytes(head_dim))
+            if packed.dtype != torch.uint8 or packed.shape != wanted or wanted[-1] % 2:
+                found = f"{packed.dtype} {list(packed.shape)}"
+                raise BrokenError(f"encode gives {found}; it must be torch.uint8 {list(wanted)}, an even row_bytes")
+            back, again = half.decode(packed, head_dim, dtype), half.roundtrip(rows.clone())
+            if back.dtype != dtype or back.shape != shape or not torch.equal(back, again):
+                raise BrokenError(f"decode of encode is not the round trip of {dtype} {list(shape)}, bit for bit")
+            one = slice(half.span, 2 * half.span)
+            if not torch.equal(half.encode(rows[:1, :, one].clone()), packed[:1, :, one]):
+                raise BrokenError("a row's code depends on the rows beside it")
+            counted = half.bits_per_element(head_dim) * head_dim / 8
+            is_float = isinstance(half, Codec) and half.is_float  # which counts 16 bits whatever it stores
+            if not is_float and not counted <= wanted[-1] + SIZE_TOLERANCE <= counted + PADDING_BYTES:
+                raise BrokenError(f"a row of {head_dim} elements has {wanted[-1]} bytes; {counted:g} are counted")
+            widths.append(8 * wanted[-1] / head_dim)
+    return f"{min(widths):.4g} to {max(widths):.4g} bits an element"
+
+
 CHECKS: dict[str, Callable[[Trial], str]] = {
     "live decoding is replay": live_is_replay,
     "host placement is device placement": host_is_device,
@@ -367,6 +401,8 @@ CHECKS: dict[str, Callable[[Trial], str]] = {
     "a fork is fresh": a_fork_is_fresh,
     "a padded sequence is itself alone": padded_is_alone,
 }
+OF_CODECS: dict[str, Callable[[Trial], str]] = {"a codec's rows are as counted": codec_rows_are_as_counted}
+"""Checks where there is a codec; the others then are of the method with that codec."""
 
 
 def largest_difference(got: Tensor, expected: Tensor) -> float:
@@ -414,25 +450,27 @@ class Finding(NamedTuple):
 
 
 def run_contract(config: RunConfig, write: Callable[[str], Any]) -> None:
-    """Check a method on every model and batch. write: takes a line.
+    """Check a method, and its codec if any, on every model and batch. write: takes a line.
 
     Raises UserError where a check failed, or where the method takes none of the models.
     """
     verdicts, refusals = [], []
-    for where, trial in _trials(config.method, torch.device(config.platform.name)):
+    codec, words = codec_of(config), f"method={config.method_name}"
+    words += "" if config.own_codec is None else f" codec={config.codec}"
+    for where, trial in _trials(config.method, codec, torch.device(config.platform.name)):
         refusals.append(_refusal(trial))
-        for name, check in CHECKS.items():
+        for name, check in (CHECKS if codec is None else CHECKS | OF_CODECS).items():
             finding = Finding("-", refusals[-1]) if refusals[-1] else judge(check, trial)
             write(f"{finding.verdict:6} {where:13} {name}: {finding.words}")
             verdicts.append(finding.verdict)
     failed = verdicts.count("FAILED")
     if failed:
-        raise UserError(f"method={config.method_name}: {failed} of {len(verdicts)} checks failed")
+        raise UserError(f"{words}: {failed} of {len(verdicts)} checks failed")
     if all(refusals):
-        raise UserError(f"method={config.method_name}: nothing was checked: {refusals[0]}")
+        raise UserError(f"{words}: nothing was checked: {refusals[0]}")
 
 
-def _trials(method: Method, device: torch.device) -> Iterator[tuple[str, Trial]]:
+def _trials(method: Method, codec: AnyCodec | None, device: torch.device) -> Iterator[tuple[str, Trial]]:
     rate, method = LINK_BYTES_PER_S if device.type == "cpu" else None, method.tokenized(tiny_ids)
     for family, (model_type, shape) in MODELS.items():
         model: Any = tiny_model(model_type, **shape)
@@ -441,7 +479,7 @@ def _trials(method: Method, device: torch.device) -> Iterator[tuple[str, Trial]]
             if method.needs_calibration:  # with random weights, random tokens are as good as a text
                 measured = calibrate(attached, method, token_batch((NUM_CALIBRATION_TOKENS,), 0, 1)[0][0].tolist())
             for padding, prompts in PROMPTS.items():
-                yield f"{family} {padding}", Trial(attached, link, Setup(method, None, measured), prompts)
+                yield f"{family} {padding}", Trial(attached, link, Setup(method, codec, measured), prompts)
 
 
 def _refusal(trial: Trial) -> str | None:
@@ -472,5 +510,8 @@ def judge(check: Callable[[Trial], str], trial: Trial) -> Finding:
     except Exception as error:
         where = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
         said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        line = line_in(error, {str(sys.modules[type(trial.setup.method).__module__].__file__)})
+        halves = (trial.setup.codec.keys, trial.setup.codec.values) if trial.setup.codec else ()
+        line = line_in(
+            error, {str(sys.modules[type(each).__module__].__file__) for each in (trial.setup.method, *halves)}
+        )
         return Finding("FAILED", f"{where}{said}{line and f' ({line})'}")

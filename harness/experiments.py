@@ -22,8 +22,8 @@ def _texts(config: RunConfig) -> dict[str, str]:
     return inputs.calibration(config.calibration) | inputs.corpus(config.corpus, config.data)
 
 
-def _refuse_codec_and_size(config: RunConfig, where: str) -> None:
-    for name in ("codec", "size"):
+def _refuse(config: RunConfig, where: str, *names: str) -> None:
+    for name in names:
         if (value := getattr(config, name)) is not None:
             raise UserError(f"{name}={value}: plays no part in {where}; leave it out")
 
@@ -160,14 +160,14 @@ class Generate(Experiment):
 
 
 class Contract(Experiment):
-    """`kind=contract`: whether a method keeps what every method must; see `harness.contract`."""
+    """`kind=contract`: whether a method, or a codec, keeps what every one must; see `harness.contract`."""
 
     depends_on = ("platform",)
     code = ("contract.py",)
     keeps_record = False
 
     def check(self, config: RunConfig) -> None:
-        _refuse_codec_and_size(config, "experiment=contract")
+        _refuse(config, "experiment=contract", "size")
 
     def needs_weights(self, config: RunConfig) -> bool:
         return False
@@ -193,7 +193,7 @@ class Analysis(Experiment):
             raise UserError(f"analysis.statistic=null: kind=analysis needs one of {', '.join(get_args(Statistic))}")
         if config.model.device == "map":
             raise UserError("model.device=map: kind=analysis compares layers on one device; allowed: auto, cpu, cuda")
-        _refuse_codec_and_size(config, "kind=analysis")
+        _refuse(config, "kind=analysis", "codec", "size")
         if statistic == "similarity" and (config.method.reads_all or config.method.when != "kept"):
             raise UserError(f"method={config.method_name}: analysis.statistic=similarity compares h2o or streaming")
 

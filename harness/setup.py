@@ -18,7 +18,7 @@ from harness.settings.config import RunConfig
 from harness.settings.systems import check_hot_rows
 from harness.sizes import sized_as_stored
 from methods.base import Calibration, Method, Row
-from methods.codec import AnyCodec, ChannelCodec, Codec, SplitCodec
+from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, SplitCodec, TurboCodec
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,12 @@ def codec_of(config: RunConfig) -> AnyCodec | None:
     """The codec of a run; None stores rows exactly."""
     if config.codec is None:
         return None
-    of_keys = ChannelCodec if config.key_groups == "channel" else Codec
-    keys = of_keys(config.codec, config.group_size, config.rotation)
-    values = Codec(config.value_codec or config.codec, config.group_size, config.rotation)
+
+    def shipped(name: str, of_integers: type[Codec] = Codec) -> RowCodec:
+        if name in TURBO_BITS:
+            return TurboCodec(name)
+        return of_integers(name, config.group_size, config.rotation)
+
+    keys = config.own_codec or shipped(config.codec, ChannelCodec if config.key_groups == "channel" else Codec)
+    values = shipped(config.value_codec) if config.value_codec else config.own_codec or shipped(config.codec)
     return keys if keys == values and not config.residual else SplitCodec(keys, values, config.residual)

@@ -1,4 +1,6 @@
-"""Formats of cached rows: floats, or integer codes with a minimum and a step for each group of elements.
+"""Formats of cached rows: floats, integer codes with a minimum and a step for each group of elements, or TurboQuant's.
+
+`RowCodec` is what every codec is; a codec in a file of one's own derives from it.
 
 Integer codecs follow FlexGen's group-wise asymmetric scheme, which InfiniGen's INT4 baseline uses (section 5.1). Per
 token, KV head and group of `group_size` elements along head_dim: `lo = min`, `step = (max - lo) / (2^bits - 1)`, both
@@ -15,12 +17,18 @@ neighbouring tokens (KIVI; Liu et al., ICML 2024): the outliers of keys lie in f
 
 `fp8` is e4m3 without a scale, saturating at +-448, as vLLM's `kv_cache_dtype=fp8` without calibrated scales.
 
+`turbo4`, `turbo3` and `turbo2` (`TurboCodec`) are TurboQuant's quantiser (Zandieh et al., ICLR 2026) as vLLM has it:
+the coordinates of a rotated row's direction, each as the nearest Lloyd-Max centroid of a normal distribution, and the
+row's length.
+
 `roundtrip(x)` is `decode(encode(x))` bit for bit without the packing. Replay uses the first, live decoding the others.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -31,6 +39,7 @@ FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 """Formats to compute in."""
 STORED_DTYPES = FLOAT_DTYPES | {"fp8": torch.float8_e4m3fn}
 INTEGER_BITS = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
+TURBO_BITS = {"turbo4": 4, "turbo3": 3, "turbo2": 2}
 CODEC_NAMES = (*STORED_DTYPES, *INTEGER_BITS)
 Rotation = Literal["hadamard"]
 Count = TypeVar("Count", int, Tensor)
@@ -38,9 +47,64 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 GROUP_META_BYTES = 4  # lo and step, fp16 each
 
 
+class RowCodec:
+    """A storage format of cached rows, for keys, for values or for both. A row is one token's in one KV head.
+
+    A subclass says `bits`, `row_bytes`, `encode` and `decode`. A row is coded by itself, whatever lies beside it.
+
+    name: one of `FLOAT_DTYPES` if rows are stored so; any other word means nothing.
+    """
+
+    name: str = "own"
+    residual: ClassVar[int] = 0
+    """Number of last tokens that are kept exact; see `SplitCodec`."""
+
+    @property
+    def bits(self) -> float:
+        """Bits that an element counts in `size_artifact`, without what a row has once; sizes count all of a row."""
+        raise NotImplementedError
+
+    @property
+    def keys(self) -> RowCodec:
+        return self
+
+    @property
+    def values(self) -> RowCodec:
+        return self
+
+    @property
+    def span(self) -> int:
+        """Consecutive tokens that are coded together."""
+        return 1
+
+    def stored(self, cached: Count) -> Count:
+        """Number of the `cached` tokens that are read as stored: all."""
+        return cached
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """Bits that an element counts in size: by default those that are stored."""
+        return 8 * self.row_bytes(head_dim) / head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of a packed row of head_dim elements; even, so that fp16 values stay aligned in any slot."""
+        raise NotImplementedError
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Packs `x` [..., head_dim], of any float dtype, into uint8 [..., row_bytes(head_dim)]."""
+        raise NotImplementedError
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """Rows [..., head_dim] in `dtype` from `packed`, uint8 [..., row_bytes(head_dim)] with stride 1 last."""
+        raise NotImplementedError
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        """`x` [..., head_dim] as it reads back from storage, in its own dtype."""
+        return self.decode(self.encode(x), x.shape[-1], x.dtype)
+
+
 @dataclass(frozen=True)
-class Codec:
-    """Storage format of cached K and V rows.
+class Codec(RowCodec):
+    """Floats and integers.
 
     name: one of CODEC_NAMES. group_size: elements that share lo and step. rotation: applied to a row before it is
     quantized. Both are for integer codecs only.
@@ -51,9 +115,6 @@ class Codec:
     group_size: int = 64
     rotation: Rotation | None = None
 
-    residual: ClassVar[int] = 0
-    """Number of last tokens that are kept exact; see `SplitCodec`."""
-
     def __post_init__(self) -> None:
         if self.name not in CODEC_NAMES:
             raise ValueError(f"codec={self.name!r}: must be one of {', '.join(CODEC_NAMES)}")
@@ -61,19 +122,6 @@ class Codec:
             raise ValueError(f"group_size={self.group_size!r}: must be an integer >= 1")
         if self.rotation is not None and self.is_float:
             raise ValueError(f"rotation={self.rotation}: needs an integer codec, not {self.name}")
-
-    @property
-    def keys(self) -> Codec:
-        return self
-
-    @property
-    def values(self) -> Codec:
-        return self
-
-    @property
-    def span(self) -> int:
-        """Consecutive tokens that are coded together."""
-        return 1
 
     @property
     def is_float(self) -> bool:
@@ -84,10 +132,6 @@ class Codec:
     def bits(self) -> int:
         """Bits that an element counts, without lo and step: those stored, and 16 for any float but fp8."""
         return 16 if self.name in FLOAT_DTYPES else INTEGER_BITS.get(self.name, 8)
-
-    def stored(self, cached: Count) -> Count:
-        """Number of the `cached` tokens that are read as stored: all."""
-        return cached
 
     def num_groups(self, head_dim: int) -> int:
         """Groups in a row of head_dim elements; 0 for float codecs."""
@@ -230,6 +274,115 @@ class ChannelCodec(Codec):
 
 
 @dataclass(frozen=True)
+class TurboCodec(RowCodec):
+    """TurboQuant's quantiser of the squared error: a direction by Lloyd-Max centroids, and a length.
+
+    With u the row's direction after the Hadamard rotation, sqrt(head_dim) * u_j is nearly N(0, 1): code_j is the number
+    of the nearest of that distribution's 2^bits centroids c (Max 1960). A packed row is `[scale (fp16) | codes]`, with
+    scale = |row| / |c_codes|: a row reads back with its own length, as vLLM's `norm_correction` does when it reads.
+    Codes of 3 bits are packed as their two low bits and then their high bit.
+
+    name: one of TURBO_BITS. Raises ValueError for another.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in TURBO_BITS:
+            raise ValueError(f"codec={self.name!r}: must be one of {', '.join(TURBO_BITS)}")
+
+    @property
+    def bits(self) -> int:
+        return TURBO_BITS[self.name]
+
+    @property
+    def _planes(self) -> tuple[int, ...]:
+        """Bits that are packed together, the low ones first."""
+        return (2, 1) if self.bits == 3 else (self.bits,)
+
+    def bits_per_element(self, head_dim: int) -> float:
+        """`bits`, and 16 for the row's scale."""
+        return self.bits + 16 / head_dim
+
+    def row_bytes(self, head_dim: int) -> int:
+        return 2 + sum(plane_width(head_dim, bits) for bits in self._planes)
+
+    def roundtrip(self, x: Tensor) -> Tensor:
+        return self._values(*self._quantize(x), x.dtype)
+
+    def encode(self, x: Tensor) -> Tensor:
+        codes, scale = self._quantize(x)
+        parts = [scale.half().view(torch.uint8)]
+        for bits in self._planes:
+            parts.append(_pack_planes(codes & (2**bits - 1), bits))
+            codes = codes >> bits
+        return torch.cat(parts, dim=-1)
+
+    def decode(self, packed: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+        scale = packed[..., :2].view(torch.float16).float()
+        codes, begin, shift = packed.new_zeros((*packed.shape[:-1], head_dim), dtype=torch.int32), 2, 0
+        for bits in self._planes:
+            end = begin + plane_width(head_dim, bits)
+            codes += _unpack_planes(packed[..., begin:end], bits, head_dim, torch.int32) << shift
+            begin, shift = end, shift + bits
+        return self._values(codes, scale, dtype)
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """codes, int32 [..., head_dim], and scale [..., 1], rounded to fp16, in fp32."""
+        rows = hadamard(x.float())
+        centroids, boundaries = _normal_levels(self.bits, x.device)
+        length = _total(rows.square()).sqrt_()
+        normal = rows * (rows.shape[-1] ** 0.5 / length.masked_fill(length == 0, 1.0))
+        codes = torch.bucketize(normal.contiguous(), boundaries, out_int32=True)
+        return codes, length.div_(_total(centroids[codes].square()).sqrt_()).half().float()
+
+    def _values(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        centroids, _ = _normal_levels(self.bits, codes.device)
+        return hadamard(centroids[codes].mul_(scale)).to(dtype)
+
+
+@cache
+def lloyd_max(bits: int) -> tuple[float, ...]:
+    """The 2^bits centroids of N(0, 1) with the least expected squared error (Lloyd 1982; Max 1960), ascending.
+
+    A boundary lies midway between two centroids; a centroid is the mean of its interval, (pdf(a) - pdf(b)) /
+    (cdf(b) - cdf(a)). Both are repeated until nothing moves by more than 1e-12.
+    """
+
+    def pdf(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def cdf(x: float) -> float:
+        return math.erf(x / math.sqrt(2)) / 2
+
+    half = 2 ** (bits - 1)  # the others mirror it
+    positive, moved = [4 * (number + 0.5) / half for number in range(half)], math.inf
+    while moved > 1e-12:
+        midways = [(low + high) / 2 for low, high in zip(positive, positive[1:], strict=False)]
+        edges = [0.0, *midways, math.inf]
+        means = [(pdf(a) - pdf(b)) / (cdf(b) - cdf(a)) for a, b in zip(edges, edges[1:], strict=False)]
+        moved = max(abs(after - before) for after, before in zip(means, positive, strict=True))
+        positive = means
+    return (*(-each for each in reversed(positive)), *positive)
+
+
+@cache
+def _normal_levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Centroids and the boundaries between them, fp32 on a device, to which they are copied once."""
+    centroids = torch.tensor(lloyd_max(bits), dtype=torch.float32, device=device)
+    return centroids, (centroids[1:] + centroids[:-1]) / 2
+
+
+def _total(x: Tensor) -> Tensor:
+    """The sum along the last axis, [..., 1], by halves: its order, and so its rounding, follows from no layout."""
+    while x.shape[-1] > 1:
+        x = pad(x, (0, 1)) if x.shape[-1] % 2 else x
+        first, second = x.chunk(2, -1)
+        x = first + second
+    return x
+
+
+@dataclass(frozen=True)
 class NoCodec(Codec):
     """Codec of keys that are not stored, because the method holds them (`Method.holds_keys`): rows of no bytes."""
 
@@ -264,8 +417,8 @@ class SplitCodec:
     Raises ValueError if R is no multiple of a group.
     """
 
-    keys: Codec
-    values: Codec
+    keys: RowCodec
+    values: RowCodec
     residual: int = 0
 
     def __post_init__(self) -> None:
@@ -299,7 +452,7 @@ class SplitCodec:
         return coded - coded % self.keys.span
 
 
-AnyCodec = Codec | SplitCodec
+AnyCodec = RowCodec | SplitCodec
 
 
 def without_keys(codec: AnyCodec | None) -> SplitCodec:

@@ -26,7 +26,7 @@ PROMPT = 24
 PROMPTS = {"even": (PROMPT,), "padded": (PROMPT, 15)}
 """Real prompt tokens of the sequences of a batch."""
 
-FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "int2": 0.3, "int1": 1.0}
+FLIPS = {"int8": 2e-3, "fp8": 2e-2, "int4": 3e-2, "turbo4": 3e-2, "turbo3": 0.1, "int2": 0.3, "turbo2": 0.3, "int1": 1}
 """A value at the border of two codes may fall to either side, since live and replay round differently; one code off
 moves it by (max - min) / (2^bits - 1), which on these models moves a logit by a fifth of this at most. Without steps
 (`smooth`), the codec's path is held to the contract's tolerance."""

@@ -16,7 +16,18 @@ from replaying import open_session, watched
 
 from harness.model.attach import PromptPass, attach
 from harness.replay import DecodePass
-from methods.codec import CODEC_NAMES, FLOAT_DTYPES, INTEGER_BITS, ChannelCodec, Codec, SplitCodec, hadamard
+from methods.codec import (
+    CODEC_NAMES,
+    FLOAT_DTYPES,
+    INTEGER_BITS,
+    TURBO_BITS,
+    ChannelCodec,
+    Codec,
+    SplitCodec,
+    TurboCodec,
+    hadamard,
+    lloyd_max,
+)
 from methods.full import Full
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 200))
@@ -137,6 +148,83 @@ def test_a_rotated_codec_quantizes_what_is_rotated():
     plain, rotated = Codec("int4", 32), Codec("int4", 32, "hadamard")
     assert torch.equal(rotated.roundtrip(x), hadamard(plain.roundtrip(hadamard(x))))
     assert rotated.row_bytes(64) == plain.row_bytes(64) and rotated.bits_per_element(64) == plain.bits_per_element(64)
+
+
+# TurboQuant
+
+MAX_1960 = {
+    2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.152),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
+}  # fmt: skip
+"""Max, Quantizing for Minimum Distortion (1960), table I: the positive outputs for 4, 8 and 16 levels."""
+DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497}
+"""The same table's mean squared error of a normal number of variance 1."""
+
+
+@pytest.mark.parametrize("bits", MAX_1960)
+def test_the_centroids_are_those_that_max_published(bits):
+    centroids, positive = lloyd_max(bits), MAX_1960[bits]
+    assert centroids == pytest.approx([*(-each for each in reversed(positive)), *positive], abs=5e-4)
+    numbers = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(0)).double()
+    nearest = (numbers - torch.tensor(centroids)).abs().amin(-1)
+    assert float(nearest.square().mean()) == pytest.approx(DISTORTION[bits], rel=0.03)
+
+
+def turbo_row(row: np.ndarray, bits: int) -> np.ndarray:
+    """One row as it reads back, by the rule: rotate, take the nearest centroids of the direction, keep the length."""
+    size = len(row)
+    block = size & -size
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    turn = np.kron(np.eye(size // block), matrix / np.sqrt(block))
+    centroids = np.array(lloyd_max(bits))
+    length = np.sqrt((row * row).sum())
+    direction = turn @ row / (length or 1)
+    near = centroids[np.abs(np.sqrt(size) * direction[:, None] - centroids).argmin(1)]
+    return turn @ (near * length / np.sqrt((near * near).sum()))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(TURBO_BITS)), shapes, seeds, st.sampled_from([1e-2, 1.0, 300.0]))
+def test_turboquant_follows_its_definition(name, shape, seed, scale):
+    x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    expected = np.stack([turbo_row(row, TURBO_BITS[name]) for row in x.flatten(0, -2).double().numpy()])
+    found = TurboCodec(name).roundtrip(x).flatten(0, -2).double().numpy()
+    lengths = np.sqrt((expected**2).sum(-1))
+    off = np.sqrt(((found - expected) ** 2).sum(-1))
+    assert (off > 2e-3 * lengths + 1e-6).sum() <= 1  # a coordinate midway between two centroids may fall to either side
+    assert np.allclose(np.sqrt((found**2).sum(-1)), lengths, rtol=2e-3, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(TURBO_BITS)), shapes, seeds, st.sampled_from(sorted(FLOAT_DTYPES)))
+def test_packed_directions_read_back_as_the_roundtrip(name, shape, seed, compute):
+    x, codec = rows(shape, seed).to(FLOAT_DTYPES[compute]), TurboCodec(name)
+    packed = codec.encode(x)
+    assert packed.dtype == torch.uint8 and packed.shape == (*shape[:-1], codec.row_bytes(shape[-1]))
+    back = codec.decode(packed, shape[-1], x.dtype)
+    assert back.dtype == x.dtype and torch.equal(back, codec.roundtrip(x))
+    strided = torch.cat([x, x], -1)[..., : shape[-1]].transpose(0, 1)  # the same rows, laid out otherwise
+    assert torch.equal(codec.encode(strided), packed.transpose(0, 1))
+
+
+def test_a_row_of_zeros_reads_back_as_zeros():
+    assert torch.equal(TurboCodec("turbo3").roundtrip(torch.zeros(2, 64)), torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "row_bytes", "bits"),
+    [("turbo4", 64, 2 + 32, 4.25), ("turbo4", 128, 2 + 64, 4.125), ("turbo3", 64, 2 + 16 + 8, 3.25),
+     ("turbo3", 96, 2 + 24 + 12, 3 + 1 / 6), ("turbo2", 128, 2 + 32, 2.125)],
+)  # fmt: skip
+def test_turboquants_sizes_by_hand(name, head_dim, row_bytes, bits):
+    codec = TurboCodec(name)
+    assert codec.row_bytes(head_dim) == row_bytes and codec.row_bytes(head_dim) * 8 == pytest.approx(head_dim * bits)
+    assert codec.bits_per_element(head_dim) == pytest.approx(bits)
+    # vLLM's sizes: a key of head_dim * bits / 8 + 2 bytes, a value of head_dim * bits / 8 + 4
+    assert codec.row_bytes(head_dim) == head_dim * codec.bits // 8 + 2
+    assert Codec("int4", 128).row_bytes(head_dim) == head_dim // 2 + 4
 
 
 # KIVI: keys per channel in groups of tokens, the last tokens exact

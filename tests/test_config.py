@@ -140,7 +140,8 @@ def test_a_copy_of_the_file_that_an_entry_names_is_that_model(tmp_path):
 
 REFUSED = {
     "platform=a6000-pcie3": "platform=a6000-pcie3: is modelled, nothing runs there",
-    "experiment=contract codec=int4": "codec=int4: plays no part in experiment=contract; leave it out",
+    "experiment=contract codec=int4": None,
+    "experiment=contract size=0.5": "size=0.5: plays no part in experiment=contract; leave it out",
     "method=infingen": "method=infingen: did you mean 'infinigen' or",
     "model=lama2-7b": "model=lama2-7b: did you mean 'llama2-7b'",
     "experiment=tasks tasks=[piqua]": "tasks=piqua: did you mean 'piqa'",

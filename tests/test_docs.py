@@ -8,6 +8,7 @@ import itertools
 import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
@@ -128,6 +129,14 @@ def runs_of(words: list[str]) -> list[list[str]]:
     return BasicSweeper.split_arguments(settings, None)[0]
 
 
+@cache
+def own_codec() -> str:
+    """Path of a file with the codec of CONTRIBUTING.md."""
+    path = Path(tempfile.mkdtemp()) / "my_codec.py"
+    path.write_text(next(block.text for block in BLOCKS if "(RowCodec)" in block.text))
+    return str(path)
+
+
 def check_run(arguments: list[str]) -> None:
     """The settings of every run are accepted; of a grid, those that hold for all of its cells, and its own.
 
@@ -141,6 +150,7 @@ def check_run(arguments: list[str]) -> None:
         build(Cluster, compose(asked).cluster, "cluster")
     own = str(ROOT / "harness" / "launch" / "my_method.py")
     placed = [re.sub(r"=DIR$", f"={ROOT}", word).replace("./my_method.py", own) for word in arguments]
+    placed = [word.replace("./my_codec.py", own_codec()) if "my_codec" in word else word for word in placed]
     quoted = [re.sub(r"^(prompt)=(.*)$", r"\1='\2'", word) for word in placed]
     for overrides in runs_of(quoted):
         accept(tuple(overrides))
@@ -187,11 +197,14 @@ def written(block: Block) -> str:
 
 
 def check_python(block: Block) -> None:
-    """Runs; a method in it is held to the contract as a user's own file, and drops something."""
+    """Runs; a method or a codec in it is held to the contract as a user's own file, and a method drops something."""
     if not re.search(r"^@dataclass\(frozen=True\)$", block.text, re.MULTILINE):
         exec(compile(block.text, str(block), "exec"), {"__name__": "example"})
         return
     choice = written(block)
+    if "(RowCodec)" in block.text:
+        assert main(["method=full", choice.replace("method=", "codec="), "experiment=contract"]) == 0
+        return
     assert main([choice, "experiment=contract"]) == 0
     assert load([choice]).method.tokens_read(Row(200, 200, 210), 3) < 200
 

@@ -250,20 +250,23 @@ def users_faults(config: RunConfig) -> Iterator[None]:
 
 
 def _of_own_code(config: RunConfig, error: BaseException, said: str) -> str | None:
-    """The fault of a user's own method or task function, with its file and line; None where none ran.
+    """The fault of a user's own codec, method or task function, with its file and line; None where none ran.
 
     Where an own method returned something that only our code stumbles over, the line is that of its class.
     """
-    own = inputs.own_file(type(config.method).__module__)
-    if own is not None and (line := line_in(error, set(map(str, own.parent.glob("*.py"))))):
-        return f"method={config.method_name}: {line}: {said}"
+    own, codec = (inputs.own_file(type(each).__module__) for each in (config.method, config.own_codec))
+    for file, what in ((codec, f"codec={config.codec}"), (own, f"method={config.method_name}")):
+        if file is not None and (line := line_in(error, set(map(str, file.parent.glob("*.py"))))):
+            return f"{what}: {line}: {said}"
     folder = config.task.include_path
     if folder is not None and (line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))):
         return f"include_path={folder}: {line}: {said}"
-    if own is None:
+    if own is None and codec is None:
         return None
-    line = f"{own}:{inspect.getsourcelines(type(config.method))[1]}"
-    return f"method={config.method_name}: {line}: returned what cannot be used: {said}"
+    what, cls = ("method", type(config.method)) if own is not None else ("codec", type(config.own_codec))
+    line = f"{own or codec}:{inspect.getsourcelines(cls)[1]}"
+    name = config.method_name if own is not None else config.codec
+    return f"{what}={name}: {line}: returned what cannot be used: {said}"
 
 
 def is_held(record: Path) -> bool:

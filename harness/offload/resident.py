@@ -18,7 +18,7 @@ from harness.model.policies import Policy
 from harness.offload.cache import Batch, Fetch, LayerCache
 from harness.offload.store import KeyValue, indices
 from methods.base import EMPTY, Selection, Window
-from methods.codec import Codec, SplitCodec
+from methods.codec import RowCodec, SplitCodec
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class ResidualCache(LayerCache):
         if any(codec.stored(row.cached) > codec.stored(row.cached - 1) for row in rows):
             self._store(own + 1)
 
-    def _code(self, codec: Codec, ring: Tensor, packed: Tensor, tokens: Tensor, due: Tensor | None = None) -> None:
+    def _code(self, codec: RowCodec, ring: Tensor, packed: Tensor, tokens: Tensor, due: Tensor | None = None) -> None:
         """Pack the keys or values of `tokens`, int [batch, n], in the sequences that are `due`, bool [batch, 1], None
         for all. ring: keys or values as they are read; packed: their bytes of `rows`, maybe with padding behind."""
         at = tokens % self.ring_rows

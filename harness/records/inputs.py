@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from importlib.util import resolve_name
 from pathlib import Path
@@ -53,6 +53,8 @@ def digests(config: RunConfig) -> dict[str, str]:
     of_model = model(config.model, weights=experiment.needs_weights(config))
     of_method = {} if config.method.file is None else {"method": files_sha256([Path(config.method.file)])}
     of_code = code(type(config.method).__module__, experiment.code)
+    if config.own_codec is not None:
+        of_code[f"{CODE}codec"] = _digest(_module_files(type(config.own_codec).__module__))
     return of_code | of_model | of_method | experiment.inputs(config)
 
 
@@ -131,23 +133,24 @@ def code(method_module: str, own: Sequence[str]) -> dict[str, str]:
         path = ROOT / "harness" / name
         found = [path] if path.is_file() else path.rglob("*")
         harness |= {file for file in found if file.suffix in (".py", ".yaml")}
-    files = {"method": _method_files(method_module), "harness": harness}
-    return {
-        f"{CODE}{name}": text_sha256(*(f"{file.name} {_read(file)[0]}" for file in sorted(found)))
-        for name, found in files.items()
-    }
+    files = {"method": _module_files(method_module), "harness": harness}
+    return {f"{CODE}{name}": _digest(found) for name, found in files.items()}
+
+
+def _digest(files: Iterable[Path]) -> str:
+    return text_sha256(*(f"{file.name} {_read(file)[0]}" for file in sorted(files)))
 
 
 def own_file(module: str) -> Path | None:
-    """The file of a user's own method; None for a shipped one, or if it is not loaded."""
+    """The file of a user's own method or codec; None for a shipped one, or if it is not loaded."""
     file = None if module.partition(".")[0] == METHODS else getattr(sys.modules.get(module), "__file__", None)
     return Path(file) if file else None
 
 
-def _method_files(module: str) -> set[Path]:
-    """The source of a method's module and of the modules of `methods` that it imports, directly or not.
+def _module_files(module: str) -> set[Path]:
+    """The source of a method's or codec's module and of the modules of `methods` that it imports, directly or not.
 
-    For a user's own method also the imported modules of its outermost package; nothing if it is not loaded.
+    For a user's own also the imported modules of its outermost package; nothing if it is not loaded.
     """
     own = own_file(module)
     home = own.parents[module.count(".") + (own.stem == "__init__")] if own else None

@@ -130,7 +130,7 @@ def changed_settings(config: RunConfig) -> dict[str, Any]:
     for name, value in flat(plain(config)).items():
         group, _, rest = name.partition(".")
         if {name, group}.isdisjoint(foreign | IN_COLUMNS) and value != defaults.get(name):
-            found[rest if group in GROUPS else name] = value
+            found[rest if group in GROUPS else name.replace("own_codec.", "codec_settings.")] = value
     return found
 
 

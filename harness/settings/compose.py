@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -32,7 +32,7 @@ from harness.settings.config import CODEC_WORDS, CPU_DTYPE, GENERATED_TASKS, PAP
 from harness.settings.experiment import Experiment, find
 from harness.settings.schema import build, group, is_group, kind_of, options, path_text, setting_of
 
-OF_THE_CODEC = ("codec", "rotation", "key_groups")
+OF_THE_CODEC = ("codec", "value_codec", "rotation", "key_groups")
 DEFAULTS = ("group_size", "residual", "device_rows", "prefetch")
 """Keys of a method's YAML for which a setting of the same name may be given."""
 OF_THE_FILE = ("_target_", "title", *OF_THE_CODEC, *DEFAULTS)
@@ -187,6 +187,7 @@ def parse(config: DictConfig, overrides: Sequence[str] = ()) -> RunConfig:
     settings["calibration"] = build(configs.CalibrationConfig, group(settings, "calibration"), "calibration")
     settings["analysis"] = build(configs.AnalysisConfig, group(settings, "analysis"), "analysis")
     file = _take_method(settings, given)
+    _take_codec(settings)
     _take_size(settings)
     if settings.get("tasks") is None:
         settings["tasks"] = GENERATED_TASKS if data.name == "offline" else PAPER_TASKS
@@ -283,6 +284,19 @@ def _take_method(settings: dict[str, Any], given: set[str]) -> dict[str, Any]:
             settings |= {key: file[key]} if key in file and key not in unused else {}
     settings |= {"method_name": name, "method": build(cls, node, "method")}
     return file
+
+
+def _take_codec(settings: dict[str, Any]) -> None:
+    """Make the codec of the user's own that `codec` names, of its `codec_settings`."""
+    codec, given = settings.get("codec"), settings.pop("codec_settings", None) or {}
+    if not isinstance(codec, str) or not own_method.is_own(codec):
+        if given:
+            raise UserError(f"codec_settings={given}: are those of a codec of your own; codec={codec} has none")
+        return
+    cls, name = own_method.find_codec(codec)
+    if name in get_args(configs.CodecName):
+        raise UserError(f"codec={codec}: {name} is a codec of this project; rename the file")
+    settings |= {"codec": name, "own_codec": build(cls, given, "codec_settings")}
 
 
 def _take_size(settings: dict[str, Any]) -> None:

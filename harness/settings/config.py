@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
-from harness.errors import UserError
+from harness.errors import UserError, nearest
 from harness.settings.schema import (
     MOST,
     Count,
@@ -30,8 +30,9 @@ from harness.settings.schema import (
 
 if TYPE_CHECKING:
     from methods.base import Method
+    from methods.codec import RowCodec
 else:
-    Method = Any  # importing it here would import torch
+    Method = RowCodec = Any  # importing them here would import torch
 
 CPU_DTYPE: Final = "float32"
 """Precision of a run on a CPU unless the user gives one. The entries of `conf/model` name a GPU's."""
@@ -52,7 +53,8 @@ PAPER_NUM_LAYERS = 32
 SLOWEST_GBPS = 1e-3
 """The slowest emulated link: at a megabyte a second a step of the smallest model takes a minute."""
 
-CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1"]
+CodecName = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "int2", "int1", "turbo4", "turbo3", "turbo2"]
+FLOAT_CODECS = ("fp32", "fp16", "bf16", "fp8")
 INTEGER_CODECS = ("int8", "int4", "int2", "int1")
 CODEC_WORDS = ("codec", "value_codec", "rotation", "key_groups", "residual")
 """The settings that a codec's name says."""
@@ -320,7 +322,8 @@ class RunConfig:
     """One run, which writes one record. Tokens are counted by the model's tokenizer; fractions lie in (0, 1].
 
     kind: one of `harness.experiments`. label: the run's name in tables and figures; label_given: the user chose it.
-    codec, value_codec: the format of the keys, and of the values if it is another one. group_size: elements along
+    codec, value_codec: the format of the keys, and of the values if it is another one. own_codec: the codec behind a
+    `codec` of the user's own, its fields the `codec_settings`; None for a shipped one. group_size: elements along
     head_dim that share lo and step of an integer codec; with key_groups=channel, of keys, consecutive tokens of one
     channel. rotation: applied to a vector before an integer codec. residual: number of last tokens that stay exact, on
     the device. device_rows: rows of each layer and KV head that stay on the device, in times of what a step reads at
@@ -341,7 +344,8 @@ class RunConfig:
     tasks: Names
     label: Text
     label_given: bool = False
-    codec: CodecName | None = None
+    codec: Text | None = None
+    own_codec: RowCodec | None = None
     value_codec: CodecName | None = None
     group_size: Count = GROUP_SIZE
     rotation: Literal["hadamard"] | None = None
@@ -387,6 +391,8 @@ class RunConfig:
     def _check_codecs(self) -> None:
         if self.value_codec is not None and self.codec is None:
             raise UserError(f"value_codec={self.value_codec}: needs codec=, the format of the keys; fp32 is exact")
+        if self.codec is not None and self.own_codec is None and self.codec not in get_args(CodecName):
+            raise UserError(f"codec={self.codec}: {nearest(self.codec, get_args(CodecName))}")
         keys, values = self.codec, self.value_codec or self.codec
         words = f"codec={'/'.join(dict.fromkeys((str(keys), str(values))))}"
         integers = {keys, values} & {*INTEGER_CODECS}
@@ -394,7 +400,7 @@ class RunConfig:
             raise UserError(f"group_size={self.group_size}: {words} has no groups; choose an integer codec")
         if self.rotation is not None and integers != {keys, values}:
             raise UserError(f"rotation={self.rotation}: {words} is not turned; choose an integer codec")
-        if self.residual and not integers:
+        if self.residual and not {keys, values} - {*FLOAT_CODECS, None}:
             raise UserError(f"residual={self.residual}: {words} leaves no token behind; choose an integer codec")
         if self.key_groups == "channel" and self.codec not in INTEGER_CODECS:
             raise UserError(f"key_groups=channel: codec={self.codec} has no groups; choose an integer codec")

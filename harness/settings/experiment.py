@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 from harness.errors import UserError, nearest
 from harness.settings.config import CODEC_WORDS, RunConfig
 
+OF_CODECS = (*CODEC_WORDS, "own_codec", "group_size")
 COMMON = (
-    "experiment", "kind", "model", "method", "method_name",
-    *CODEC_WORDS, "group_size", "size", "sizing", "device_rows", "prefetch",
+    "experiment", "kind", "model", "method", "method_name", *OF_CODECS, "size", "sizing", "device_rows", "prefetch",
 )  # fmt: skip
 """Settings that decide the numbers of every kind of run."""
 

@@ -1,12 +1,13 @@
-"""A method of the user's own: a class in a file, or in a package, outside this project.
+"""A method or a codec of the user's own: a class in a file, or in a package, outside this project.
 
     python run.py method=./my_method.py method.kept_frac=0.3
     python run.py method=my_package.my_module.MyMethod
+    python run.py codec=./my_codec.py +codec_settings.levels=5
 
 Its settings are the fields of its dataclass. Its name is the file's; if the class is named, `file.Class` or the dotted
 path. Hydra asks `OwnMethods` for what `conf/method` does not have, so such a choice goes wherever the name of a shipped
 method goes: sweeps, grids, `--cfg job`. The file is run only if it is named. Hydra asks for `grid=DIR/my_grid.yaml` in
-the same way.
+the same way. A codec is no group of Hydra's: `harness.settings.compose` asks `find_codec`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GROUP, GRIDS = "method/", "grid/"
 
 
 def is_own(choice: str) -> bool:
-    """True if `method=<choice>` names a file or module of the user's, not one in `conf/method`."""
+    """True if `method=<choice>` or `codec=<choice>` names a file or module of the user's, not one of this project."""
     return any(mark in choice for mark in "./:")
 
 
@@ -44,31 +45,68 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
     Their `_target_` is `/path/file.py:Class` or `package.module:Class`. Raises UserError if there is no such file, for
     an error in it, with its line, and unless it holds one whole method.
     """
+    from methods.base import Method  # loads torch, which a wrong path need not wait for
+
+    said = f"method={choice}"
+    module, where, name = _module(choice, said)
+    cls = _class(module, name, Method, said)
+    has_state = cls.reads_all or hasattr(cls, "state") or cls.new_state is not Method.new_state
+    has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
+    if not has_state or not has_size:
+        lacks = "tokens_read" if has_state else "state"
+        raise UserError(f"{said}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
+    target = {"_target_": f"{where}:{cls.__name__}", "name": _name(module, name)}
+    return cls, target | _defaults(cls, said)
+
+
+def find_codec(choice: str) -> tuple[type, str]:
+    """The class that `codec=<choice>` names, and its name in tables. Raises UserError as `find`."""
+    from methods.codec import RowCodec
+
+    said = f"codec={choice}"
+    module, _, name = _module(choice, said)
+    cls = _class(module, name, RowCodec, said)
+    for part in ("bits", "row_bytes", "encode", "decode"):
+        if getattr(cls, part) is getattr(RowCodec, part):
+            raise UserError(f"{said}: {cls.__name__} lacks {part}; methods/codec.py says what it is")
+    _defaults(cls, said)
+    return cls, _name(module, name)
+
+
+def _module(choice: str, said: str) -> tuple[ModuleType, str, str]:
+    """The module that `choice` names, where it lies (a file's path or a module's name), and the class's name if any.
+
+    said: the choice as the user wrote it, for errors.
+    """
     where, _, name = choice.partition(":")
-    is_file = where.endswith(".py")
-    if not is_file and not name:
+    if where.endswith(".py"):
+        module = _run_file(Path(where).expanduser(), said)
+        return module, str(Path(str(module.__file__)).resolve()), name
+    if not name:
         where, _, name = where.rpartition(".")
-    module = _run_file(Path(where).expanduser(), choice) if is_file else _import(where, choice, Path.cwd())
-    cls = _class(module, name, choice)
-    target = f"{Path(str(module.__file__)).resolve() if is_file else where}:{cls.__name__}"
-    return cls, {"_target_": target, "name": ".".join(filter(None, (module.__name__, name)))} | _defaults(cls, choice)
+    return _import(where, said, Path.cwd()), where, name
 
 
-def _run_file(path: Path, choice: str) -> ModuleType:
+def _name(module: ModuleType, name: str) -> str:
+    return ".".join(filter(None, (module.__name__, name)))
+
+
+def _run_file(path: Path, said: str) -> ModuleType:
     """Run a file as a module of its own name, so that it can import what lies beside it, here and in a child."""
     if not path.is_file():
-        raise UserError(f"method={choice}: there is no file {path}")
+        raise UserError(f"{said}: there is no file {path}")
     if not path.stem.isidentifier():
-        raise UserError(f"method={choice}: the file's name must be a Python name, as my_method.py is")
-    module = _import(path.stem, choice, path.resolve().parent)
+        kind = said.partition("=")[0]
+        raise UserError(f"{said}: the file's name must be a Python name, as my_{kind}.py is")
+    module = _import(path.stem, said, path.resolve().parent)
     found = getattr(module, "__file__", None)  # none in what is built into Python
     if found is None or not path.samefile(found):
         taken = found or "Python itself"
-        raise UserError(f"method={choice}: {path.stem} is a module of {taken} already; rename the file")
+        raise UserError(f"{said}: {path.stem} is a module of {taken} already; rename the file")
     return module
 
 
-def _import(name: str, choice: str, folder: Path) -> ModuleType:
+def _import(name: str, said: str, folder: Path) -> ModuleType:
     """Import module `name`, from `folder` if no other place has it."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # last: nothing of the user's takes the place of a library
@@ -78,43 +116,36 @@ def _import(name: str, choice: str, folder: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our own
         lines = [(frame.filename, frame.lineno) for frame in frames if Path(frame.filename).is_relative_to(folder)]
-        said = str(error)
+        words = str(error)
         if isinstance(error, SyntaxError):
-            lines, said = [(str(error.filename), error.lineno)], error.msg
+            lines, words = [(str(error.filename), error.lineno)], error.msg
         line = f"{lines[-1][0]}:{lines[-1][1]}: " if lines else ""
-        raise UserError(f"method={choice}: {line}{type(error).__name__}: {said}") from error
+        raise UserError(f"{said}: {line}{type(error).__name__}: {words}") from error
 
 
-def _class(module: ModuleType, name: str, choice: str) -> Any:
-    """The class called `name`, or the only method that the module defines. Raises UserError if it is half a method."""
-    from methods.base import Method  # loads torch, which a wrong path need not wait for
-
-    every = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, Method)]
+def _class(module: ModuleType, name: str, base: type, said: str) -> Any:
+    """The class called `name`, or the only one derived from `base` that the module defines."""
+    every = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base)]
     own = {each.__name__: each for each in every if each.__module__ == module.__name__}
     if name and name not in own:
-        allowed = nearest(name, own) if own else f"{module.__file__} defines no method"
-        raise UserError(f"method={choice}: {allowed}")
+        allowed = nearest(name, own) if own else f"{module.__file__} defines no {said.partition('=')[0]}"
+        raise UserError(f"{said}: {allowed}")
     if not own:
-        raise UserError(f"method={choice}: no class in it derives from methods.base.Method, directly or not")
+        raise UserError(f"{said}: no class in it derives from {base.__module__}.{base.__name__}, directly or not")
     if not name and len(own) > 1:
-        raise UserError(f"method={choice}: defines {', '.join(own)}; choose one, as method={choice}:{next(iter(own))}")
+        raise UserError(f"{said}: defines {', '.join(own)}; choose one, as {said}:{next(iter(own))}")
     cls = own[name] if name else next(iter(own.values()))
     if "__dataclass_fields__" not in vars(cls):
-        raise UserError(f"method={choice}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings")
-    has_state = cls.reads_all or hasattr(cls, "state") or cls.new_state is not Method.new_state
-    has_size = cls.reads_all or cls.tokens_read is not Method.tokens_read
-    if not has_state or not has_size:
-        lacks = "tokens_read" if has_state else "state"
-        raise UserError(f"method={choice}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
+        raise UserError(f"{said}: {cls.__name__} must be a @dataclass(frozen=True), its fields the settings")
     return cls
 
 
-def _defaults(cls: Any, choice: str) -> dict[str, Any]:
-    """The settings of a method as YAML holds them. Raises UserError for a field without a default."""
+def _defaults(cls: Any, said: str) -> dict[str, Any]:
+    """The settings of a class as YAML holds them. Raises UserError for a field without a default."""
     values = {}
     for each in fields(cls):
         if each.default is MISSING and each.default_factory is MISSING:
-            raise UserError(f"method={choice}: {cls.__name__}.{each.name} needs a default")
+            raise UserError(f"{said}: {cls.__name__}.{each.name} needs a default")
         value = each.default if each.default_factory is MISSING else each.default_factory()
         values[each.name] = list(value) if isinstance(value, tuple) else value
     return values

@@ -19,6 +19,7 @@ import yaml
 from harness.errors import UserError
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.records.samples import Baselines, nll_difference
+from harness.settings.experiment import OF_CODECS
 from harness.tables.columns import (
     BOARD,
     BOARD_TASKS,
@@ -198,7 +199,7 @@ def answer(results_dir: str | Path, model: str, link_gbps: float, max_kl: float)
 def _method(record: Record) -> str:
     """Model, method and codec, whatever the size, as words that compare."""
     config = record["config"]
-    names = ("method_name", "method", "codec", "value_codec", "group_size")
+    names = ("method_name", "method", *OF_CODECS)
     return json.dumps([config["model"]["name"], *(config.get(name) for name in names)], sort_keys=True)
 
 
