@@ -55,7 +55,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test accuracy speedup leaderboard paper method calibrate modelled plots report status export compare clean
+.PHONY: help setup mlflow lint test accuracy speedup leaderboard turns paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ leaderboard: $(STAMP)  ## every method at equal bytes: results/leaderboard.md an
 	@code=0; $(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(ARGS) || code=$$?; \
 	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
 	exit $$code
+
+turns: $(STAMP)  ## several questions to one cache, known to the method or not: results/tables/turns.md (MODEL=, RESULTS=, ARGS=)
+	$(PY) run.py grid=turns model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
 
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
 	@code=0; $(PY) run.py grid=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \

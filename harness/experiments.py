@@ -6,7 +6,7 @@ Light to import: torch and pandas come when a run begins.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from harness.data.text import offline_text
 from harness.errors import UserError
@@ -62,7 +62,7 @@ class Perplexity(Experiment):
 class Tasks(Experiment):
     """`kind=tasks`: accuracy on any of lm-eval's tasks (Figs 11, 13, 17)."""
 
-    depends_on = (
+    depends_on: ClassVar[tuple[str, ...]] = (
         "tasks", "task", "num_samples", "num_fewshot", "prefill", "scoring", "sampling", "seed", "data", "calibration",
     )  # fmt: skip
     code = ("accuracy",)
@@ -84,6 +84,22 @@ class Tasks(Experiment):
         from harness.accuracy.evaluation import run_tasks
 
         return run_tasks(config, resources.model(config.model))
+
+
+class Turns(Tasks):
+    """`kind=turns`: several questions to one cache, known and unknown when the method reduced it."""
+
+    depends_on = tuple(name for name in Tasks.depends_on if name != "prefill")
+
+    def check(self, config: RunConfig) -> None:
+        if config.prefill != "auto":
+            raise UserError(f"prefill={config.prefill}: kind=turns asks each question both ways; leave it out")
+        super().check(config)
+
+    def run(self, config: RunConfig, resources: Resources) -> Outcome:
+        from harness.accuracy.evaluation import run_turns
+
+        return run_turns(config, resources.model(config.model))
 
 
 class LongDecode(Experiment):
@@ -238,6 +254,7 @@ class Frontier(Experiment):
 KINDS: dict[str, Experiment] = {
     "perplexity": Perplexity(),
     "tasks": Tasks(),
+    "turns": Turns(),
     "long_decode": LongDecode(),
     "latency": Latency(),
     "generate": Generate(),

@@ -32,6 +32,7 @@ KINDS = {name: node.kind for name, node in FILES.items()}
 NUM_QUESTIONS = 8
 TOY = {
     "tasks": ["tasks=[kv_recall]", f"num_samples={NUM_QUESTIONS}"],
+    "turns": ["tasks=[kv_recall]", f"num_samples={NUM_QUESTIONS}"],
     "perplexity": ["seq_len=400", "prefill_len=150", "num_windows=2"],
     "long_decode": ["prefill_len=60", "max_new_tokens=24", "num_windows=2"],
     "latency": ["batch_size=2", "prompt_len=24", "gen_len=8", "warmup_steps=1", "timed_steps=2"],

@@ -44,10 +44,13 @@ ANSWER_ROWS = 16
 NO_FILTER = "none"
 GENERATED_TOKENS, AT_LIMIT = "generated_tokens", "at_limit"
 """Metrics of every generated answer: its tokens, the one that ended it included, and whether `max_gen_toks` did."""
+UNKNOWN, KNOWN, LESS = "unknown", "known", "unknown_less_known"
+"""Whether the method knew the question when it reduced the cache, and the difference; see `run_turns`."""
 OTHER_LENGTH = -1
 """Score of a question under the metric of another length, in a task of several lengths."""
 
 Metrics = dict[str, Any]
+Samples = list[dict[str, Any]]
 Logged = Sequence[Mapping[str, Any]]
 """lm-eval's samples of one task: one a question and filter."""
 ByQuestion = dict[str, dict[int, float]]
@@ -87,7 +90,8 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     reads, results = {}, {}
     for name, task in suite.tasks.items():
         engine = ReplayEngine(config, loaded, name, sys.stderr)
-        results[name], outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine)
+        prefill = prefill_of(task, name, config)
+        results[name], outcome.metrics[name], outcome.samples[name] = _run_task(task, config, loaded, engine, prefill)
         outcome.methods[name], reads[name] = asdict(engine.method), engine.reads
     for group in suite.groups.values():
         if group.has_aggregation:
@@ -99,14 +103,77 @@ def run_tasks(config: RunConfig, loaded: LoadedModel) -> Outcome:
     return outcome
 
 
+def run_turns(config: RunConfig, loaded: LoadedModel) -> Outcome:
+    """Every task of `config` twice: once with the question known when the method reduces the cache, and once with
+    several questions to one cache, of which none was known.
+
+    Known: the dense prompt is the whole context of the question, as in serving. Unknown: it ends before the question.
+    The questions with one such prompt are turns: each goes on from a copy of the session after the prompt, so that none
+    sees another.
+
+    Returns:
+        metrics by task: for each metric of lm-eval that is a mean, `unknown,METRIC`, `known,METRIC` and the difference
+        `unknown_less_known,METRIC`, paired by question; each with its standard error, clustered by prompt. `SHARES` of
+        the unknown questions, `known_size` of the others, num_contexts, num_samples. samples by task: one entry a
+        question, with its numbers and what `run_tasks` says of it both ways.
+
+    Raises UserError as `run_tasks`, and for a task without questions.
+    """
+    with _lm_eval(f"tasks={','.join(config.tasks)}"):
+        suite = load_suite(config, loaded)
+    _check_sampling(config, suite.tasks.values())
+    outcome = Outcome({})
+    for name, task in suite.tasks.items():
+        if task.OUTPUT_TYPE == "loglikelihood_rolling":
+            raise UserError(f"task {name}: scores whole texts, which ask no question; kind=turns cannot run it")
+        marker = _marker(name, config)
+        ways = {UNKNOWN: Prefill("question", marker, in_turns=True), KNOWN: Prefill("dense", marker)}
+        engines = {way: ReplayEngine(config, loaded, name, sys.stderr) for way in ways}
+        runs = {way: _run_task(task, config, loaded, engines[way], ways[way])[1:] for way in ways}
+        prompts = {request.document[1]: request.prompt for request in engines[UNKNOWN].requests}
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts.values()))}
+        contexts = {question: numbers[prompt] for question, prompt in prompts.items()}
+        outcome.metrics[name], outcome.samples[name] = _both_ways(name, runs, contexts)
+        sizes, known = (engines[way].reads.sizes for way in (UNKNOWN, KNOWN))
+        outcome.metrics[name] |= {"num_contexts": len(numbers)} | sizes | {"known_size": known["size"]}
+        outcome.methods[name] = asdict(engines[UNKNOWN].method)
+    return outcome
+
+
+def _both_ways(
+    name: str, runs: Mapping[str, tuple[Metrics, Samples]], contexts: Mapping[Any, int]
+) -> tuple[Metrics, Samples]:
+    """Metrics and samples of a task whose questions were answered both ways. contexts: the prompt of each question."""
+    (unknown, samples), (_, others) = runs[UNKNOWN], runs[KNOWN]
+    by_question: ByQuestion = defaultdict(dict)
+    for metric in unknown:
+        for sample, other in zip(samples, others, strict=True):
+            if f"{metric}_stderr" in unknown and metric in sample:  # a mean over questions, and this is one of them
+                question, value, of_known = sample["question"], sample[metric], other[metric]
+                by_question[f"{UNKNOWN},{metric}"][question] = value
+                by_question[f"{KNOWN},{metric}"][question] = of_known
+                by_question[f"{LESS},{metric}"][question] = value - of_known
+    if not by_question:
+        raise UserError(f"task {name}: no metric of it is a mean over questions; kind=turns cannot compare them")
+    metrics = {_plain_name(key): value for key, value in _means(by_question, contexts).items()}
+    joined = []
+    for sample, other in zip(samples, others, strict=True):
+        entry = {"question": sample["question"], "context": contexts[sample["question"]]}
+        joined.append(entry | _of(sample["question"], by_question) | {UNKNOWN: sample, KNOWN: other})
+    shared = ("num_samples", "num_fewshot", "num_truncated")
+    return metrics | {each: unknown[each] for each in shared if each in unknown}, joined
+
+
 class ReplayEngine:
-    """Answers the requests of one task. reads: of all answers so far; method: as it was sized for the last of them."""
+    """Answers the requests of one task. requests, reads: of all answers so far; method: as it was sized for the last of
+    them."""
 
     def __init__(self, config: RunConfig, loaded: LoadedModel, task: str, bar_file: TextIO) -> None:
         self.config = config
         self.loaded = loaded
         self.task = task
         self.bar_file = bar_file
+        self.requests: list[Request] = []
         self.reads = ReadStats()
         self.method = config.method
 
@@ -124,6 +191,7 @@ class ReplayEngine:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
             self.method = setup.method
             answers, reads = answer(requests, attached, setup, bar.update)
+        self.requests += requests
         self.reads += reads
         return answers
 
@@ -170,19 +238,21 @@ def prefill_of(task: Task, name: str, config: RunConfig) -> Prefill:
         )
     # Under a codec every row past the first reads coded tokens, even where none is dropped.
     coded = config.method.reads_all and config.codec is not None
-    budget = 0.0 if coded else config.method.artifact_budget()
-    marker = MARKER if name in GENERATED_TASKS else MARKERS.get(name, FEWSHOT_SEPARATOR)
-    return Prefill(mode, config.task.question_marker or marker, budget)
+    return Prefill(mode, _marker(name, config), 0.0 if coded else config.method.artifact_budget())
+
+
+def _marker(name: str, config: RunConfig) -> str:
+    """The text with which a task's question starts."""
+    return config.task.question_marker or (MARKER if name in GENERATED_TASKS else MARKERS.get(name, FEWSHOT_SEPARATOR))
 
 
 def _run_task(
-    task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine
-) -> tuple[Metrics, Metrics, list[dict[str, Any]]]:
+    task: Task, config: RunConfig, loaded: LoadedModel, engine: ReplayEngine, prefill: Prefill
+) -> tuple[Metrics, Metrics, Samples]:
     """Metrics under lm-eval's names, for a group, then those of the task under plain ones, and its samples."""
     name, too_long = engine.task, config.task.too_long
-    prefill, is_mean = prefill_of(task, name, config), config.scoring == "mean"
     lm = ReplayLM(
-        loaded, prefill, engine.score, generator=engine.generate, mean=is_mean, too_long=too_long,
+        loaded, prefill, engine.score, generator=engine.generate, mean=config.scoring == "mean", too_long=too_long,
         sampling=config.sampling, seed=config.seed,
     )  # fmt: skip
     repeats: list[Repeat] = []
@@ -362,7 +432,7 @@ def _samples(
     by_question: ByQuestion,
     requests: Mapping[int | None, Request],
     written: Sequence[Mapping[Document, Sequence[Written]]],
-) -> list[dict[str, Any]]:
+) -> Samples:
     """One entry a question, in lm-eval's order; requests: the first of each question, by its number.
 
     Enough to recompute the metrics and to look at what went wrong: question, context, its number under each metric

@@ -49,11 +49,13 @@ class Prefill(NamedTuple):
         `artifact`: the prompt is decoded too, but for its first floor(T * budget) tokens, as in the paper's Fig 11.
     marker: text with which the question starts; its last occurrence in the context counts.
     budget: share of T that the method keeps.
+    in_turns: requests with one prompt are the turns of one cache. So they have one T, that of the longest.
     """
 
     mode: str
     marker: str = FEWSHOT_SEPARATOR
     budget: float = 1.0
+    in_turns: bool = False
 
 
 class ReplayLM(TemplateLM):
@@ -183,7 +185,8 @@ class ReplayLM(TemplateLM):
         longest: dict[Document, int] = defaultdict(int)
         for document, (_, _, continuation), context in given:
             longest[document] = max(longest[document], len(context) + len(continuation))
-        planned = [self._request(document, each, context, longest[document]) for document, each, context in given]
+        asked = [self._request(document, each, context, longest[document]) for document, each, context in given]
+        planned = self._in_turns(asked)
         self.requests += planned
         answers = []
         for (texts, _, continuation), scored in zip(requests, self._scorer(planned), strict=True):
@@ -218,7 +221,7 @@ class ReplayLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Answers, cut at the first stop string. A question that is asked n times has n answers of its own."""
-        planned = [self._generation(request) for request in requests]
+        planned = self._in_turns([self._generation(request) for request in requests])
         if not self.repeat:
             self._planned = planned
             self._write(planned)
@@ -303,6 +306,15 @@ class ReplayLM(TemplateLM):
             )
         return Request((*context, *continuation), len(context), prefill_len, final_length, document)
 
+    def _in_turns(self, planned: list[Request]) -> list[Request]:
+        """Give the requests that are answered from one cache one T, as a method may keep a share of it."""
+        if not self._prefill.in_turns:
+            return planned
+        longest: dict[tuple[int, ...], int] = defaultdict(int)
+        for request in planned:
+            longest[request.prompt] = max(longest[request.prompt], request.final_length)
+        return [request._replace(final_length=longest[request.prompt]) for request in planned]
+
     def _fit(self, document: Document, context: list[int], most: int) -> list[int]:
         """The last `most` tokens of a context, where that is allowed."""
         if len(context) <= most:
@@ -329,6 +341,11 @@ class ReplayLM(TemplateLM):
                     raise UserError("prefill=question needs a fast tokenizer, which knows where in the text tokens lie")
                 offsets = self._encoded(text, return_offsets_mapping=True)["offset_mapping"]
                 marker_at = next(index for index, (_, stop) in enumerate(offsets) if stop > at)
+            if marker_at <= cut and self._prefill.in_turns:
+                raise UserError(
+                    f"{_where(document)}: kind=turns needs {self._prefill.marker!r} inside the prompt, where the "
+                    "question starts; set question_marker="
+                )
             if marker_at <= cut:
                 raise UserError(
                     f"{_where(document)}: prefill=question needs {self._prefill.marker!r} inside the context, where "

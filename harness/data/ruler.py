@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +35,10 @@ NEEDLES = {
     "niah_multikey_3": ("needle", "uuids", "uuids"),
 }
 """Haystack, keys and values of the tasks that hide one needle."""
+NEEDLE = re.compile(r"One of the special magic \w+ for (\S+) is: (\S+)\.")
+"""The key and the value of a needle."""
+TURNS = 8
+"""Questions to a context in `kind=turns`, where it has as many needles."""
 VT_EXAMPLE_TOKENS = 500
 """Tokens that the worked example of ruler_vt may take, its answer included."""
 FWE_LEAST_TOKENS = 200
@@ -60,7 +65,11 @@ def load(task: str, config: RunConfig, loaded: LoadedModel) -> tuple[dict[str, A
     max_gen_toks = settings["generation_kwargs"]["max_gen_toks"] if config.task.too_long == "refuse" else None
     rows: list[Row] = []
     for length in lengths:
-        rows += _rows_that_fit(task, length, count // len(lengths), config.seed, loaded, max_gen_toks)
+        each = count // len(lengths)
+        of_length = _rows_that_fit(task, length, each, config.seed, loaded, max_gen_toks)
+        if config.kind == "turns" and task in NEEDLES:
+            of_length = [turn for number, row in enumerate(of_length) for turn in turns(row, f"{config.seed}/{number}")]
+        rows += of_length[:each]
     return settings | {
         "task": task,
         "process_results": _score,
@@ -99,6 +108,22 @@ def _rows_that_fit(
     longest = max(num_tokens(f"{row['input']} {row['gen_prefix']}", loaded.tokenizer) for row in rows)
     check_limit(longest + (max_gen_toks or 0))
     return rows
+
+
+def turns(row: Row, key: str) -> list[Row]:
+    """A needle's row, and further ones that ask for other needles of its context: `TURNS`, or as many as there are.
+
+    key: what the choice of needles is drawn from. lm-eval asks one question a context; here its words stay, and the
+    needle in them changes.
+    """
+    own = next(key for key, value in NEEDLE.findall(row["input"]) if value == row["outputs"][0])
+    context, marker, question = row["input"].rpartition("\nWhat")
+    others = [needle for needle in NEEDLE.findall(context) if needle[0] != own]
+    made = [row]
+    for other, value in random.Random(key).sample(others, min(len(others), TURNS - 1)):
+        changed = {"input": context + marker + question.replace(own, other), "outputs": [value]}
+        made.append(row | changed | {"gen_prefix": row["gen_prefix"].replace(own, other)})
+    return made
 
 
 def _score(row: Row, answers: Sequence[str]) -> dict[str, float]:

@@ -176,6 +176,7 @@ METRICS = {
         Column("acc", "acc (%)", 100, 1),
         Column("acc_norm", "acc_norm (%)", 100, 1),
         Column("exact_match", "exact_match (%)", 100, 1),
+        Column("known_size", "size where the question is known (%)", 100, 1),
         Column("generated_tokens", "generated (tokens)", 1, 1),
         Column("at_limit", "answers at the limit of tokens (%)", 100, 1),
         Column("perplexity", "perplexity", 1, 3),
@@ -204,10 +205,18 @@ METRICS = {
 """The quantities of `value` by `metric`, in the order of the pages."""
 
 
+WAYS = {"unknown": "question unknown", "known": "question known", "unknown_less_known": "unknown less known"}
+"""What stands before a metric of `kind=turns`, as in `known,acc`, in words."""
+
+
 def quantity(metric: str) -> Column:
-    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the heading, and so is
-    pass@k; RULER's metrics are lengths in tokens; an unknown metric is its own heading."""
+    """The column for a metric's values. A filter, as in `exact_match,strict-match`, is added to the heading, and so are
+    pass@k and one of `WAYS`; RULER's metrics are lengths in tokens; an unknown metric is its own heading."""
     name, _, filtered = metric.partition(",")
+    if name in WAYS:
+        of_way = quantity(filtered)
+        heading = of_way.heading.replace(of_way.words, f"{of_way.words}, {WAYS[name]}")
+        return of_way._replace(name=metric, heading=heading)
     name, _, count = name.partition("_pass@")
     if name.isdecimal():
         known = Column(name, f"right at {int(name):,} tokens (%)", 100, 1)
@@ -221,7 +230,11 @@ def quantity(metric: str) -> Column:
 
 def rank(metric: str) -> tuple[int, int, str]:
     """Sort key of metrics: as in `METRICS`, then RULER's by length, then the others by name."""
-    known = [*METRICS, metric.partition(",")[0]]
+    way, _, of_way = metric.partition(",")
+    if way in WAYS:
+        place, length, name = rank(of_way)
+        return place, length, f"{name} {[*WAYS].index(way)}"
+    known = [*METRICS, way]
     return (known.index(known[-1]), int(metric) if metric.isdecimal() else sys.maxsize, metric)
 
 

@@ -256,7 +256,7 @@ def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
 
 def _values(entries: Mapping[str, Any]) -> Iterator[TableRow]:
     for metric, value in entries.items():
-        is_metric = metric not in (*CONDITIONS, "num_truncated") and not metric.endswith("_stderr")
+        is_metric = metric not in (*CONDITIONS, "num_truncated", "num_contexts") and not metric.endswith("_stderr")
         if is_metric and isinstance(value, int | float):
             errors = {name: entries.get(f"{metric}_{name}") for name in ("stderr", "repeats_stderr")}
             yield {"metric": metric, "value": value} | errors
