@@ -145,8 +145,8 @@ class Method:
         """This method with its texts as token ids of the model, made by `encode`."""
         return self
 
-    def repetitions(self, prompt: Sequence[int]) -> list[Repetition]:
-        """The passes of the model that follow a sequence's prompt; for a method that `rereads`. prompt: token ids."""
+    def repetitions(self, prompt: int) -> list[Repetition]:
+        """The passes of the model that follow a prompt of so many tokens; for a method that `rereads`."""
         raise NotImplementedError
 
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:
@@ -329,10 +329,12 @@ class PromptRows(NamedTuple):
 
 
 class Repetition(NamedTuple):
-    """A pass of the model after a prompt. ids: its tokens, which see the whole prompt and one another causally. chunk:
-    the prompt's tokens that it is about."""
+    """A pass of the model after a prompt, over rows that see the whole prompt and one another causally.
 
-    ids: list[int]
+    parts: their tokens, in order: ids, or tokens of the prompt. chunk: the prompt's tokens that the pass is about.
+    """
+
+    parts: list[tuple[int, ...] | slice]
     chunk: slice
 
 

@@ -103,13 +103,13 @@ class KVzip(PromptEvicting):
             text = getattr(self, name)
             require(not isinstance(text, str), name, repr(text), "token ids where there is no tokenizer, such as [5,6]")
 
-    def repetitions(self, prompt: Sequence[int]) -> list[Repetition]:
+    def repetitions(self, prompt: int) -> list[Repetition]:
         passes = []
-        for begin in range(self.num_sinks, len(prompt), self.chunk_size):
-            chunk = slice(begin, min(begin + self.chunk_size, len(prompt)))
-            before = prompt[max(self.num_sinks, begin - NUM_LEADING) : begin]
-            asked = (*self.continuation, *before) if before else self.instruction
-            passes.append(Repetition([*asked, *self.suffix, *prompt[chunk]], chunk))
+        for begin in range(self.num_sinks, prompt, self.chunk_size):
+            chunk = slice(begin, min(begin + self.chunk_size, prompt))
+            before = slice(max(self.num_sinks, begin - NUM_LEADING), begin)
+            parts = [self.instruction] if begin == self.num_sinks else [self.continuation, before]
+            passes.append(Repetition([*parts, self.suffix, chunk], chunk))  # type: ignore[list-item]
         return passes
 
     def reread(self, rows: RereadRows, softmax: Softmax) -> Tensor:

@@ -84,6 +84,7 @@ class RetroInferState(State):
     def start(self, calibration: Calibration | None) -> None:
         method, (prompts, finals) = self.method, (part.tolist() for part in self.lengths)
         generated = {final - prompt for prompt, final in zip(prompts, finals, strict=True)}
+        self.prompts = prompts  # of the batch that is prefilled; a fork comes later
         self.most_of_prompt = max(method.num_clusters(prompt) for prompt in prompts)
         self.num_updates = max(generated) // method.update
         self.is_even = len(generated) == 1  # so are all sequences of a decode step
@@ -98,7 +99,7 @@ class RetroInferState(State):
         self.value_sums[layer] = value.new_zeros(*key.shape[:2], count, value.shape[-1])
         self.sizes[layer] = self.cluster[layer].new_zeros((*key.shape[:2], count), dtype=torch.int32)
         stop = columns - method.num_recent
-        for at, prompt in enumerate(self.lengths.prompt.tolist()):  # each alone, so that no other decides its clusters
+        for at, prompt in enumerate(self.prompts):  # each alone, so that no other decides its clusters
             middle = slice(columns - prompt + method.num_sinks, stop)
             number, segments = method.num_clusters(prompt), method.num_segments(prompt)
             own = key[at : at + 1, :, middle], value[at : at + 1, :, middle]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,51 +58,75 @@ def run_prompts(
     ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come or after the second
     reading. Returns final hidden states of the dense pass [batch, prompt, hidden_size].
     """
+    passes = planned(attached, method, ids, real) if method.rereads else []
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     prompt_pass = PromptPass(attached, real, held_in(held) if method.rereads else keep)
     hidden = attached.forward(ids, positions_of(real), prompt_pass, model_cache, real)
     if method.rereads:
-        read_again(attached, method, states, PrefilledPrompt(ids, real, held, hidden[:, -1], model_cache))
+        read_again(attached, method, states, PrefilledPrompt(ids, real, held, hidden[:, -1], model_cache), passes)
         for layer, of_layer in enumerate(held):
             keep(layer, *of_layer)
     return hidden
 
 
-@torch.inference_mode()
-def read_again(attached: Attached, method: Method, states: Iterable[State], prompt: PrefilledPrompt) -> None:
-    """Run what the method asks for after a prompt, and give the states its worth of each token.
+class Pass(NamedTuple):
+    """A repetition by one sequence of a batch. at: the sequence; first: its first column; ids, positions: int [1,
+    rows]."""
 
-    Raises UserError where the passes take more positions than the model has, or the method needs an output projection
-    that cannot be read.
+    at: int
+    first: int
+    ids: Tensor
+    positions: Tensor
+    repetition: Repetition
+
+
+def planned(attached: Attached, method: Method, ids: Tensor, real: Tensor) -> list[Pass]:
+    """The passes that a method asks for after prompts ids, real [batch, prompt].
+
+    They are made before the dense pass, while a GPU has nothing to do. Raises UserError where they take more positions
+    than the model has.
+    """
+    passes = []
+    for at, length in enumerate(real.sum(-1).tolist()):
+        first = ids.shape[1] - length
+        for repetition in method.repetitions(length):
+            parts = [
+                ids[at, first:][part] if isinstance(part, slice) else ids.new_tensor(part) for part in repetition.parts
+            ]
+            rows = torch.cat(parts)[None]
+            _require_positions(attached, method, length, rows.shape[1])
+            positions = torch.arange(length, length + rows.shape[1], device=ids.device)[None]
+            passes.append(Pass(at, first, rows, positions, repetition))
+    return passes
+
+
+@torch.inference_mode()
+def read_again(
+    attached: Attached, method: Method, states: Iterable[State], prompt: PrefilledPrompt, passes: Sequence[Pass]
+) -> None:
+    """Run the `planned` passes after a prompt, and give the states its worth of each token.
+
+    Raises UserError where the method needs an output projection that cannot be read.
     """
     batch, num_columns = prompt.real.shape
-    numbered = [(layer, number) for layer, number in enumerate(attached.numbers) if number is not None]
     worth = {
-        number: torch.zeros(batch, attached.geometry.num_kv_heads, num_columns, device=attached.layers[layer].device)
-        for layer, number in numbered
-        if number >= method.num_exempt_layers
+        number: torch.zeros(batch, attached.geometry.num_kv_heads, num_columns, device=layer.device)
+        for layer, number in zip(attached.layers, attached.numbers, strict=True)
+        if number is not None and number >= method.num_exempt_layers
     }
-    for at, length in enumerate(prompt.real.sum(-1).tolist()):
-        first = num_columns - length
+    for at, first, ids, positions, repetition in passes:
         alone = [tuple(part[at : at + 1, :, first:] for part in of_layer) for of_layer in prompt.layers]
-        for repetition in method.repetitions(prompt.ids[at, first:].tolist()):
-            rows = len(repetition.ids)
-            _require_positions(attached, method, length, rows)
-            handler = _RereadPass(attached, method, alone, repetition)
-            with handler.hooks():
-                attached.forward(
-                    torch.tensor([repetition.ids], device=attached.device),
-                    torch.arange(length, length + rows, device=attached.device)[None],
-                    handler,
-                    prompt.model_cache.fork(torch.tensor([at])),
-                )
-            chunk = slice(first + repetition.chunk.start, first + repetition.chunk.stop)
-            for number, found in handler.worth.items():
-                worth[number][at, :, chunk] = found
+        handler = _RereadPass(attached, method, alone, repetition)
+        cache = prompt.model_cache.fork(torch.arange(at, at + 1, device=ids.device))
+        with handler.hooks():
+            attached.forward(ids, positions, handler, cache)
+        chunk = slice(first + repetition.chunk.start, first + repetition.chunk.stop)
+        for number, found in handler.worth.items():
+            worth[number][at, :, chunk] = found
     for state in states:
         device = state.lengths.prompt.device
-        rows_of_prompt = PromptRows(prompt.real.to(device), num_columns)
-        state.take_worth({number: each.to(device) for number, each in worth.items()}, rows_of_prompt)
+        rows = PromptRows(prompt.real.to(device), num_columns)
+        state.take_worth({number: each.to(device) for number, each in worth.items()}, rows)
 
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:

@@ -21,7 +21,7 @@ from harness.decoding import Draft, write
 from harness.errors import UserError
 from harness.model.attach import Attached, PrefilledPrompt, launching_on, prompt_bytes
 from harness.model.policies import Policy, new_states, policies_of
-from harness.model.rereading import held_bytes, read_again, run_prompts
+from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.offload import hot_rows, memory
 from harness.offload.cache import Batch, LayerCache, Stage, slots_needed
 from harness.offload.links import Link, Links, link_of
@@ -109,7 +109,8 @@ class LiveSession:
         """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
         self._open(prompt.real, activations=0)
         if self.method.rereads:
-            read_again(self.attached, self.method, self.states, prompt)
+            passes = planned(self.attached, self.method, prompt.ids, prompt.real)
+            read_again(self.attached, self.method, self.states, prompt, passes)
         for layer, states in enumerate(prompt.layers):
             self._keep_prompt(layer, *states)
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
