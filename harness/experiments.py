@@ -94,6 +94,8 @@ class Turns(Tasks):
     def check(self, config: RunConfig) -> None:
         if config.prefill != "auto":
             raise UserError(f"prefill={config.prefill}: kind=turns asks each question both ways; leave it out")
+        if config.task.too_long == "truncate":
+            raise UserError("too_long=truncate: kind=turns would cut a context differently for each question")
         super().check(config)
 
     def run(self, config: RunConfig, resources: Resources) -> Outcome:

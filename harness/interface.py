@@ -150,6 +150,19 @@ class Model:
         """
         return self._measured(methods, size, {"experiment": "tasks", "tasks": list(tasks)}, settings)
 
+    def turns(
+        self,
+        tasks: Sequence[str],
+        methods: Sequence[str] = ("full", "infinigen"),
+        size: float | str | None = None,
+        **settings: Any,
+    ) -> pd.DataFrame:
+        """Several questions to one cache, known and unknown when a method reduced it, as `experiment=turns`.
+
+        The arguments are those of `tasks`. Returns a frame with a line for each method; see `frame`.
+        """
+        return self._measured(methods, size, {"experiment": "turns", "tasks": list(tasks)}, settings)
+
     def _measured(
         self, methods: Sequence[str], size: float | str | None, run: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> pd.DataFrame:

@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from harness.decoding import Draft, sample, write
 from harness.errors import UserError
+from harness.records.record import changed_settings, settings_id
 from harness.settings.config import GREEDY, Sampling, SamplingConfig
 from tests.composed import load
 
@@ -108,6 +109,20 @@ def test_settings_that_make_no_sense_are_one_line(words, said):
     with pytest.raises(UserError) as error:
         load(words.split() if "experiment" in words else ["experiment=tasks", *words.split()])
     assert str(error.value).startswith(said)
+
+
+def test_what_decides_a_sampled_answer_is_in_the_identity_of_its_run():
+    def identity(kind: str, *words: str) -> str:
+        return settings_id(load([f"experiment={kind}", *words]), {})
+
+    warm = "temperature=0.5"
+    for kind in ("tasks", "turns", "long_decode"):
+        changed = [[], [warm], [warm, "top_p=0.9"], [warm, "top_k=9"], [warm, "seed=1"], ["temperature=0.6"]]
+        changed += [[warm, "repeats=2"]] if kind != "long_decode" else []
+        assert len({identity(kind, *words) for words in changed}) == len(changed)
+    assert identity("perplexity", warm) == identity("perplexity"), "nothing is generated"
+    config = load(["experiment=tasks", warm, "top_k=9", "repeats=2"])
+    assert changed_settings(config) == {"temperature": 0.5, "top_k": 9, "repeats": 2}
 
 
 def test_repeats_is_of_answers_or_of_a_timed_cell():

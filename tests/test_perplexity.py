@@ -26,7 +26,7 @@ from harness.model.load import LoadedModel
 from harness.model.tiny import tiny_model
 from harness.offload.live import generate
 from harness.resources import Memo
-from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig
+from harness.settings.config import CalibrationConfig, CorpusConfig, RunConfig, SamplingConfig
 from harness.settings.experiment import Outcome, find
 from methods.base import Method
 from methods.full import Full
@@ -212,6 +212,17 @@ def test_a_text_is_that_of_live_decoding(name):
     assert ours.tokens.tolist() == [text.tokens for text in live]
     assert ours.hidden.shape[:2] == (2, STEPS - 1)
     assert ours.reads.rows == 2 * (STEPS - 1) and ours.reads.size == pytest.approx(size)
+
+
+def test_texts_are_drawn_by_the_same_random_numbers(loaded, text):
+    """So the full cache's text is its own, and a method's parts from it where their predictions do."""
+    sampling = SamplingConfig(temperature=1.0)
+    for method, never in ((Full(), 3), (SINKS, 0)):
+        outcome = run("long_decode", loaded, text, method, sampling=sampling)
+        assert metrics_of(outcome)["never_diverged"] == never
+        full = [sample["tokens_full"] for sample in outcome.samples["prompts"]]
+        greedy = run("long_decode", loaded, text, method).samples["prompts"]
+        assert full != [sample["tokens_full"] for sample in greedy] and len({*map(tuple, full)}) == 3
 
 
 @two_methods

@@ -16,7 +16,7 @@ from harness.errors import UserError
 from harness.records import record as records
 from harness.records.samples import Baselines
 from harness.tables import write as tables
-from harness.tables.columns import LATENCY, METRICS, MISSING, TABLES, names, read_table, shape_of
+from harness.tables.columns import LATENCY, METRICS, MISSING, TABLES, names, quantity, read_table, shape_of
 from harness.tables.pages import MAX_WIDTH, render_markdown, render_terminal, sheets_of
 from tests.composed import load
 
@@ -205,8 +205,8 @@ def test_two_weights_of_one_model_are_told_apart(tmp_path):
 @pytest.fixture
 def shipped(tmp_path) -> Path:
     """Results with a table of H2O at two sizes and the full cache, shipped without its records."""
-    for overrides in ("method=full", "method=h2o size=0.1", "method=h2o size=0.2"):
-        save_task(tmp_path, *overrides.split(), size=0.1)
+    for overrides, size in (("method=full", 1.0), ("method=h2o size=0.1", 0.1), ("method=h2o size=0.2", 0.2)):
+        save_task(tmp_path, *overrides.split(), size=size)
     tables.update(tmp_path, "fig11")
     tables.ship(tmp_path)
     shutil.rmtree(tmp_path / "runs")
@@ -227,7 +227,7 @@ def test_a_run_of_ones_own_stands_beside_the_shipped_rows_and_replaces_the_one_i
     before = path.read_bytes()
     assert values(shipped) == SHIPPED and path.read_bytes() == before
     assert "own run" not in page(shipped, "fig11")
-    metrics = {"passkey": TASK_METRICS | {"acc": 0.5, "size": 0.1}}
+    metrics = {"passkey": TASK_METRICS | {"acc": 0.5, "size": 0.2}}
     for overrides in ("method=h2o size=0.2", "method=infinigen", "method=h2o size=0.1 label=Mine"):
         save(shipped, ["experiment=fig11", *overrides.split()], metrics)
     own = [("H2O", "size=0.2", "0.5", ""), ("InfiniGen", "", "0.5", ""), ("Mine", "size=0.1", "0.5", "")]
@@ -353,6 +353,32 @@ def test_a_terminal_shows_whatever_lm_eval_measured_in_parts_that_fit(tmp_path):
     assert all(part.count("InfiniGen") == 1 for part in (first, *others))
     assert "".join((first, *others)).count("75.0 ± 6.2") == 40
     assert "continued" not in first and all("continued" in part for part in others)
+
+
+def test_answers_of_several_repeats_have_their_own_error_and_pass_at_k(tmp_path):
+    name = "exact_match,strict-match"
+    of_filter = {name: 0.5, f"{name}_stderr": 0.1, f"{name}_repeats_stderr": 0.02}
+    passed = {"exact_match_pass@2,strict-match": 0.75, "exact_match_pass@2,strict-match_stderr": 0.05}
+    lengths = {"generated_tokens": 120.5, "generated_tokens_stderr": 3.0, "at_limit": 0.25}
+    sampled = ["temperature=0.6", "repeats=2"]
+    save(tmp_path, ["experiment=tasks", *sampled], {"gsm8k": of_filter | passed | lengths | sizes(0.2)})
+    rows = {row["metric"]: row for row in read_table(tables.update(tmp_path, "tasks"))}
+    assert [*rows] == [name, "generated_tokens", "at_limit", "exact_match_pass@2,strict-match"]
+    assert (rows[name]["stderr"], rows[name]["repeats_stderr"]) == (0.1, 0.02)
+    assert rows["exact_match_pass@2,strict-match"]["repeats_stderr"] is None
+    assert {row["settings"] for row in rows.values()} == {"temperature=0.6, repeats=2"}
+    shown = page(tmp_path, "tasks")
+    for words in ("exact_match, pass@2, strict-match (%)", "generated (tokens)", "75.0 ± 5.0", "120.5 ± 3.0", "25.0"):
+        assert words in shown, words
+    assert quantity("1024_pass@8").heading == "right at 1,024 tokens, pass@8 (%)"
+    assert quantity("known,1024").heading == "right at 1,024 tokens, question known (%)"
+    assert quantity("unknown_less_known,f1,none").heading == "f1, none, unknown less known"
+    assert "repeats_stderr" not in save_and_read(tmp_path)
+
+
+def save_and_read(folder: Path) -> str:
+    save_task(folder, "method=h2o")
+    return tables.update(folder, "fig11").read_text()
 
 
 def test_a_csv_gives_the_page_and_the_csv_that_its_records_gave(tmp_path):

@@ -303,9 +303,16 @@ def test_what_cannot_be_asked_in_turns(changes, said, told, loaded):
         run_turns(turns("toy_told", **told, **changes), loaded)
 
 
-def test_the_prompt_of_turns_is_no_setting():
-    with pytest.raises(UserError, match="^prefill=dense: kind=turns asks each question both ways; leave it out"):
-        load(["experiment=turns", "prefill=dense"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("prefill=dense", "prefill=dense: kind=turns asks each question both ways; leave it out"),
+        ("too_long=truncate", "too_long=truncate: kind=turns would cut a context differently for each question"),
+    ],
+)
+def test_settings_that_turns_refuse(setting, said):
+    with pytest.raises(UserError, match=f"^{said}"):
+        load(["experiment=turns", setting])
 
 
 def test_a_finished_run_is_found_again(loaded, monkeypatch, tmp_path, capsys):
