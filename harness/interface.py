@@ -35,7 +35,7 @@ from harness.settings.compose import load as load_settings
 from harness.settings.compose import override
 from harness.settings.config import ModelConfig, RunConfig
 from harness.settings.schema import options
-from harness.setup import calibrated, codec_of, tokenized
+from harness.setup import Setup, calibrated, codec_of, tokenized
 from harness.speed.generate import Generated, run_generate
 from harness.speed.latency import compute_threads, two_memories
 from harness.tables.write import with_rows
@@ -232,15 +232,16 @@ def attach(
         attached = stack.enter_context(attach_decoder(loaded.model))
         stack.enter_context(compute_threads(attached.device))
         calibration = calibrated(config, config.method, loaded, attached)
+        setup = Setup(tokenized(config.method, loaded), codec_of(config), calibration)
         _, link = stack.enter_context(two_memories(config, attached))
         stack.enter_context(streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned))
         yield CachedModel(
             attached,
-            tokenized(config.method, loaded),
+            setup.method,
             size=config.size,
             nearest=config.sizing == "nearest",
-            codec=codec_of(config),
-            calibration=calibration,
+            codec=setup.codec,
+            calibration=setup.calibration,
             placement=config.placement,
             link=link,
             device_rows=config.device_rows,

@@ -23,14 +23,18 @@ from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, S
 
 @dataclass(frozen=True)
 class Setup:
-    """method: `size` resolved. codec: None stores rows exactly. calibration: None where none is needed. device_rows,
-    prefetch: as in `LiveSession`."""
+    """method: `size` resolved, and settled by its calibration. codec: None stores rows exactly. calibration: None where
+    none is needed. device_rows, prefetch: as in `LiveSession`."""
 
     method: Method
     codec: AnyCodec | None
     calibration: Calibration | None
     device_rows: float = 0
     prefetch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method.needs_calibration and self.calibration is not None:
+            object.__setattr__(self, "method", self.method.settled(self.calibration))
 
     def replay(
         self, attached: Attached, final_lengths: Tensor, num_columns: int, *, measure_recall: bool = False

@@ -139,6 +139,11 @@ class Method:
         """
         raise NotImplementedError
 
+    def settled(self, calibration: Calibration) -> Self:
+        """This method with the settings that its calibration decides, such as which layers choose for others. It reads
+        as many tokens as before."""
+        return self
+
     # A second reading of the prompt
 
     def tokenized(self, encode: Callable[[str], Sequence[int]]) -> Self:

@@ -18,6 +18,7 @@ from methods.codec import ChannelCodec, Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
+from methods.kascade import Kascade
 from methods.kvzip import KVzip
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
@@ -187,6 +188,8 @@ CASES = {
     "vattention-cap": Case(VAttention(num_exempt_layers=0, covers="layer", group="best", num_sinks=0).with_size(0.4)),
     "vattention-union": Case(VAttention(epsilon=0.5, delta=0.3, fixed_frac=0.1, group="union", num_sinks=0, seed=3)),
     "vattention-true": Case(VAttention(epsilon=0.3, delta=0.3, fixed_frac=0.2, num_sinks=1, when="true_scores")),
+    "kascade": Case(Kascade(read_frac=0.3, min_tokens=2, anchors=(2,))),
+    "kascade-exempt": Case(Kascade(read_frac=0.4, min_tokens=2, num_anchors=1, num_exempt_layers=1)),
     "rest": Case(Resting(read_frac=0.5, page_size=2)),
     "biased": Case(Biased(read_frac=0.5, page_size=2)),
     "oracle": Case(Oracle(alpha=0.7, max_fetch_frac=0.5)),

@@ -51,14 +51,15 @@ FAMILIES = ("llama", "gqa", "opt", "phi3", "gpt_neox")
 @cache
 def calibration(num_kv_heads: int, head_dim: int) -> dict[str, Tensor]:
     """A random rotation per layer and KV head: no symmetry that could hide a transposed one; random gates of heads,
-    worths of channels, and moments of queries and keys."""
+    worths of channels, moments of queries and keys, and similarities of heads."""
     generator = torch.Generator().manual_seed(5)
     rotation = torch.linalg.qr(torch.randn(4, num_kv_heads, head_dim, head_dim, generator=generator)).Q
     gates = torch.rand(4, num_kv_heads, generator=generator)
     channels = {name: torch.rand(4, num_kv_heads, head_dim, generator=generator) for name in ("qk", "q", "k")}
     factors = {name: torch.randn(rotation.shape, generator=generator) / head_dim**0.5 for name in ("query", "key")}
     moments = {name: factor @ factor.mT for name, factor in factors.items()}
-    return {"rotation": rotation, "gates": gates, **channels, **moments}
+    similarity = torch.rand(4, 4, num_kv_heads, num_kv_heads, generator=generator)
+    return {"rotation": rotation, "gates": gates, **channels, **moments, "similarity": similarity}
 
 
 def calibration_of(attached: Attached) -> dict[str, Tensor]:

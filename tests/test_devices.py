@@ -67,7 +67,7 @@ class FollowingState(QuestState):
 
 
 FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
-METHODS = ("full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "kivi", "following")
+METHODS = ("full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "kivi", "kascade", "following")
 PLACED = [*((name, "host") for name in METHODS), ("int4", "device"), ("infinigen", "device")]
 
 

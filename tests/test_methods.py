@@ -13,6 +13,7 @@ from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, choose_columns
+from methods.kascade import Kascade
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
 from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, SnapKV
@@ -46,7 +47,9 @@ REFUSED = {
              (VAttention, "seed", -1)],
     ">= 0, inf or null": [(Oracle, "alpha", -1.0)],
     ">= 1": [(Quest, "page_size", 0), (PQCache, "sub_vectors", 0), (SnapKV, "window", 0), (RKV, "window", 0),
-             (RKV, "divide_length", 0), (DuoAttention, "num_recent", 0), (Twilight, "page_size", 0)],
+             (RKV, "divide_length", 0), (DuoAttention, "num_recent", 0), (Twilight, "page_size", 0),
+             (Kascade, "min_tokens", 0), (Kascade, "num_anchors", 0)],
+    "a list of layers >= 0, or null": [(Kascade, "anchors", (-1,))],
     ">= 1 or null": [(Oracle, "fixed_fetch", 0), (InfiniGen, "pool_tokens", 0), (Quest, "read_tokens", 0),
                      (TOVA, "kept_tokens", 0)],
     "from 1 to 8": [(PQCache, "bits", 9)],
@@ -57,7 +60,7 @@ REFUSED = {
                   (InfiniGen, "partial_weight_ratio", 0.0), (InfiniGen, "pool_frac", 1.5), (Loki, "rank", 0.0),
                   (ShadowKV, "rank_frac", 0.0), (SnapKV, "kept_frac", 0.0), (TOVA, "kept_frac", 1.1),
                   (Twilight, "p", 0.0), (Twilight, "max_fetch_frac", 1.1), (VAttention, "fixed_frac", 0.0),
-                  (VAttention, "base_frac", 0.0), (VAttention, "max_fetch_frac", 2.0)],
+                  (Kascade, "read_frac", 0.0), (VAttention, "base_frac", 0.0), (VAttention, "max_fetch_frac", 2.0)],
     "in [0, 1)": [(VAttention, "epsilon", 1.0)],
     "in (0, 0.5]": [(VAttention, "delta", 0.0), (VAttention, "delta", 0.6)],
     "one of own_query, true_scores": [(VAttention, "when", "previous_layer")],
@@ -243,6 +246,12 @@ SIZES = [
     (Twilight().with_size(0.7), ROW, 3 * 16 + 4),  # as many candidates
     (Twilight(candidate_frac=None).with_size(0.001), ROW, 1),
     (Twilight(p=1.0, group="union"), ROW, None),
+    (Kascade(), ROW, 100),
+    (Kascade(anchors=(1,), min_tokens=5), ROW, 10),
+    (Kascade(anchors=(1,), min_tokens=20), ROW, 20),
+    (Kascade(anchors=(1,)), ROW, 100),  # 128 at least
+    (Kascade(anchors=(2,), min_tokens=5), ROW, 100),
+    (Kascade(anchors=()).with_size(0.3), ROW, 30),
     (VAttention(), ROW, None),
     (VAttention().with_size(0.25), ROW, 25),
     (VAttention().with_size(0.001), ROW, 1),

@@ -1,0 +1,187 @@
+"""Kascade (Deshmukh et al., 2025, arXiv 2512.16391): a few anchor layers choose tokens for the layers behind them.
+
+An anchor computes the attention weights on all keys, adds them up over each group of query heads, and chooses each KV
+head's best tokens; it attends to these alone (layer 0 to all). A layer between two anchors reads what the last anchor
+chose: each of its KV heads takes the set of the anchor's head that is most similar on the calibration text.
+
+Similarity of head h of layer l to head g of layer a: the attention of h on the best tokens of g, over that on its own
+best tokens; mean over rows. Of all anchors, those are taken that make the sum over layers, mean over heads, of the
+similarity to the best head of the layer's anchor largest. A dynamic program finds them.
+
+Official code: github.com/microsoft/kascade, `src/strategies/DecodeOnlyKascadeStrategy.py` (the choice) and
+`src/runners/stats_runner.py` (similarity, anchors, heads).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from methods.base import (
+    Calibration,
+    Geometry,
+    Lengths,
+    Method,
+    Row,
+    Rows,
+    Selection,
+    State,
+    When,
+    floor_frac,
+    require,
+)
+from methods.selection import largest
+
+NUM_BEST, SHARE_OF_TEXT = 64, 16
+"""Best tokens that are compared: as many as in the official code, on a short text at most a sixteenth of it."""
+NUM_ROWS = 128
+"""Rows of the calibration text, at even distances in its second half, that are compared."""
+UNSEEN = torch.finfo(torch.float32).min / 2
+"""Added to the score of a token that is not attended to, where all rows are there: its weight becomes 0."""
+
+
+class KascadeState(State):
+    """chosen: by slot of a row's own token, what the last anchor chose for that row, bool [batch, num_kv_heads, slots].
+
+    heads: by layer that is no anchor, the anchor's head that each KV head takes its tokens from, int [num_kv_heads].
+    """
+
+    handed_on = ("chosen",)
+
+    def start(self, calibration: Calibration | None) -> None:
+        assert calibration is not None, "new_state refuses what is not calibrated"
+        self.chosen: dict[int, Tensor] = {}
+        self.last = -1  # the layer that selected last
+        self.heads: dict[int, Tensor] = {}
+        anchor = self.method.num_exempt_layers
+        for layer in range(anchor, self.geometry.num_layers):
+            if self.method.is_anchor(layer):
+                anchor = layer
+            else:
+                self.heads[layer] = calibration["similarity"][layer, anchor].argmax(-1)
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """No slot is freed, so a block's own tokens are in the last slots that it looks at."""
+        num_slots = rows.slot_positions.shape[-1]
+        own = range(num_slots - rows.positions.shape[1], num_slots)
+        count = self.method.num_chosen(rows.positions)
+        if layer in self.heads:
+            self.last = layer
+            masks = [pad(self.chosen[slot], (0, num_slots - self.chosen[slot].shape[-1])) for slot in own]
+            return Selection(torch.stack(masks, 2).index_select(1, self.heads[layer]), count)
+        weights = self.geometry.softmax(layer).weights(rows.true_scores().clone()).sum(2)
+        mask = largest(weights.masked_fill_(~rows.visible(), -math.inf), count)
+        if self.last != layer:  # the first block of rows: what was chosen for earlier rows is no longer needed
+            self.chosen = {}
+        self.last = layer
+        if layer + 1 in self.heads:
+            self.chosen |= dict(zip(own, mask.unbind(2), strict=True))
+        unseen = None if layer == 0 else torch.where(mask, 0.0, UNSEEN).unsqueeze(2)
+        return Selection(None, rows.positions, bias=unseen)
+
+
+@dataclass(frozen=True)
+class Kascade(Method):
+    """Anchors read every token. Other layers read max(`min_tokens`, floor(`read_frac` * cached)).
+
+    anchors: layers that are anchors, beside the first one under the method, which always is; None takes the best
+        `num_anchors` by the calibration, the first one counted.
+    """
+
+    read_frac: float = 0.1
+    min_tokens: int = 128
+    anchors: tuple[int, ...] | None = None
+    num_anchors: int = 5
+
+    num_exempt_layers: int = 0
+
+    title = "Kascade"
+    state = KascadeState
+    when = "earlier_layer"
+    needs_calibration = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_fraction("read_frac")
+        self._require_least(1, "min_tokens", "num_anchors")
+        rising = self.anchors is None or all(layer >= 0 for layer in self.anchors)
+        require(rising, "anchors", self.anchors, "a list of layers >= 0, or null")
+
+    def is_anchor(self, layer: int) -> bool:
+        """Without `anchors` the first `num_anchors` layers stand for those that the calibration will choose."""
+        first = self.num_exempt_layers
+        others = range(first, first + self.num_anchors) if self.anchors is None else self.anchors
+        return layer == first or layer in others
+
+    def when_of(self, layer: int) -> When:
+        return "kept" if self.is_anchor(layer) else "earlier_layer"
+
+    def calibrate(self, query: Tensor, key: Tensor, geometry: Geometry, earlier: Sequence[Calibration]) -> Calibration:
+        """similarity: of this layer's heads to those of each layer up to it, fp32 [num_layers, num_kv_heads,
+        num_kv_heads], 0 for later layers. best: int [num_kv_heads, rows, n], each row's best tokens."""
+        num_tokens, layer = key.shape[1], len(earlier)
+        rows = torch.linspace(num_tokens // 2, num_tokens - 1, min(NUM_ROWS, num_tokens - num_tokens // 2)).long()
+        softmax = geometry.softmax(layer)
+        scores = softmax.scores(query[None, :, rows.to(query.device)], key[None])
+        # The own token does not compete: every row reads it.
+        cached = torch.arange(num_tokens, device=key.device) < rows.to(key.device)[:, None]
+        weights = softmax.weights(scores.masked_fill_(~cached, -math.inf)).nan_to_num_()[0].sum(1)
+        best = weights.topk(max(1, min(NUM_BEST, num_tokens // SHARE_OF_TEXT))).indices
+        most = weights.gather(-1, best).sum(-1)
+        similarity = weights.new_zeros(geometry.num_layers, len(key), len(key))
+        for number, theirs in enumerate((*(each["best"] for each in earlier), best)):
+            for head, tokens in enumerate(theirs):
+                found = weights.gather(-1, tokens.expand(len(key), -1, -1)).sum(-1)
+                similarity[number, :, head] = (found / most.clamp(min=1e-30)).mean(-1)
+        return {"similarity": similarity, "best": best}
+
+    def settled(self, calibration: Calibration) -> Self:
+        if self.anchors is not None:
+            return self
+        of_layers = calibration["similarity"].amax(-1).mean(-1).tolist()
+        return replace(self, anchors=best_anchors(of_layers, self.num_exempt_layers, self.num_anchors))
+
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        last = geometry.num_layers - 1
+        exists = self.anchors is None or max(self.anchors, default=0) <= last
+        require(exists, "anchors", self.anchors, f"layers from 0 to {last}")
+
+    def tokens_read(self, row: Row, layer: int) -> float:
+        return self.max_tokens_read(row, layer)
+
+    def max_tokens_read(self, row: Row, layer: int) -> int:
+        chosen = max(self.min_tokens, int(self.read_frac * row.cached))
+        return row.cached if self.is_anchor(layer) else min(row.cached, chosen)
+
+    def with_size(self, frac: float) -> Self:
+        """Sized by the share that is chosen, without a least number."""
+        return replace(self, read_frac=frac, min_tokens=1)
+
+    def num_chosen(self, positions: Tensor) -> Tensor:
+        """Tokens that an anchor chooses for rows at `positions`, int alike."""
+        return torch.minimum(floor_frac(self.read_frac, positions).clamp(min=self.min_tokens), positions)
+
+
+def best_anchors(similarity: Sequence[Sequence[float]], first: int, number: int) -> tuple[int, ...]:
+    """The `number` anchors, `first` among them, with the largest sum of similarities.
+
+    similarity[layer][anchor]: of a layer to an earlier one. The program goes over the layers: `best[end]` is the best
+    sum of the layers before `end` with so many anchors, and the anchors.
+    """
+    num_layers = len(similarity)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {first: (0.0, ())}
+    for _ in range(min(number, num_layers - first)):
+        further: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for anchor, (total, anchors) in best.items():
+            for end in range(anchor + 1, num_layers + 1):
+                total += similarity[end - 1][anchor]
+                if end not in further or total > further[end][0]:
+                    further[end] = total, (*anchors, anchor)
+        best = further
+    return best[num_layers][1]
