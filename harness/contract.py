@@ -29,7 +29,7 @@ from harness.replay import ReplaySession
 from harness.settings.config import RunConfig
 from harness.setup import Setup, codec_of
 from harness.sizes import code_width, expected_size, resident_share
-from methods.base import Lengths, Method, Row, Rows, Selection
+from methods.base import NAMES_ROWS, Lengths, Method, Row, Rows, Selection
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 from methods.evicting import EvictingState
 
@@ -305,9 +305,12 @@ def rows_that_stay_are_counted(trial: Trial) -> str:
         expected_sizes = Result(logits, reads.size, reads.device_frac, reads.resident_frac)
         _same_sizes(result_of(session, logits), expected_sizes, "", "in replay")
         crossed, store = int(session.loaded_bytes), session.stores[-1]
-        exact = session.stores[0].slot_bytes * len(prompts) * store.num_kv_heads * sum(range(columns, columns + STEPS))
+        every = len(prompts) * store.num_kv_heads * sum(range(columns, columns + STEPS))
+        exact = session.stores[0].slot_bytes * method.num_exempt_layers
+        of_method = [policy for policy in session.policies if policy.kind == "method"]
+        whole = sum(policy.when not in NAMES_ROWS for policy in of_method)  # layers that read all and choose for others
     _same_logits(logits, trial.on_device.logits)
-    expected = round(reads.rows_loaded) * store.slot_bytes + method.num_exempt_layers * exact
+    expected = round(reads.rows_loaded) * store.slot_bytes + every * (exact + whole * store.slot_bytes)
     if crossed != expected:
         raise BrokenError(f"{crossed} bytes crossed; replay counts {expected}")
     early = ", some early" if prefetch else ""

@@ -27,7 +27,7 @@ from harness.model.rereading import run_prompts
 from harness.offload.hot_rows import HotRows, rooms
 from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
 from methods.attention import hide
-from methods.base import EMPTY, Calibration, Lengths, Method, PromptRows, Rows, Selection, State
+from methods.base import EMPTY, NAMES_ROWS, Calibration, Lengths, Method, PromptRows, Rows, Selection, State
 from methods.codec import AnyCodec, SplitCodec, without_keys
 
 SCORES_PER_CHUNK = 2**23
@@ -336,7 +336,8 @@ class DecodePass(Handler):
     def hot_rows(self, layer: int) -> HotRows | None:
         """The rows of a layer that would be on the device; None where none stay."""
         session, shape = self.session, self.session.attached.layers[layer]
-        if session.rooms is not None and layer not in session.hot_rows:
+        names_rows = self.policies[layer].when in NAMES_ROWS
+        if session.rooms is not None and names_rows and layer not in session.hot_rows:
             session.hot_rows[layer] = HotRows(session.rooms, shape.num_kv_heads, shape.device)
         return session.hot_rows.get(layer)
 
@@ -377,7 +378,9 @@ class DecodePass(Handler):
         if session.rooms is not None:
             width, heads = code_width(codec, geometry), geometry.num_kv_heads
             of_cache = num_layers * cached + in_windows(cached, geometry.windows)
-            crossed = (exempt * cached + width * self.loaded / heads) / of_cache
+            of_method = [policy for policy in self.policies if policy.kind == "method"]
+            read_whole = sum(policy.when not in NAMES_ROWS for policy in of_method)
+            crossed = (exempt * cached + width * (read_whole * cached + self.loaded / heads)) / of_cache
             sums["link_sum"] = float((weights * crossed).sum())
             sums["rows_loaded"] = float((weights * self.loaded).sum())
             sums["hit_sum"] = float((weights * (1 - self.missed / self.selected.clamp(min=1))).sum())

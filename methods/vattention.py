@@ -115,6 +115,10 @@ class VAttention(Selecting):
         self._require_one_of("index_bits", *INDEX_BITS)
         self._require_least(0, "seed")
 
+    def prefetches(self, layer: int) -> bool:
+        """Not where the number of samples depends on the own token's weight."""
+        return self.epsilon == 0 and super().prefetches(layer)
+
     @property
     def has_index(self) -> bool:
         """False where the true scores choose."""

@@ -40,6 +40,7 @@ from methods.quest import Quest
 from methods.rkv import RKV
 from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
+from methods.twilight import Twilight
 
 WELL_APART = 1e-6
 """The least `Reference.margin` at which fp32 and fp64 must choose alike."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.offload.store import Chosen, chosen, indices
-from methods.base import Lengths, Method, Row
+from methods.base import NAMES_ROWS, Lengths, Method, Row
 
 NO_ROOM = torch.iinfo(torch.int64).max
 """The age of a buffer row beyond a sequence's own room: it never gives way."""
@@ -26,14 +26,14 @@ NO_ROOM = torch.iinfo(torch.int64).max
 def rooms(method: Method, layers: Iterable[int], device_rows: float, lengths: Lengths) -> list[int]:
     """Of each sequence the rows that a KV head keeps on the device: `device_rows` times what it reads at most.
 
-    layers: those under the method.
+    layers: those under the method. Only those that name their rows keep some.
     """
-    layers = list(layers)
+    layers = [layer for layer in layers if method.when_of(layer) in NAMES_ROWS]
 
     @cache
     def room(prompt: int, final: int) -> int:
         rows = [Row(cached, prompt, final) for cached in range(prompt, final + 1)]
-        most = max(method.max_tokens_read(row, layer) for row in rows for layer in layers)
+        most = max((method.max_tokens_read(row, layer) for row in rows for layer in layers), default=1)
         return min(math.ceil(device_rows * most), final)
 
     prompts, finals = (part.tolist() for part in lengths)
