@@ -208,7 +208,8 @@ def test_a_fork_is_each_continuation_alone(tiny_gqa, name):
     assert together.rows == separate.rows
     assert together.size == pytest.approx(separate.size)
     assert together.device_frac == pytest.approx(separate.device_frac)
-    if not isinstance(case.method, Quest | Twilight | ShadowKV):  # what they keep of a sequence is as long as a batch's longest
+    # These keep as much of a sequence as a batch's longest needs.
+    if not isinstance(case.method, Quest | Twilight | ShadowKV):
         assert together.resident_frac == pytest.approx(separate.resident_frac)
     assert together.size_artifact == pytest.approx(separate.size_artifact)
     assert together.attention_recall == pytest.approx(separate.attention_recall, abs=1e-5)
