@@ -160,7 +160,14 @@ class Oracle(ScoreSelecting):
 
 
 class InfiniGenState(ProjectedState):
-    """The projection is A restricted to the sequence's own columns, or the balanced one; the query is rehearsed."""
+    """The projection is A restricted to the sequence's own columns, or the balanced one; the query is rehearsed.
+
+    centre[layer]: [batch, num_kv_heads, 1, columns], what a balanced index in few bits takes off every key before it is
+    coded: the mean of the prompt's. All scores of a query lose the same, so the choice stays.
+    """
+
+    sequence_tensors = (*ProjectedState.sequence_tensors, "centre")
+    centre: dict[int, Tensor]
 
     def start(self, calibration: Calibration | None) -> None:
         super().start(calibration)
@@ -172,13 +179,22 @@ class InfiniGenState(ProjectedState):
             known = [] if self.measured is None else [{name: each[layer] for name, each in self.measured.items()}]
             if self.method.statistics != "calibration":
                 known.append(moments(query, key, rows.real))
-            pair = balanced(known, self.method.num_columns(key.shape[-1])).to(key)
+            is_coded = self.method.index_bits is not None
+            pair = balanced(known, self.method.num_columns(key.shape[-1]), white_keys=is_coded).to(key)
+            if is_coded:
+                real = rows.real[:, None, :, None]
+                mean = (key * real).sum(2, keepdim=True, dtype=torch.float32) / real.sum(2, keepdim=True)
+                self.centre[layer] = mean.to(key) @ pair[:, -1]
             return pair.expand(len(key), -1, -1, -1, -1)
         if self.measured is None:
             basis = torch.eye(key.shape[-1], dtype=key.dtype, device=key.device).expand(key.shape[1], -1, -1)
         else:
             basis = self.measured["rotation"][layer].to(key)
         return choose_columns(query, key, rows.real, basis, self.method).unsqueeze(1)
+
+    def partial_key(self, layer: int, key: Tensor) -> Tensor:
+        partial = super().partial_key(layer, key)
+        return partial - self.centre[layer] if layer in self.centre else partial
 
     def select(self, layer: int, rows: Rows) -> Selection:
         """Steps 3 and 4."""
@@ -455,13 +471,20 @@ def moments(query: Tensor, key: Tensor, real: Tensor) -> dict[str, Tensor]:
     return {"query": weighted.flatten(2, 3).mT @ grouped.flatten(2, 3), "key": (centred * weight).mT @ centred}
 
 
-def balanced(known: Sequence[Mapping[str, Tensor]], columns: int) -> Tensor:
+def balanced(known: Sequence[Mapping[str, Tensor]], columns: int, *, white_keys: bool = False) -> Tensor:
     """W_q and W_k, fp64 [batch, 2, num_kv_heads, head_dim, columns], by the sum of the `known` moments. Moments without
-    a batch axis count for all sequences."""
+    a batch axis count for all sequences.
+
+    white_keys: W_q S^(1/2) and W_k S^(-1/2) in their place. Their products are the same, and every column of the keys
+    has variance 1. Coded in steps that all columns share, with an error of e^2 in units of the keys' variance, the
+    scores then err by e^2 sum S^2 in place of e^2 max S sum S.
+    """
     left, right = (_factor(reduce(torch.add, (each[name].double() for each in known))) for name in ("query", "key"))
     left_basis, strength, right_basis = torch.linalg.svd(left.mT @ right)
     scale = strength[..., None, :columns].rsqrt()
     of_query, of_key = right @ right_basis.mT[..., :columns] * scale, left @ left_basis[..., :columns] * scale
+    if white_keys:
+        of_query, of_key = of_query / scale, of_key * scale
     return torch.stack([of_query, of_key], -4)
 
 

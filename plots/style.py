@@ -90,6 +90,9 @@ LOOKS = {
     "infinigen": Look(BLUE, "o", "-", ""),
     "infinigen+reuse": Look(SKY, "p", ":", "///"),
     "infinigen+int4": Look(YELLOW, "h", "-.", "++"),
+    "InfiniGen2": Look(INDIGO, "D", "-", "//"),
+    "infinigen2": Look(INDIGO, "D", "-", "//"),
+    "infinigen2+rows": Look(TEAL, "H", "--", "xx"),
     "accuracy": Look(BLUE, "o", "-"),
     "latency": Look(VERMILION, "s", "--"),
 }

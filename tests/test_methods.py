@@ -12,7 +12,7 @@ from harness.records import inputs
 from methods.base import EMPTY, Geometry, Lengths, PromptRows, Row, Rows
 from methods.full import Full
 from methods.h2o import H2O
-from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, choose_columns
+from methods.infinigen import COLUMN_RULES, InfiniGen, Oracle, balanced, choose_columns, moments
 from methods.kascade import Kascade
 from methods.pqcache import PQCache
 from methods.projected import DoubleSparsity, Loki, SparQ
@@ -390,3 +390,43 @@ def test_the_importance_of_columns_overflows_in_no_half_precision(rule, prompt, 
     got = choose_columns(query, key, real, basis, method)
     assert got.dtype == torch.float16 and float(query.abs().sum(2, dtype=torch.float32).min()) > 65_504
     assert torch.equal(got.float(), choose_columns(query.float(), key.float(), real, basis.float(), method))
+
+
+# A balanced index in few bits
+
+
+def prompt_of(bias: float) -> tuple[torch.Tensor, torch.Tensor, PromptRows]:
+    """Query [1, 4, 40, 16], key [1, 2, 40, 16] whose channels differ in size and have a mean, and the rows."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2))
+    channels = torch.linspace(0.1, 3, 16)
+    return query, key * channels + bias * channels.flip(0), PromptRows(torch.ones(1, 40, dtype=torch.bool), 48)
+
+
+def test_white_keys_have_variance_one_and_the_same_scores():
+    query, key, rows = prompt_of(bias=5.0)
+    known = [moments(query, key, rows.real)]
+    plain, white = (balanced(known, 6, white_keys=each) for each in (False, True))
+    products = (of_query @ of_key.mT for of_query, of_key in (each.unbind(1) for each in (plain, white)))
+    torch.testing.assert_close(*products, rtol=1e-9, atol=1e-9)
+    partial = key.double() @ white[:, 1]
+    torch.testing.assert_close(partial.var(2, correction=0), torch.ones(1, 2, 6).double(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(("bits", "one_code"), [(8, 0.02), (4, 0.3)])
+def test_a_mean_that_all_keys_share_costs_no_bits(bits, one_code):
+    """Scores on coded keys, but for what all keys of a query have in common, are those without the mean. A number may
+    fall to the next code."""
+    method = InfiniGen(index="balanced", statistics="prompt", index_bits=bits)
+    found = []
+    for bias in (0.0, 100.0):
+        query, key, rows = prompt_of(bias)
+        state = method.new_state(SHAPE, lengths_of([40], [48]))
+        state.prompt(0, query, key, key, rows)
+        positions = torch.full((1, 1), 40)
+        asked = Rows(query[:, :, -1:], positions, positions >= 0, rows.positions[:, None], positions[None], torch.empty)
+        scores = state.scores(0, asked)
+        found.append(scores - scores.mean(-1, keepdim=True))
+        width = 5 * bits + 32  # ceil(0.3 * 16) numbers and their scales
+        assert state.index_read(0, positions).item() == pytest.approx(40 * width / 16 / 32)
+    torch.testing.assert_close(*found, rtol=0, atol=one_code)
