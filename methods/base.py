@@ -242,7 +242,8 @@ class State:
     def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
         """Take what `Method.reread` said of each prompt token, before the `prompt` of any layer.
 
-        worth: by layer, those on other devices included, fp32 [batch, num_kv_heads, prompt]; 0 for a token of no chunk.
+        worth: of every layer under the method, on the layer's device, fp32 [batch, num_kv_heads, prompt]; 0 for a token
+        of no chunk.
         """
         raise NotImplementedError
 

@@ -34,17 +34,19 @@ class KVzipState(PromptEvictingState):
     competing tokens that stay where the layers share one budget, int [batch, num_kv_heads]."""
 
     def take_worth(self, worth: Mapping[int, Tensor], rows: PromptRows) -> None:
-        self.worth = dict(worth)
+        device = rows.real.device
+        self.worth = {layer: each for layer, each in worth.items() if each.device == device}
         self.counts: dict[int, Tensor] = {}
         if self.method.layers != "adaptive":
             return
         layers = range(self.method.num_exempt_layers, self.geometry.num_layers)
         tokens = rows.positions[:, None, None]
         before = (rows.lengths - self.method.window)[:, None, None, None]
-        stacked = torch.stack([worth[layer] for layer in layers], 1)  # [batch, layers, num_kv_heads, prompt]
+        stacked = torch.stack([worth[layer].to(device) for layer in layers], 1)  # [batch, layers, num_kv_heads, prompt]
         stacked = stacked.masked_fill((tokens < self.method.num_sinks) | (tokens >= before), -INF)
         counts = won(stacked.flatten(1, 2), self.shares.sum(0)[:, None] * self.geometry.num_kv_heads)
-        self.counts = dict(zip(layers, counts.unflatten(1, stacked.shape[1:3]).unbind(1), strict=True))
+        by_layer = dict(zip(layers, counts.unflatten(1, stacked.shape[1:3]).unbind(1), strict=True))
+        self.counts = {layer: by_layer[layer] for layer in self.worth}
 
     def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
         return self.worth.pop(layer)

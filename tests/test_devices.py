@@ -67,7 +67,10 @@ class FollowingState(QuestState):
 
 
 FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
-METHODS = ("full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "kivi", "kascade", "following")
+METHODS = (
+    "full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "retroinfer", "kvzip", "kivi", "kascade",
+    "following",
+)  # fmt: skip
 PLACED = [*((name, "host") for name in METHODS), ("int4", "device"), ("infinigen", "device")]
 
 
@@ -127,7 +130,7 @@ def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
 
 
 @needs_fakes
-@pytest.mark.parametrize("name", ["int4", "infinigen", "pool-counter", "shadowkv", "following"])
+@pytest.mark.parametrize("name", ["int4", "infinigen", "pool-counter", "shadowkv", "retroinfer", "kvzip", "following"])
 def test_replay_mixes_no_devices(gpus, monkeypatch, name):
     asked, case = gpus._value, case_of(name)
 

@@ -124,9 +124,7 @@ def read_again(
         for number, found in handler.worth.items():
             worth[number][at, :, chunk] = found
     for state in states:
-        device = state.lengths.prompt.device
-        rows = PromptRows(prompt.real.to(device), num_columns)
-        state.take_worth({number: each.to(device) for number, each in worth.items()}, rows)
+        state.take_worth(worth, PromptRows(prompt.real.to(state.lengths.prompt.device), num_columns))
 
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:
