@@ -218,7 +218,7 @@ def _output_matrix(decoder: Decoder, layer: Layer) -> Tensor:
     def output(part: Tensor) -> Tensor:
         """What the module makes of `part` [n, rows, heads, value_dim]: [n, rows, hidden_size]."""
         call = layer.call.with_hidden(
-            inputs.expand(len(part), -1, -1), attention_mask=None, past_key_values=ModelCache(decoder.stack.config)
+            inputs.repeat(len(part), 1, 1), attention_mask=None, past_key_values=ModelCache(decoder.stack.config)
         )
         with attention_function(decoder.stack, lambda *_, **__: (part.contiguous(), None)):
             made = first_tensor(layer.module.forward(*call.args, **call.kwargs))
