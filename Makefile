@@ -9,6 +9,7 @@
 # As two processes of one machine, which is for accuracy only, as timed cells want it to themselves:
 #   OMP_NUM_THREADS=1 .venv/bin/python run.py -m hydra/launcher=joblib hydra.launcher.n_jobs=2 \
 #     grid=accuracy grid.share=1/2,2/2
+#   make leaderboard METHOD=./my_method.py      a method of one's own beside the shipped ones; CODEC=./my_codec.py a codec
 #   make test ARGS="-k quantization"
 #   make setup PYTHON=/usr/bin/python3.12       a certain interpreter
 #   make test VENV=.venv-3.12 PYTHON=python3.12      the tests on another one, beside the first
@@ -25,6 +26,8 @@ LOCKS := requirements.lock requirements-model.lock
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 
 MODEL ?= smollm2-135m
+METHOD ?=
+CODEC ?=
 DATA ?= offline
 PLATFORM ?= cpu
 WEIGHTS ?= pretrained
@@ -81,8 +84,12 @@ accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=,
 speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=, WEIGHTS=, ARGS=)
 	$(PY) run.py grid=$(SPEED_GRID) platform=$(PLATFORM) model=$(MODEL) model.weights=$(WEIGHTS) $(ARGS)
 
-leaderboard: $(STAMP)  ## every method at equal bytes: results/leaderboard.md and the report (MODEL=, RESULTS=, ARGS=)
-	@code=0; $(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(ARGS) || code=$$?; \
+# A method or codec of one's own alone, which stands beside the rows that are there; the full cache's answers go with it.
+OWN = $(if $(METHOD)$(CODEC),method=$(or $(METHOD),full) $(if $(CODEC),codec=$(CODEC)))
+
+leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: results/leaderboard.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
+	@code=0; $(if $(OWN),$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
+	$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
 	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
 	exit $$code
 

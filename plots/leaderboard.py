@@ -3,7 +3,8 @@
 Left, a line per method: its KL at each size, the closest to the full cache first; the fuller a marker, the larger the
 size. Right, a point per method and size: its look says how the method reads less, hollow where the step is modelled.
 The line is the front, of points that no other beats in both; their names stand to the left and below, where by its
-meaning nothing else lies. The full cache, whose KL is 0, is a line at its step time.
+meaning nothing else lies. The full cache, whose KL is 0, is a line at its step time. One's own runs beside the shipped
+ones have a colour of their own, and their label in the legend.
 """
 
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ LINE_INCHES, COST_INCHES, WIDTHS = 0.125, 2.7, (5.0, 4.6)
 def draw(tables: data.Tables, name: str) -> Figure | None:
     """The figure; None without `leaderboard.csv`."""
     rows = tables.read("leaderboard", columns.BOARD)
+    is_shipped = rows.shipped.fillna("") != ""
+    rows["own"] = (~is_shipped) & bool(is_shipped.any())
     rows = rows[rows[KL].notna() & rows.family.notna()]
     points = rows[rows[KL] > LEAST_KL]
     if points.empty:
@@ -74,7 +77,7 @@ def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
     lines = {label: line for line, label in enumerate(order.index)}
     for label, own in points.groupby("label", sort=False):
         own = own.sort_values("size")
-        color, marker = (FAMILIES.get(own.family.iloc[0], OTHER)[part] for part in ("color", "marker"))
+        color, marker = _look(own)
         axes.plot(own[KL], [lines[label]] * len(own), color=color, linewidth=0.6, alpha=0.5)
         for _, row in own.iterrows():
             fill = 1 if pd.isna(row.asked_size) else (sizes.index(row.asked_size) + 1) / len(sizes)
@@ -90,6 +93,8 @@ def _draw_names(axes: Axes, panel: pd.DataFrame) -> None:
     axes.set_yticks(range(len(lines)), list(lines), fontsize=6)
     for tick in axes.get_yticklabels():
         tick.set_fontweight("bold" if tick.get_text() in fronts else "normal")
+        if tick.get_text() in set(points[points.own].label):
+            tick.set_color(style.look(tick.get_text()).color)
     axes.set(xlabel="KL(full || method) (nats)", ylim=(-0.7, len(lines) - 0.3))
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
@@ -100,11 +105,11 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     column, factor, words = COSTS[cost]
     panel = panel[panel[column].notna()].assign(x=factor * panel[column])
     points = panel[panel[KL] > LEAST_KL]
-    for family, own in points.groupby("family", sort=False):
-        color, marker = (FAMILIES.get(str(family), OTHER)[part] for part in ("color", "marker"))
+    for name, own in points.groupby(points.label.where(points.own, points.family), sort=False):
+        color, marker = _look(own)
         hollow = (own.step_source == "modelled") & (cost == "step time")  # bytes over the link are never modelled
         for part, face in ((own[hollow], "none"), (own[~hollow], color)):
-            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=family if len(part) else None)
+            axes.plot(part.x, part[KL], marker, color=color, markerfacecolor=face, label=name if len(part) else None)
     if cost == "step time":
         for x in panel[panel.family == ALL].x:
             axes.axvline(x, color=style.BLACK, linestyle="--", linewidth=1, label=style.FULL)
@@ -119,6 +124,15 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _look(rows: pd.DataFrame) -> tuple[str, str]:
+    """Colour and marker of one label's rows: its family's, and of one's own runs the label's."""
+    if rows.own.any():
+        own = style.look(str(rows.label.iloc[0]))
+        return own.color, own.marker or "o"
+    family = FAMILIES.get(str(rows.family.iloc[0]), OTHER)
+    return family["color"], family["marker"]
 
 
 def _name(axes: Axes, front: pd.DataFrame) -> None:

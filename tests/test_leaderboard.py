@@ -1,5 +1,6 @@
 """The leaderboard: its grid, its rows, its pages and marks, the fronts, and the fastest method within a limit of KL."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from omegaconf import OmegaConf
 from test_tables import LATENCY_METRICS, answers, save
 
 from harness.errors import UserError
-from harness.launch import cli
+from harness.launch import cli, new_method
 from harness.launch.grid import read_plan
+from harness.model.tiny import tiny_model
 from harness.records.samples import clustered_stderr
 from harness.settings.compose import choices, compose
 from harness.settings.schema import options
@@ -18,7 +20,13 @@ from harness.tables import write as tables
 from harness.tables.columns import BOARD, TableRow, names, read_table, shape_of
 from harness.tables.leaderboard import GRID, REFERENCES, complete, fastest, fronts, step_seconds
 from harness.tables.pages import render_markdown, sheets_of
+from plots import data, style
+from plots.leaderboard import draw as draw_leaderboard
 from tests.composed import load
+from tests.runs import letters
+from tests.tokens import byte_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
 
 COMMON = ["num_windows=2", "num_samples=4", "tasks=[kv_recall,passkey]"]
 WHEN = {"full": "kept", "int4": "kept", "streaming": "kept", "infinigen": "previous_layer", "oracle": "true_scores"}
@@ -296,3 +304,61 @@ def test_what_cannot_be_answered_is_one_line(other, tmp_path, capsys):
     row = {"label": "H2O", "size": 0.25, "kl_nats": 0.3, "compute_s": 1.0, "link_bytes": 1.0, "late_bytes": 0.0}
     with pytest.raises(UserError, match=r"max_kl=0.1: no method has it; the closest, H2O at size 25.0%, has 0.3000"):
         fastest([row, row | {"label": "Streaming", "kl_nats": 0.5}], 1.0, 0.1)
+
+
+# One's own method or codec beside the shipped ones
+
+CODEC = """
+from dataclasses import dataclass
+
+from methods.codec import RowCodec
+import torch
+
+@dataclass(frozen=True)
+class Half(RowCodec):
+    bits = 16
+
+    def row_bytes(self, head_dim):
+        return 2 * head_dim
+
+    def encode(self, x):
+        return x.to(torch.float16).contiguous().view(torch.uint8)
+
+    def decode(self, packed, head_dim, dtype):
+        return packed.view(torch.float16).to(dtype)
+"""
+SMALL = [
+    "seq_len=200", "prefill_len=150", "num_windows=1", "num_samples=2", "tasks=[passkey]", "too_long=truncate",
+    "calibration.num_tokens=64", "batch_size=1", "prompt_len=24", "gen_len=6", "warmup_steps=1", "timed_steps=1",
+    "platform.link_gbps=1",
+]  # fmt: skip
+
+
+def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monkeypatch, capsys):
+    """As `make leaderboard METHOD=` and `CODEC=` start them, on a toy that has the shipped rows' model's name."""
+    file = letters(own_folder, monkeypatch, 1000)
+    tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("smollm2-135m")
+    byte_tokenizer().save_pretrained("smollm2-135m")
+    shutil.copytree(ROOT / "results" / "tables", "results/tables")
+    shipped = board(Path("results"))
+    assert new_method.main(["page_means"]) == 0
+    Path("half.py").write_text(CODEC)
+    settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
+    for own in (["method=full"], ["method=./page_means.py", "codec=./half.py"]):
+        assert cli.main(["grid=leaderboard", *settings, *own]) == 0, capsys.readouterr().err
+    rows = [row for row in board(Path("results")) if row["model"] == "smollm2-135m"]
+    mine = {row["label"]: row for row in rows if row["shipped"] != "yes"}
+    label = "Page means + half"
+    assert set(mine) == {"Full cache", label} and mine[label]["codec"] == "half"
+    others = {row["label"] for row in shipped if row["model"] == "smollm2-135m"}
+    assert {row["label"] for row in rows} == {*mine, *others} and len(others) > 25
+    assert sorted(row["asked_size"] for row in rows if row["label"] == label) == [0.1, 0.16, 0.25]
+    assert mine[label]["step_s"] > 0 and mine[label]["passkey_difference"] is not None
+    page = Path("results/leaderboard.md").read_text()
+    assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page
+    assert len([line for line in page.splitlines() if re.match(r"\| \W*Page means \+ half \W*\*", line)]) == 3
+    with style.applied():
+        figure = draw_leaderboard(data.Tables(Path("results/tables")), "frontier")
+    ticks = {tick.get_text(): tick.get_color() for tick in figure.axes[0].get_yticklabels()}
+    assert ticks[label] not in {ticks["InfiniGen"], ticks["Quest"], ticks["H2O"]}
+    assert {label, "retrieves"} <= {text.get_text() for text in figure.legends[0].get_texts()}
