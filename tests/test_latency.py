@@ -39,7 +39,7 @@ BATCH, PROMPT = 2, 40
 SHAPE = LatencyConfig(BATCH, PROMPT, gen_len=12, warmup_steps=2, timed_steps=4, repeats=2)
 TIMED = range(2, 10)
 """The steps that are timed; before step s, PROMPT + s tokens are cached."""
-METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen}
+METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": InfiniGen}
 FAST = 1e9
 """Bytes/s of a link that costs nothing here."""
 
