@@ -160,8 +160,7 @@ def _both_ways(
     for sample, other in zip(samples, others, strict=True):
         entry = {"question": sample["question"], "context": contexts[sample["question"]]}
         joined.append(entry | _of(sample["question"], by_question) | {UNKNOWN: sample, KNOWN: other})
-    shared = ("num_samples", "num_fewshot", "num_truncated")
-    return metrics | {each: unknown[each] for each in shared if each in unknown}, joined
+    return metrics | {each: unknown[each] for each in ("num_samples", "num_fewshot")}, joined
 
 
 class ReplayEngine:
