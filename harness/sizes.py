@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from harness.errors import UserError
-from methods.base import Geometry, Method, Row, State, Window
+from methods.base import NAMES_ROWS, Geometry, Method, Row, State, Window
 from methods.codec import AnyCodec, without_keys
 
 TOLERANCE = 0.01
@@ -86,8 +86,8 @@ def resident_share(
     fp64 [batch].
 
     states: the method's, one on each device; none: it reads all, and its codec may leave the last tokens exact.
-    final: int [batch], T. rooms: of each sequence the fetched rows that a KV head keeps in each layer under the method;
-    None: none stay. A state's tensors of a sequence count as they are, in a batch as long as the longest sequence
+    final: int [batch], T. rooms: of each sequence the fetched rows that a KV head keeps in each layer that names its
+    rows; None: none stay. A state's tensors of a sequence count as they are, in a batch as long as the longest sequence
     needs them; those of slots count as many slots as tokens are kept, of however many there is room for.
     """
     final = final.cpu()
@@ -114,8 +114,9 @@ def resident_share(
         resident = [sum(method.tokens_resident(row, layer) for layer in layers) for row in _last_rows(states[0])]
         kept += token * torch.tensor(resident, dtype=torch.float64)
     if rooms is not None:
-        hot = torch.tensor(rooms, dtype=torch.float64) * (geometry.num_layers - num_exempt)
-        kept += token * code_width(codec, geometry) * hot
+        method = states[0].method
+        naming = sum(method.when_of(layer) in NAMES_ROWS for layer in range(num_exempt, geometry.num_layers))
+        kept += token * code_width(codec, geometry) * naming * torch.tensor(rooms, dtype=torch.float64)
     return kept / (token * (geometry.num_layers * final.double() + local))
 
 

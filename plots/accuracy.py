@@ -322,8 +322,18 @@ def choices(tables: data.Tables, name: str) -> Figure | None:
 
 
 def index(tables: data.Tables, name: str) -> Figure | None:
-    """What an index on the device costs and gives: KL, and accuracy as the mean over the tasks, by the share of the
-    full cache that the method keeps on the device; a line per label. The error takes tasks as independent."""
+    """What an index on the device costs and gives, by the share of the full cache that the method keeps there."""
+    return _by_share(tables, name, columns.RESIDENT_FRAC.name, "index on the device (% of full cache)")
+
+
+def ablation(tables: data.Tables, name: str) -> Figure | None:
+    """What each change from InfiniGen to InfiniGen2 gives, by the share of the full cache that is read."""
+    return _by_share(tables, name, columns.SIZE.name, "read (% of full cache)")
+
+
+def _by_share(tables: data.Tables, name: str, share: str, words: str) -> Figure | None:
+    """KL, and accuracy as the mean over the tasks, by a share of the full cache, a column of the table; a line per
+    label. The error takes tasks as independent."""
     rows = data.of_metrics(data.whole_texts(tables.accuracy(name)), ["kl_nats", "acc"])
     looks = style.in_sequence(rows.label)
 
@@ -331,14 +341,14 @@ def index(tables: data.Tables, name: str) -> Figure | None:
         metric = panel.metric.iloc[0]
         factor = columns.METRICS[metric].factor
         points = panel.groupby(["label", "run_id"], sort=False, as_index=False).agg(
-            x=(columns.RESIDENT_FRAC.name, "mean"),
+            x=(share, "mean"),
             y=("value", "mean"),
             stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors)),
         )
         for label in (label for label in looks if label in set(points.label)):
             own = points[points.label == label].sort_values("x")
             style.error_line(axes, 100 * own.x, factor * own.y, factor * own.stderr, name=label, like=looks[label])
-        axes.set(ylabel=AXES[metric], xlabel="index on the device (% of full cache)")
+        axes.set(ylabel=AXES[metric], xlabel=words)
 
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
     note = f"accuracy: mean of {tasks}; {style.error_note(rows)}"
