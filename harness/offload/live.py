@@ -107,9 +107,9 @@ class LiveSession:
     @torch.inference_mode()
     def start(self, prompt: PrefilledPrompt) -> Tensor:
         """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
-        self._open(prompt.real, activations=0)
+        passes = planned(self.attached, self.method, prompt.ids, prompt.real) if self.method.rereads else []
+        self._open(prompt.real, prompt_bytes(self.attached, max((each.ids.numel() for each in passes), default=0)))
         if self.method.rereads:
-            passes = planned(self.attached, self.method, prompt.ids, prompt.real)
             read_again(self.attached, self.method, self.states, prompt, passes)
         for layer, states in enumerate(prompt.layers):
             self._keep_prompt(layer, *states)
