@@ -6,8 +6,10 @@ Made once a process and handed to each run. A run's numbers do not depend on wha
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from harness.files import available_memory
 from harness.settings.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Resources:
 
     loaded: a model in memory, which then is the model of every run. references: dense passes of windows, and texts
     decoded under the full cache, with which every method of a sweep is compared. prompts: the dense pass of the last
-    timed shape.
+    timed shape. shares_prompts: several runs follow, so that the passes over prompts are kept as far as memory allows.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -45,6 +47,7 @@ class Resources:
         self._last: tuple[ModelConfig, LoadedModel] | None = None
         self.references: Memo = Memo()
         self.prompts: Memo = Memo(limit=1)
+        self.shares_prompts = False
 
     def model(self, config: ModelConfig) -> LoadedModel:
         """The model of `config`, loaded once for all runs that follow one another with equal settings."""
@@ -55,4 +58,10 @@ class Resources:
 
             self._last, self.references, self.prompts = None, Memo(), Memo(limit=1)  # frees memory for the next one
             self._last = (config, load_model(config))
-        return self._last[1]
+        loaded = self._last[1]
+        if self.shares_prompts and loaded.prompts is None and config.device == "cpu":
+            from harness.model.attach import DensePrompts
+
+            loaded = replace(loaded, prompts=DensePrompts(available_memory() // 4))
+            self._last = (config, loaded)
+        return loaded

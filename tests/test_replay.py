@@ -9,7 +9,7 @@ import pytest
 import reference as plain
 import torch
 from cases import CASES, WIDE, Case, smooth
-from living import calibration
+from living import PROMPTS, calibration, replay, tiny
 from replaying import (
     LENGTH,
     PROMPT,
@@ -27,7 +27,7 @@ from replaying import (
 
 from harness import replay as passes
 from harness.errors import UserError
-from harness.model.attach import attach
+from harness.model.attach import Attached, DensePrompts, attach
 from harness.sizes import ReadStats
 from methods import attention
 from methods.codec import Codec, SplitCodec
@@ -247,3 +247,32 @@ def test_limit_cases_are_the_full_cache(tiny_gqa, name):
         return
     assert limit.reads.size == limit.reads.size_artifact == 1
     assert limit.reads.attention_recall == pytest.approx(1, abs=1e-6)
+
+
+# Prompts that runs share
+
+
+def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(monkeypatch):
+    """In one process, one method after another: none changes what the next one starts from."""
+    prompts, model, passes = DensePrompts(2**20), tiny("gqa"), []
+    forward = Attached.forward
+
+    def counted(self, ids, *args, **kwargs):
+        passes.append(ids.shape)
+        return forward(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Attached, "forward", counted)
+
+    def replayed(case: Case, shared: DensePrompts | None) -> torch.Tensor:
+        with attach(model, shared) as attached:
+            return replay(attached, case, PROMPTS["padded"]).logits
+
+    alone = {name: replayed(case, None) for name, case in CASES.items()}
+    del passes[:]
+    for name, expected in alone.items():
+        assert torch.equal(replayed(CASES[name], prompts), expected), name
+    dense = sum(shape == (2, max(PROMPTS["padded"])) for shape in passes)
+    assert dense == 1 + sum(case.method.reads_all for case in CASES.values())
+    full = DensePrompts(1000)
+    assert torch.equal(replayed(CASES["quest"], full), alone["quest"])
+    assert full.free == 1000, "what does not fit is not kept"

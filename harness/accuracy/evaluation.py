@@ -186,7 +186,7 @@ class ReplayEngine:
 
     def _answer(self, answer: Callable[..., tuple[list[Any], ReadStats]], requests: Sequence[Request]) -> list[Any]:
         bar = tqdm(total=len(requests), desc=self.task, unit="answer", leave=False, disable=None, file=self.bar_file)
-        with attach(self.loaded.model) as attached, bar:
+        with attach(self.loaded.model, self.loaded.prompts) as attached, bar:
             setup = prepare(self.config, self.loaded, attached, lambda: decode_rows(requests))
             self.method = setup.method
             answers, reads = answer(requests, attached, setup, bar.update)

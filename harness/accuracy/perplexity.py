@@ -95,7 +95,7 @@ def run_perplexity(
     offset = first_window_offset(config.corpus, config.calibration)
     windows = window_ids(ids, seq_len=config.seq_len, num_windows=config.num_windows, offset=offset)
     references = Memo() if references is None else references
-    with attach(loaded.model) as attached:
+    with attach(loaded.model, loaded.prompts) as attached:
         prompt, length = max(1, config.prefill_len), config.seq_len
         rows = [Row(cached, prompt, length) for cached in range(config.prefill_len, length - 1)]
         setup = prepare(config, loaded, attached, lambda: rows)

@@ -72,6 +72,7 @@ def run_cells(
     """
     require_devices(configs)
     resources, began = resources or Resources(), time.time()
+    resources.shares_prompts |= len(configs) > 1
     todo: list[Run] = []
     for each in map(Run.of, tqdm(configs, "looking at cells", unit="cell", leave=False, disable=None)):
         if each.is_finished():

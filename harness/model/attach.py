@@ -89,13 +89,14 @@ class Attached:
 
     layers: all attention layers, in order. softmaxes: theirs, for queries as handlers get them. numbers: by layer, its
     number among the layers that see every token, which is how methods count; None for a local layer. longest: tokens of
-    the longest sequence that all layers see whole, where all of them are local; None: any. device: of ids, positions,
-    hidden states and logits. devices: of the layers, each once, in their order.
+    the longest sequence that all layers see whole, where all of them are local; None: any. prompts: kept passes.
+    device: of ids, positions, hidden states and logits. devices: of the layers, each once, in their order.
     """
 
-    def __init__(self, model: Any, decoder: Decoder) -> None:
+    def __init__(self, model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> None:
         self.model = model
         self.decoder = decoder
+        self.prompts = None if decoder.recurrent else prompts  # recurrent layers would go on from a prompt's states
         self.layers: list[Layer] = decoder.layers
         self.device: torch.device = model.device
         self.devices = list(dict.fromkeys(layer.device for layer in self.layers))
@@ -381,9 +382,9 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 @contextmanager
-def attached_unchecked(model: Any, decoder: Decoder) -> Iterator[Attached]:
+def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | None = None) -> Iterator[Attached]:
     """Run `model` through our attention inside the `with` block, as its `decoder` describes it."""
-    attached = Attached(model, decoder)
+    attached = Attached(model, decoder, prompts)
     sources = {id(layer.positions.module): layer.positions.module for layer in decoder.layers if layer.positions}
     with ExitStack() as stack:
         for index, layer in enumerate(decoder.layers):
@@ -450,12 +451,41 @@ class PrefilledPrompt:
 
 def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
     """One dense pass over left-padded prompts, ids and real [batch, prompt]."""
+    return _held_prompt(attached, ids, real)[0]
+
+
+def _held_prompt(attached: Attached, ids: Tensor, real: Tensor) -> tuple[PrefilledPrompt, Tensor]:
+    """A prompt that has run, and the final hidden states of all its columns [batch, prompt, hidden_size]."""
     attached.require_even(real)
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
     model_cache = attached.new_cache()
     hidden = attached.forward(ids, positions_of(real), PromptPass(attached, real, held_in(layers)), model_cache, real)
-    return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache)
+    return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
+
+
+class DensePrompts:
+    """Dense passes over prompts that several runs of a process share: one for all methods of a sweep.
+
+    most_bytes: of queries, keys and values that are kept. What comes when they are full runs anew each time, as sweeps
+    ask for their prompts in turns, of which the oldest would leave just before its next.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.free = most_bytes
+        self._kept: dict[tuple[Any, ...], tuple[PrefilledPrompt, Tensor]] = {}
+
+    def get(self, attached: Attached, ids: Tensor, real: Tensor) -> tuple[PrefilledPrompt, Tensor]:
+        """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of all their columns."""
+        key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
+        if key not in self._kept:
+            found = _held_prompt(attached, ids, real)
+            num_bytes = found[1].nbytes + sum(states.nbytes for layer in found[0].layers for states in layer)
+            if num_bytes > self.free:
+                return found
+            self.free -= num_bytes
+            self._kept[key] = found
+        return self._kept[key]
 
 
 def held_in(layers: list[tuple[Tensor, Tensor, Tensor]]) -> Keep:
@@ -495,16 +525,16 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
 
 
 @contextmanager
-def attach(model: Any) -> Iterator[Attached]:
+def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached]:
     """Run `model` (eval mode) through our attention inside the `with` block.
 
-    The first time, the model is read and checked. Raises UserError for a model whose attention is not transformers'
-    attention interface, or which fails a check.
+    prompts: kept passes of this model, from which runs start. The first time, the model is read and checked. Raises
+    UserError for a model whose attention is not transformers' attention interface, or which fails a check.
     """
     decoder = read_decoder(model)
     if not decoder.is_checked:
         check_decoder(model, decoder)
-    with attached_unchecked(model, decoder) as attached:
+    with attached_unchecked(model, decoder, prompts) as attached:
         yield attached
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from harness.model.attach import DensePrompts
+
 TEXT_WEIGHTS = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head)": "model.",
     r"^language_model\.lm_head": "lm_head",
@@ -48,6 +50,7 @@ class LoadedModel:
         max_length: the longest sequence it takes, in tokens.
         fingerprint: identity of the weights, 64 hex digits: sha256 of the source's files, of hub id and revision, of
             shape and seed, or of the weights in memory. Device and dtype of a loaded source do not enter.
+        prompts: passes over prompts that runs share; None: each runs its own.
     """
 
     model: PreTrainedModel
@@ -55,6 +58,7 @@ class LoadedModel:
     name: str
     max_length: int
     fingerprint: str
+    prompts: DensePrompts | None = None
 
 
 def load_model(config: ModelConfig) -> LoadedModel:

@@ -53,12 +53,19 @@ def run_prompts(
     keep: Keep,
     model_cache: ModelCache,
 ) -> Tensor:
-    """Run left-padded prompts densely, and again where the method asks for it.
+    """Run left-padded prompts densely, or take a pass that was kept, and run them again where the method asks for it.
 
     ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come or after the second
     reading. Returns final hidden states of the dense pass [batch, prompt, hidden_size].
     """
     passes = planned(attached, method, ids, real) if method.rereads else []
+    if attached.prompts is not None and not method.reads_all:
+        prompt, hidden = attached.prompts.get(attached, ids, real)
+        if method.rereads:
+            read_again(attached, method, states, prompt, passes)
+        for layer, of_layer in enumerate(prompt.layers):
+            keep(layer, *of_layer)
+        return hidden
     held: list[tuple[Tensor, Tensor, Tensor]] = []
     prompt_pass = PromptPass(attached, real, held_in(held) if method.rereads else keep)
     hidden = attached.forward(ids, positions_of(real), prompt_pass, model_cache, real)
