@@ -15,7 +15,6 @@ from harness.model.calibration import cached_calibration
 from harness.model.load import LoadedModel
 from harness.replay import ReplaySession
 from harness.settings.config import RunConfig
-from harness.settings.systems import check_hot_rows
 from harness.sizes import sized_as_stored
 from methods.base import Calibration, Method, Row
 from methods.codec import TURBO_BITS, AnyCodec, ChannelCodec, Codec, RowCodec, SplitCodec, TurboCodec
@@ -64,7 +63,6 @@ def prepare(
     if config.size is not None:
         nearest = config.sizing == "nearest"
         method = sized_as_stored(method, codec, attached.geometry, decode_rows(), config.size, nearest=nearest)
-    check_hot_rows(method, config.device_rows, config.prefetch)
     calibration = calibrated(config, method, loaded, attached)
     return Setup(tokenized(method, loaded), codec, calibration, config.device_rows, config.prefetch)
 

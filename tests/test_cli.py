@@ -87,7 +87,7 @@ REFUSED = {
     "-m results_dir= seed=1,2": "results_dir=: is empty; must be a path",
     "results_dir=~nobody_of_this_name": "results_dir=~nobody_of_this_name: Hydra cannot read it",
     "grid.share=1/2": "grid.share=1/2: needs grid=NAME",
-    "grid=./nothing.yaml": "grid=./nothing.yaml: there is no file ./nothing.yaml; allowed: accuracy",
+    "grid=./nothing.yaml": "grid=./nothing.yaml: there is no file ./nothing.yaml; allowed: ablation, accuracy",
     "label=offlod+int4 experiment=latency": "label=offlod+int4: is no system; did you mean 'offload+int4'",
     "method=full label=offlod experiment=latency": "label=offlod: is no system; did you mean 'offload'",
     "method=infinigen method.alpha=4 size=0.16": "method.alpha=4.0: size=0.16 sets it; leave one of them out",

@@ -16,7 +16,7 @@ from harness.settings.experiment import COMMON, find, foreign_settings, kinds
 from harness.settings.schema import CONF_DIR, options
 from tests.composed import composed, load
 
-PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "kvzip-plus", "pyramidkv")
+PRESETS = ("adakv", "freekv", "infinigen-balanced", "infinigen-coded", "infinigen2", "kvzip-plus", "pyramidkv")
 """Other settings of a method, worth a name."""
 
 

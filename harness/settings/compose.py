@@ -333,6 +333,7 @@ def _check_experiment(config: RunConfig, experiment: Experiment, given: set[str]
             f"kind={config.kind}: its rows are none of experiment={config.experiment}'s table; "
             f"choose an experiment of that kind: {', '.join(others) or 'none here is'}"
         )
+    systems.check_hot_rows(config.method, config.device_rows, config.prefetch)
     experiment.check(config)
     if config.tracker != "none" and not experiment.keeps_record:
         raise UserError(f"tracker={config.tracker}: experiment={config.experiment} keeps no record to send")
