@@ -142,7 +142,8 @@ BUDGETS = {
     "infinigen+reuse": (18, 34),
     "infinigen+int4": (18, 32),
     "infinigen2": (77, 77),
-    "infinigen2+rows": (78, 113),
+    "infinigen2+rows": (78, 78),
+    "infinigen2+prefetch": (78, 113),
     "infinigen (device)": (18, 37),
     "pool": (18, 40),
 }
@@ -159,6 +160,8 @@ METHODS = {"full": Full, "h2o": H2O, "infinigen": InfiniGen, "infinigen2": parti
 def system_of(label: str) -> tuple[Method, System]:
     if label == "pool":
         return InfiniGen(pool_frac=0.8), LABELS["infinigen"]
+    if label == "infinigen2+prefetch":
+        return METHODS["infinigen2"](), System("infinigen2", device_rows=2, prefetch=True)
     if label == "infinigen (device)":
         return InfiniGen(), System("infinigen", "device")
     return METHODS[LABELS[label].method](), LABELS[label]

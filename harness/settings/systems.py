@@ -51,7 +51,7 @@ LABELS = {
     "infinigen+reuse": System("infinigen", device_rows=1),
     "infinigen+int4": System("infinigen", codec="int4"),
     "infinigen2": System("infinigen2"),
-    "infinigen2+rows": System("infinigen2", device_rows=2, prefetch=True),
+    "infinigen2+rows": System("infinigen2", device_rows=2),
 }
 LATE_LAYER = 2**30
 """Number of a layer that is none of a method's first ones."""
