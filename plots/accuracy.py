@@ -328,7 +328,12 @@ def index(tables: data.Tables, name: str) -> Figure | None:
 
 def ablation(tables: data.Tables, name: str) -> Figure | None:
     """What each change from InfiniGen to InfiniGen2 gives, by the share of the full cache that is read."""
-    return _by_share(tables, name, columns.SIZE.name, "read (% of full cache)")
+    figure = _by_share(tables, name, columns.SIZE.name, "read (% of full cache)")
+    if figure is not None:
+        for axes in figure.axes:
+            if axes.get_ylabel() == AXES["kl_nats"]:
+                style.log_y(axes)
+    return figure
 
 
 def _by_share(tables: data.Tables, name: str, share: str, words: str) -> Figure | None:

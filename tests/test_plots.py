@@ -118,6 +118,13 @@ columns,0.16,0.25,c,0.04,0.47,0.47
 "coded, 4 bits",0.16,0.025,d,0.1,0.37,0.37
 "coded, 4 bits",0.16,0.075,e,0.03,0.5,0.5
 "coded, 4 bits",0.16,0.125,f,0.02,0.63,0.63
+
+ablation
+label,size,resident_frac,run_id,offline:kl_nats,kv_recall:acc,passkey:acc
+InfiniGen,0.1,0.15,a,0.2,0.33,0.33
+InfiniGen,0.16,0.15,b,0.07,0.4,0.4
+InfiniGen2,0.05,0.11,c,0.04,0.7,0.8
+InfiniGen2,0.1,0.11,d,0.02,0.8,0.9
 """
 """Tables between blank lines. The first line has the name and the cells that all rows share; CSV follows. A column
 `task:metric` makes a row of each value in it; `:metric` takes the task from the row. An empty cell takes the shared or
@@ -523,6 +530,14 @@ def test_an_index_is_drawn_at_its_size_on_the_device(results) -> None:
     np.testing.assert_allclose(xy(score, "columns"), [[5, 15, 25], [33, 40, 47]])
     np.testing.assert_allclose(np.diff(bar_of(score, "columns")), 2 * 3 / 2**0.5)
     assert legend(figure) == ["columns", "coded, 4 bits"]
+
+
+def test_an_ablation_is_drawn_by_what_is_read(results) -> None:
+    figure = draw("ablation", results)
+    kl, score = figure.axes
+    np.testing.assert_allclose(xy(kl, "InfiniGen2"), [[5, 10], [0.04, 0.02]])
+    np.testing.assert_allclose(xy(score, "InfiniGen2"), [[5, 10], [75, 85]])
+    assert (kl.get_yscale(), score.get_yscale()) == ("log", "linear")
 
 
 def test_needles_say_share_and_number_and_few_questions_are_pale(results) -> None:
