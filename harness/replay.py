@@ -89,9 +89,8 @@ class ReplaySession:
         self.attached.require_even(valid)
         lengths = Lengths(valid.sum(-1), self.final_lengths)
         self.states = new_states(self.attached, self.method, lengths, self.calibration)
-        if self.device_rows:
-            numbers = [policy.number for policy in self.policies if policy.kind == "method"]
-            self.rooms = rooms(self.method, numbers, self.device_rows, lengths)
+        of_sequences = zip(*(part.tolist() for part in lengths), strict=True)
+        self.rooms = rooms(self.method, self.policies, self.device_rows, of_sequences)
         positions = self.history.enter(valid)
         self._prompt_rows = {
             device: PromptRows(valid.to(device), self.history.tokens.shape[1]) for device in self.states
@@ -294,8 +293,7 @@ class DecodePass(Handler):
         self._latest: State | None = None
 
     def rehearses(self, layer: int) -> bool:
-        policy = self.policies[layer]
-        return bool(self.session.states) and (policy.when == "previous_layer" or policy.prefetches)
+        return bool(self.session.states) and self.policies[layer].rehearses
 
     def rehearse(self, layer: int, query: Tensor) -> None:
         self.rehearsed[layer] = query

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -92,9 +93,13 @@ class Twilight(Selecting):
         self._require_least(1, "page_size")
         self._require_one_of("index_bits", *INDEX_BITS)
 
+    @cached_property
+    def _retriever(self) -> Quest:
+        return Quest(read_frac=self.candidate_frac or 1.0, page_size=self.page_size)
+
     def pages_read(self, cached: int) -> int:
         """Full pages among the candidates."""
-        return Quest(read_frac=self.candidate_frac or 1.0, page_size=self.page_size).pages_read(cached)
+        return self._retriever.pages_read(cached)
 
     def tokens_read(self, row: Row, layer: int) -> float | None:
         return self.max_tokens_read(row, layer) if self.p == 1 and self.group != "union" else None

@@ -254,19 +254,19 @@ def _of_own_code(config: RunConfig, error: BaseException, said: str) -> str | No
 
     Where an own method returned something that only our code stumbles over, the line is that of its class.
     """
-    own, codec = (inputs.own_file(type(each).__module__) for each in (config.method, config.own_codec))
-    for file, what in ((codec, f"codec={config.codec}"), (own, f"method={config.method_name}")):
-        if file is not None and (line := line_in(error, set(map(str, file.parent.glob("*.py"))))):
+    parts = (f"codec={config.codec}", config.own_codec), (f"method={config.method_name}", config.method)
+    files = ((what, type(each), inputs.own_file(type(each).__module__)) for what, each in parts)
+    own = [(what, cls, file) for what, cls, file in files if file is not None]
+    for what, _, file in own:
+        if line := line_in(error, set(map(str, file.parent.glob("*.py")))):
             return f"{what}: {line}: {said}"
     folder = config.task.include_path
     if folder is not None and (line := line_in(error, set(map(str, Path(folder).resolve().rglob("*.py"))))):
         return f"include_path={folder}: {line}: {said}"
-    if own is None and codec is None:
+    if not own:
         return None
-    what, cls = ("method", type(config.method)) if own is not None else ("codec", type(config.own_codec))
-    line = f"{own or codec}:{inspect.getsourcelines(cls)[1]}"
-    name = config.method_name if own is not None else config.codec
-    return f"{what}={name}: {line}: returned what cannot be used: {said}"
+    what, cls, file = own[-1]
+    return f"{what}: {file}:{inspect.getsourcelines(cls)[1]}: returned what cannot be used: {said}"
 
 
 def is_held(record: Path) -> bool:

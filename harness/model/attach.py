@@ -451,16 +451,24 @@ class PrefilledPrompt:
 
 def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
     """One dense pass over left-padded prompts, ids and real [batch, prompt]."""
-    return _held_prompt(attached, ids, real)[0]
-
-
-def _held_prompt(attached: Attached, ids: Tensor, real: Tensor) -> tuple[PrefilledPrompt, Tensor]:
-    """A prompt that has run, and the final hidden states of all its columns [batch, prompt, hidden_size]."""
     attached.require_even(real)
+    return held_prompt(attached, ids, real, attached.new_cache())[0]
+
+
+def held_prompt(
+    attached: Attached, ids: Tensor, real: Tensor, model_cache: ModelCache
+) -> tuple[PrefilledPrompt, Tensor]:
+    """A prompt that has run, and the final hidden states of all its columns [batch, prompt, hidden_size]."""
     layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    model_cache = attached.new_cache()
-    hidden = attached.forward(ids, positions_of(real), PromptPass(attached, real, held_in(layers)), model_cache, real)
+    def alone(states: Tensor) -> Tensor:
+        """Copied where it is a part of a larger tensor, a fused projection, that would be kept with it."""
+        return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
+
+    def keep(_: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        layers.append((alone(query), alone(key), alone(value)))
+
+    hidden = attached.forward(ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real)
     return PrefilledPrompt(ids, real, layers, hidden[:, -1], model_cache), hidden
 
 
@@ -479,23 +487,13 @@ class DensePrompts:
         """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of all their columns."""
         key = tuple(ids.shape), ids.cpu().numpy().tobytes(), real.cpu().numpy().tobytes()
         if key not in self._kept:
-            found = _held_prompt(attached, ids, real)
+            found = held_prompt(attached, ids, real, attached.new_cache())
             num_bytes = found[1].nbytes + sum(states.nbytes for layer in found[0].layers for states in layer)
             if num_bytes > self.free:
                 return found
             self.free -= num_bytes
             self._kept[key] = found
         return self._kept[key]
-
-
-def held_in(layers: list[tuple[Tensor, Tensor, Tensor]]) -> Keep:
-    """Appends the query, key and value of each layer to `layers`, copied where they are a part of a larger tensor, a
-    fused projection, that would be kept with them."""
-
-    def alone(states: Tensor) -> Tensor:
-        return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
-
-    return lambda _, query, key, value: layers.append((alone(query), alone(key), alone(value)))
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:

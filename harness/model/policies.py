@@ -34,6 +34,11 @@ class Policy(NamedTuple):
     window: Window | None
     prefetches: bool = False
 
+    @property
+    def rehearses(self) -> bool:
+        """True if a query of the layer is made in the layer before: to select by it, or to prefetch."""
+        return self.when == "previous_layer" or self.prefetches
+
 
 def policies_of(
     attached: Attached, method: Method, *, needs_method: bool = True, prefetch: bool = False
@@ -60,7 +65,7 @@ def policies_of(
                 when = "own_query"
             prefetches = prefetch and layer.before is not None and method.prefetches(number)
             policies.append(Policy("method", number, when, softmax, None, prefetches))
-    if any(policy.when == "previous_layer" or policy.prefetches for policy in policies):
+    if any(policy.rehearses for policy in policies):
         attached.require_rehearsal()
     return policies
 

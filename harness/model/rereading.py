@@ -21,7 +21,7 @@ from harness.model.attach import (
     Keep,
     PrefilledPrompt,
     PromptPass,
-    held_in,
+    held_prompt,
     positions_of,
     prompt_bytes,
 )
@@ -61,18 +61,14 @@ def run_prompts(
     passes = planned(attached, method, ids, real) if method.rereads else []
     if attached.prompts is not None and not method.reads_all:
         prompt, hidden = attached.prompts.get(attached, ids, real)
-        if method.rereads:
-            read_again(attached, method, states, prompt, passes)
-        for layer, of_layer in enumerate(prompt.layers):
-            keep(layer, *of_layer)
-        return hidden
-    held: list[tuple[Tensor, Tensor, Tensor]] = []
-    prompt_pass = PromptPass(attached, real, held_in(held) if method.rereads else keep)
-    hidden = attached.forward(ids, positions_of(real), prompt_pass, model_cache, real)
+    elif method.rereads:
+        prompt, hidden = held_prompt(attached, ids, real, model_cache)
+    else:
+        return attached.forward(ids, positions_of(real), PromptPass(attached, real, keep), model_cache, real)
     if method.rereads:
-        read_again(attached, method, states, PrefilledPrompt(ids, real, held, hidden[:, -1], model_cache), passes)
-        for layer, of_layer in enumerate(held):
-            keep(layer, *of_layer)
+        read_again(attached, method, states, prompt, passes)
+    for layer, of_layer in enumerate(prompt.layers):
+        keep(layer, *of_layer)
     return hidden
 
 

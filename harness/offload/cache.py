@@ -120,7 +120,6 @@ class Stage:
         self.device, self.batch, self.link, self.rooms = device, batch, link, rooms
         self.state: State | None = None
         self.slab: PinnedSlab | None = None
-        self.selected = 0
         self.buffers: list[Tensor] = []
         self.free: list[Tensor] = []
         self.loaded, self.written, self.late = Traffic(), Traffic(), Traffic()
@@ -131,7 +130,6 @@ class Stage:
         Each of the first `num_ahead` layers has its own buffer; two serve all others in turns; where rows stay, each of
         the others keeps one for them.
         """
-        self.selected = selected
         if self.link is None:
             return 0
         ahead, others = stores[:num_ahead], stores[num_ahead:]
@@ -203,10 +201,10 @@ class LayerCache:
 
     state: None in a layer that reads everything. fetch: what is on its way. own_buffer: of an exempt layer, whose rows
     come during the whole step before. hot, hot_buffer: the rows that stay on the device, and where. candidates: where
-    rows stay, the token of each slot as the last selection found it. last_query: [batch,
-    heads, 1, head_dim], if the next step selects by it. following: the next layer that fetches rows. earlier: state of
-    the layer before, maybe on another device. part: (number, parts, exempt layers): which part of their rows this layer
-    requests for the next step.
+    rows stay, the token of each slot as the last selection found it. last_query: [batch, heads, 1, head_dim], if the
+    next step selects by it. following: the next layer that fetches rows. earlier: state of the layer before, maybe on
+    another device. part: (number, parts, exempt layers): which part of their rows this layer requests for the next
+    step.
     """
 
     policy: Policy
@@ -241,8 +239,8 @@ class LayerCache:
 
     @property
     def rehearses(self) -> bool:
-        """True if a query of the layer is made in the previous layer: to select by it, or to prefetch."""
-        return self.names_rows and (self.policy.when == "previous_layer" or self.policy.prefetches)
+        """True if a query of the layer is made in the previous layer."""
+        return self.names_rows and self.policy.rehearses
 
     @cached_property
     def is_fused(self) -> bool:

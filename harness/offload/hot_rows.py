@@ -16,19 +16,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from harness.model.policies import Policy
 from harness.offload.store import Chosen, chosen, indices
-from methods.base import NAMES_ROWS, Lengths, Method, Row
+from methods.base import NAMES_ROWS, Method, Row
 
 NO_ROOM = torch.iinfo(torch.int64).max
 """The age of a buffer row beyond a sequence's own room: it never gives way."""
 
 
-def rooms(method: Method, layers: Iterable[int], device_rows: float, lengths: Lengths) -> list[int]:
-    """Of each sequence the rows that a KV head keeps on the device: `device_rows` times what it reads at most.
+def rooms(
+    method: Method, policies: Iterable[Policy], device_rows: float, lengths: Iterable[tuple[int, int]]
+) -> list[int] | None:
+    """Of each sequence the rows that a KV head keeps on the device: `device_rows` times what it reads at most; None
+    where `device_rows` is 0.
 
-    layers: those under the method. Only those that name their rows keep some.
+    policies: of all layers. Only those that name their rows keep some. lengths: of each sequence, tokens of its prompt,
+    and T.
     """
-    layers = [layer for layer in layers if method.when_of(layer) in NAMES_ROWS]
+    if not device_rows:
+        return None
+    layers = [policy.number for policy in policies if policy.kind == "method" and policy.when in NAMES_ROWS]
 
     @cache
     def room(prompt: int, final: int) -> int:
@@ -36,8 +43,7 @@ def rooms(method: Method, layers: Iterable[int], device_rows: float, lengths: Le
         most = max((method.max_tokens_read(row, layer) for row in rows for layer in layers), default=1)
         return min(math.ceil(device_rows * most), final)
 
-    prompts, finals = (part.tolist() for part in lengths)
-    return [room(*sequence) for sequence in zip(prompts, finals, strict=True)]
+    return [room(prompt, final) for prompt, final in lengths]
 
 
 class HotRows:

@@ -32,7 +32,7 @@ from harness.offload.store import KVStore, RowFormat
 from harness.settings.config import Placement
 from harness.settings.systems import check_combination
 from harness.sizes import StepReads
-from methods.base import Calibration, Lengths, Method, State
+from methods.base import Calibration, Method, State
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 
 
@@ -222,10 +222,12 @@ class LiveSession:
         attached.require_length(real.shape[1] + self.max_new_tokens)
         attached.require_even(real)
         self.bytes_needed = memory.SessionBytes(0, 0)
-        rooms = self._rooms(Batch(real, self.max_new_tokens).lengths) if self.device_rows else None
-        for device in attached.devices:
+        batches = {device: Batch(real.to(device), self.max_new_tokens) for device in attached.devices}
+        lengths = [(prompt, prompt + self.max_new_tokens) for prompt in batches[attached.devices[0]].prompts]
+        rooms = hot_rows.rooms(self.method, self.policies, self.device_rows, lengths)
+        for device, batch in batches.items():
             link = None if self.link is None else link_of(self.link, device)
-            self.stages[device] = Stage(device, Batch(real.to(device), self.max_new_tokens), link, rooms)
+            self.stages[device] = Stage(device, batch, link, rooms)
         states = new_states(attached, self.method, self.batch.lengths, self.calibration)
         caches: dict[int, LayerCache | LocalCache] = {}
         for device, stage in self.stages.items():
@@ -246,11 +248,6 @@ class LiveSession:
             element_bytes=attached.dtype.itemsize,
             device=self.batch.real.device,
         )
-
-    def _rooms(self, lengths: Lengths) -> list[int]:
-        """Of each sequence the rows of a KV head that stay on the device."""
-        numbers = [policy.number for policy in self.policies if policy.kind == "method"]
-        return hot_rows.rooms(self.method, numbers, self.device_rows, lengths)
 
     def _open_stage(self, stage: Stage, activations: int) -> dict[int, LayerCache | LocalCache]:
         """The caches of the layers on one device: stores and buffers are planned, asked for, and then allocated."""

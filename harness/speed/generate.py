@@ -157,9 +157,8 @@ def _stream(
         if text.ends_itself():  # the end-of-text token is no part of the text
             text.tokens.pop()
             break
-        so_far = str(tokenizer.decode(text.tokens)).rstrip(
-            "\ufffd"
-        )  # without a character whose bytes are not all there
+        so_far = str(tokenizer.decode(text.tokens))
+        so_far = so_far.rstrip("\ufffd")  # without a character whose bytes are not all there yet
         write(so_far.removeprefix(shown))
         shown = so_far
     decode_s = time.perf_counter() - first_s
