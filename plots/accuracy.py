@@ -328,15 +328,10 @@ def index(tables: data.Tables, name: str) -> Figure | None:
 
 def ablation(tables: data.Tables, name: str) -> Figure | None:
     """What each change from InfiniGen to InfiniGen2 gives, by the share of the full cache that is read."""
-    figure = _by_share(tables, name, columns.SIZE.name, "read (% of full cache)")
-    if figure is not None:
-        for axes in figure.axes:
-            if axes.get_ylabel() == AXES["kl_nats"]:
-                style.log_y(axes)
-    return figure
+    return _by_share(tables, name, columns.SIZE.name, "read (% of full cache)", log_kl=True)
 
 
-def _by_share(tables: data.Tables, name: str, share: str, words: str) -> Figure | None:
+def _by_share(tables: data.Tables, name: str, share: str, words: str, *, log_kl: bool = False) -> Figure | None:
     """KL, and accuracy as the mean over the tasks, by a share of the full cache, a column of the table; a line per
     label. The error takes tasks as independent."""
     rows = data.of_metrics(data.whole_texts(tables.accuracy(name)), ["kl_nats", "acc"])
@@ -354,6 +349,8 @@ def _by_share(tables: data.Tables, name: str, share: str, words: str) -> Figure 
             own = points[points.label == label].sort_values("x")
             style.error_line(axes, 100 * own.x, factor * own.y, factor * own.stderr, name=label, like=looks[label])
         axes.set(ylabel=AXES[metric], xlabel=words)
+        if log_kl and metric == "kl_nats":
+            style.log_y(axes)
 
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
     note = f"accuracy: mean of {tasks}; {style.error_note(rows)}"

@@ -9,6 +9,7 @@ import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,8 +141,13 @@ def _listed(label: str) -> str:
 
 
 def in_sequence(series: Iterable[str]) -> dict[str, Look]:
-    """A look for each series of a figure, the same in all its panels."""
-    return {name: SEQUENCE[index % len(SEQUENCE)] for index, name in enumerate(dict.fromkeys(series))}
+    """A look for each series of a figure, the same in all its panels: a method's own, and for others the next of
+    `SEQUENCE` in a colour that none of these methods has."""
+    names = list(dict.fromkeys(series))
+    own = {name: LOOKS[name] for name in names if name in LOOKS}
+    taken = {each.color for each in own.values()}
+    free = cycle(each for each in SEQUENCE if each.color not in taken)
+    return {name: own.get(name) or next(free) for name in names}
 
 
 def applied() -> AbstractContextManager[None]:

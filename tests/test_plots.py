@@ -538,6 +538,8 @@ def test_an_ablation_is_drawn_by_what_is_read(results) -> None:
     np.testing.assert_allclose(xy(kl, "InfiniGen2"), [[5, 10], [0.04, 0.02]])
     np.testing.assert_allclose(xy(score, "InfiniGen2"), [[5, 10], [75, 85]])
     assert (kl.get_yscale(), score.get_yscale()) == ("log", "linear")
+    colors = {bars.get_label(): bars.lines[0].get_color() for bars in kl.containers}
+    assert colors == {name: style.LOOKS[name].color for name in ("InfiniGen", "InfiniGen2")}
 
 
 def test_needles_say_share_and_number_and_few_questions_are_pale(results) -> None:
