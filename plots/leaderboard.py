@@ -42,7 +42,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
     rows = tables.read("leaderboard", columns.BOARD)
     is_shipped = rows.shipped.fillna("") != ""
     rows["own"] = (~is_shipped) & bool(is_shipped.any())
-    rows = rows[rows[KL].notna() & rows.family.notna()]
+    rows = rows[rows[KL].notna() & rows.family.notna() & rows.exempt_choice.isin(["best", "both"])]
     points = rows[rows[KL] > LEAST_KL]
     if points.empty:
         return None
@@ -61,7 +61,7 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes["names"].set_title(title)
         for cost in own:
             _draw_cost(axes[cost], frame, cost)
-    notes = [shared, "left: bold on a front, bars one standard error"]
+    notes = [shared, "each with its best number of exempt layers", "left: bold on a front, bars one standard error"]
     if (rows.step_source == "modelled").any():
         notes.append("right, hollow: modelled from a step timed at another size")
     return style.finish(figure, "; ".join(notes))

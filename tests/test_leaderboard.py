@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from harness.settings.compose import choices, compose
 from harness.settings.schema import options
 from harness.tables import write as tables
 from harness.tables.columns import BOARD, TableRow, names, read_table, shape_of
-from harness.tables.leaderboard import GRID, REFERENCES, complete, fastest, fronts, step_seconds
+from harness.tables.leaderboard import (
+    GRID,
+    PAPERS_EXEMPT_LAYERS,
+    REFERENCES,
+    _step,
+    complete,
+    fastest,
+    fronts,
+    step_seconds,
+)
 from harness.tables.pages import render_markdown, sheets_of
 from plots import data, style
 from plots.leaderboard import draw as draw_leaderboard
@@ -29,6 +39,7 @@ from tests.tokens import byte_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 
 COMMON = ["num_windows=2", "num_samples=4", "tasks=[kv_recall,passkey]"]
+OF_TASKS = ("tasks", "num_samples", "experiment")
 WHEN = {"full": "kept", "int4": "kept", "streaming": "kept", "infinigen": "previous_layer", "oracle": "true_scores"}
 
 
@@ -92,7 +103,7 @@ def row_of(rows: list[TableRow], label: str, size: float | None = 0.16) -> Table
 def plan():
     """The leaderboard's plan with a few of the methods, as composing all takes a while."""
     few = ["full", "int4", "oracle", "quest"]
-    OmegaConf.register_new_resolver("choices", lambda group: few, replace=True)
+    OmegaConf.register_new_resolver("choices", lambda _, *without: [x for x in few if x not in without], replace=True)
     yield read_plan(compose(["grid=leaderboard"]).grid, ["grid=leaderboard"])
     OmegaConf.register_new_resolver("choices", choices, replace=True)
 
@@ -100,21 +111,52 @@ def plan():
 def test_every_method_is_in_the_grid_and_the_frontier_measures_as_it_does():
     frontier, leaderboard = (OmegaConf.load(GRID.with_stem(name)) for name in ("frontier", "leaderboard"))
     cells = OmegaConf.to_container(leaderboard)["cells"]
-    assert [cell["method"] for cell in cells] == ["${choices:method}"] * 2
+    assert [cell["method"] for cell in cells] == ["full", "${choices:method,full}"]
     assert choices("method") == options("method") and set(REFERENCES.values()) <= set(options("method"))
+    assert {*PAPERS_EXEMPT_LAYERS, "full"} == {*options("method")}
     assert choices("method", "full", "h2o") == [name for name in options("method") if name not in ("full", "h2o")]
-    own = {name: value for name, value in leaderboard.settings.items() if name not in ("tasks", "num_samples")}
+    tasks = OmegaConf.load(GRID.with_stem("leaderboard-tasks")).settings
+    own = {name: value for name, value in (leaderboard.settings | tasks).items() if name not in OF_TASKS}
     assert dict(frontier.settings) == own
 
 
-def test_a_method_without_a_size_runs_once_and_a_refused_step_is_left_out(plan):
-    scores = [cell for cell in plan.cells if cell.experiment == "leaderboard-scores"]
-    sizes = [(cell.method_name, cell.size) for cell in scores if cell.kind == "perplexity"]
-    sized = [(name, size) for name in ("oracle", "quest") for size in (0.1, 0.16, 0.25)]
-    assert sizes == [("full", None), ("int4", None), *sized]
-    assert [cell.method_name for cell in plan.cells if cell.kind == "latency"] == ["full", "int4", "quest"]
-    assert [experiment for experiment, _ in plan.left_out] == ["leaderboard-times"]
-    assert "Oracle selects by the true scores" in plan.gaps()[0]
+def test_a_method_without_a_size_runs_once_a_number_of_exempt_layers(plan):
+    cells = [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in plan.cells]
+    sized = product(("oracle", "quest"), (0.05, 0.1, 0.16), range(3))
+    assert cells == [("full", None, 2), *product(["int4"], [None], range(3)), *sized]
+    assert {cell.kind for cell in plan.cells} == {"perplexity"}
+
+
+def test_a_method_of_ones_own_has_every_number_of_exempt_layers_once(plan):
+    own = read_plan(compose(["grid=leaderboard"]).grid, ["grid=leaderboard", "method=h2o"]).cells  # not one of the few
+    cells = [(cell.method_name, cell.size, cell.method.num_exempt_layers) for cell in own]
+    assert cells == [("h2o", None, 2), *product(["h2o"], (0.05, 0.1, 0.16), range(3))]
+
+
+def test_tasks_and_steps_are_of_the_best_and_the_papers_number_of_exempt_layers(results, other):
+    rows = board(results)
+    quest = row_of(rows, "InfiniGen") | {"method": "quest", "label": "Quest", "asked_size": 0.1, "size": 0.1}
+    far = {"size": 0.2, "asked_size": 0.05}
+    rows += [exempt(quest, 0, 0.1), exempt(quest, 1, 0.2), exempt(quest, 2, 0.3)]
+    rows += [exempt(quest, 0, 0.1, asked_size=0.05, size=0.05), exempt(quest, 2, 0.3, **far)]
+    tables._write_boards(other, rows)
+    asked = ["grid=leaderboard-tasks", f"results_dir={other}"]
+    plan = read_plan(compose(asked).grid, asked)
+
+    def of(kind: str) -> list[tuple[Any, ...]]:
+        return [
+            (each.method_name, each.size, each.method.num_exempt_layers) for each in plan.cells if each.kind == kind
+        ]
+
+    assert [each for each in of("tasks") if each[0] == "quest"] == [
+        ("quest", 0.05, 0),
+        ("quest", 0.1, 0),
+        ("quest", 0.1, 2),
+    ]
+    assert (
+        of("tasks")[0] == ("full", None, 2) and ("int4", None, 2) in of("tasks") and ("oracle", 0.16, 2) in of("tasks")
+    )
+    assert of("latency") == [("full", None, 2), ("quest", 0.1, 0), ("quest", 0.1, 2), ("int4", None, 2)]
 
 
 def test_an_entry_is_lenient_only_where_it_says_so():
@@ -159,6 +201,14 @@ def test_a_step_at_another_size_is_modelled_from_the_timed_one(results):
     row = row_of(board(results), "InfiniGen", 0.25)
     assert row["step_source"] == "modelled" and row["link_bytes"] == pytest.approx(2**20 * 0.3 / 0.16)
     assert row["step_s"] == pytest.approx(0.004)  # 2 ms of compute hide either
+    late = {"asked_size": None, "size": 0.3, "exempt_layers": 0}
+    metrics = dict.fromkeys(("platform", "batch_size", "prompt_len", "source"), 0) | STEP
+    metrics |= {"size": 0.1, "late_bytes": 5 * 2**20, "link_bytes_per_s": 2**20}
+    timed = {"config": {"size": 0.1}, "metrics": metrics}
+    step = _step(late, timed)
+    assert (step["link_bytes"], step["late_bytes"]) == (pytest.approx(3 * 2**20), pytest.approx(1.5 * 2**20))
+    step = _step(late | {"exempt_layers": 1}, timed)
+    assert step["late_bytes"] == pytest.approx(2.5 * 2**20), "the exempt layer's bytes, which are hidden, do not grow"
     late = {"compute_s": 1.0, "link_bytes": 3.0, "late_bytes": 1.0}
     assert step_seconds(late, 1.0) == 3.0 and step_seconds(late, 10.0) == pytest.approx(1.1)
 
@@ -187,6 +237,29 @@ def test_a_method_of_ones_own_joins_the_shipped_leaderboard_and_its_front(other)
     page = (other / "leaderboard.md").read_text()
     assert "| Streaming \\*" in page and "One's own run" in page and "| InfiniGen" in page
     assert "Streaming" in {row["label"] for row in board(other, "frontier")}
+
+
+def exempt(row: TableRow, layers: int, kl: float, **cells: Any) -> TableRow:
+    return row | {"exempt_layers": layers, "kl_nats": kl, "settings": f"num_exempt_layers={layers}"} | cells
+
+
+def test_the_papers_number_of_exempt_layers_and_the_best_are_told_apart(results):
+    row = row_of(board(results), "InfiniGen")
+    rows = complete([exempt(row, 0, 0.3), exempt(row, 1, 0.01), exempt(row, 2, 0.05)])
+    assert [each["exempt_choice"] for each in rows] == ["", "best", "paper's"]
+    assert [each["front"] for each in rows] == ["", "size, step time", ""]
+    (sheet,) = sheets_of(rows)
+    assert [line[:2] for line in sheet.lines] == [["InfiniGen", "1, best"], ["InfiniGen", "2, paper's"]]
+    missed = complete([exempt(row, 1, 0.01, size=0.2), exempt(row, 2, 0.05)])
+    assert [each["exempt_choice"] for each in missed] == ["", "both"], "the best of those that have the size"
+    own = complete([exempt(row, 0, 0.3, method="mine"), exempt(row, 2, 0.05, method="mine")])
+    assert [each["exempt_choice"] for each in own] == ["", "best"], "a method of one's own has no paper"
+
+
+def test_only_a_methods_best_is_compared_with_the_references(results):
+    oracle, own = row_of(board(results), "Oracle"), row_of(board(results), "InfiniGen")
+    rows = complete([exempt(oracle, 0, 0.15), exempt(oracle, 2, 0.9), exempt(own, 0, 0.3), exempt(own, 2, 0.5)])
+    assert not any("Oracle" in row["outside"] and "KL" in row["outside"] for row in rows)
 
 
 # Pages
@@ -227,7 +300,7 @@ def test_only_what_is_certain_is_outside_the_references(results):
 
 def test_a_method_at_another_size_is_in_no_comparison_and_on_no_front(results):
     _, sheet, _ = sheets_of(board(results))
-    assert sheet.lines[0][0] == "InfiniGen§" and sheet.lines[0][1] == "30.0" and not sheet.bold
+    assert sheet.lines[0][0] == "InfiniGen§" and sheet.lines[0][2] == "30.0" and not sheet.bold
     assert [note[0] for note in sheet.notes] == ["§", "‡"]
     assert sheet.lines[0][sheet.header.index("decode step (ms)")] == "4.0‡"
     rows = board(results)
@@ -282,7 +355,9 @@ def ask(results: Path, *asked: str) -> int:
 def test_the_fastest_within_the_limit_is_one_line(results, capsys):
     assert ask(results, "link_gbps=25", "max_kl=0.1") == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("InfiniGen (method=infinigen size=0.16): 2.0 ms a step over 25 GB/s, modelled")
+    assert line.startswith(
+        "InfiniGen (method=infinigen size=0.16 method.num_exempt_layers=2): 2.0 ms a step over 25 GB/s, modelled"
+    )
     assert "measured compute (2.0 ms) and bytes (1.00 MiB); KL 0.0500 ± 0.0125 nats, measured" in line
     assert ask(results, "link_gbps=25", "max_kl=0.01") == 0
     assert capsys.readouterr().out.startswith("Full cache (method=full): 8.0 ms")
@@ -344,15 +419,18 @@ def test_an_own_method_and_codec_stand_beside_the_shipped_rows(own_folder, monke
     assert new_method.main(["page_means"]) == 0
     Path("half.py").write_text(CODEC)
     settings = ["model.path=smollm2-135m", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
-    for own in (["method=full"], ["method=./page_means.py", "codec=./half.py"]):
-        assert cli.main(["grid=leaderboard", *settings, *own]) == 0, capsys.readouterr().err
+    for grid, own in product(
+        ("leaderboard", "leaderboard-tasks"), (["method=full"], ["method=./page_means.py", "codec=./half.py"])
+    ):
+        assert cli.main([f"grid={grid}", *settings, *own]) == 0, capsys.readouterr().err
     rows = [row for row in board(Path("results")) if row["model"] == "smollm2-135m"]
     mine = {row["label"]: row for row in rows if row["shipped"] != "yes"}
     label = "Page means + half"
     assert set(mine) == {"Full cache", label} and mine[label]["codec"] == "half"
     others = {row["label"] for row in shipped if row["model"] == "smollm2-135m"}
     assert {row["label"] for row in rows} == {*mine, *others} and len(others) > 25
-    assert sorted(row["asked_size"] for row in rows if row["label"] == label) == [0.1, 0.16, 0.25]
+    asked = [(row["asked_size"], row["exempt_layers"]) for row in rows if row["label"] == label]
+    assert sorted(asked) == [*product((0.05, 0.1, 0.16), range(3))]
     assert mine[label]["step_s"] > 0 and mine[label]["passkey_difference"] is not None
     page = Path("results/leaderboard.md").read_text()
     assert "One's own run; the other rows are shipped" in page and "InfiniGen, coded index" in page

@@ -28,6 +28,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -40,6 +41,8 @@ from harness.settings.compose import Composer, chosen_model, compose, load, over
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from harness.settings.schema import Positive, Text, build, options, setting_of
+from harness.tables import leaderboard
+from harness.tables.columns import read_table
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,27 @@ class Keywords:
 
 
 KEYWORDS = Keywords.__dataclass_fields__.keys()
+
+
+def on_the_leaderboard(results_dir: str, size: float | None = None) -> list[list[Any]]:
+    """`${on_the_leaderboard:${results_dir}}` in a grid: [method, size, exempt layers] of each method in its tables.
+
+    size: the only asked size. A number of exempt layers that is not a method's best, and with which it cannot have its
+    size, is left out. UserError for a damaged table.
+    """
+    path = Path(results_dir) / "tables" / f"{leaderboard.NAME}.csv"
+    rows = [row for row in (read_table(path) if path.is_file() else ()) if row["exempt_layers"] is not None]
+    return [
+        [row["method"], row["asked_size"] and f"nearest:{row['asked_size']}", row["exempt_layers"]]
+        for row in rows
+        if row["method"] in options("method")
+        and (row["asked_size"] is None or not row["codec"])  # of a preset, no codec that was put on a method
+        and size in (None, row["asked_size"] or size)
+        and (leaderboard.is_best(row) or (row["exempt_choice"] and leaderboard.has_its_size(row)))
+    ]
+
+
+OmegaConf.register_new_resolver("on_the_leaderboard", on_the_leaderboard, replace=True)
 
 
 @dataclass
@@ -174,14 +198,19 @@ def _experiment_of(settings: Mapping[str, Any]) -> str:
 
 
 def _of_method(cells: list[tuple[dict[str, Any], bool]], method: str) -> list[tuple[dict[str, Any], bool]]:
-    """The cells of one method, of a grid that varies it. Another method takes the place of each that stands alone."""
+    """The cells of one method, of a grid that varies it. Another method takes the place of each that has no setting of
+    its own, but for the number of exempt layers, which every method has."""
     names = {str(cell["method"]) for cell, _ in cells if "method" in cell}
     if len(names) < 2:
         return cells
     if method in names:
         return [(cell, may) for cell, may in cells if cell.get("method") == method]
-    alone = [(cell, may) for cell, may in cells if not any(key.startswith("method.") for key in cell)]
-    return [({**cell, "method": method}, may) for cell, may in alone]
+    taken: list[tuple[dict[str, Any], bool]] = []
+    for cell, may in cells:
+        if not any(key.startswith("method.") and key != "method.num_exempt_layers" for key in cell):
+            replaced = {**cell, "method": method}, may
+            taken += [] if replaced in taken else [replaced]
+    return taken
 
 
 def _combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

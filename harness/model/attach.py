@@ -49,6 +49,9 @@ PASSES = (4, 3, 1)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
 COARSE = 0.08
 """Largest difference of a logit over the largest logit; `COARSE` in bfloat16."""
+ROWS_AT_ONCE = 2048
+"""Rows of a prompt that a feed-forward network takes at once, so that what it makes on the way does not grow with the
+prompt."""
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -376,6 +379,27 @@ def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
     return _blank(shape, states.dtype, states.device) if states.shape[-2] == 1 else states.new_zeros(shape)
 
 
+def _in_parts(decoder: Decoder, forward: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
+    """The output of a module that computes each row by itself, `decoder.rows_at_once` rows at a time.
+
+    hidden: [batch, rows, ...]. What else it is given row by row is split alike.
+    """
+    shape = hidden.shape[:2]
+    most = decoder.rows_at_once // shape[0] or 1
+    if hidden.dim() != 3 or shape[1] <= most:
+        return forward(hidden, *args, **kwargs)
+
+    def part(each: Any, rows: slice) -> Any:
+        return each[:, rows] if isinstance(each, Tensor) and each.dim() > 1 and each.shape[:2] == shape else each
+
+    outputs = []
+    for begin in range(0, shape[1], most):
+        rows = slice(begin, begin + most)
+        named = {name: part(each, rows) for name, each in kwargs.items()}
+        outputs.append(forward(part(hidden, rows), *(part(each, rows) for each in args), **named))
+    return tree_map(lambda *parts: torch.cat(parts, 1 if parts[0].dim() > 2 else 0), *outputs)
+
+
 @cache
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
@@ -401,6 +425,8 @@ def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | Non
             stack.callback(hook.remove)
         for module in decoder.recurrent:
             stack.enter_context(replaced_forward(module, partial(attached._recurrent, module, module.forward)))
+        for module in decoder.row_wise:
+            stack.enter_context(replaced_forward(module, partial(_in_parts, decoder, module.forward)))
         stack.enter_context(attention_function(decoder.stack, attached._attend))
         yield attached
 
@@ -500,7 +526,8 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
     """An upper bound of the bytes that a layer of a dense pass over `num_tokens` tokens, all prompts', holds at once.
 
     Per token: four hidden states, the rotary tables, and the larger of FFN and attention activations. Attention makes
-    query, key, value and output, the query once more, and the packed row and a copy.
+    query, key, value and output, the query once more, and the packed row and a copy. An FFN that takes some rows at a
+    time holds the activations of these.
     """
     layer, geometry = attached.layers[0], attached.geometry
     hidden = layer.call.hidden.shape[-1]
@@ -515,8 +542,12 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
     if matrices:
         fused = max(weight.shape[0] for weight in matrices) - max(weight.shape[1] for weight in matrices)
         activations += sum(weight.numel() for weight in matrices) // hidden + max(0, fused)
-    per_token = 4 * hidden + 4 * geometry.head_dim + max(attention, activations)
-    return num_tokens * per_token * attached.dtype.itemsize
+    in_parts = {id(each) for module in attached.decoder.row_wise for each in module.parameters()}
+    rows = num_tokens
+    if {id(weight) for weight in matrices} <= in_parts:
+        rows = min(num_tokens, attached.decoder.rows_at_once)
+    elements = num_tokens * (4 * hidden + 4 * geometry.head_dim) + max(num_tokens * attention, rows * activations)
+    return elements * attached.dtype.itemsize
 
 
 # The check of a model at its first use
@@ -540,7 +571,8 @@ def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached
 def check_decoder(model: Any, decoder: Decoder) -> None:
     """Raise UserError where our attention under the model gives other logits than the model's own.
 
-    Where only a rehearsal or a padded batch does, the decoder notes why, and only these are refused.
+    Where only a rehearsal or a padded batch does, the decoder notes why, and only these are refused. Where only a
+    feed-forward network that takes some rows at a time does, it takes all.
     """
     ids = torch.arange(3, 3 + sum(PASSES), device=model.device)[None]
     tolerance = TOLERANCE.get(model.dtype, COARSE)
@@ -559,9 +591,23 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
             off = _difference(model, decoder, ids, expected)
     if not off <= tolerance:
         raise refusal(decoder.family, f"under our attention its logits are off by {off:.1e} of the largest")
+    if not _is_row_wise(model, decoder, ids, expected, tolerance):
+        decoder.row_wise = []
     decoder.no_rehearsal = _why_no_rehearsal(model, decoder, ids, tolerance)
     decoder.no_padding = _why_no_padding(model, decoder, ids, tolerance)
     decoder.is_checked = True
+
+
+def _is_row_wise(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether the logits are the same where modules take two rows at a time."""
+    decoder.rows_at_once = 2
+    try:
+        return _difference(model, decoder, ids, expected) <= tolerance
+    except (RuntimeError, TypeError, ValueError) as error:
+        reraise_out_of_memory(error)
+        return False
+    finally:
+        decoder.rows_at_once = ROWS_AT_ONCE
 
 
 def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:

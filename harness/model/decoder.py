@@ -11,6 +11,7 @@ the softmax, and the tokens that each layer sees. The arguments of its calls to 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -266,7 +267,8 @@ class Decoder:
 
     family: transformers' name of it. stack: the module that turns token ids into final hidden states. layers: its
     attention layers, in order. blocks: its decoder layers. recurrent: modules that keep a state of the sequence instead
-    of keys and values. output_type: the type that the stack returns.
+    of keys and values. output_type: the type that the stack returns. row_wise: modules of the blocks, feed-forward
+    networks, that compute each row by itself; rows_at_once: how many they take.
 
     is_checked: whether its logits were compared with the model's own. takes_rows: whether recurrent modules take
     several rows at once after a state. no_rehearsal, no_padding: why the model takes no rehearsal, or no batch with
@@ -286,6 +288,8 @@ class Decoder:
             self.recurrent: list[nn.Module] = trace.recurrent
             self.output_type = trace.output_type
             self.blocks = self._find_blocks()
+            self.row_wise = self._find_row_wise()
+            self.rows_at_once = sys.maxsize
             with attention_function(self.stack, stop):
                 for layer in self.layers:
                     self._find_unused(layer)
@@ -297,6 +301,17 @@ class Decoder:
                     layer.latent.to_query.shape[2],
                     layer.latent.rank,
                 )
+
+    def _find_row_wise(self) -> list[nn.Module]:
+        """The blocks' children with several matrices that hold neither attention nor a recurrent module."""
+        mixers = {id(layer.module) for layer in self.layers} | {id(module) for module in self.recurrent}
+        children = [child for block in self.blocks for child in block.children()]
+        return [
+            child
+            for child in children
+            if sum(weight.dim() > 1 for weight in child.parameters()) > 1
+            and not mixers & {id(module) for module in child.modules()}
+        ]
 
     def expand_latents(self) -> None:
         """Store keys and values of every head, where latents do not give the model's own numbers."""

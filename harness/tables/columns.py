@@ -133,6 +133,8 @@ ANALYSIS = (
 )  # fmt: skip
 """`value` of `series` at `x`, in the unit of `metric`."""
 ASKED_SIZE = Column("asked_size", "asked size (%)", 100, 0)
+EXEMPT_LAYERS = Column("exempt_layers", "exempt layers", 1, 0)
+EXEMPT_CHOICE = Column("exempt_choice")
 NLL = Column("nll_difference", "NLL minus full cache (nats)", 1, 4)
 BOARD_TASKS = (Column("kv_recall", "kv_recall (%)", 100, 1), Column("passkey", "passkey (%)", 100, 1))
 STEP = Column("step_s", "decode step (ms)", 1e3, 1)
@@ -152,7 +154,7 @@ OF_TASK = {
 }  # fmt: skip
 BOARD = (
     EXPERIMENT, MODEL, METHOD, Column("codec"), Column("family"), LABEL, SETTINGS,
-    ASKED_SIZE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
+    ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
     *(column for shown in (KL, TOP1, NLL) for column in _with_parts(shown, {"stderr": "standard error"})),
     *(column for task in BOARD_TASKS for column in _with_parts(task, OF_TASK)),
     PLATFORM, BATCH_SIZE, PROMPT_LEN,
@@ -161,7 +163,8 @@ BOARD = (
     Column("late_bytes", "of which not hidden (MiB)", 1 / MIB, 2),
     LINK_BYTES_PER_S, STEP, STEP_SOURCE, FRONT, Column("outside", "outside the reference methods"), SOURCE, SHIPPED,
 )  # fmt: skip
-"""A method at a size. Seconds and bytes are of a decode step. `step_source`: whether `step_s` was timed at this size or
+"""A method at a size. `exempt_choice`: whether the number of exempt layers is the best at this size, the paper's, or
+both. Seconds and bytes are of a decode step. `step_source`: whether `step_s` was timed at this size or
 modelled from the step at another size (`harness.tables.leaderboard`)."""
 TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,

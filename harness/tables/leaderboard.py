@@ -1,5 +1,8 @@
 """The leaderboard: a row for every method at every size, made of the records of two experiments, and its Pareto fronts.
 
+Every method runs with 0, 1 and 2 exempt layers. At each size two of them are shown: its paper's number, and the best,
+which is the closest to the full cache on the text. `exempt_choice` says which a row is.
+
 Fidelity and tasks come from `leaderboard-scores`, the decode step from `leaderboard-times`, which times a method at one
 size. A step at another size, or over another link, is modelled: seconds of compute as timed, bytes over the link in
 proportion to the size. As in live decoding, tokens that are selected a layer ahead are transferred during compute;
@@ -43,8 +46,15 @@ NAME, FRONTIER = "leaderboard", "frontier"
 SCORES, TIMES = "leaderboard-scores", "leaderboard-times"
 """Experiments they are made of."""
 GRID = Path(__file__).resolve().parents[2] / "conf" / "grid" / "leaderboard.yaml"
-REFERENCES: Mapping[str, str] = yaml.safe_load(GRID.read_text(encoding="utf-8"))["references"]
+_WRITTEN: Mapping[str, Any] = yaml.safe_load(GRID.read_text(encoding="utf-8"))
+REFERENCES: Mapping[str, str] = _WRITTEN["references"]
 """Methods that every other should lie between at equal size: `upper`, `lower`."""
+PAPERS_EXEMPT_LAYERS: Mapping[str, int] = {
+    method: number for number, methods in _WRITTEN["papers_exempt_layers"].items() for method in methods
+}
+"""First layers that a method's own paper or code leaves to the full cache."""
+BEST, PAPERS, BOTH = "best", "paper's", "both"
+"""What `exempt_choice` says; empty for another number."""
 EQUAL = 0.01
 """Sizes that differ by at most this count as equal, as when a method is sized."""
 CERTAIN = 2
@@ -52,6 +62,8 @@ CERTAIN = 2
 TASKS = {column.name for column in BOARD_TASKS}
 HIGHER = {TOP1.name, *TASKS}
 """Columns in which more is better."""
+READS_ALL = "reads all"
+"""The family of the full cache."""
 COSTS = {"size": SIZE.name, "step time": STEP.name}
 """Columns of the costs, by the front's name."""
 SAME_SIZE, SAME_STEP = 0.001, 0.01
@@ -81,15 +93,37 @@ def board_rows(results_dir: str | Path) -> list[TableRow]:
 
 
 def complete(rows: Sequence[TableRow]) -> list[TableRow]:
-    """The rows by model, size and label, with what depends on other rows: `front` and `outside`.
+    """The rows by model, size and label, with what depends on other rows: `exempt_choice`, `front` and `outside`.
 
-    The upper reference, which no link allows, is on no front. A method at another size than asked has neither.
+    The upper reference, which no link allows, is on no front. A method at another size than asked has neither front nor
+    outside, and so has one with another number of exempt layers than its best.
     """
     rows = sorted(rows, key=lambda row: (row["model"], row["asked_size"] or 1, row["label"], row["settings"]))
-    candidates = [row for row in rows if row["method"] != REFERENCES["upper"] and has_its_size(row)]
+    of_method = grouped(
+        rows, lambda row: tuple(row[name] for name in ("model", "method", "codec", "label", "asked_size"))
+    )
+    best = {id(min(own, key=_distance)) for own in of_method.values()}
+    rows = [row | {"exempt_choice": _choice(row, id(row) in best)} for row in rows]
+    compared = [row for row in rows if is_best(row) and has_its_size(row)]
+    candidates = [row for row in compared if row["method"] != REFERENCES["upper"]]
     front = dict(zip(map(id, candidates), fronts(candidates), strict=True))
-    outside = ("; ".join(_outside(row, rows)) if has_its_size(row) else "" for row in rows)
-    return [row | {"front": front.get(id(row), ""), "outside": out} for row, out in zip(rows, outside, strict=True)]
+    outside = {id(row): "; ".join(_outside(row, compared)) for row in compared}
+    return [row | {"front": front.get(id(row), ""), "outside": outside.get(id(row), "")} for row in rows]
+
+
+def _distance(row: TableRow) -> tuple[bool, float]:
+    """Sort key of a method's rows of one size, the best first: those that have the size, by KL."""
+    return not has_its_size(row), math.inf if row.get(KL.name) is None else row[KL.name]
+
+
+def _choice(row: TableRow, best: bool) -> str:
+    papers = row["exempt_layers"] is not None and PAPERS_EXEMPT_LAYERS.get(row["method"]) == row["exempt_layers"]
+    return BOTH if papers and best else BEST if best else PAPERS if papers else ""
+
+
+def is_best(row: TableRow) -> bool:
+    """Whether a completed row has its method's best number of exempt layers."""
+    return row["exempt_choice"] in (BEST, BOTH)
 
 
 def frontier(rows: Sequence[TableRow]) -> list[TableRow]:
@@ -132,7 +166,7 @@ def _beats(one: TableRow, other: TableRow, cost: str) -> bool:
 
 
 def _outside(row: TableRow, rows: Sequence[TableRow]) -> Iterator[str]:
-    """In words, each score beyond a reference at the same size by more than two standard errors."""
+    """In words, each score beyond a reference of `rows` at the same size by more than two standard errors."""
     for column, (side, method) in itertools.product((KL, TOP1, *BOARD_TASKS), REFERENCES.items()):
         for reference in rows:
             pair = (row, reference)
@@ -187,6 +221,7 @@ def answer(results_dir: str | Path, model: str, link_gbps: float, max_kl: float)
     row = fastest(timed, link_gbps * 1e9, max_kl)
     settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
     settings += "" if row["asked_size"] is None else f" size={row['asked_size']:g}"
+    settings += "" if row["exempt_layers"] is None else f" method.num_exempt_layers={row['exempt_layers']:g}"
     shape = f"{row['model']} on {row['platform']}, batch {row['batch_size']:.0f}, prompt {row['prompt_len']:,.0f}"
     step = STEP.show(step_seconds(row, link_gbps * 1e9))
     return (
@@ -209,15 +244,17 @@ def _row(runs: Sequence[Record], full: Baselines) -> TableRow:
     scored = next((record for record in runs if record["kind"] != "tasks"), runs[0])
     resolved = next(iter(scored["methods"].values()), scored["config"]["method"])
     settings = {**resolved, **{name: scored["config"][name] for name in ("codec", "value_codec", "size")}}
+    family = _family(runs[0])
     row: TableRow = {
         "experiment": NAME,
         "model": config["model"]["name"],
         "method": config["method_name"],
-        "family": _family(runs[0]),
+        "family": family,
         "label": config["label"],
         "codec": config["codec"],
         "settings": ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None),
         "asked_size": config["size"],
+        "exempt_layers": None if family == READS_ALL else config["method"]["num_exempt_layers"],
         "source": "measured",
     }
     for record in runs:
@@ -235,7 +272,7 @@ def _family(record: Record) -> str:
         return "oracle" if record["when"] == "true_scores" else "retrieves"
     if record["config"]["size"] is not None:
         return "evicts"
-    return "reads all" if all(entries["size"] == 1 for entries in record["metrics"].values()) else "codes"
+    return READS_ALL if all(entries["size"] == 1 for entries in record["metrics"].values()) else "codes"
 
 
 def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
@@ -261,8 +298,8 @@ def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines
 def _step(row: TableRow, timed: Record | None) -> TableRow:
     """The decode step: as timed, or modelled at the row's own size from a step that was timed at another size.
 
-    The bytes of the exempt layers, the only ones that a late method transfers ahead, are the same at any size. {} if no
-    step was timed or no transfer was counted.
+    The bytes of the exempt layers, where there are any the only ones that a late method transfers ahead, are the same
+    at any size. {} if no step was timed or no transfer was counted.
     """
     if timed is None or timed["metrics"]["h2d_bytes"] is None:
         return {}
@@ -280,9 +317,10 @@ def _step(row: TableRow, timed: Record | None) -> TableRow:
     bytes_per_s = step["link_bytes_per_s"]
     if row.get("size") is None or not bytes_per_s:
         return step | {"step_s": None}
-    link_bytes = step["link_bytes"] * row["size"] / metrics["size"]
-    hidden = step["link_bytes"] - step["late_bytes"]
-    late_bytes = max(0.0, link_bytes - hidden) if step["late_bytes"] else 0.0
+    ratio = row["size"] / metrics["size"]
+    link_bytes, late_bytes = step["link_bytes"] * ratio, step["late_bytes"] * ratio
+    if row["exempt_layers"] and late_bytes:
+        late_bytes = max(0.0, link_bytes - (step["link_bytes"] - step["late_bytes"]))
     scaled = step | {"link_bytes": link_bytes, "late_bytes": late_bytes}
     change = step_seconds(scaled, bytes_per_s) - step_seconds(step, bytes_per_s)
     return scaled | {"step_s": step["step_s"] + change}

@@ -18,6 +18,7 @@ from harness.tables.columns import (
     ASKED_SIZE,
     BOARD_TASKS,
     DEVICE_FRAC,
+    EXEMPT_LAYERS,
     FRONT,
     KL,
     LABEL,
@@ -33,7 +34,6 @@ from harness.tables.columns import (
     SETTINGS,
     SIZE,
     STEP,
-    TOP1,
     Column,
     TableRow,
     grouped,
@@ -91,9 +91,10 @@ NOTES = {
     "on device* is what was read in device memory, including the method's index. *KV on device* is the memory of the "
     "cache and the method there, including buffers. Settings are those that differ from the defaults.",
     "board": f"{SIZE_NOTE} Each table is sorted by KL, the divergence from the full cache's predictions: less is "
-    "better. Bold is the best of the methods of that size, without the two reference methods. ± is one standard error, "
-    f"over windows or contexts. {DIFFERENCE_NOTE}The decode step runs over an emulated link. More columns, and the "
-    "settings, are in `tables/leaderboard.csv` and in the report.",
+    "better. A method stands there with the number of exempt layers, of 0, 1 and 2, that is *best* by KL, and with its "
+    "*paper's*. Bold is the best of the methods of that size, without the two reference methods. ± is one standard "
+    f"error, over windows or contexts. {DIFFERENCE_NOTE}The decode step runs over an emulated link. More columns, and "
+    "the settings, are in `tables/leaderboard.csv` and in the report.",
     "analysis": "± is one standard error over heads, or over layers for a number of the whole model. At most "
     f"{MAX_COLUMNS} values of x are shown; the CSV has all.",
 }
@@ -348,7 +349,8 @@ def _board(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
             return "not beaten in size or in step time"
         return "sizes of their own" if row["asked_size"] is None else f"size {ASKED_SIZE.show(row['asked_size'])} %"
 
-    for group, own in grouped(rows, words).items():
+    shown = [row for row in rows if row["exempt_choice"]]
+    for group, own in grouped(shown, words).items():
         closest_first = sorted(own, key=lambda row: math.inf if row.get(KL.name) is None else row[KL.name])
         yield _board_sheet(f"{title}, {group}", closest_first)
 
@@ -356,7 +358,7 @@ def _board(title: str, rows: Sequence[TableRow]) -> Iterator[Sheet]:
 def _board_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     shown = [
         each
-        for each in (SIZE, KL, TOP1, *BOARD_TASKS, STEP, FRONT)
+        for each in (EXEMPT_LAYERS, SIZE, KL, *BOARD_TASKS, STEP, FRONT)
         if any(row.get(each.name) not in (None, "") for row in rows)
     ]
     labels = [
@@ -386,6 +388,8 @@ def _board_cell(column: Column, row: TableRow) -> str:
     if column in BOARD_TASKS:
         parts = (row.get(f"{column.name}_{part}") for part in ("difference", "detectable"))
         return show_difference(column, value, stderr, *parts)
+    if column == EXEMPT_LAYERS:
+        return MISSING if value is None else f"{column.show(value)}, {row['exempt_choice']}"
     if column == STEP:
         return STEP.show(value) + MODELLED * (row.get("step_source") == "modelled")
     return value or MISSING if column == FRONT else column.show(value, stderr)
@@ -401,7 +405,7 @@ def _best(column: Column, rows: Sequence[TableRow]) -> list[int]:
         and row.get(column.name) is not None
         and has_its_size(row)
     }
-    if column in (SIZE, FRONT) or not values:
+    if column in (EXEMPT_LAYERS, SIZE, FRONT) or not values:
         return []
     best = (max if column.name in HIGHER else min)(values.values())
     return [line for line, value in values.items() if value == best]

@@ -64,7 +64,7 @@ IDENTITY = {
         "model", "platform", "source", "method", "label", "settings", "batch_size", "prompt_len", "gen_len",
     ),
     "analysis": ("model", "source", "metric", "series", "x_name"),
-    "board": ("model", "method", "codec", "label", "asked_size"),
+    "board": ("model", "method", "codec", "label", "asked_size", "exempt_layers"),
 }  # fmt: skip
 """Columns that identify what was measured, by shape of table. A chunk or a depth has the identity of its task."""
 TIMED_CELLS = "latency"

@@ -8,7 +8,7 @@ from harness.paper.costmodel.published import FIGURES as TIMED_FIGURES
 from harness.paper.costmodel.published import PaperCell, quantity
 from harness.tables import columns
 from harness.tables.columns import ASKED_SIZE, BOARD_TASKS, KL, MISSING, SIZE, STEP, TOP1, TableRow
-from harness.tables.leaderboard import REFERENCES
+from harness.tables.leaderboard import REFERENCES, is_best
 from harness.tables.pages import Sheet, is_brief
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ def _shared(lists: Sequence[Sequence[T]]) -> list[T]:
 def _cells(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
     """(quantity, key, cell) of every score."""
     for row in rows:
-        if ASKED_SIZE.name in row:
+        if ASKED_SIZE.name in row and is_best(row):
             size = MISSING if row[ASKED_SIZE.name] is None else f"{ASKED_SIZE.show(row[ASKED_SIZE.name])} %"
             for shown in (KL, TOP1, *BOARD_TASKS):
                 if row.get(shown.name) is not None:
@@ -114,7 +114,7 @@ def _cells(rows: Sequence[TableRow]) -> Iterator[tuple[str, Key, str]]:
 def main_scores(rows: Sequence[TableRow]) -> Sheet | None:
     """The overview's table of a leaderboard: the full cache, the upper bound, the methods closest to the full cache at
     `MAIN_SIZE`, and those of the paper. None without a row of some size."""
-    known = [row for row in rows if row.get(KL.name) is not None]
+    known = [row for row in rows if row.get(KL.name) is not None and is_best(row)]
     sizes = {row[ASKED_SIZE.name] for row in known} - {None}
     if not sizes:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.tables import columns
 from harness.tables.columns import BOARD_TASKS, KL, SIZE, STEP, Column, TableRow
-from harness.tables.leaderboard import COSTS
+from harness.tables.leaderboard import COSTS, is_best
 
 Json = dict[str, Any]
 
@@ -42,7 +42,7 @@ def explorer(rows: Sequence[TableRow], families: Mapping[str, Mapping[str, str]]
     quantity. tooltip: titles of the words that a hover answers, by field. fronts: the name of the front of a cost.
     families: their looks, those of the figures first.
     """
-    points = [_point(row) for row in rows if row.get(KL.name) is not None]
+    points = [_point(row) for row in rows if row.get(KL.name) is not None and is_best(row)]
     if not points:
         return None
     shown = [
