@@ -58,7 +58,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test accuracy speedup leaderboard turns paper method calibrate modelled plots report status export compare clean
+.PHONY: help setup mlflow lint test accuracy speedup leaderboard turns long paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,9 @@ leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: results/lea
 
 turns: $(STAMP)  ## several questions to one cache, known to the method or not: results/tables/turns.md (MODEL=, RESULTS=, ARGS=)
 	$(PY) run.py grid=turns model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
+
+long: $(STAMP)  ## contexts of 4,096 and 8,192 tokens, hours: tables/long.md (MODEL=qwen2.5-coder-0.5b, RESULTS=, ARGS=)
+	$(PY) run.py grid=long model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
 
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)
 	@code=0; $(PY) run.py grid=$(if $(SMALL),paper-small,paper) model=$(MODEL) platform=$(PLATFORM) $(PAPER_DATA) \

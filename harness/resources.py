@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from shutil import disk_usage
+from tempfile import gettempdir
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from harness.files import available_memory
 from harness.settings.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class Resources:
 
     loaded: a model in memory, which then is the model of every run. references: dense passes of windows, and texts
     decoded under the full cache, with which every method of a sweep is compared. prompts: the dense pass of the last
-    timed shape. shares_prompts: several runs follow, so that the passes over prompts are kept as far as memory allows.
+    timed shape. shares_prompts: several runs follow, so that the passes over prompts are kept, in up to half of the
+    free room for temporary files.
     """
 
     def __init__(self, loaded: LoadedModel | None = None) -> None:
@@ -62,6 +64,8 @@ class Resources:
         if self.shares_prompts and loaded.prompts is None and config.device == "cpu":
             from harness.model.attach import DensePrompts
 
-            loaded = replace(loaded, prompts=DensePrompts(available_memory() // 4))
+            loaded = replace(loaded, prompts=DensePrompts(disk_usage(gettempdir()).free // 2))
             self._last = (config, loaded)
+        if loaded.prompts is not None:
+            loaded.prompts.run += 1
         return loaded

@@ -39,6 +39,7 @@ NEEDLE = r"^(?P<needle>.+)\[(?P<length>\d+), (?P<begin>\d+)-(?P<end>\d+) %\]$"
 SWEPT = {"alpha": "alpha (scaled logits)", "partial_weight_ratio": "partial weight ratio"}
 """Axis labels of the varied settings."""
 MAX_TICKS = 6
+LENGTH_MARKERS = "osD^"
 POOLS = {"full_pool": "100 %", "fifo": "80 % fifo", "lru": "80 % lru", "counter": "80 % counter"}
 """Table 2: the paper's pools, and how a label names them."""
 
@@ -360,6 +361,48 @@ def _by_share(tables: data.Tables, name: str, share: str, words: str, *, log_kl:
 def _sizes(rows: pd.DataFrame) -> str:
     """The least and the largest size in percent, once where they are equal."""
     return " to ".join(dict.fromkeys(f"{100 * size:.0f}" for size in (rows["size"].min(), rows["size"].max())))
+
+
+# Long contexts
+
+
+def long(tables: data.Tables, name: str) -> Figure | None:
+    """KL on texts and right answers on needles at each length, a line per method, the closest on top. Right answers are
+    the mean over the tasks, whose errors are taken as independent."""
+    table = data.whole_texts(tables.accuracy(name))
+    needles = table[table.metric.astype(str).str.isdecimal()]
+    asked = needles.assign(length=needles.metric.astype(float)).groupby(
+        ["model", "source", "label", "length"], sort=False, as_index=False
+    ).agg(value=("value", "mean"), stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors)))  # fmt: skip
+    texts = table[(table.metric == "kl_nats") & (table.value > 0)]
+    rows = pd.concat([texts.assign(length=texts.seq_len), asked.assign(metric="acc")])
+    at_longest = rows[rows.metric == "kl_nats"].sort_values("length").groupby("label").value.last()
+    labels = [*at_longest.sort_values(ascending=False).index]
+    labels += [label for label in dict.fromkeys(rows.label) if label not in labels]
+    lengths = sorted(set(rows.length))
+
+    def draw(axes: Axes, panel: pd.DataFrame) -> None:
+        metric = panel.metric.iloc[0]
+        factor = columns.METRICS[metric].factor
+        for row in panel.itertuples():
+            like, place = style.look(row.label), lengths.index(row.length)
+            axes.errorbar(
+                factor * row.value, labels.index(row.label) + 0.3 * (place / max(1, len(lengths) - 1) - 0.5),
+                xerr=factor * row.stderr, color=like.color, marker=LENGTH_MARKERS[place % len(LENGTH_MARKERS)],
+                markerfacecolor="none" if place == 0 else like.color, elinewidth=0.6, markersize=4,
+            )  # fmt: skip
+        for place, length in enumerate(lengths):
+            marker = LENGTH_MARKERS[place % len(LENGTH_MARKERS)]
+            face = "none" if place == 0 else style.GREY
+            axes.plot([], [], marker, color=style.GREY, markerfacecolor=face, label=f"{length:,.0f} tokens")
+        axes.set_yticks(range(len(labels)), labels, fontsize=6)
+        axes.set(xlabel="right answers (%)" if metric == "acc" else AXES[metric], ylim=(-0.7, len(labels) - 0.3))
+        if metric == "kl_nats":
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+
+    note = f"right answers: mean of {', '.join(sorted(set(needles.task)))}; bars one standard error"
+    return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
 
 
 # Needles in a haystack

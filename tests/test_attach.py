@@ -17,7 +17,7 @@ from harness import replay as passes
 from harness.contract import open_replay, token_batch
 from harness.errors import UserError
 from harness.model import attach as checks
-from harness.model.attach import Attached, attach
+from harness.model.attach import Attached, PromptPass, attach
 from harness.model.calibration import calibrate
 from harness.model.decoder import Decoder, Latent
 from harness.model.families import tiny_family
@@ -99,6 +99,34 @@ def test_a_wrong_early_query_is_refused_to_rehearsals_alone(monkeypatch):
     for method in (InfiniGen(when="own_query"), InfiniGen(own_query_layers=2), Full()):
         run_one(model, Case(method))
     assert len(asked) == 1
+
+
+# Feed-forward networks
+
+
+def test_feed_forward_networks_take_some_rows_at_a_time():
+    model, seen = llama(), []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2]))
+    ids = torch.tensor([token_ids(20), token_ids(20, 1)])
+    with attach(model) as attached:
+        assert [type(each).__name__ for each in attached.decoder.row_wise] == ["LlamaMLP"] * len(model.model.layers)
+        positions = torch.arange(20).expand(2, -1)
+        whole = attached.forward(ids, positions, PromptPass(attached))
+        attached.decoder.rows_at_once = 14
+        del seen[:]
+        parts = attached.forward(ids, positions, PromptPass(attached))
+    assert seen == [(2, 7), (2, 7), (2, 6)]
+    assert_close(parts, whole)
+
+
+def test_a_network_that_takes_no_part_of_the_rows_takes_all():
+    """It gives each row the same number however many come, but for those of two rows at once."""
+    model = llama()
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda hidden: forward(hidden) * (1.5 if hidden.shape[1] == 2 else 1)
+    with attach(model) as attached:
+        assert not attached.decoder.row_wise
 
 
 # Sequences that are too long

@@ -142,14 +142,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("family", MODELS)
-def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(family, monkeypatch):
+@pytest.mark.parametrize(("family", "rows"), [*((family, 2048) for family in MODELS), ("gqa", 64)])
+def test_a_prompts_pass_stays_within_what_is_asked_for_and_a_step_below_it(family, rows, monkeypatch):
     """In a session, and as a shared prompt beside a cache of 260 tokens, which is asked for with it."""
     model_type, shape = MODELS[family]
     asked = []
     monkeypatch.setattr(run, "require_memory", lambda num_bytes, *_: asked.append(num_bytes))
     ids, real = token_batch((256, 256), 0)
     with attach(tiny_model(model_type, **LARGE, **shape)) as attached, torch.inference_mode():
+        attached.decoder.rows_at_once = rows
         for codec in ("full", "int4"):
             with Held("cpu") as held, closing(open_live(attached, CASES[codec], 4)) as session:
                 token = session.prefill(ids, real).argmax(-1)

@@ -119,6 +119,15 @@ columns,0.16,0.25,c,0.04,0.47,0.47
 "coded, 4 bits",0.16,0.075,e,0.03,0.5,0.5
 "coded, 4 bits",0.16,0.125,f,0.02,0.63,0.63
 
+long stderr=0.1
+label,size,seq_len,offline:kl_nats,niah_single_1:4096,niah_multikey_2:4096,niah_single_1:8192,niah_multikey_2:8192
+Full cache,1,4096,0,1,0.5,,
+InfiniGen2,0.05,4096,0.02,1,0.4,,
+H2O,0.05,4096,0.5,0.2,0,,
+Full cache,1,8192,0,,,0.9,0.5
+InfiniGen2,0.05,8192,0.03,,,0.9,0.4
+H2O,0.05,8192,0.6,,,0.1,0
+
 ablation
 label,size,resident_frac,run_id,offline:kl_nats,kv_recall:acc,passkey:acc
 InfiniGen,0.1,0.15,a,0.2,0.33,0.33
@@ -538,6 +547,16 @@ def test_an_index_is_drawn_at_its_size_on_the_device(results) -> None:
     np.testing.assert_allclose(xy(score, "columns"), [[5, 15, 25], [33, 40, 47]])
     np.testing.assert_allclose(np.diff(bar_of(score, "columns")), 2 * 3 / 2**0.5)
     assert legend(figure) == ["columns", "coded, 4 bits"]
+
+
+def test_long_contexts_are_drawn_by_method_and_length(results) -> None:
+    figure = draw("long", results)
+    for axes, right in zip(figure.axes, ([0.02, 0.03], [70, 65]), strict=True):
+        assert [tick.get_text() for tick in axes.get_yticklabels()][:2] == ["H2O", "InfiniGen2"], "the closest on top"
+        own = [line.lines[0] for line in axes.containers if round(line.lines[0].get_ydata()[0]) == 1]
+        assert [line.get_xdata()[0] for line in own] == pytest.approx(right)
+        assert [line.get_markerfacecolor() for line in own] == ["none", style.look("InfiniGen2").color]
+    assert legend(figure) == ["4,096 tokens", "8,192 tokens"]
 
 
 def test_an_ablation_is_drawn_by_what_is_read(results) -> None:

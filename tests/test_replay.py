@@ -278,3 +278,20 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
     full = DensePrompts(1000)
     assert torch.equal(replayed(CASES["quest"], full), alone["quest"])
     assert full.free == 1000, "what does not fit is not kept"
+
+
+def test_a_prompt_that_no_run_asks_for_any_more_leaves_for_another(monkeypatch):
+    passes, forward = [], Attached.forward
+    monkeypatch.setattr(Attached, "forward", lambda *args: passes.append(args[1]) or forward(*args))
+    one, other = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[4, 6, 8, 10]])
+    real = torch.ones_like(one, dtype=torch.bool)
+    with attach(tiny("gqa")) as attached:
+        room = DensePrompts(2**20)
+        room.get(attached, one, real)
+        prompts = DensePrompts(2**20 - room.free)  # room for one of them
+        runs = [(one, True), (one, False), (other, True), (other, True), (other, False), (one, True)]
+        for prompts.run, (asked, is_run) in enumerate(runs):
+            del passes[:]
+            prompts.get(attached, asked, real)
+            assert bool(passes) == is_run, f"run {prompts.run}"
+            assert prompts.free == 0

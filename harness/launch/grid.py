@@ -42,7 +42,7 @@ from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from harness.settings.schema import Positive, Text, build, options, setting_of
 from harness.tables import leaderboard
-from harness.tables.columns import read_table
+from harness.tables.columns import KL, read_table
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def on_the_leaderboard(results_dir: str, size: float | None = None) -> list[list
         if row["method"] in options("method")
         and (row["asked_size"] is None or not row["codec"])  # of a preset, no codec that was put on a method
         and size in (None, row["asked_size"] or size)
-        and (leaderboard.is_best(row) or (row["exempt_choice"] and leaderboard.has_its_size(row)))
+        and (leaderboard.is_best(row) or (row["exempt_choice"] and leaderboard.has_its_size(row, [KL])))
     ]
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -501,13 +502,18 @@ def held_prompt(
 class DensePrompts:
     """Dense passes over prompts that several runs of a process share: one for all methods of a sweep.
 
-    most_bytes: of queries, keys and values that are kept. What comes when they are full runs anew each time, as sweeps
-    ask for their prompts in turns, of which the oldest would leave just before its next.
+    They lie in files that are mapped into memory and deleted at once, so that the system keeps in memory what it has
+    room for, and nothing is left when the process ends.
+
+    most_bytes: of queries, keys and values that are kept. When they are full, what neither this run nor the one before
+    has asked for leaves. A prompt for which there is still no room runs anew each time: sweeps ask for their prompts in
+    turns, so that any other would leave just before its next.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.free = most_bytes
-        self._kept: dict[tuple[Any, ...], tuple[PrefilledPrompt, Tensor]] = {}
+        self.run = 0
+        self._kept: dict[tuple[Any, ...], _KeptPrompt] = {}
 
     def get(self, attached: Attached, ids: Tensor, real: Tensor) -> tuple[PrefilledPrompt, Tensor]:
         """The pass over left-padded prompts ids, real [batch, prompt], and final hidden states of all their columns."""
@@ -515,11 +521,35 @@ class DensePrompts:
         if key not in self._kept:
             found = held_prompt(attached, ids, real, attached.new_cache())
             num_bytes = found[1].nbytes + sum(states.nbytes for layer in found[0].layers for states in layer)
+            for old, kept in list(self._kept.items()) if num_bytes > self.free else ():
+                if kept.last_run < self.run - 1:
+                    self.free += self._kept.pop(old).num_bytes
             if num_bytes > self.free:
                 return found
             self.free -= num_bytes
-            self._kept[key] = found
-        return self._kept[key]
+            self._kept[key] = _KeptPrompt(*_mapped(*found), num_bytes)
+        kept = self._kept[key]
+        kept.last_run = self.run
+        return kept.prompt, kept.hidden
+
+
+@dataclass
+class _KeptPrompt:
+    """hidden: [batch, prompt, hidden_size]; last_run: the last that asked for it."""
+
+    prompt: PrefilledPrompt
+    hidden: Tensor
+    num_bytes: int
+    last_run: int = 0
+
+
+def _mapped(prompt: PrefilledPrompt, hidden: Tensor) -> tuple[PrefilledPrompt, Tensor]:
+    """The same, its tensors in a file without a name."""
+    with NamedTemporaryFile(suffix=".pt") as file:
+        torch.save([prompt.layers, hidden], file)
+        file.flush()
+        layers, hidden = torch.load(file.name, mmap=True, weights_only=True)
+    return replace(prompt, layers=layers, hidden=hidden[:, -1]), hidden
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:

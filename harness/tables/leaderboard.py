@@ -112,8 +112,8 @@ def complete(rows: Sequence[TableRow]) -> list[TableRow]:
 
 
 def _distance(row: TableRow) -> tuple[bool, float]:
-    """Sort key of a method's rows of one size, the best first: those that have the size, by KL."""
-    return not has_its_size(row), math.inf if row.get(KL.name) is None else row[KL.name]
+    """Sort key of a method's rows of one size, the best first: those that have the size on the text, by KL there."""
+    return not has_its_size(row, [KL]), math.inf if row.get(KL.name) is None else row[KL.name]
 
 
 def _choice(row: TableRow, best: bool) -> str:
@@ -132,9 +132,9 @@ def frontier(rows: Sequence[TableRow]) -> list[TableRow]:
     return sorted(chosen, key=lambda row: row[KL.name])
 
 
-def has_its_size(row: TableRow) -> bool:
-    """Whether a method reads its asked size on the text and on every task; True if none was asked."""
-    sizes = [size_of(row, column) for column in (KL, *BOARD_TASKS)]
+def has_its_size(row: TableRow, where: Sequence[Column] = (KL, *BOARD_TASKS)) -> bool:
+    """Whether a method reads its asked size on the text and on every task, or only `where`; True if none was asked."""
+    sizes = [size_of(row, column) for column in where]
     return row["asked_size"] is None or not any(abs(size - row["asked_size"]) > EQUAL for size in sizes)
 
 
