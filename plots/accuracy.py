@@ -371,9 +371,10 @@ def long(tables: data.Tables, name: str) -> Figure | None:
     the mean over the tasks, whose errors are taken as independent."""
     table = data.whole_texts(tables.accuracy(name))
     needles = table[table.metric.astype(str).str.isdecimal()]
-    asked = needles.assign(length=needles.metric.astype(float)).groupby(
-        ["model", "source", "label", "length"], sort=False, as_index=False
-    ).agg(value=("value", "mean"), stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors)))  # fmt: skip
+    needles = needles.assign(length=needles.metric.astype(float))
+    asked = needles.groupby(["model", "source", "label", "length"], sort=False, as_index=False).agg(
+        value=("value", "mean"), stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors))
+    )
     texts = table[(table.metric == "kl_nats") & (table.value > 0)]
     rows = pd.concat([texts.assign(length=texts.seq_len), asked.assign(metric="acc")])
     at_longest = rows[rows.metric == "kl_nats"].sort_values("length").groupby("label").value.last()
