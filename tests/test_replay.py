@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import inf
 
@@ -275,6 +276,12 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
         assert torch.equal(replayed(CASES[name], prompts), expected), name
     dense = sum(shape == (2, max(PROMPTS["padded"])) for shape in passes)
     assert dense == 1 + sum(case.method.reads_all for case in CASES.values())
+    for name in ("kvzip", "kvzip-plus"):  # of another size, and with other exempt layers: what was reread holds
+        case = Case(replace(CASES[name].method.with_size(0.7), num_exempt_layers=1))
+        expected = replayed(case, None)
+        del passes[:]
+        assert torch.equal(replayed(case, prompts), expected), name
+        assert len(passes) == 1, "the decode rows alone"
     full = DensePrompts(1000)
     assert torch.equal(replayed(CASES["quest"], full), alone["quest"])
     assert full.free == 1000, "what does not fit is not kept"

@@ -466,7 +466,8 @@ class PrefilledPrompt:
     """A prompt that has run, from which several methods can start.
 
     ids, real: [batch, prompt]; layers: (query, key, value) of each attention layer, [batch, heads, prompt, size];
-    hidden: final hidden states of the last column [batch, hidden_size]; model_cache: recurrent layers' states.
+    hidden: final hidden states of the last column [batch, hidden_size]; model_cache: recurrent layers' states. worth:
+    what second readings found, by method and layer, for the runs that share the prompt; None where none do.
     """
 
     ids: Tensor
@@ -474,6 +475,7 @@ class PrefilledPrompt:
     layers: list[tuple[Tensor, Tensor, Tensor]]
     hidden: Tensor
     model_cache: ModelCache
+    worth: dict[str, dict[int, Tensor]] | None = None
 
 
 def run_prompt(attached: Attached, ids: Tensor, real: Tensor) -> PrefilledPrompt:
@@ -549,7 +551,7 @@ def _mapped(prompt: PrefilledPrompt, hidden: Tensor) -> tuple[PrefilledPrompt, T
         torch.save([prompt.layers, hidden], file)
         file.flush()
         layers, hidden = torch.load(file.name, mmap=True, weights_only=True)
-    return replace(prompt, layers=layers, hidden=hidden[:, -1]), hidden
+    return replace(prompt, layers=layers, hidden=hidden[:, -1], worth={}), hidden
 
 
 def prompt_bytes(attached: Attached, num_tokens: int) -> int:

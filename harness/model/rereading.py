@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -109,8 +110,20 @@ def read_again(
 ) -> None:
     """Run the `planned` passes after a prompt, and give the states its worth of each token.
 
-    Raises UserError where the method needs an output projection that cannot be read.
+    Methods that differ in size or exempt layers alone find the same, once for a prompt that runs share. Raises
+    UserError where the method needs an output projection that cannot be read.
     """
+    of_all = replace(method.with_size(1.0), num_exempt_layers=0)
+    known = {} if prompt.worth is None else prompt.worth
+    if repr(of_all) not in known:
+        known[repr(of_all)] = _worth(attached, of_all if prompt.worth is not None else method, prompt, passes)
+    worth = {number: each for number, each in known[repr(of_all)].items() if number >= method.num_exempt_layers}
+    for state in states:
+        state.take_worth(worth, PromptRows(prompt.real.to(state.lengths.prompt.device), prompt.real.shape[1]))
+
+
+def _worth(attached: Attached, method: Method, prompt: PrefilledPrompt, passes: Sequence[Pass]) -> dict[int, Tensor]:
+    """The worth of each token by layer under the method, fp32 [batch, num_kv_heads, prompt]."""
     batch, num_columns = prompt.real.shape
     worth = {
         number: torch.zeros(batch, attached.geometry.num_kv_heads, num_columns, device=layer.device)
@@ -126,8 +139,7 @@ def read_again(
         chunk = slice(first + repetition.chunk.start, first + repetition.chunk.stop)
         for number, found in handler.worth.items():
             worth[number][at, :, chunk] = found
-    for state in states:
-        state.take_worth(worth, PromptRows(prompt.real.to(state.lengths.prompt.device), num_columns))
+    return worth
 
 
 def held_bytes(attached: Attached, num_tokens: int) -> int:
