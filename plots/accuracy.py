@@ -385,8 +385,8 @@ def long(tables: data.Tables, name: str) -> Figure | None:
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
         factor = columns.METRICS[metric].factor
-        for row in panel.itertuples():
-            like, place = style.look(row.label), lengths.index(row.length)
+        for _, row in panel.iterrows():
+            like, place = style.look(str(row.label)), lengths.index(row.length)
             axes.errorbar(
                 factor * row.value, labels.index(row.label) + 0.3 * (place / max(1, len(lengths) - 1) - 0.5),
                 xerr=factor * row.stderr, color=like.color, marker=LENGTH_MARKERS[place % len(LENGTH_MARKERS)],
