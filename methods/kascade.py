@@ -160,8 +160,8 @@ class Kascade(Method):
         return row.cached if self.is_anchor(layer) else min(row.cached, chosen)
 
     def with_size(self, frac: float) -> Self:
-        """Sized by the share that is chosen, without a least number."""
-        return replace(self, read_frac=frac, min_tokens=1)
+        """Sized by the share that is chosen; `min_tokens` holds, since a layer that reads next to nothing breaks all."""
+        return replace(self, read_frac=frac)
 
     def num_chosen(self, positions: Tensor) -> Tensor:
         """Tokens that an anchor chooses for rows at `positions`, int alike."""
