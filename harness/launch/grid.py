@@ -62,19 +62,19 @@ KEYWORDS = Keywords.__dataclass_fields__.keys()
 def on_the_leaderboard(results_dir: str, size: float | None = None) -> list[list[Any]]:
     """`${on_the_leaderboard:${results_dir}}` in a grid: [method, size, exempt layers] of each method in its tables.
 
-    size: the only asked size. A number of exempt layers that is not a method's best, and with which it cannot have its
-    size, is left out. UserError for a damaged table.
+    size: takes the place of every asked size. A number of exempt layers that is not a method's best, and with which it
+    cannot have its size, is left out. UserError for a damaged table.
     """
     path = Path(results_dir) / "tables" / f"{leaderboard.NAME}.csv"
     rows = [row for row in (read_table(path) if path.is_file() else ()) if row["exempt_layers"] is not None]
-    return [
-        [row["method"], row["asked_size"] and f"nearest:{row['asked_size']}", row["exempt_layers"]]
+    shown = {
+        (row["method"], row["asked_size"] and f"nearest:{size or row['asked_size']}", row["exempt_layers"]): None
         for row in rows
         if row["method"] in options("method")
         and (row["asked_size"] is None or not row["codec"])  # of a preset, no codec that was put on a method
-        and size in (None, row["asked_size"] or size)
         and (leaderboard.is_best(row) or (row["exempt_choice"] and leaderboard.has_its_size(row, [KL])))
-    ]
+    }
+    return [list(cell) for cell in shown]
 
 
 OmegaConf.register_new_resolver("on_the_leaderboard", on_the_leaderboard, replace=True)
