@@ -44,7 +44,7 @@ from methods.base import (
 )
 from methods.evicting import EvictingState
 from methods.projected import INDEX_BITS, ProjectedState, right_vectors
-from methods.selection import Selecting, ascending, largest
+from methods.selection import Selecting, largest
 
 ALPHA, ALPHA_OTHER = {"opt": 4.0}, 5.0
 """The paper's alpha, by family (section 5.1)."""
@@ -131,13 +131,11 @@ class ScoreSelecting(Selecting):
         count = torch.minimum(floor_frac(frac, whole).clamp(min=least), cached)
         tokens = rows.slot_positions
         relative = self.reduced(scores, self.forced(tokens, tokens, rows.positions, count))
-        ordered = ascending(relative)
         if not self._counts_by_cap:
-            below = torch.searchsorted(ordered, ordered.new_full((*ordered.shape[:-1], 1), -alpha)).squeeze(-1)
-            above = ordered.shape[-1] - below  # [batch, sets, rows], tokens with r >= -alpha
+            above = (relative >= -alpha).sum(-1)  # [batch, sets, rows]
             mean = above.sum(1) // above.shape[1]
             count = torch.minimum(mean.clamp(min=1), count)
-        return Selection(*self.joined(largest(relative, count, ordered, order), count, geometry))
+        return Selection(*self.joined(largest(relative, count, order), count, geometry))
 
 
 class OracleState(State):

@@ -160,7 +160,7 @@ class Kascade(Method):
         return row.cached if self.is_anchor(layer) else min(row.cached, chosen)
 
     def with_size(self, frac: float) -> Self:
-        """Sized by the share that is chosen; `min_tokens` holds, since a layer that reads next to nothing breaks all."""
+        """Sized by the share that is chosen. `min_tokens` holds: a layer that reads next to nothing breaks all."""
         return replace(self, read_frac=frac)
 
     def num_chosen(self, positions: Tensor) -> Tensor:

@@ -162,27 +162,38 @@ class Selecting(Method):
 
 
 def ascending(values: Tensor) -> Tensor:
-    """Sorted along the last axis. On the CPU numpy's vectorised sort takes a third of torch.topk's time."""
+    """Sorted along the last axis. On the CPU numpy's sort is the faster one."""
     if values.device.type == "cpu" and values.dtype == torch.float32:
         return torch.from_numpy(np.sort(values.numpy(), axis=-1))
     return values.sort(-1).values
 
 
-def largest(values: Tensor, count: Tensor, ordered: Tensor | None = None, order: Tensor | None = None) -> Tensor:
+def best_ascending(values: Tensor, count: Tensor) -> Tensor:
+    """The largest values, ascending along the last axis: one more than the largest `count`, or all.
+
+    On the CPU they are picked before they are sorted, in half the time of a sort of all where they are a fifth.
+    Elsewhere the largest count is not known without a sync.
+    """
+    if values.device.type == "cpu" and 2 * (most := int(count.max()) + 1) < values.shape[-1]:
+        values = values.topk(most, sorted=False).values
+    return ascending(values)
+
+
+def largest(values: Tensor, count: Tensor, order: Tensor | None = None) -> Tensor:
     """Mask of the `count` largest values; equal values are taken from the lowest slots. No device sync.
 
     values: [batch, num_kv_heads, rows, slots]; count: int [batch, rows]; where it exceeds the number of finite values,
-    all of them are taken; ordered: the values sorted ascending, if at hand; order: int64 [batch, num_kv_heads, slots],
-    the order in which equal values are taken, if not by slot.
+    all of them are taken; order: int64 [batch, num_kv_heads, slots], the order in which equal values are taken, if not
+    by slot.
     """
     if kernels := kernels_for(values):
         return kernels.largest(values, order=order, frac=1.0, least=0, whole=count, cached=count)[0]
     if order is not None:
         order_of_rows = order.unsqueeze(2).expand_as(values)
-        mask = largest(values.gather(-1, order_of_rows), count, ordered)
+        mask = largest(values.gather(-1, order_of_rows), count)
         return torch.empty_like(mask).scatter_(-1, order_of_rows, mask)
-    ordered = ascending(values) if ordered is None else ordered
-    slots = values.shape[-1]
+    ordered = best_ascending(values, count)
+    slots = ordered.shape[-1]
     rank = (slots - count).clamp(0, slots - 1)[:, None, :, None].expand(*values.shape[:-1], 1)
     least = ordered.gather(-1, rank).clamp(min=torch.finfo(values.dtype).min)
     least = least.masked_fill((count == 0)[:, None, :, None], math.nan)  # nothing compares to it
@@ -204,10 +215,9 @@ def _keep_lowest(mask: Tensor, equal: Tensor, count: Tensor) -> Tensor:
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
-def largest_of_each(values: Tensor, count: Tensor, ordered: Tensor | None = None) -> Tensor:
+def largest_of_each(values: Tensor, count: Tensor) -> Tensor:
     """`largest` with a count for each set: values [batch, sets, rows, slots], count int [batch, sets, rows]."""
-    per_set = None if ordered is None else ordered.flatten(0, 1).unsqueeze(1)
-    return largest(values.flatten(0, 1).unsqueeze(1), count.flatten(0, 1), per_set).view_as(values)
+    return largest(values.flatten(0, 1).unsqueeze(1), count.flatten(0, 1)).view_as(values)
 
 
 # The easy base

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from methods.base import PromptRows, Row, Rows, Selection, When, floor_frac, require
 from methods.projected import INDEX_BITS, PartialKeysState
-from methods.selection import Selecting, ascending, largest, largest_of_each
+from methods.selection import Selecting, largest, largest_of_each
 
 MIN_SAMPLE = 2
 """Tokens in a base sample: fewer have no standard deviation."""
@@ -67,11 +67,10 @@ class VAttentionState(PartialKeysState):
         others = visible & ~fixed
         number = others.sum(-1)
         drawn = -random_numbers(method.seed, layer, rows, fixed.shape[1]).masked_fill_(~others, math.inf)
-        ordered = ascending(drawn)
         base = torch.minimum(floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number)
-        size = method.sample_size(powers, ~others, largest_of_each(drawn, base, ordered), number, base)
+        size = method.sample_size(powers, ~others, largest_of_each(drawn, base), number, base)
         size = torch.minimum(size, (cap[:, None] - fixed.sum(-1)).clamp(min=0))
-        sample = largest_of_each(drawn, size, ordered)
+        sample = largest_of_each(drawn, size)
         weight = (number / size.clamp(min=1)).float().log().unsqueeze(-1)
         bias = torch.where(sample, weight, 0.0).unsqueeze(2)
         mask = fixed | sample

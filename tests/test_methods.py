@@ -251,7 +251,8 @@ SIZES = [
     (Kascade(anchors=(1,), min_tokens=20), ROW, 20),
     (Kascade(anchors=(1,)), ROW, 100),  # 128 at least
     (Kascade(anchors=(2,), min_tokens=5), ROW, 100),
-    (Kascade(anchors=()).with_size(0.3), ROW, 30),
+    (Kascade(anchors=(), min_tokens=5).with_size(0.3), ROW, 30),
+    (Kascade(anchors=(), min_tokens=40).with_size(0.3), ROW, 40),
     (VAttention(), ROW, None),
     (VAttention().with_size(0.25), ROW, 25),
     (VAttention().with_size(0.001), ROW, 1),
