@@ -88,10 +88,10 @@ speedup: $(STAMP)  ## the speed grid, its tables and figures (PLATFORM=, MODEL=,
 OWN = $(if $(METHOD)$(CODEC),method=$(or $(METHOD),full) $(if $(CODEC),codec=$(CODEC)))
 
 leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: results/leaderboard.md, the report (METHOD=, CODEC=, MODEL=, RESULTS=, ARGS=)
-	@code=0; for grid in leaderboard leaderboard-tasks; do \
-		$(if $(OWN),$(PY) run.py grid=$$grid model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
-		$(PY) run.py grid=$$grid model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
-	done; \
+	@code=0; $(if $(OWN),$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
+	$(PY) run.py grid=leaderboard model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
+	$(if $(OWN),$(PY) run.py grid=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) method=full $(ARGS) || code=$$?;) \
+	$(PY) run.py grid=leaderboard-tasks model=$(MODEL) results_dir=$(RESULTS) $(OWN) $(ARGS) || code=$$?; \
 	$(PY) -m harness.paper.report --results-dir $(RESULTS); \
 	exit $$code
 

@@ -91,10 +91,10 @@ NOTES = {
     "on device* is what was read in device memory, including the method's index. *KV on device* is the memory of the "
     "cache and the method there, including buffers. Settings are those that differ from the defaults.",
     "board": f"{SIZE_NOTE} Each table is sorted by KL, the divergence from the full cache's predictions: less is "
-    "better. A method stands there with the number of exempt layers, of 0, 1 and 2, that is *best* by KL, and with its "
-    "*paper's*. Bold is the best of the methods of that size, without the two reference methods. ± is one standard "
-    f"error, over windows or contexts. {DIFFERENCE_NOTE}The decode step runs over an emulated link. More columns, and "
-    "the settings, are in `tables/leaderboard.csv` and in the report.",
+    "better. A method stands there with the number of exempt layers that is *best* by KL of those that ran (`make "
+    "leaderboard` runs 0, 1 and 2), and with its *paper's*. Bold is the best of the methods of that size, without the "
+    f"two reference methods. ± is one standard error, over windows or contexts. {DIFFERENCE_NOTE}The decode step runs "
+    "over an emulated link. More columns, and the settings, are in `tables/leaderboard.csv` and in the report.",
     "analysis": "± is one standard error over heads, or over layers for a number of the whole model. At most "
     f"{MAX_COLUMNS} values of x are shown; the CSV has all.",
 }
