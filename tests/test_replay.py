@@ -289,7 +289,7 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
 
 def test_a_prompt_that_no_run_asks_for_any_more_leaves_for_another(monkeypatch):
     passes, forward = [], Attached.forward
-    monkeypatch.setattr(Attached, "forward", lambda *args: passes.append(args[1]) or forward(*args))
+    monkeypatch.setattr(Attached, "forward", lambda *args, **named: passes.append(1) or forward(*args, **named))
     one, other = torch.tensor([[3, 5, 7, 9]]), torch.tensor([[4, 6, 8, 10]])
     real = torch.ones_like(one, dtype=torch.bool)
     with attach(tiny("gqa")) as attached:
