@@ -9,6 +9,7 @@ ones have a colour of their own, and their label in the legend.
 
 from collections.abc import Mapping
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
@@ -28,8 +29,8 @@ COSTS = {
 }
 """By what `front` names: the column of the costs, its factor, and the axis."""
 ALL = "reads all"
-CLOSE = 2
-"""Points of one size whose KL differs by a smaller factor share their names' place."""
+CLOSE, NEAR = 2, 0.2
+"""Points share their names' place whose KL differs by a smaller factor and whose costs by less than e^0.2."""
 LEFT = 5
 """The x axis begins at the least cost over this, which leaves the names room."""
 LEAST_KL = 1e-6
@@ -138,7 +139,7 @@ def _look(rows: pd.DataFrame) -> tuple[str, str]:
 def _name(axes: Axes, front: pd.DataFrame) -> None:
     """Names left of the points, a list beside those that lie too close for names of their own."""
     ordered = front.sort_values(KL, ascending=False)
-    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | (ordered.asked_size != ordered.asked_size.shift())
+    apart = (ordered[KL].shift() / ordered[KL] > CLOSE) | ((ordered.x / ordered.x.shift()).map(np.log).abs() > NEAR)
     for _, close in ordered.groupby(apart.cumsum()):
         sizes = ["" if pd.isna(row.asked_size) else f" {100 * row['size']:.0f} %" for _, row in close.iterrows()]
         names = "\n".join(map("".join, zip(close.label, sizes, strict=True)))
