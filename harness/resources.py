@@ -61,11 +61,12 @@ class Resources:
             self._last, self.references, self.prompts = None, Memo(), Memo(limit=1)  # frees memory for the next one
             self._last = (config, load_model(config))
         loaded = self._last[1]
-        if self.shares_prompts and loaded.prompts is None and config.device == "cpu":
+        if self.shares_prompts and config.device == "cpu":
             from harness.model.attach import DensePrompts
 
-            loaded = replace(loaded, prompts=DensePrompts(disk_usage(gettempdir()).free // 2))
-            self._last = (config, loaded)
-        if loaded.prompts is not None:
+            if loaded.prompts is None:
+                loaded = replace(loaded, prompts=DensePrompts(disk_usage(gettempdir()).free // 2))
+                self._last = (config, loaded)
+            assert loaded.prompts is not None, "just made"
             loaded.prompts.run += 1
         return loaded

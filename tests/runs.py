@@ -54,7 +54,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     def load_model(config):
         runs.loads.append(config.name)
-        return SimpleNamespace(model=SimpleNamespace(device="cpu"), prompts="its own")
+        return SimpleNamespace(model=SimpleNamespace(device="cpu"), prompts=SimpleNamespace(run=0))
 
     monkeypatch.setattr(models, "load_model", load_model)
     monkeypatch.setattr(source, "snapshot", lambda hub_id, with_code=False: Path("snapshots/1"))
