@@ -1,6 +1,7 @@
 """Figures of accuracy tables: by size, by position in the text, InfiniGen's parts, and needles in a haystack."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -344,7 +345,7 @@ def _by_share(tables: data.Tables, name: str, share: str, words: str, *, log_kl:
         points = panel.groupby(["label", "run_id"], sort=False, as_index=False).agg(
             x=(share, "mean"),
             y=("value", "mean"),
-            stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors)),
+            stderr=("stderr", _of_mean),
         )
         for label in (label for label in looks if label in set(points.label)):
             own = points[points.label == label].sort_values("x")
@@ -356,6 +357,11 @@ def _by_share(tables: data.Tables, name: str, share: str, words: str, *, log_kl:
     tasks = ", ".join(sorted(set(rows[rows.metric == "acc"].task)))
     note = f"accuracy: mean of {tasks}; {style.error_note(rows)}"
     return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)
+
+
+def _of_mean(errors: pd.Series) -> float:
+    """The standard error of a mean of independent values with these."""
+    return float((errors**2).sum() ** 0.5 / len(errors))
 
 
 def _sizes(rows: pd.DataFrame) -> str:
@@ -373,29 +379,31 @@ def long(tables: data.Tables, name: str) -> Figure | None:
     needles = table[table.metric.astype(str).str.isdecimal()]
     needles = needles.assign(length=needles.metric.astype(float))
     asked = needles.groupby(["model", "source", "label", "length"], sort=False, as_index=False).agg(
-        value=("value", "mean"), stderr=("stderr", lambda errors: (errors**2).sum() ** 0.5 / len(errors))
+        value=("value", "mean"), stderr=("stderr", _of_mean)
     )
     texts = table[(table.metric == "kl_nats") & (table.value > 0)]
     rows = pd.concat([texts.assign(length=texts.seq_len), asked.assign(metric="acc")])
+    data.refuse_repeats(rows, ["model", "source", "metric", "label", "length"])
     at_longest = rows[rows.metric == "kl_nats"].sort_values("length").groupby("label").value.last()
     labels = [*at_longest.sort_values(ascending=False).index]
     labels += [label for label in dict.fromkeys(rows.label) if label not in labels]
     lengths = sorted(set(rows.length))
+    above = {length: 0.3 * (place + 0.5) / len(lengths) - 0.15 for place, length in enumerate(lengths)}
+    markers = dict(zip(lengths, cycle(LENGTH_MARKERS)))
+
+    def looks(length: float, color: str) -> dict[str, Any]:
+        """Of a length's points; those of the shortest are hollow."""
+        face = "none" if length == lengths[0] else color
+        return {"color": color, "marker": markers[length], "markerfacecolor": face, "markersize": 4}
 
     def draw(axes: Axes, panel: pd.DataFrame) -> None:
         metric = panel.metric.iloc[0]
         factor = columns.METRICS[metric].factor
         for _, row in panel.iterrows():
-            like, place = style.look(str(row.label)), lengths.index(row.length)
-            axes.errorbar(
-                factor * row.value, labels.index(row.label) + 0.3 * (place / max(1, len(lengths) - 1) - 0.5),
-                xerr=factor * row.stderr, color=like.color, marker=LENGTH_MARKERS[place % len(LENGTH_MARKERS)],
-                markerfacecolor="none" if place == 0 else like.color, elinewidth=0.6, markersize=4,
-            )  # fmt: skip
-        for place, length in enumerate(lengths):
-            marker = LENGTH_MARKERS[place % len(LENGTH_MARKERS)]
-            face = "none" if place == 0 else style.GREY
-            axes.plot([], [], marker, color=style.GREY, markerfacecolor=face, label=f"{length:,.0f} tokens")
+            y, color = labels.index(row.label) + above[row.length], style.look(str(row.label)).color
+            axes.errorbar(factor * row.value, y, xerr=factor * row.stderr, elinewidth=0.6, **looks(row.length, color))
+        for length in lengths:
+            axes.plot([], [], linestyle="", label=f"{length:,.0f} tokens", **looks(length, style.GREY))
         axes.set_yticks(range(len(labels)), labels, fontsize=6)
         axes.set(xlabel="right answers (%)" if metric == "acc" else AXES[metric], ylim=(-0.7, len(labels) - 0.3))
         if metric == "kl_nats":

@@ -9,7 +9,7 @@ from math import inf
 import pytest
 import reference as plain
 import torch
-from cases import CASES, WIDE, Case, smooth
+from cases import ASKED, CASES, WIDE, Case, smooth
 from living import PROMPTS, calibration, replay, tiny
 from replaying import (
     LENGTH,
@@ -31,10 +31,12 @@ from harness.errors import UserError
 from harness.model.attach import Attached, DensePrompts, attach
 from harness.sizes import ReadStats
 from methods import attention
+from methods.base import Method
 from methods.codec import Codec, SplitCodec
 from methods.full import Full
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen, Oracle
+from methods.kvzip import KVzip
 from methods.projected import SparQ
 from methods.prompt_evicting import PromptEvicting, SnapKV
 from methods.quest import Quest
@@ -255,6 +257,13 @@ def test_limit_cases_are_the_full_cache(tiny_gqa, name):
 # Prompts that runs share
 
 
+class Unsized(KVzip):
+    """A method that rereads and has no size."""
+
+    def with_size(self, frac):
+        return Method.with_size(self, frac)
+
+
 def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(monkeypatch):
     """In one process, one method after another: none changes what the next one starts from."""
     prompts, model, passes = DensePrompts(2**20), tiny("gqa"), []
@@ -282,6 +291,8 @@ def test_methods_that_share_a_prompt_run_it_once_and_get_what_they_get_alone(mon
         del passes[:]
         assert torch.equal(replayed(case, prompts), expected), name
         assert len(passes) == 1, "the decode rows alone"
+    case = Case(Unsized(kept_frac=0.5, num_sinks=2, chunk_size=9, **ASKED))
+    assert torch.equal(replayed(case, prompts), replayed(case, None))
     full = DensePrompts(1000)
     assert torch.equal(replayed(CASES["quest"], full), alone["quest"])
     assert full.free == 1000, "what does not fit is not kept"

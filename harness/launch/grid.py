@@ -28,7 +28,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
@@ -42,7 +41,6 @@ from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from harness.settings.schema import Positive, Text, build, options, setting_of
 from harness.tables import leaderboard
-from harness.tables.columns import KL, read_table
 
 
 @dataclass(frozen=True)
@@ -59,25 +57,7 @@ class Keywords:
 KEYWORDS = Keywords.__dataclass_fields__.keys()
 
 
-def on_the_leaderboard(results_dir: str, size: float | None = None) -> list[list[Any]]:
-    """`${on_the_leaderboard:${results_dir}}` in a grid: [method, size, exempt layers] of each method in its tables.
-
-    size: takes the place of every asked size. A number of exempt layers that is not a method's best, and with which it
-    cannot have its size, is left out. UserError for a damaged table.
-    """
-    path = Path(results_dir) / "tables" / f"{leaderboard.NAME}.csv"
-    rows = [row for row in (read_table(path) if path.is_file() else ()) if row["exempt_layers"] is not None]
-    shown = {
-        (row["method"], row["asked_size"] and f"nearest:{size or row['asked_size']}", row["exempt_layers"]): None
-        for row in rows
-        if row["method"] in options("method")
-        and (row["asked_size"] is None or not row["codec"])  # of a preset, no codec that was put on a method
-        and (leaderboard.is_best(row) or (row["exempt_choice"] and leaderboard.has_its_size(row, [KL])))
-    }
-    return [list(cell) for cell in shown]
-
-
-OmegaConf.register_new_resolver("on_the_leaderboard", on_the_leaderboard, replace=True)
+OmegaConf.register_new_resolver("on_the_leaderboard", leaderboard.cells_of_tasks, replace=True)
 
 
 @dataclass
@@ -209,7 +189,8 @@ def _of_method(cells: list[tuple[dict[str, Any], bool]], method: str) -> list[tu
     for cell, may in cells:
         if not any(key.startswith("method.") and key != "method.num_exempt_layers" for key in cell):
             replaced = {**cell, "method": method}, may
-            taken += [] if replaced in taken else [replaced]
+            if replaced not in taken:
+                taken.append(replaced)
     return taken
 
 

@@ -50,9 +50,6 @@ PASSES = (4, 3, 1)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
 COARSE = 0.08
 """Largest difference of a logit over the largest logit; `COARSE` in bfloat16."""
-ROWS_AT_ONCE = 2048
-"""Rows of a prompt that a feed-forward network takes at once, so that what it makes on the way does not grow with the
-prompt."""
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -324,10 +321,7 @@ class Attached:
             """The module's output for the rows [n] of some sequences."""
 
             def part(each: Any) -> Any:
-                if each is cache:
-                    return cache_of_part
-                has_rows = isinstance(each, Tensor) and each.shape[:2] == columns.shape
-                return each[at, rows.to(each.device)] if has_rows else each
+                return cache_of_part if each is cache else _rows_of(each, columns.shape, at, rows)
 
             named = {name: part(each) for name, each in kwargs.items() if name != "attention_mask"}
             return forward(*map(part, args), **named)
@@ -380,25 +374,34 @@ def _zeros(size: int, states: Tensor, *_: Any, **__: Any) -> Tensor:
     return _blank(shape, states.dtype, states.device) if states.shape[-2] == 1 else states.new_zeros(shape)
 
 
-def _in_parts(decoder: Decoder, forward: Callable[..., Any], hidden: Any, *args: Any, **kwargs: Any) -> Any:
+def _rows_of(each: Any, shape: torch.Size, at: slice, rows: Tensor) -> Any:
+    """Some sequences' rows, int [n], of an argument that has all of them, of shape [batch, rows] first; else itself."""
+    has_rows = isinstance(each, Tensor) and each.shape[:2] == shape
+    return each[at, rows.to(each.device)] if has_rows else each
+
+
+def _in_parts(decoder: Decoder, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The output of a module that computes each row by itself, `decoder.rows_at_once` rows at a time.
 
-    hidden: [batch, rows, ...]. What else it is given row by row is split alike.
+    Its input is [batch, rows, ...]. What else it is given row by row is split alike.
     """
-    shape = hidden.shape[:2]
-    most = decoder.rows_at_once // shape[0] or 1
-    if hidden.dim() != 3 or shape[1] <= most:
-        return forward(hidden, *args, **kwargs)
+    hidden = Call(args, kwargs).hidden
+    batch, num_rows = shape = hidden.shape[:2]
+    most = decoder.rows_at_once // batch or 1
+    if hidden.dim() != 3 or num_rows <= most:
+        return forward(*args, **kwargs)
 
-    def part(each: Any, rows: slice) -> Any:
-        return each[:, rows] if isinstance(each, Tensor) and each.dim() > 1 and each.shape[:2] == shape else each
+    def run(rows: Tensor) -> Any:
+        """The module's output for rows [n] of each sequence."""
+        part = partial(_rows_of, shape=shape, at=slice(None), rows=rows)
+        return forward(*map(part, args), **{name: part(each) for name, each in kwargs.items()})
 
-    outputs = []
-    for begin in range(0, shape[1], most):
-        rows = slice(begin, begin + most)
-        named = {name: part(each, rows) for name, each in kwargs.items()}
-        outputs.append(forward(part(hidden, rows), *(part(each, rows) for each in args), **named))
-    return tree_map(lambda *parts: torch.cat(parts, 1 if parts[0].dim() > 2 else 0), *outputs)
+    def joined(*parts: Tensor) -> Tensor:
+        if parts[0].dim() > 2:
+            return torch.cat(parts, 1)
+        return torch.cat([each.unflatten(0, (batch, -1)) for each in parts], 1).flatten(0, 1)  # rows of all sequences
+
+    return tree_map(joined, *map(run, torch.arange(num_rows).split(most)))
 
 
 @cache
@@ -523,8 +526,8 @@ class DensePrompts:
         if key not in self._kept:
             found = held_prompt(attached, ids, real, attached.new_cache())
             num_bytes = found[1].nbytes + sum(states.nbytes for layer in found[0].layers for states in layer)
-            for old, kept in list(self._kept.items()) if num_bytes > self.free else ():
-                if kept.last_run < self.run - 1:
+            if num_bytes > self.free:
+                for old in [old for old, kept in self._kept.items() if kept.last_run < self.run - 1]:
                     self.free += self._kept.pop(old).num_bytes
             if num_bytes > self.free:
                 return found
@@ -632,14 +635,14 @@ def check_decoder(model: Any, decoder: Decoder) -> None:
 
 def _is_row_wise(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether the logits are the same where modules take two rows at a time."""
-    decoder.rows_at_once = 2
+    most, decoder.rows_at_once = decoder.rows_at_once, 2
     try:
         return _difference(model, decoder, ids, expected) <= tolerance
     except (RuntimeError, TypeError, ValueError) as error:
         reraise_out_of_memory(error)
         return False
     finally:
-        decoder.rows_at_once = ROWS_AT_ONCE
+        decoder.rows_at_once = most
 
 
 def _difference(model: Any, decoder: Decoder, ids: Tensor, expected: Tensor) -> float:

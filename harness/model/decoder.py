@@ -11,7 +11,6 @@ the softmax, and the tokens that each layer sees. The arguments of its calls to 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -37,6 +36,9 @@ HARMLESS_OPTIONS = {
     "softcap", "token_type_ids", "use_cache", "use_kernels",
 }  # fmt: skip
 """Arguments of an attention function that are handled here, or do not change its result."""
+ROWS_AT_ONCE = 2048
+"""Rows of a prompt that a feed-forward network takes at once, so that what it makes on the way does not grow with the
+prompt."""
 FAR = 2**20
 """A position beyond every window: whether a row there sees the first token tells a window from full attention."""
 
@@ -289,7 +291,7 @@ class Decoder:
             self.output_type = trace.output_type
             self.blocks = self._find_blocks()
             self.row_wise = self._find_row_wise()
-            self.rows_at_once = sys.maxsize
+            self.rows_at_once = ROWS_AT_ONCE
             with attention_function(self.stack, stop):
                 for layer in self.layers:
                     self._find_unused(layer)

@@ -8,7 +8,7 @@ what it is alone. Every layer's prompt is held until then, since a method may sh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,13 +113,23 @@ def read_again(
     Methods that differ in size or exempt layers alone find the same, once for a prompt that runs share. Raises
     UserError where the method needs an output projection that cannot be read.
     """
-    of_all = replace(method.with_size(1.0), num_exempt_layers=0)
-    known = {} if prompt.worth is None else prompt.worth
-    if repr(of_all) not in known:
-        known[repr(of_all)] = _worth(attached, of_all if prompt.worth is not None else method, prompt, passes)
-    worth = {number: each for number, each in known[repr(of_all)].items() if number >= method.num_exempt_layers}
+    if prompt.worth is None:
+        worth = _worth(attached, method, prompt, passes)
+    else:
+        of_all = _of_all_sizes(method)
+        if repr(of_all) not in prompt.worth:
+            prompt.worth[repr(of_all)] = _worth(attached, of_all, prompt, passes)
+        of_layers = prompt.worth[repr(of_all)].items()
+        worth = {number: each for number, each in of_layers if number >= method.num_exempt_layers}
     for state in states:
         state.take_worth(worth, PromptRows(prompt.real.to(state.lengths.prompt.device), prompt.real.shape[1]))
+
+
+def _of_all_sizes(method: Method) -> Method:
+    """What methods that differ in size or exempt layers alone have in common."""
+    with suppress(ValueError):  # it has no size
+        method = method.with_size(1.0)
+    return replace(method, num_exempt_layers=0)
 
 
 def _worth(attached: Attached, method: Method, prompt: PrefilledPrompt, passes: Sequence[Pass]) -> dict[int, Tensor]:

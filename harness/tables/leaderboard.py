@@ -23,6 +23,7 @@ from harness.errors import UserError
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.records.samples import Baselines, nll_difference
 from harness.settings.experiment import OF_CODECS
+from harness.settings.schema import options
 from harness.tables.columns import (
     BOARD,
     BOARD_TASKS,
@@ -124,6 +125,25 @@ def _choice(row: TableRow, best: bool) -> str:
 def is_best(row: TableRow) -> bool:
     """Whether a completed row has its method's best number of exempt layers."""
     return row["exempt_choice"] in (BEST, BOTH)
+
+
+def cells_of_tasks(results_dir: str, size: float | None = None) -> list[list[Any]]:
+    """`${on_the_leaderboard:${results_dir}}` in a grid: [method, size, exempt layers] of each row that a page shows.
+
+    size: takes the place of every asked size. A number of exempt layers that is not a method's best, and with which it
+    cannot have its size, is left out. UserError for a damaged table.
+    """
+    path = Path(results_dir) / "tables" / f"{NAME}.csv"
+    rows = read_table(path) if path.is_file() else []
+    shown = {
+        (row["method"], row["asked_size"] and f"nearest:{size or row['asked_size']}", row["exempt_layers"]): None
+        for row in rows
+        if row["exempt_layers"] is not None
+        and row["method"] in options("method")
+        and (row["asked_size"] is None or not row["codec"])  # of a preset, no codec that was put on a method
+        and (is_best(row) or (row["exempt_choice"] and has_its_size(row, [KL])))
+    }
+    return [list(cell) for cell in shown]
 
 
 def frontier(rows: Sequence[TableRow]) -> list[TableRow]:
