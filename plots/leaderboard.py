@@ -62,7 +62,11 @@ def draw(tables: data.Tables, name: str) -> Figure | None:
         axes["names"].set_title(title)
         for cost in own:
             _draw_cost(axes[cost], frame, cost)
-    notes = [shared, "each with its best number of exempt layers", "left: bold on a front, bars one standard error"]
+    notes = [
+        shared,
+        "each with the best number of exempt layers that ran",
+        "left: bold on a front, bars one standard error",
+    ]
     if (rows.step_source == "modelled").any():
         notes.append("right, hollow: modelled from a step timed at another size")
     return style.finish(figure, "; ".join(notes))
