@@ -111,28 +111,38 @@ def run_perplexity(
 def _score(
     attached: Attached, setup: Setup, window: Sequence[int], prefill_len: int, full_nll: Tensor, reference: Tensor
 ) -> Window:
-    # Row 0 sees only itself, so it can always be run as the prompt: prefill_len = 0 scores it too.
-    prompt = max(1, prefill_len)
-    ids = torch.tensor([window], device=attached.device)
-    real = torch.ones_like(ids, dtype=torch.bool)
-    length = torch.tensor([len(window)], device=attached.device)
-    session = setup.replay(attached, length, len(window), measure_recall=True)
-    hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
-    # The window's last row predicts nothing, so it is not run.
-    hidden = torch.cat([hidden, session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]])[prefill_len:]
-    session.reads.check_fired()
-    return Window(score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference), full_nll, session.reads)
+    hidden, ids, reads = _hidden(attached, setup, window, prefill_len)
+    reads.check_fired()
+    return Window(score_rows(attached, hidden, ids[0, prefill_len + 1 :], reference), full_nll, reads)
 
 
 @torch.inference_mode()
 def full_pass(attached: Attached, window: Sequence[int], prefill_len: int) -> tuple[Tensor, Tensor]:
     """The full cache's nll, fp64 [rows] on the CPU, and hidden states [rows, hidden_size] on a window's scored rows."""
-    ids = torch.tensor([window], device=attached.device)
-    session = FULL.replay(attached, torch.tensor([len(window)], device=attached.device), len(window))
-    hidden = session.prefill(ids[:, :-1], torch.ones_like(ids[:, :-1], dtype=torch.bool))[0, prefill_len:]
+    hidden, ids, _ = _hidden(attached, FULL, window, prefill_len)
     chunks = zip(hidden.split(HEAD_CHUNK), ids[0, prefill_len + 1 :].split(HEAD_CHUNK), strict=True)
     nll = torch.cat([_nll(attached.logits(rows).log_softmax(-1), targets) for rows, targets in chunks])
     return nll.double().cpu(), hidden
+
+
+def _hidden(
+    attached: Attached, setup: Setup, window: Sequence[int], prefill_len: int
+) -> tuple[Tensor, Tensor, ReadStats]:
+    """A window under a method, of which the first `prefill_len` tokens are the prompt.
+
+    Returns final hidden states of the rows from there [rows, hidden_size], without the last, which predicts nothing; the
+    window's ids [1, tokens]; what the rows read.
+    """
+    # Row 0 sees only itself, so it can always be run as the prompt: prefill_len = 0 scores it too.
+    prompt = max(1, prefill_len)
+    ids = torch.tensor([window], device=attached.device)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    session = setup.replay(
+        attached, torch.tensor([len(window)], device=attached.device), len(window), measure_recall=True
+    )
+    hidden = session.prefill(ids[:, :prompt], real[:, :prompt])[0]
+    hidden = torch.cat([hidden, session.decode(ids[:, prompt:-1], real[:, prompt:-1])[0]])[prefill_len:]
+    return hidden, ids, session.reads
 
 
 def as_perplexity(nll: float, where: str) -> float:

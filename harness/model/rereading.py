@@ -60,7 +60,7 @@ def run_prompts(
     reading. Returns final hidden states of the dense pass [batch, prompt, hidden_size].
     """
     passes = planned(attached, method, ids, real) if method.rereads else []
-    if attached.prompts is not None and not method.reads_all:
+    if attached.prompts is not None:
         prompt, hidden = attached.prompts.get(attached, ids, real)
     elif method.rereads:
         prompt, hidden = held_prompt(attached, ids, real, model_cache)
