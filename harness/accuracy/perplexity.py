@@ -130,8 +130,8 @@ def _hidden(
 ) -> tuple[Tensor, Tensor, ReadStats]:
     """A window under a method, of which the first `prefill_len` tokens are the prompt.
 
-    Returns final hidden states of the rows from there [rows, hidden_size], without the last, which predicts nothing; the
-    window's ids [1, tokens]; what the rows read.
+    Returns the final hidden states of the rows from there on [rows, hidden_size], but for the last, which predicts
+    nothing; the window's ids [1, tokens]; what the rows read.
     """
     # Row 0 sees only itself, so it can always be run as the prompt: prefill_len = 0 scores it too.
     prompt = max(1, prefill_len)
