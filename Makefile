@@ -98,7 +98,7 @@ leaderboard: $(STAMP)  ## every method at equal bytes, or one's own: results/lea
 turns: $(STAMP)  ## several questions to one cache, known to the method or not: results/tables/turns.md (MODEL=, RESULTS=, ARGS=)
 	$(PY) run.py grid=turns model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
 
-long: $(STAMP)  ## contexts of 4,096 and 8,192 tokens, two hours: tables/long.md (MODEL=qwen2.5-coder-0.5b, RESULTS=, ARGS=)
+long: $(STAMP)  ## contexts of 4,096 and 8,192 tokens, 1.5 hours: tables/long.md (MODEL=qwen2.5-coder-0.5b, RESULTS=, ARGS=)
 	$(PY) run.py grid=long model=$(MODEL) results_dir=$(RESULTS) $(ARGS)
 
 paper: $(STAMP)  ## every figure and table, and the report (MODEL=, DATA_ROOT= or DATA=hub, PLATFORM=, RESULTS=, ARGS=)

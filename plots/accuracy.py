@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from harness.tables import columns
 from plots import data, style
@@ -408,10 +407,7 @@ def long(tables: data.Tables, name: str) -> Figure | None:
         axes.set_yticks(range(len(labels)), labels, fontsize=6)
         axes.set(xlabel="right answers (%)" if metric == "acc" else AXES[metric], ylim=(-0.7, len(labels) - 0.3))
         if metric == "kl_nats":
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_formatter("")
+            style.log_x(axes)
 
     note = f"right answers: mean of {', '.join(sorted(set(needles.task)))}; bars one standard error"
     return style.draw_rows(rows, ("model", "source", "metric"), draw, note=note)

@@ -14,7 +14,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from harness.tables import columns
 from plots import data, style
@@ -124,11 +123,9 @@ def _draw_cost(axes: Axes, panel: pd.DataFrame, cost: str) -> None:
     axes.plot(front.x, front[KL], color=style.GREY, linewidth=0.8, label="front", zorder=0)
     _name(axes, front)
     style.log_y(axes)
-    axes.set(xlabel=words, ylabel="KL(full || method) (nats)", xscale="log")
+    style.log_x(axes, "{x:,.0f}")
+    axes.set(xlabel=words, ylabel="KL(full || method) (nats)")
     axes.set_xlim(panel.x.min() / LEFT, 1.3 * panel.x.max())
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _look(rows: pd.DataFrame) -> tuple[str, str]:

@@ -19,6 +19,7 @@ import pandas as pd
 import yaml
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -261,9 +262,19 @@ def log_y(axes: Axes, values: pd.Series | None = None) -> None:
     if values is not None and not values.max() > WIDE * values.min():
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _plain_numbers(axes.yaxis, "{x:g}")
+
+
+def log_x(axes: Axes, number: str = "{x:g}") -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5, in the format `number`."""
+    axes.set_xscale("log")
+    _plain_numbers(axes.xaxis, number)
+
+
+def _plain_numbers(axis: Axis, number: str) -> None:
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(number)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def log2_x(axes: Axes, values: Iterable[float]) -> None:

@@ -1,7 +1,7 @@
 """Windows of a text under a method: perplexity, per-chunk perplexity, and fidelity to the full cache.
 
 Each window's first `prefill_len` rows attend densely; the rest are decode rows, scored against the next token and
-against a dense pass of the same window, which is computed once and shared by all methods.
+against the full cache on the same window, which runs once and is shared by all methods.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run_perplexity(
 ) -> Outcome:
     """All windows of `config` under its method.
 
-    references: kept dense passes of this model; new ones are added.
+    references: kept passes of the full cache over this model's windows; new ones are added.
 
     Raises UserError for a text shorter than the windows, a window longer than the model's limit, a method that the
     lengths do not fit or that never ran, and a perplexity that overflows.
