@@ -7,6 +7,7 @@ then in the tables. Imports nothing that takes time, so that a command is covere
 
 import difflib
 import importlib.util
+import re
 import signal
 import sys
 import traceback
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 MAX_LISTED = 16
+MAX_WORD, MAX_MESSAGE = 400, 2000
+"""Letters of a word and of a whole message that are shown; a path of 400 letters is still whole."""
 A_BUG = " (a bug)"
 BUG, USERS, UNFINISHED = 1, 2, 75
 """Exit codes: a bug of ours, what a user can put right, and EX_TEMPFAIL of sysexits.h: invited to try again."""
@@ -23,7 +26,11 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class UserError(ValueError):
-    """Something the user can put right: a setting, a file, the machine's memory. Its message is one line."""
+    """Something the user can put right: a setting, a file, the machine's memory. Its message is one line, in which
+    `brief` shortens what is too long to read."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(brief(str(message)))
 
 
 class UnfinishedError(UserError):
@@ -61,7 +68,7 @@ def from_record(where: str, text: str) -> Exception:
 
 def one_line(error: BaseException) -> str:
     """The message of an error in one line, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return brief(" ".join(str(error).split())) or type(error).__name__
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
@@ -120,6 +127,12 @@ def shortened(text: str, length: int) -> str:
     """The text, or its beginning and its end if it has more than `length` letters."""
     head = (length - 1) // 2
     return text if len(text) <= length else f"{text[:head]}…{text[len(text) - (length - 1 - head) :]}"
+
+
+def brief(message: str) -> str:
+    """A message without the middle of a word beyond `MAX_WORD` letters, and of itself beyond `MAX_MESSAGE`."""
+    words = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda long: shortened(long[0], MAX_WORD // 2), message)
+    return shortened(words, MAX_MESSAGE)
 
 
 def exit_code(command: Callable[[], None]) -> int:

@@ -79,6 +79,8 @@ class ScoreSelecting(Selecting):
         self._require_one_of("cap_of", "cached", "final")
         self._require_least(1, "fixed_fetch", null=True)
         one_scale = self.group == "best" or self._counts_by_cap
+        alpha_given = self.alpha is not None
+        require(one_scale or not alpha_given, "alpha", self.alpha, f"inf with group={self.group}, or set group=best")
         require(one_scale, "group", self.group, "best, the distance that alpha bounds; or set alpha=inf")
 
     @property

@@ -258,7 +258,7 @@ def test_a_grid_ends_with_one_table_and_the_figures(runs, small, capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith("grid=accuracy: composing its cells\n"), "which takes seconds"
     assert printed.out.count("size (%)") == 1
-    assert printed.out.endswith("results/figures/fig11.png\n")
+    assert printed.out.endswith("\n1 files of figures are in results/figures\n")
     assert "3/3" in printed.err, "the progress bar"
     assert Path("results/tables/fig12.csv").exists()
 
@@ -279,7 +279,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(number, code, runs, small,
         signal.signal(each, handler)
     page, printed = Path("results/tables/fig12.md").read_text(), capsys.readouterr()
     assert "Full cache" in page and "H2O" not in page and "Full cache" in printed.out
-    assert "fig11.png" not in printed.out, "drawing takes longer than who stops a process may wait"
+    assert "files of figures" not in printed.out, "drawing takes longer than who stops a process may wait"
     assert errors.INTERRUPTED in printed.err.splitlines()
     statuses = Counter(record["status"] for record in records.read_records("results", "fig12"))
     assert statuses == {"finished": 1, "interrupted": 1}
@@ -312,7 +312,7 @@ def test_a_failing_cell_does_not_stop_the_grid_and_is_named(error, code, end, ru
     said = [line for line in printed.out.splitlines() if line.startswith("failed")]
     assert said == [*failed, *failed], "when it happens, and at the end"
     assert printed.err.endswith(f"error: 2 of 3 cells failed; {end}")
-    assert "Full cache" in printed.out and "fig11.png" in printed.out
+    assert "Full cache" in printed.out and "files of figures" in printed.out
     ends = {record["error"] for record in records.read_records("results", "fig12")}
     assert ends == {None, "UserError: h2o is not well", f"{type(error).__name__}: {error}{' (a bug)' * (code == 1)}"}
 

@@ -11,19 +11,21 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Quote, QuotedString, Sweep
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from harness import errors
 from harness.errors import BUG, UNFINISHED, USERS, BugError, UnfinishedError, UserError, is_users, nearest, one_line
@@ -50,6 +52,12 @@ FREE_TEXT = ("prompt", "system_instruction", "question_marker")
 """Settings that are any text, which Hydra's grammar would read as lists, sweeps or numbers."""
 SHOWN = 200
 """Letters of a command that a refusal repeats at most."""
+LONGEST_NAME = 250
+"""Letters of a file's name, without a suffix."""
+CONFIG_FLAGS = ("--config", "-cp", "-cn", "-cd", "--experimental-rerun")
+"""Flags of Hydra that read settings from another folder than `conf/`, which a run would follow in part."""
+HYDRA_SETTINGS = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.verbose")
+"""The settings of Hydra that a command may give; the others name folders, which are those of `results_dir`."""
 
 
 @dataclass
@@ -90,7 +98,7 @@ class Jobs:
                 self.report()
 
     def _execute(self, config: DictConfig, is_copy: bool) -> None:
-        given = list(HydraConfig.get().overrides.task)
+        given: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # `${...}` as typed
         grid = HydraConfig.get().runtime.choices.get("grid")
         if config.export is not None:
             for override in given:
@@ -174,8 +182,8 @@ class Jobs:
         if self.paths and self.draws and draw is not None:
             results = self.paths[0].parents[3]
             figures = until_settled(results, "tables/*.csv", lambda: draw(results))
-            for figure in figures:
-                print(figure)
+            if figures:
+                print(f"{len(figures)} files of figures are in {figures[0].parent}")
             tracking.send_figures(self.tracker, figures)
         for line in self.gaps:
             print(line)
@@ -252,6 +260,10 @@ def in_words(error: BaseException) -> str:
         return f"{group}={choice}: {missing}{nearest(choice, error.options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: must be NAME=VALUE"
+    if isinstance(error, InterpolationKeyError) and error.full_key:
+        named = re.search("'(.*?)'", str(error))
+        if named is not None:
+            return f"{error.full_key}=${{{named[1]}}}: there is no setting {named[1]}"
     if isinstance(error, InterpolationResolutionError) and error.__context__ is not None:
         return in_words(error.__context__)  # what a resolver says
     cause = error.__cause__
@@ -260,7 +272,7 @@ def in_words(error: BaseException) -> str:
         if known and str(cause.key) not in known:
             return f"unknown setting {cause.full_key}: {nearest(cause.key, known)}"
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
+        return errors.brief(f"{error.filename}: {error.strerror}")
     return one_line(error)
 
 
@@ -286,7 +298,14 @@ def read_words(argv: Sequence[str]) -> list[str]:
     Raises UserError for the first word that Hydra would refuse, or misread, with what to type instead.
     """
     is_sweep = not {"-m", "--multirun"}.isdisjoint(argv)
-    return [_checked(word, is_sweep) if "=" in word and not word.startswith("-") else word for word in argv]
+    words = []
+    for word in argv:
+        if word.startswith(CONFIG_FLAGS):
+            own = "a file of your own is chosen by its path, method=./FILE.py or grid=./FILE.yaml"
+            raise UserError(f"{word}: settings are read from the project's conf/ alone; {own}")
+        is_setting = "=" in word and not word.startswith("-")
+        words.append(_checked(word, is_sweep) if is_setting else word)
+    return words
 
 
 def _checked(word: str, is_sweep: bool) -> str:
@@ -303,16 +322,24 @@ def _checked(word: str, is_sweep: bool) -> str:
     except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
         raise UserError(f"{errors.shortened(word, SHOWN)}: cannot be read ({errors.reason(error)})") from None
     name, value = override.key_or_group, override.value()
+    if name.startswith("hydra") and not name.startswith(HYDRA_SETTINGS):
+        allowed = ", ".join(HYDRA_SETTINGS)
+        raise UserError(f"{word}: is no setting of a run; results go to results_dir=; allowed of Hydra's: {allowed}")
     if isinstance(value, ChoiceSweep) and not is_sweep:
         raise UserError(f"{word}: is a sweep, which needs -m{_as_text(word)}")
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     words = [each.text if isinstance(each, QuotedString) else each for each in values]
     chooses = isinstance(value, ChoiceSweep) or not (override.is_delete() or isinstance(value, Sweep | Glob))
-    if is_group(name) and chooses and not all(isinstance(each, str) for each in words):
+    if is_group(name) and chooses and not all(isinstance(each, str) and _is_file_name(each) for each in words):
         raise UserError(f"{word}: must be one name; {nearest('', options(name))}")
     if name == "label" and isinstance(value, ChoiceSweep) and not {*words} <= {*LABELS}:
         raise UserError(f"{word}: names the same run several times; a sweep takes systems alone: {', '.join(LABELS)}")
     return word
+
+
+def _is_file_name(choice: str) -> bool:
+    """False for a choice that no file system can hold, which Hydra would look for."""
+    return all(len(part) <= LONGEST_NAME for part in choice.split("/"))
 
 
 def _as_text(word: str) -> str:

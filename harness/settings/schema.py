@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -68,13 +69,13 @@ def _path(value: Any, info: ValidationInfo) -> str:
 
 
 def _file(path: str) -> str:
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # False as well for a name that is too long for the file system
         raise ValueError("no such file")
     return path
 
 
 def _folder(path: str) -> str:
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         raise ValueError("no such folder")
     return path
 
@@ -113,7 +114,7 @@ def options(group: str) -> list[str]:
 
 def is_group(name: str) -> bool:
     """True if a setting chooses a file of `conf/`."""
-    return (CONF_DIR / name).is_dir()
+    return os.path.isdir(CONF_DIR / name)
 
 
 @cache
