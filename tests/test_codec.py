@@ -313,7 +313,8 @@ def test_kivis_bytes_and_sizes_by_hand():
         force(session, (24,), 10)
         cached = range(24, 34)
         assert session.h2d_bytes == heads * 2 * (exact_slot * sum(cached) + coded_slot * sum(stored))
-        assert session.d2h_bytes == heads * 2 * (exact_slot * 34 + coded_slot * 24)
+        assert session.d2h_bytes == heads * 2 * (exact_slot * 10 + coded_slot * (24 - 16))
+        assert sum(store.d2h_bytes for store in session.stores) == heads * 2 * (exact_slot * 34 + coded_slot * 24)
         width = (4 + 32 / 4) / 16
         of_link = [(2 + 2 * width * s / n) / 4 for s, n in zip(stored, cached, strict=True)]
         on_device = [2 * (n - s) / n / 4 for s, n in zip(stored, cached, strict=True)]

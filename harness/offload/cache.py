@@ -78,16 +78,17 @@ class Batch:
 
 
 class Traffic:
-    """Payload bytes that cross a link, summed without a sync."""
+    """Rows that cross a link, and their payload bytes, summed without a sync."""
 
     def __init__(self) -> None:
-        self._num_bytes: int | Tensor = 0
+        self._num_rows: dict[int, int | Tensor] = {}
+        """By the bytes of a row."""
         self._counts: dict[int, list[Tensor]] = {}
 
     def add(self, num_rows: int | Tensor, row_bytes: int) -> None:
         """num_rows: under CUDA 0-d on the device."""
         if isinstance(num_rows, int):
-            self._num_bytes = self._num_bytes + num_rows * row_bytes
+            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + num_rows
             return
         counts = self._counts.setdefault(row_bytes, [])
         counts.append(num_rows)
@@ -95,14 +96,20 @@ class Traffic:
             self._sum()
 
     @property
-    def num_bytes(self) -> int | Tensor:
+    def num_rows(self) -> int | Tensor:
         """So far; 0-d on the device if a count was there."""
         self._sum()
-        return self._num_bytes
+        return sum(self._num_rows.values())
+
+    @property
+    def num_bytes(self) -> int | Tensor:
+        """As `num_rows`."""
+        self._sum()
+        return sum(num_rows * row_bytes for row_bytes, num_rows in self._num_rows.items())
 
     def _sum(self) -> None:
         for row_bytes, counts in self._counts.items():
-            self._num_bytes = self._num_bytes + torch.stack(counts).sum() * row_bytes
+            self._num_rows[row_bytes] = self._num_rows.get(row_bytes, 0) + torch.stack(counts).sum()
         self._counts.clear()
 
 
@@ -112,8 +119,9 @@ class Stage:
     link: None but under host placement. rooms: of each sequence, the rows of a KV head that stay on the device in each
     layer; None: no row stays. state: the method's. slab: the page-locked memory of the stores. buffers: all that
     fetched rows may lie in; free: the shared ones without rows, the one that was read last at the end. loaded, written:
-    payload of the rows taken and written back so far, counted when a step uses it, so that it is exact for any run of
-    steps. late: the part of `loaded` that was requested by a layer's own query, in the layer itself.
+    rows that the decode steps took from the link and wrote back, counted in the step that waits for them, so that they
+    are exact for any run of steps. late: those of `loaded` that were requested by a layer's own query, in the layer
+    itself.
     """
 
     def __init__(self, device: torch.device, batch: Batch, link: Link | None, rooms: Sequence[int] | None) -> None:

@@ -39,8 +39,9 @@ class Usage(NamedTuple):
     """What one `generate` took.
 
     steps: decode steps, one less than the new tokens of a sequence. seconds: from the first decode step to the last.
-    size: share of the full cache that a step read; None without a step. h2d_bytes, d2h_bytes: payload over the link.
-    device_bytes: cache and method, on the device at the end.
+    size: share of the full cache that a step read; None without a step. h2d_bytes, d2h_bytes: rows that the steps took
+    from the link, and wrote back, as `experiment=latency` counts them. device_bytes: cache and method, on the device at
+    the end.
     """
 
     steps: int

@@ -23,7 +23,7 @@ from harness.model.attach import Attached, PrefilledPrompt, launching_on, prompt
 from harness.model.policies import Policy, new_states, policies_of
 from harness.model.rereading import held_bytes, planned, read_again, run_prompts
 from harness.offload import hot_rows, memory
-from harness.offload.cache import Batch, LayerCache, Stage, slots_needed
+from harness.offload.cache import Batch, LayerCache, Stage, Traffic, slots_needed
 from harness.offload.links import Link, Links, link_of
 from harness.offload.memory import DEFAULT_TUNING, PinnedSlab
 from harness.offload.resident import LocalCache, ResidualCache, ValuesCache
@@ -102,6 +102,7 @@ class LiveSession:
         needed = held_bytes if self.method.rereads else prompt_bytes
         self._open(real, needed(self.attached, ids.numel()))
         hidden = run_prompts(self.attached, self.method, self.states, ids, real, self._keep_prompt, self.model_cache)
+        self._count_from_here()
         return self.attached.logits(hidden[:, -1])
 
     @torch.inference_mode()
@@ -113,6 +114,7 @@ class LiveSession:
             read_again(self.attached, self.method, self.states, prompt, passes)
         for layer, states in enumerate(prompt.layers):
             self._keep_prompt(layer, *states)
+        self._count_from_here()
         self.model_cache = prompt.model_cache.fork(torch.arange(len(prompt.real)))
         return self.attached.logits(prompt.hidden)
 
@@ -152,7 +154,9 @@ class LiveSession:
 
     @property
     def loaded_bytes(self) -> int | Tensor:
-        """Payload bytes of the rows that the steps so far took from the link. Counts nothing that is under way."""
+        """Payload bytes of the rows that the decode steps so far took from the link: every row that a layer asked for
+        and waited for, in vain or not. Rows that are under way for a step that has not come are not among them. Under
+        CUDA a 0-d tensor (no sync)."""
         return self._total([stage.loaded.num_bytes for stage in self.stages.values()])
 
     @property
@@ -162,23 +166,32 @@ class LiveSession:
 
     @property
     def written_bytes(self) -> int | Tensor:
-        """Payload bytes written back so far, the prompt's included. Counted as `loaded_bytes`."""
+        """Payload bytes that the decode steps so far wrote back, without the prompt's. Counted as `loaded_bytes`."""
         return self._total([stage.written.num_bytes for stage in self.stages.values()])
+
+    @property
+    def rows_loaded(self) -> int:
+        """Rows of `loaded_bytes`, of one token and KV head each."""
+        return int(self._total([stage.loaded.num_rows for stage in self.stages.values()]))
+
+    def _count_from_here(self) -> None:
+        """The prompt is written: the bytes counted from here on are those of decode steps."""
+        for stage in self.stages.values():
+            stage.written = Traffic()
 
     def _total(self, counts: list[int | Tensor]) -> int | Tensor:
         return sum(each.to(self.attached.device) if isinstance(each, Tensor) else each for each in counts)
 
     @property
     def h2d_bytes(self) -> int:
-        """Payload bytes fetched over the link so far, with those under way: waits for them."""
-        self.drain()
-        return sum(store.h2d_bytes for store in self.stores)
+        """`loaded_bytes` as a number, which a GPU has to tell; 0 under managed placement, where the driver moves
+        pages."""
+        return int(self.loaded_bytes)
 
     @property
     def d2h_bytes(self) -> int:
-        """Payload bytes written back over the link so far, the prompt's included: waits as `h2d_bytes`."""
-        self.drain()
-        return sum(store.d2h_bytes for store in self.stores)
+        """`written_bytes` as a number, like `h2d_bytes`."""
+        return int(self.written_bytes)
 
     @property
     def device_bytes(self) -> int:

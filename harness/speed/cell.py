@@ -12,9 +12,9 @@ decode_s, bytes, exposed_transfer_s: of gen_len - 1 steps: the mean of the timed
 segments: seconds of a timed step by `harness.offload.step.SEGMENTS`; they sum to it. exposed_transfer_s is `transfer`.
   Under managed placement the driver moves pages: a fault stalls the kernel that meets it, no byte is counted, and
   peak_device_bytes, torch's, leaves out the cache.
-h2d_bytes, d2h_bytes: rows over the link; late_bytes: those of h2d_bytes that a layer asked for by its own query, for
-  which it waits. device_read_bytes: read in device memory. weight_bytes: streamed weights;
-  weights_on_device: the share of the decoder layers' bytes that stays there.
+h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote back; late_bytes: those of h2d_bytes that a
+  layer asked for by its own query, for which it waits. device_read_bytes: read in device memory. weight_bytes:
+  streamed weights; weights_on_device: the share of the decoder layers' bytes that stays there.
 transferred_bytes, link_busy_s: payload and busy seconds of the link in all steps, warm-up and weights included.
 device_kv_bytes: device memory of cache, method and buffers. pinned_bytes: page-locked host memory of the cache.
 peak_device_bytes: while decoding; on the CPU the weights that are there, buffers of streamed ones included, and

@@ -19,7 +19,7 @@ from harness.errors import UserError
 from harness.model.attach import attach
 from harness.model.load import LoadedModel
 from harness.offload.live import LiveSession, generate
-from harness.offload.weights import streamed_weights
+from harness.offload.weights import StreamedWeights, streamed_weights
 from harness.settings.config import RunConfig
 from harness.setup import prepare
 from harness.speed.latency import SOURCES, compute_threads, two_memories
@@ -33,8 +33,10 @@ class Generated:
     """A text that a live cache decoded. `print` shows the text, then times and transfers.
 
     text: without the prompt. num_tokens: new ones. prefill_s, decode_s: seconds; decode_s is of all steps together.
-    h2d_bytes, d2h_bytes: payload over the link, to the device and back. device_bytes: cache and method on the device at
-    the end. size: share of the full cache that a decode step read; None without a step. source: measured or emulated.
+    rows, h2d_bytes, d2h_bytes: rows that the decode steps took from the link, their bytes, and the bytes written back;
+    weight_bytes: of streamed weights. All as `experiment=latency` counts them. device_bytes: cache and method on the
+    device at the end. size: share of the full cache that a decode step read; None without a step. source: measured or
+    emulated.
     """
 
     prompt: str
@@ -114,14 +116,14 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
             with closing(session):
                 write(loaded.tokenizer.decode(ids))  # type: ignore[union-attr]
                 continuation = _Continuation(config, loaded.tokenizer.eos_token_id)  # type: ignore[union-attr]
-                text, times = _stream(session, ids, continuation, loaded.tokenizer, write)
+                text, times = _stream(session, ids, continuation, loaded.tokenizer, write, weights)
                 session.drain()
                 return Generated(
                     prompt=config.prompt,
                     text=text,
                     num_prompt_tokens=len(ids),
                     **times,
-                    rows=sum(store.h2d_bytes // store.slot_bytes for store in session.stores),
+                    rows=session.rows_loaded,
                     steps=session.steps,
                     h2d_bytes=session.h2d_bytes,
                     d2h_bytes=session.d2h_bytes,
@@ -129,7 +131,6 @@ def run_generate(config: RunConfig, loaded: LoadedModel, write: Callable[[str], 
                     size=session.reads.size if session.steps else None,
                     source=SOURCES[platform.name],
                     counted=session.placement != "managed",
-                    weight_bytes=weights.num_bytes if weights else 0,
                 )
 
 
@@ -145,12 +146,19 @@ class _Continuation(Draft):
 
 
 def _stream(
-    session: LiveSession, ids: Sequence[int], text: _Continuation, tokenizer: Any, write: Callable[[str], Any]
+    session: LiveSession,
+    ids: Sequence[int],
+    text: _Continuation,
+    tokenizer: Any,
+    write: Callable[[str], Any],
+    weights: StreamedWeights | None,
 ) -> tuple[str, dict[str, Any]]:
-    """Write the text as it grows. Returns it, with the number of tokens and the times of prefill and decoding."""
+    """Write the text as it grows. Returns it, with the number of tokens, the times of prefill and decoding, and the
+    bytes of weights that the decode steps streamed."""
     prompt = torch.tensor([ids], device=session.attached.device)
     began = time.perf_counter()
     logits = session.prefill(prompt, torch.ones_like(prompt, dtype=torch.bool))
+    of_prompt = weights.num_bytes if weights else 0
     first_s, shown = 0.0, ""
     for _ in generate(session, logits, [text]):
         first_s = first_s or time.perf_counter()
@@ -162,4 +170,9 @@ def _stream(
         write(so_far.removeprefix(shown))
         shown = so_far
     decode_s = time.perf_counter() - first_s
-    return shown, {"num_tokens": len(text.tokens), "prefill_s": first_s - began, "decode_s": decode_s}
+    return shown, {
+        "num_tokens": len(text.tokens),
+        "prefill_s": first_s - began,
+        "decode_s": decode_s,
+        "weight_bytes": weights.num_bytes - of_prompt if weights else 0,
+    }
