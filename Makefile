@@ -58,10 +58,10 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 
-.PHONY: help setup mlflow lint test accuracy speedup leaderboard turns long paper method calibrate modelled plots report status export compare clean
+.PHONY: help setup mlflow lint test wheel-check accuracy speedup leaderboard turns long paper method calibrate modelled plots report status export compare clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv and install the locked packages
 
@@ -77,6 +77,9 @@ lint: $(STAMP)  ## ruff (rules and format), the layers of imports, and mypy for 
 
 test: $(STAMP)  ## run the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+wheel-check: $(STAMP)  ## install the wheel into a fresh environment, run README's lines there, in two minutes
+	$(PY) -m tests.installed
 
 accuracy: $(STAMP)  ## the accuracy grid, its tables and figures (MODEL=, DATA=, PLATFORM=, ARGS=)
 	$(PY) run.py grid=$(GRID) model=$(MODEL) platform=$(PLATFORM) data=$(DATA) $(ARGS)

@@ -10,6 +10,7 @@ cost model predicts; the same function draws it as a figure of that name. The sa
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.places import COMMAND
 
 
 def draw_figures(results_dir: str | Path) -> list[Path]:
@@ -33,5 +34,5 @@ def main(results_dir: str | Path = "results") -> list[Path]:
         folder = Path(results_dir) / "tables"
         tables = ", ".join(sorted(path.name for path in folder.glob("*.csv")))
         found = f"no figure is drawn from {tables} alone" if tables else "no table yet"
-        raise UserError(f"{folder}: {found}; `make accuracy` or `python run.py experiment=fig11` makes one that is")
+        raise UserError(f"{folder}: {found}; `{COMMAND} experiment=fig11` makes one that is")
     return paths

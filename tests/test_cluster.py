@@ -201,7 +201,7 @@ def start_job(folder: Path, monkeypatch, text: str, *words: str, **variables: ob
     (folder / "scontrol").write_text('#!/bin/bash\necho "$@" >> asked\n')
     (folder / "scontrol").chmod(0o755)
     (folder / "run").write_text(text)
-    monkeypatch.setattr(cluster, "RUN", folder / "run")
+    monkeypatch.setattr(cluster, "RUN", (str(folder / "run"),))
     monkeypatch.setattr(sys, "executable", "bash")
     jobs = {1: Job(("x",), ()), 2: Job(words, ())}
     script = Batch(Cluster("slurm", minutes=5), "a b", folder, on_gpu=False).script(folder, jobs)

@@ -97,6 +97,8 @@ def check_command(words: tuple[str, ...]) -> None:
             check_make(arguments)
         case ["python" | ".venv/bin/python", "run.py", *arguments]:
             check_run(arguments)
+        case ["kv-harness", *arguments]:
+            check_run(arguments)
         case ["python" | ".venv/bin/python", "-m", module, *arguments]:
             check_module(module, arguments)
         case _:

@@ -368,12 +368,15 @@ def test_what_cannot_be_answered_is_one_line(other, tmp_path, capsys):
     for asked, message in (
         (["max_kl=0.1"], "link_gbps=null: must be above 0"),
         (["link_gbps=1", "max_kl=0"], "max_kl=0: must be above 0"),
-        (["link_gbps=1", "max_kl=1", "model=opt-125m"], "no timed method of opt-125m in it; make leaderboard"),
+        (
+            ["link_gbps=1", "max_kl=1", "model=opt-125m"],
+            "no timed method of opt-125m in it; `python run.py grid=leaderboard` adds",
+        ),
     ):
         assert ask(other, *asked) == 2
         assert message in capsys.readouterr().err
     assert ask(tmp_path / "none", "link_gbps=1", "max_kl=1") == 2
-    assert "there is none yet; make leaderboard makes it" in capsys.readouterr().err
+    assert "there is none yet; `python run.py grid=leaderboard` makes it" in capsys.readouterr().err
     (other / "tables" / "leaderboard.csv").write_text("a,b\n1,2\n")
     assert ask(other, "link_gbps=1", "max_kl=1") == 2
     assert "not a table of results" in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_a_text_of_any_name_has_its_rows_and_its_figure(text, tmp_path):
 
 
 def test_where_no_figure_can_be_drawn_it_is_said_why(tmp_path):
-    with pytest.raises(UserError, match="tables: no table yet; `make accuracy`"):
+    with pytest.raises(UserError, match="tables: no table yet; `python run.py experiment=fig11`"):
         plots.main(tmp_path)
     write(tmp_path, "perplexity", [])
     with pytest.raises(UserError, match=r"tables: no figure is drawn from perplexity\.csv alone; "):

@@ -728,7 +728,7 @@ def test_two_rows_for_one_bar_are_refused_and_others_still_drawn(tmp_path) -> No
 
 def test_a_table_without_rows_is_no_figure_and_another_table_or_one_without_a_name_is_refused(tmp_path) -> None:
     write(tmp_path, "fig11", [])
-    with pytest.raises(UserError, match=r"make accuracy"):
+    with pytest.raises(UserError, match=r"python run\.py experiment=fig11"):
         plots.main(tmp_path)
     write(tmp_path, "fig11", ROWS["fig11"], label="")
     with pytest.raises(UserError, match=r"^[^\n]*fig11\.csv: a row without label; make the table anew$"):

@@ -34,8 +34,8 @@ MORE = "\nMORE = 1\n"
 def sources(monkeypatch, tmp_path):
     """A copy of the sources whose digests count; the real ones run."""
     for name in ("harness", "methods"):
-        shutil.copytree(inputs.ROOT / name, tmp_path / "sources" / name)
-    monkeypatch.setattr(inputs, "ROOT", tmp_path / "sources")
+        shutil.copytree(inputs.PACKAGES_DIR / name, tmp_path / "sources" / name)
+    monkeypatch.setattr(inputs, "PACKAGES_DIR", tmp_path / "sources")
     return tmp_path / "sources"
 
 
@@ -319,6 +319,6 @@ def test_environment_is_json_and_knows_the_packages(monkeypatch, tmp_path):
     found = environment.describe(["cpu"])
     assert json.loads(json.dumps(found)) == found
     assert found["packages"]["torch"] and found["num_cores"] >= 1
-    monkeypatch.setattr(environment, "ROOT", tmp_path)  # no git
+    monkeypatch.setattr(environment, "PACKAGES_DIR", tmp_path)  # no git
     found = environment.describe()
     assert (found["commit"], found["dirty"], found["num_threads"]) == (None, None, None)

@@ -286,7 +286,7 @@ def refusal(results: Path) -> str:
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("figures/fig11.svg", "no image", "fig11.svg: not an SVG image; `make plots`"),
+        ("figures/fig11.svg", "no image", "fig11.svg: not an SVG image; `python -m plots`"),
         ("figures/fig11.svg", "<html/>", "fig11.svg: not an SVG image"),
         ("tables/fig11.csv", "no table", "fig11.csv: not a table of results"),
         ("tables/fig11.csv", f"{HEADER}\n{'x,' * HEADER.count(',')}x\n", "fig11.csv: not a table of results"),
@@ -308,7 +308,7 @@ def test_the_command_prints_the_path_or_one_line(tmp_path, results, capsys):
     assert capsys.readouterr().out == f"{results / 'report.html'}\n"
     assert (results / "report.html").read_bytes() == before, "the same results give the same bytes"
     assert report_main(["--results-dir", str(tmp_path)]) == 2
-    message = f"error: results_dir={tmp_path}: neither table nor figure; `make accuracy` makes some\n"
+    message = f"error: results_dir={tmp_path}: neither table nor figure; `python run.py grid=accuracy` makes some\n"
     assert capsys.readouterr().err == message
     (tmp_path / "tables").mkdir()
     shutil.copy(results / "tables" / "fig11.csv", tmp_path / "tables")

@@ -34,6 +34,7 @@ from harness.launch import runner, status, tracking
 from harness.launch.cells import run_cells
 from harness.launch.cluster import Batch
 from harness.launch.grid import read_plan
+from harness.places import PROGRAM
 from harness.records import archive
 from harness.resources import Resources
 from harness.settings import schema
@@ -231,7 +232,7 @@ def _run_hydra(jobs: Jobs, argv: Sequence[str]) -> None:
     typed = errors.shortened(shlex.join(argv), SHOWN)
     command = hydra.main(version_base="1.3", config_path=str(schema.CONF_DIR), config_name="config")(jobs)
     before, full = sys.argv, os.environ.get(TRACEBACKS)
-    sys.argv, os.environ[TRACEBACKS] = ["run.py", *argv], "1"  # else Hydra prints errors in place of raising them
+    sys.argv, os.environ[TRACEBACKS] = [PROGRAM, *argv], "1"  # else Hydra prints errors in place of raising them
     try:
         command()
     except Exception as error:

@@ -23,11 +23,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-import harness
 from harness.errors import BUG, UNFINISHED, USERS, UserError
 from harness.files import text_sha256, write_atomic
 from harness.launch.grid import share_of
 from harness.launch.runner import Run, relabel
+from harness.places import INSTALLED, PACKAGES_DIR, PROGRAM
 from harness.settings.config import RunConfig
 from harness.settings.experiment import find
 from harness.settings.schema import MOST, Count, Natural, build, group
@@ -36,7 +36,8 @@ END_S = 120
 """How long before its time is over a job is told to end, in seconds; Slurm may say so a minute earlier."""
 POLL_S = 10.0
 """Between two questions to Slurm, in seconds."""
-RUN = Path(harness.__file__).resolve().parents[1] / "run.py"
+RUN = ("-P", "-m", "harness") if INSTALLED else (str(PACKAGES_DIR / PROGRAM),)
+"""What Python starts in a job. -P: as for `kv-harness`, packages are not looked for in the working folder."""
 SHARE = "grid.share="
 REASONS = ("error: ", "unfinished: ", "slurmstepd: error: ")
 """How lines of a log begin that say why a job ended."""
@@ -175,7 +176,7 @@ class Batch:
             for name, value in options.items()
             if value is not None
         ]
-        words = {number: shlex.join([sys.executable, str(RUN), *job.overrides]) for number, job in jobs.items()}
+        words = {number: shlex.join([sys.executable, *RUN, *job.overrides]) for number, job in jobs.items()}
         over = f"unfinished: the job's {asked.minutes} minutes are over"
         commands = [f"{number}) set -- {command} ;;" for number, command in words.items()]
         return "\n".join(["#!/bin/bash", *flags, "", "case $SLURM_ARRAY_TASK_ID in", *commands, "esac", ""]) + (

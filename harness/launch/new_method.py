@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import UserError, exit_code
+from harness.places import COMMAND
 from harness.settings.schema import options
 
 SKELETON = Path(__file__).with_name("my_method.py")
@@ -45,9 +46,9 @@ def write(path: Path) -> None:
         raise UserError(f"{path}: {error.strerror}") from error
     shown = path if path.is_absolute() else f"./{path}"
     print(f"""wrote {shown}; next:
-  python run.py method={shown} experiment=contract    # does it keep the contract?
-  python run.py method={shown} experiment=perplexity  # how close is it to the full cache?
-  python run.py method={shown} experiment=latency     # what does a decode step cost?""")
+  {COMMAND} method={shown} experiment=contract    # does it keep the contract?
+  {COMMAND} method={shown} experiment=perplexity  # how close is it to the full cache?
+  {COMMAND} method={shown} experiment=latency     # what does a decode step cost?""")
 
 
 if __name__ == "__main__":

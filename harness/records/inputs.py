@@ -18,6 +18,7 @@ from harness.data import rows, ruler
 from harness.data.text import WIKITEXT_HUB, calibration_text, corpus_text, offline_text
 from harness.files import file_sha256, files_sha256, text_sha256
 from harness.model import source
+from harness.places import PACKAGES_DIR
 from harness.settings.config import (
     OFFLINE_TASKS,
     RULER_TASKS,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 CODE = "code:"
 """Prefix of the inputs that are code."""
-ROOT = Path(__file__).resolve().parents[2]
 CORE = (
     "offload", "data", "decoding.py", "replay.py", "setup.py", "sizes.py",
     "model/attach.py", "model/attention.py", "model/calibration.py", "model/decoder.py", "model/policies.py",
@@ -128,9 +128,9 @@ def code(method_module: str, own: Sequence[str]) -> dict[str, str]:
 
     own: folders and modules of `harness` that only one kind of run uses.
     """
-    harness = {ROOT / METHODS / "codec.py"}
+    harness = {PACKAGES_DIR / METHODS / "codec.py"}
     for name in (*CORE, *own):
-        path = ROOT / "harness" / name
+        path = PACKAGES_DIR / "harness" / name
         found = [path] if path.is_file() else path.rglob("*")
         harness |= {file for file in found if file.suffix in (".py", ".yaml")}
     files = {"method": _module_files(method_module), "harness": harness}
@@ -158,7 +158,7 @@ def _module_files(module: str) -> set[Path]:
     todo = [module]
     while todo:
         name = todo.pop()
-        folder = ROOT if name.partition(".")[0] == METHODS else home
+        folder = PACKAGES_DIR if name.partition(".")[0] == METHODS else home
         if folder is None or name in found:
             continue
         path = folder.joinpath(*name.split("."))

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.errors import UserError, nearest
+from harness.places import PROGRAM
 from harness.settings import config as configs
 from harness.settings import own_method, schema, systems
 from harness.settings.config import CODEC_WORDS, CPU_DTYPE, GENERATED_TASKS, PAPER_TASKS, RunConfig, codec_words
@@ -50,6 +51,7 @@ def choices(group: str, *without: str) -> list[str]:
 
 
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("program", lambda: PROGRAM, replace=True)
 OmegaConf.register_new_resolver("systems", lambda: ", ".join(systems.LABELS), replace=True)
 OmegaConf.register_new_resolver("results_dir", lambda given: path_text(given, "results_dir"), replace=True)
 

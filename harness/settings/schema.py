@@ -31,10 +31,10 @@ from pydantic import (
 from pydantic.errors import PydanticUserError
 
 from harness.errors import UserError, nearest
+from harness.places import CONF_DIR
 
 T = TypeVar("T")
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 MOST = 2**31 - 1
 """The largest whole number of any setting."""
 LARGEST = 3e38

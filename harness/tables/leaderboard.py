@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from harness.errors import UserError
+from harness.places import COMMAND, CONF_DIR, table_to_read
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.records.samples import Baselines, nll_difference
 from harness.settings.experiment import OF_CODECS
@@ -46,7 +47,7 @@ NAME, FRONTIER = "leaderboard", "frontier"
 """Tables made here."""
 SCORES, TIMES = "leaderboard-scores", "leaderboard-times"
 """Experiments they are made of."""
-GRID = Path(__file__).resolve().parents[2] / "conf" / "grid" / "leaderboard.yaml"
+GRID = CONF_DIR / "grid" / "leaderboard.yaml"
 _WRITTEN: Mapping[str, Any] = yaml.safe_load(GRID.read_text(encoding="utf-8"))
 REFERENCES: Mapping[str, str] = _WRITTEN["references"]
 """Methods that every other should lie between at equal size: `upper`, `lower`."""
@@ -133,8 +134,8 @@ def cells_of_tasks(results_dir: str, size: float | None = None) -> list[list[Any
     size: takes the place of every asked size. A number of exempt layers that is not a method's best, and with which it
     cannot have its size, is left out. UserError for a damaged table.
     """
-    path = Path(results_dir) / "tables" / f"{NAME}.csv"
-    rows = read_table(path) if path.is_file() else []
+    path = table_to_read(results_dir, f"{NAME}.csv")
+    rows = read_table(path) if path else []
     shown = {
         (row["method"], row["asked_size"] and f"nearest:{size or row['asked_size']}", row["exempt_layers"]): None
         for row in rows
@@ -227,17 +228,18 @@ def answer(results_dir: str | Path, model: str, link_gbps: float, max_kl: float)
 
     It is one of the rows of `tables/leaderboard.csv` that were decoded over a link. Raises UserError if there is none.
     """
-    path = Path(results_dir) / "tables" / f"{NAME}.csv"
-    if not path.is_file():
-        raise UserError(f"{path}: there is none yet; make leaderboard makes it")
+    path = table_to_read(results_dir, f"{NAME}.csv")
+    if path is None:
+        own = Path(results_dir) / "tables" / f"{NAME}.csv"
+        raise UserError(f"{own}: there is none yet; `{COMMAND} grid=leaderboard` makes it")
     rows = read_table(path)
     if shape_of(tuple(rows[0]) if rows else ()) not in ("board", None):
-        raise UserError(f"{path}: not a leaderboard; make leaderboard makes it anew")
+        raise UserError(f"{path}: not a leaderboard; `{COMMAND} grid=leaderboard` makes it anew")
     own = [row for row in rows if row["model"] == model and row["method"] != REFERENCES["upper"]]
     needed = (KL.name, "compute_s", "link_bytes", "late_bytes")
     timed = [row for row in own if all(row[name] is not None for name in needed)]
     if not timed:
-        raise UserError(f"{path}: no timed method of {model} in it; make leaderboard adds them")
+        raise UserError(f"{path}: no timed method of {model} in it; `{COMMAND} grid=leaderboard` adds them")
     row = fastest(timed, link_gbps * 1e9, max_kl)
     settings = f"method={row['method']}" + (f" codec={row['codec']}" if row["codec"] else "")
     settings += "" if row["asked_size"] is None else f" size={row['asked_size']:g}"

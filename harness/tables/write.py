@@ -23,6 +23,7 @@ from typing import Any
 
 from harness.errors import exit_code
 from harness.files import holding, write_atomic
+from harness.places import table_to_read
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
 from harness.records.samples import Baselines, Difference, clustered_stderr, full_runs, of_windows
 from harness.settings.experiment import find, foreign_settings
@@ -132,7 +133,8 @@ def ship(results_dir: Path) -> None:
 def _merged(path: Path, shape: str, own: TableRows) -> TableRows:
     """One's own rows, and the shipped rows at `path` that they do not replace."""
     replaced = {_identity(shape, row) for row in own}
-    there = read_table(path) if path.exists() else []
+    source = table_to_read(path.parents[1], path.name)
+    there = read_table(source) if source else []
     kept = [row for row in there if row.get("shipped") and _identity(shape, row) not in replaced]
     return [*kept, *own]
 

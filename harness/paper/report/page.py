@@ -26,6 +26,7 @@ from harness.errors import UserError, nearest, reason
 from harness.files import write_atomic
 from harness.paper.report.compared import main_scores, main_times, published_sheet, side_by_side
 from harness.paper.report.explorer import explorer, library
+from harness.places import COMMAND, PACKAGES_DIR
 from harness.records.archive import opened
 from harness.records.record import read_all
 from harness.tables.columns import GIB, MISSING, TableRow, read_table
@@ -33,7 +34,7 @@ from harness.tables.leaderboard import NAME as LEADERBOARD
 from harness.tables.pages import WORDS, Sheet, sheets_of
 
 HERE = Path(__file__).parent
-REGISTRY = yaml.safe_load((HERE.parents[2] / "plots" / "registry.yaml").read_text(encoding="utf-8"))
+REGISTRY = yaml.safe_load((PACKAGES_DIR / "plots" / "registry.yaml").read_text(encoding="utf-8"))
 """Read as a file, since what measures imports nothing of what draws."""
 MODELLED = "-modelled"
 """The end of the name of a figure that the cost model predicts."""
@@ -211,7 +212,7 @@ def embed(path: Path) -> str:
         if not ElementTree.fromstring(text).tag.endswith("svg"):
             raise ValueError(path)
     except (OSError, ValueError, ElementTree.ParseError) as error:
-        raise UserError(f"{path}: not an SVG image; `make plots` draws it anew") from error
+        raise UserError(f"{path}: not an SVG image; `python -m plots` draws it anew") from error
     return "data:image/svg+xml," + quote(" ".join(text.split()), safe=SAFE_IN_URI)
 
 
@@ -255,7 +256,7 @@ def _render(folder: Path) -> str:
     entries = entries_of([*folders.values()])
     sections = {section.entry.name: section for section in sections_of(folders, entries)}
     if not sections:
-        raise UserError(f"results_dir={folder}: neither table nor figure; `make accuracy` makes some")
+        raise UserError(f"results_dir={folder}: neither table nor figure; `{COMMAND} grid=accuracy` makes some")
     pages: dict[str, list[Section]] = {}
     for section in sections.values():
         pages.setdefault(section.entry.page, []).append(section)

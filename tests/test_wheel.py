@@ -1,0 +1,80 @@
+"""The wheel carries every file that the code reads, and an installation finds them. `make wheel-check` installs it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.installed import PLACES, ROOT, unpacked_wheel
+
+
+@pytest.fixture(scope="module")
+def site_packages(tmp_path_factory) -> Path:
+    """A folder with the content of the wheel."""
+    return unpacked_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def files(folder: Path) -> set[str]:
+    """Paths of all files below a folder, relative to it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_wheel_has_all_files_of_packages_and_configuration_and_the_shipped_tables(site_packages):
+    expected = set()
+    for name, place in PLACES.items():
+        own = {path for path in files(ROOT / name) if "__pycache__" not in path}
+        expected |= {f"{place}/{path}" for path in own}
+    tables = {path for path in files(ROOT / "results") if path.endswith((".csv", ".md", "findings.yaml"))}
+    expected |= {f"harness/shipped/{path}" for path in tables if not path.startswith(("runs/", "jobs/"))}
+    found = {path for path in files(site_packages) if ".dist-info/" not in path}
+    assert found == expected
+    (info,) = site_packages.glob("*.dist-info")
+    assert "kv-harness = harness.__main__:command" in (info / "entry_points.txt").read_text()
+
+
+def in_an_installation(site_packages: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Python in a working folder, with the project from the wheel's files alone."""
+    environment = os.environ | {"PYTHONPATH": str(site_packages), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_modules_find_their_files(site_packages, tmp_path):
+    code = """
+import harness.model.families, harness.paper.report.page, plots.style
+from harness import places
+from harness.data.tasks import own_tasks
+from harness.records.environment import describe
+from harness.settings.compose import load
+assert places.INSTALLED and str(places.CONF_DIR).startswith(sys.argv[1])
+assert load(["method=infinigen"]).results_dir == "results" and own_tasks()
+assert describe()["commit"] is None
+"""
+    done = in_an_installation(site_packages, tmp_path, "-c", f"import sys{code}", str(site_packages))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("results_dir", ["results", "mine"])
+def test_shipped_rows_stand_in_the_default_results(results_dir, site_packages, tmp_path):
+    asked = ["-m", "harness", "experiment=frontier", "link_gbps=0.2", "max_kl=0.05", f"results_dir={results_dir}"]
+    done = in_an_installation(site_packages, tmp_path, *asked)
+    if results_dir == "results":
+        assert done.returncode == 0 and " ms a step over 0.2 GB/s" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 2 and "`kv-harness grid=leaderboard` makes it" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_of_ones_own_takes_over_the_shipped_rows(site_packages, tmp_path):
+    code = """
+from harness.tables.columns import read_table
+from harness.tables.write import update
+for folder in ("results", "results/qwen2.5-coder-0.5b", "mine"):
+    rows = read_table(update(folder, "perplexity"))
+    print(len(rows) > 0 and all(row["shipped"] for row in rows))
+"""
+    done = in_an_installation(site_packages, tmp_path, "-c", code)
+    assert done.stdout.split() == ["True", "True", "False"], done.stderr
+    assert (tmp_path / "results" / "tables" / "perplexity.md").is_file()
