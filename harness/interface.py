@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from harness.cached_model import CachedModel
 from harness.errors import UserError, nearest
 from harness.launch.cli import OF_HYDRA, in_words
 from harness.launch.runner import Run, report, require_devices, users_faults
 from harness.launch.runner import run as start
 from harness.model.attach import attach as attach_decoder
 from harness.model.load import LoadedModel, from_memory
-from harness.offload.cached_model import CachedModel
 from harness.offload.weights import streamed_weights
 from harness.records.record import read_record
 from harness.records.samples import full_runs
@@ -205,37 +205,54 @@ def attach(
     *,
     method: str = "infinigen",
     size: float | str | None = None,
+    max_new_tokens: int | None = None,
+    prefill_len: int | None = None,
     **settings: Any,
 ) -> Iterator[CachedModel]:
-    """Run a loaded transformers model's own `generate` on a method's live cache.
+    """Run a loaded transformers model on a method's live cache, whoever calls it.
 
-    Inside the `with` block `cached.generate(input_ids, max_new_tokens=64, ...)` takes the settings of transformers'
-    `generate` (greedy or sampled, padded batches), and `cached.usage` has time and bytes. The model is left as it was.
+    Inside the `with` block the model's own `generate` and forward pass use the method's cache, also where a pipeline, a
+    streamer in another thread, or lm-eval's `HFLM` calls them; `cached.generate` is the same, and `cached.usage` has time
+    and bytes. `model(prompt)` runs a prompt densely, and only its last row's logits can be read; calls with the
+    `past_key_values` that it returned decode a step for each row. A whole text is scored with `prefill_len`, by replay,
+    and refused without it: `HFLM`, which does not say where a context ends, needs `prefill_len=1` and batches of one.
+    Not taken: beams, assistants, prompts in chunks, `inputs_embeds`, attentions and hidden states, gradients. The model is
+    left as it was. It takes one `attach` or run at a time, of all threads.
 
     Args:
         model: a loaded transformers model, or a `Model`.
         tokenizer: needed by methods that read a text; by default the one at the model's `name_or_path`.
-        method, size, settings: as of `Model.generate`.
+        method, size, settings: as of `Model.generate`. A size is met for each call's lengths.
+        max_new_tokens: tokens for which the cache of `model(prompt)` has room. T, on which a method's budget depends, is
+            the prompt and these; `generate` knows its own. None: the model's `generation_config`, else 64.
+        prefill_len: how many first tokens of a whole text, `model(input_ids)` or with `labels`, are its prompt; the
+            method decodes all others. A prompt to go on from is then `model(input_ids, use_cache=True)`.
 
     Raises:
-        UserError: the model is refused, a setting is wrong, or there is no tokenizer to calibrate with.
+        UserError: the model is refused or attached already, a setting is wrong, or there is no tokenizer to calibrate
+            with.
     """
+    for name, value in {"max_new_tokens": max_new_tokens, "prefill_len": prefill_len}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UserError(f"{name}={value!r}: allowed: a number of tokens, 1 or more, or None")
     with ExitStack() as stack:
-        if not isinstance(model, Model):
-            stack.callback(model.train, model.training)
+        if isinstance(model, Model):
+            attached = stack.enter_context(attach_decoder(model.loaded.model))
+        else:
+            _require_model(model)
+            attached = stack.enter_context(attach_decoder(model))
             model = Model(Resources(loaded=from_memory(model, tokenizer)), {})
         config = model.configured(experiment="generate", prompt="-", method=method, size=size, **settings)
         loaded, platform = model.loaded, config.platform
         needs_tokenizer = config.method.needs_calibration or config.method.rereads
         if needs_tokenizer and loaded.tokenizer is None:
             loaded.tokenizer = _tokenizer_of(loaded, method)
-        attached = stack.enter_context(attach_decoder(loaded.model))
         stack.enter_context(compute_threads(attached.device))
         calibration = calibrated(config, config.method, loaded, attached)
         setup = Setup(tokenized(config.method, loaded), codec_of(config), calibration)
         _, link = stack.enter_context(two_memories(config, attached))
         stack.enter_context(streamed_weights(attached, link, platform.weights_on_device, pinned=platform.pinned))
-        yield CachedModel(
+        cached = CachedModel(
             attached,
             setup.method,
             size=config.size,
@@ -247,7 +264,19 @@ def attach(
             device_rows=config.device_rows,
             prefetch=config.prefetch,
             pinned=platform.pinned,
+            max_new_tokens=max_new_tokens or attached.model.generation_config.max_new_tokens or config.max_new_tokens,
+            prefill_len=prefill_len,
+            max_length=loaded.max_length,
         )
+        yield stack.enter_context(cached)
+
+
+def _require_model(model: object) -> None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        given = "None" if model is None else f"a {type(model).__name__}"
+        raise UserError(f"model={given}: no model; allowed: a loaded transformers model, or what harness.load returns")
 
 
 def _tokenizer_of(loaded: LoadedModel, method: str) -> PreTrainedTokenizerBase:

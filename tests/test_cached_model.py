@@ -15,8 +15,8 @@ from living import (
     token_batch,
 )
 
+from harness.cached_model import CachedModel
 from harness.errors import UserError
-from harness.offload.cached_model import CachedModel
 from methods.full import Full
 
 NEW = 20
@@ -41,8 +41,10 @@ def prompts_of(padding):
 def test_full_generates_what_transformers_generates(family, padding, placement):
     ids, asked = prompts_of(padding)
     expected = tiny(family).generate(ids, do_sample=False, **asked)
-    with attached_with_link(family) as (attached, link):
-        cached = CachedModel(attached, Full(), placement=placement, link=link)
+    with (
+        attached_with_link(family) as (attached, link),
+        CachedModel(attached, Full(), placement=placement, link=link) as cached,
+    ):
         assert torch.equal(cached.generate(ids, do_sample=False, **asked), expected)
     assert cached.usage.steps == NEW - 1 and cached.usage.size == 1
     assert (cached.usage.h2d_bytes > 0) == (cached.usage.d2h_bytes > 0) == (placement == "host")
@@ -56,7 +58,8 @@ def test_a_methods_tokens_are_those_of_replay_at_the_size_asked_for(name, size):
         cached = CachedModel(
             attached, case.method, size, calibration=calibration_of(attached), placement="host", link=link
         )
-        made = cached.generate(ids, do_sample=False, return_dict_in_generate=True, output_logits=True, **asked)
+        with cached:
+            made = cached.generate(ids, do_sample=False, return_dict_in_generate=True, output_logits=True, **asked)
         if size is not None:
             assert cached.usage.size == pytest.approx(size, abs=0.02)
             real = asked["attention_mask"].bool()
@@ -81,8 +84,12 @@ def test_what_a_live_cache_does_not_take_is_refused_and_leaves_the_model_as_it_w
     ids, plain = prompts_of("even")
     ids, model = ids.repeat(2, 1), tiny("gqa")
     before = model.config._attn_implementation
-    with pytest.raises(UserError, match=message), attached_with_link() as (attached, _):
-        CachedModel(attached, Full()).generate(ids, **({"max_new_tokens": NEW} | asked))
+    with (
+        pytest.raises(UserError, match=message),
+        attached_with_link() as (attached, _),
+        CachedModel(attached, Full()) as cached,
+    ):
+        cached.generate(ids, **({"max_new_tokens": NEW} | asked))
     assert "forward" not in model.__dict__ and model.config._attn_implementation == before
     assert model.generate(ids[:1], **plain).shape == (1, PROMPT + NEW)
 

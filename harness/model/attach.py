@@ -13,6 +13,7 @@ model's own forward.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from harness.model.decoder import (
     refusal,
     replaced_forward,
     reraise_out_of_memory,
+    stack_of,
 )
 from methods.base import Geometry
 
@@ -50,6 +52,12 @@ PASSES = (4, 3, 1)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 0.02}
 COARSE = 0.08
 """Largest difference of a logit over the largest logit; `COARSE` in bfloat16."""
+
+
+ELSEWHERE = (
+    "the model is attached to a KV-cache method, and its decoder cannot be called by itself: inside harness.attach call "
+    "the model or its generate, elsewhere wait until the run that attached it has ended"
+)
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -119,6 +127,8 @@ class Attached:
         self._real = torch.ones(0, 0)
         self._made: dict[PositionSource, Any] = {}
         self._rehearsing = False
+        self._forward = model.forward  # the model's own: `harness.cached_model` puts another in its place
+        self._thread: int | None = None  # the one that runs a pass
 
     def _geometry(self) -> Geometry:
         """The sizes of the layers that see every token; UserError where they differ."""
@@ -179,9 +189,10 @@ class Attached:
         self._real = torch.ones_like(ids, dtype=torch.bool) if real is None else real
         self._is_padded = bool(self.decoder.recurrent) and real is not None and not bool(real.all())
         try:
-            output = self.decoder.stack(
-                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=False
-            )
+            with self._running():
+                output = self.decoder.stack(
+                    input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=False
+                )
         finally:
             self._handler = None
             self._made.clear()
@@ -196,9 +207,24 @@ class Attached:
         [..., vocab]."""
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         made = self.decoder.output_type(last_hidden_state=flat)  # what the model's own code is given instead
-        with replaced_forward(self.decoder.stack, lambda *_, **__: made):
-            logits = self.model(input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False).logits
+        with replaced_forward(self.decoder.stack, lambda *_, **__: made), self._running():
+            logits = self._forward(input_ids=flat.new_zeros(flat.shape[:2], dtype=torch.long), use_cache=False).logits
         return logits.view(*hidden.shape[:-1], -1).float()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """This thread runs the decoder inside the `with` block."""
+        self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
+
+    def _require_own_call(self, *_: Any) -> None:
+        """Called before the decoder runs. Raises UserError for a call that is not made by `forward` or `logits`: it
+        would read and disturb the caches of the run that has the model."""
+        if self._thread != threading.get_ident():
+            raise UserError(ELSEWHERE)
 
     def require_length(self, num_tokens: int) -> None:
         """Raise UserError for a sequence that is too long to be decoded as one pass computes it: beyond the window of a
@@ -266,7 +292,7 @@ class Attached:
         if self._rehearsing:
             raise Reached(query, key, value)
         if self._handler is None:
-            raise RuntimeError("the model is attached: run it through Attached.forward")
+            raise UserError(ELSEWHERE)
         index = self._index[id(module)]
         latent = self.layers[index].latent
         query = self._as_handled(index, query)
@@ -415,6 +441,7 @@ def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | Non
     attached = Attached(model, decoder, prompts)
     sources = {id(layer.positions.module): layer.positions.module for layer in decoder.layers if layer.positions}
     with ExitStack() as stack:
+        stack.callback(decoder.stack.register_forward_pre_hook(attached._require_own_call).remove)
         for index, layer in enumerate(decoder.layers):
             stack.callback(layer.module.register_forward_pre_hook(partial(attached._begins, index)).remove)
             stack.callback(layer.module.register_forward_hook(partial(attached._ends, index)).remove)
@@ -590,16 +617,58 @@ def prompt_bytes(attached: Attached, num_tokens: int) -> int:
 
 @contextmanager
 def attach(model: Any, prompts: DensePrompts | None = None) -> Iterator[Attached]:
-    """Run `model` (eval mode) through our attention inside the `with` block.
+    """Run `model` through our attention inside the `with` block, in evaluation mode.
 
     prompts: kept passes of this model, from which runs start. The first time, the model is read and checked. Raises
-    UserError for a model whose attention is not transformers' attention interface, or which fails a check.
+    UserError for a model that is attached already, whose attention is not transformers' attention interface, or which
+    fails a check. At the end the model is as it was.
     """
-    decoder = read_decoder(model)
-    if not decoder.is_checked:
-        check_decoder(model, decoder)
-    with attached_unchecked(model, decoder, prompts) as attached:
-        yield attached
+    with _claimed(stack_of(model)), _evaluating(model):
+        decoder = read_decoder(model)
+        if not decoder.is_checked:
+            check_decoder(model, decoder)
+        with attached_unchecked(model, decoder, prompts) as attached:
+            yield attached
+
+
+_claims = threading.Lock()
+_claimed_by: dict[int, int] = {}
+"""Which thread has attached a decoder, by the ids of the decoder and of its configuration, which names the attention
+function."""
+
+
+@contextmanager
+def _claimed(stack: Any) -> Iterator[None]:
+    """No other thread, and nothing inside the `with` block, attaches the same decoder. Raises UserError if one has."""
+    parts = {id(stack), id(stack.config)}
+    with _claims:
+        threads = {_claimed_by[part] for part in parts if part in _claimed_by}
+        if threads:
+            where = "in this thread" if threading.get_ident() in threads else "by another thread"
+            raise UserError(
+                f"the model is attached already {where}: it takes one harness.attach, generate, perplexity or tasks at a "
+                "time; wait until that has ended, or load the model a second time"
+            )
+        _claimed_by.update(dict.fromkeys(parts, threading.get_ident()))
+    try:
+        yield
+    finally:
+        with _claims:
+            for part in parts:
+                del _claimed_by[part]
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """The model is in evaluation mode inside the `with` block."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.eval()
+        for module in training:
+            module.training = True
 
 
 @torch.inference_mode()

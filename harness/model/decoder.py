@@ -197,15 +197,22 @@ class Reached(Exception):  # noqa: N818 - no error: it ends a module's run
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """`module` computes `forward` inside the `with` block."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
+    with replaced_method(module, "forward", forward):
+        yield
+
+
+@contextmanager
+def replaced_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """`module` has another method of this name inside the `with` block."""
+    before = module.__dict__.get(name)
+    setattr(module, name, method)
     try:
         yield
     finally:
         if before is None:
-            del module.__dict__["forward"]
+            del module.__dict__[name]
         else:
-            module.forward = before
+            setattr(module, name, before)
 
 
 @contextmanager
@@ -279,7 +286,7 @@ class Decoder:
 
     def __init__(self, model: Any) -> None:
         self.family: str = model.config.model_type
-        self.stack: Any = _stack_of(model)
+        self.stack: Any = stack_of(model)
         self.is_checked = False
         self.takes_rows = True
         self.no_rehearsal: str | None = None
@@ -553,7 +560,7 @@ def options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, .
     return tuple(each for each in (*args, *kwargs.values()) if isinstance(each, str | int))
 
 
-def _stack_of(model: Any) -> Any:
+def stack_of(model: Any) -> Any:
     """The module that turns ids into final hidden states; of a vision-language model its text decoder's."""
     stack = model.get_decoder()
     if stack is model or not isinstance(stack, PreTrainedModel):
