@@ -4,8 +4,8 @@ with attach(model) as attached, CachedModel(attached, method) as cached:
     ids = model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=True, top_p=0.9)
     print(cached.usage)
 
-Inside the `with` block the model's `forward` and `generate` are those of `CachedModel`, so that pipelines, streamers and
-lm-eval's `HFLM` run on the method's cache without knowing of it. A call of the model is one of three things:
+Inside the `with` block the model's `forward` and `generate` are those of `CachedModel`, so that pipelines, streamers
+and lm-eval's `HFLM` run on the method's cache without knowing of it. A call of the model is one of three things:
 
     a prompt       no `past_key_values`: its rows attend densely, and the logits of the last one may be read. The
                    `past_key_values` that it returns is the method's cache
@@ -78,6 +78,10 @@ SCORED = (
     "the text before was scored as a whole (prefill_len=); where it is a prompt to go on from, call the model with "
     "use_cache=True"
 )
+SCORE_WITH = (
+    "give harness.attach prefill_len=N, the tokens of a text's prompt (1: the method decodes every row), or use "
+    "harness.lm(model, ...), which knows them of each request"
+)
 ENDED = "the block of harness.attach has ended, and its cache with it; attach the model again"
 
 
@@ -86,8 +90,9 @@ class Usage(NamedTuple):
 
     steps: decode steps, one less than the new tokens of a generated sequence; of a scored text the rows that the method
     decoded. seconds: from the first decode step to the last; of a scored text the whole call's. size: share of the full
-    cache that a step read; None without a step. h2d_bytes, d2h_bytes: payload over the link. device_bytes: cache and
-    method, on the device at the end. The bytes of a scored text are 0: replay moves nothing.
+    cache that a step read; None without a step. h2d_bytes, d2h_bytes: rows that the steps took from the link, and wrote
+    back, as `experiment=latency` counts them. device_bytes: cache and method, on the device at the end. The bytes of a
+    scored text are 0: replay moves nothing.
     """
 
     steps: int
@@ -334,8 +339,8 @@ class CachedModel:
         """The model's forward pass as a prompt, as decode rows, or as a whole text; see the module.
 
         The arguments are transformers': input_ids int [batch, rows], attention_mask, labels, past_key_values (what an
-        earlier call returned), use_cache, logits_to_keep. Returns its output: logits fp32 [batch, rows, vocab], the loss
-        where there are labels, and the cache. Raises UserError, in one line, for what cannot be computed so.
+        earlier call returned), use_cache, logits_to_keep. Returns its output: logits fp32 [batch, rows, vocab], the
+        loss where there are labels, and the cache. Raises UserError, in one line, for what cannot be computed so.
         """
         with self._turns:
             self._require_open()
@@ -423,9 +428,8 @@ class CachedModel:
         return PartialLogits.of(
             logits.expand(-1, num_rows, -1),
             hidden,
-            f"the logits of a prompt of {num_rows} rows: it ran densely, so only logits[:, -1] may be read. To score all "
-            "rows of a text by the method, give harness.attach prefill_len=N, the tokens of its prompt (1: the method "
-            "decodes every row), or use harness.lm(model, ...), which knows them of each request",
+            f"logits of a prompt of {num_rows} rows: it ran densely, so only logits[:, -1] may be read; to score a "
+            f"text by the method {SCORE_WITH}",
         )
 
     def _decode(self, cache: MethodCache, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -434,7 +438,7 @@ class CachedModel:
         batch, num_rows = ids.shape
         if batch != len(session.batch.prompts):
             raise UserError(
-                f"input_ids: {batch} sequences, and the past_key_values of {len(session.batch.prompts)}; they must agree"
+                f"input_ids: {batch} sequences, and past_key_values of {len(session.batch.prompts)}; they must agree"
             )
         if session.steps + num_rows > session.max_new_tokens:
             raise UserError(
@@ -461,16 +465,14 @@ class CachedModel:
         prompt, num_rows = self._require_text(ids, mask)
         real = _real_tokens(ids, mask)
         lengths = real.sum(-1)
-        if bool((real.long().diff().abs().sum(-1) + (~real[:, 0]).long() > 2).any()):
+        starts = real & ~pad(real[:, :-1], (1, 0))
+        if bool((starts.sum(-1) > 1).any()):
             raise UserError("attention_mask: a text's tokens follow one another; allowed: padding at its ends")
         shortest = int(lengths.min())
         if shortest <= prompt:
             raise UserError(
-                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method decodes; allowed here: "
-                f"1 to {shortest - 1}"
-                if shortest > 1
-                else "a text of one token: it leaves no row that the method decodes; where it continues a prompt, give "
-                "past_key_values"
+                f"prefill_len={prompt}: a text of {shortest} tokens leaves no row that the method decodes; give longer "
+                "texts, or past_key_values where these tokens continue a prompt"
             )
         longest = int(lengths.max())
         if self.max_length is not None and longest > self.max_length:
@@ -500,9 +502,8 @@ class CachedModel:
         rows = session.decode(tokens[:, prompt:], within[:, prompt:])
         session.reads.check_fired()
         found = self.attached.logits(torch.cat([last, rows], 1))
-        self.usage = Usage(
-            int(lengths.sum()) - prompt * len(ids), time.perf_counter() - began, session.reads.size, 0, 0, 0
-        )
+        num_decoded, seconds = int(lengths.sum()) - prompt * len(ids), time.perf_counter() - began
+        self.usage = Usage(num_decoded, seconds, session.reads.size, 0, 0, 0)
 
         # Back to the columns that they came from
         logits = found.new_zeros(*ids.shape, found.shape[-1])
@@ -534,9 +535,8 @@ class CachedModel:
         batch, num_rows = ids.shape
         if self.prefill_len is None:
             raise UserError(
-                f"a text of {num_rows} rows without a cache: the tokens of its prompt, which run densely, are not known; "
-                "give harness.attach prefill_len=N (1: the method decodes every row), use harness.lm(model, ...), which "
-                "knows them of each request, or run a prompt with use_cache=True and without labels"
+                f"a text of {num_rows} rows without a cache: which of them are its prompt is not known; to score it by "
+                f"the method {SCORE_WITH}; a prompt to go on from takes use_cache=True and no labels"
             )
         if mask is None and batch > 1 and not self.method.reads_all:
             raise UserError(

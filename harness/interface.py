@@ -212,19 +212,19 @@ def attach(
     """Run a loaded transformers model on a method's live cache, whoever calls it.
 
     Inside the `with` block the model's own `generate` and forward pass use the method's cache, also where a pipeline, a
-    streamer in another thread, or lm-eval's `HFLM` calls them; `cached.generate` is the same, and `cached.usage` has time
-    and bytes. `model(prompt)` runs a prompt densely, and only its last row's logits can be read; calls with the
+    streamer in another thread, or lm-eval's `HFLM` calls them. `cached.generate` is the same, and `cached.usage` has
+    time and bytes. `model(prompt)` runs a prompt densely, and only its last row's logits can be read. Calls with the
     `past_key_values` that it returned decode a step for each row. A whole text is scored with `prefill_len`, by replay,
     and refused without it: `HFLM`, which does not say where a context ends, needs `prefill_len=1` and batches of one.
-    Not taken: beams, assistants, prompts in chunks, `inputs_embeds`, attentions and hidden states, gradients. The model is
-    left as it was. It takes one `attach` or run at a time, of all threads.
+    Not taken: beams, assistants, prompts in chunks, `inputs_embeds`, attentions and hidden states, gradients. The model
+    is left as it was. It takes one `attach` or run at a time, of all threads.
 
     Args:
         model: a loaded transformers model, or a `Model`.
         tokenizer: needed by methods that read a text; by default the one at the model's `name_or_path`.
         method, size, settings: as of `Model.generate`. A size is met for each call's lengths.
-        max_new_tokens: tokens for which the cache of `model(prompt)` has room. T, on which a method's budget depends, is
-            the prompt and these; `generate` knows its own. None: the model's `generation_config`, else 64.
+        max_new_tokens: tokens for which the cache of `model(prompt)` has room. T, on which a method's budget depends,
+            is the prompt and these; `generate` knows its own. None: the model's `generation_config`, else 64.
         prefill_len: how many first tokens of a whole text, `model(input_ids)` or with `labels`, are its prompt; the
             method decodes all others. A prompt to go on from is then `model(input_ids, use_cache=True)`.
 

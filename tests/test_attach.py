@@ -268,8 +268,10 @@ def test_attaching_leaves_nothing_behind_even_after_an_error(model, monkeypatch)
         run(attached, CASES["infinigen"], [token_ids(LENGTH)], [PROMPT])
     assert fingerprint(model) == before
     monkeypatch.undo()
+    run_ragged(model, CASES["infinigen"])
     with attach(model):
-        run_ragged(model, CASES["infinigen"])
+        with pytest.raises(UserError, match=r"attached already in this thread"), attach(model):
+            pytest.fail("refused")
         with pytest.raises(UserError, match=r"the model is attached .* cannot be called by itself"):
             model(torch.tensor([token_ids(12)]))
     assert fingerprint(model) == before

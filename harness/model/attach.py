@@ -55,8 +55,8 @@ COARSE = 0.08
 
 
 ELSEWHERE = (
-    "the model is attached to a KV-cache method, and its decoder cannot be called by itself: inside harness.attach call "
-    "the model or its generate, elsewhere wait until the run that attached it has ended"
+    "the model is attached to a KV-cache method, and its decoder cannot be called by itself: inside harness.attach "
+    "call the model or its generate, elsewhere wait until the run that attached it has ended"
 )
 
 
@@ -646,8 +646,8 @@ def _claimed(stack: Any) -> Iterator[None]:
         if threads:
             where = "in this thread" if threading.get_ident() in threads else "by another thread"
             raise UserError(
-                f"the model is attached already {where}: it takes one harness.attach, generate, perplexity or tasks at a "
-                "time; wait until that has ended, or load the model a second time"
+                f"the model is attached already {where}: it takes one harness.attach, generate, perplexity or tasks at "
+                "a time; wait until that has ended, or load the model a second time"
             )
         _claimed_by.update(dict.fromkeys(parts, threading.get_ident()))
     try:
