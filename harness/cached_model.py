@@ -199,7 +199,7 @@ class PartialLogits(Tensor):
                 return guarded.as_subclass(Tensor)[args[1]]
             raise UserError(guarded.why)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"PartialLogits({tuple(self.shape)}: {self.why})"
 
     def _reads_hidden(self, index: Any) -> bool:
@@ -213,11 +213,9 @@ class PartialLogits(Tensor):
             return True
 
 
-OF_SHAPE = {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.shape.__get__,
-    Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_cuda.__get__,
-    Tensor.requires_grad.__get__,
-}  # fmt: skip
+ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad")
+OF_SHAPE = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point}
+OF_SHAPE |= {getattr(Tensor, name).__get__ for name in ATTRIBUTES}
 """What may be asked of guarded logits as a whole."""
 
 
@@ -311,7 +309,7 @@ class CachedModel:
         self._require_open()
         asked = _by_name(inspect.signature(self._own_generate), args, settings)
         ids = _checked_ids("input_ids", _first(asked.pop("inputs", None), asked.pop("input_ids", None)), self.attached)
-        own_config = self.attached.model.generation_config  # type: ignore[union-attr]
+        own_config = self.attached.model.generation_config
         configs = [asked, _settings_of(asked.get("generation_config")), _settings_of(own_config)]
         for name, allowed in ONLY.items():
             value = _first(*(config.get(name) for config in configs))
@@ -369,7 +367,7 @@ class CachedModel:
         positions = None if in_generate else given.get("position_ids")
         is_text = labels is not None or use_cache is False or (self.prefill_len is not None and use_cache is None)
         loss = None
-        if follows:
+        if cache is not None and follows:
             logits = self._decode(cache, ids, mask, positions)
             loss = None if labels is None else self._loss(logits, labels)
         elif is_text and not in_generate:
