@@ -4,7 +4,8 @@ Sinks, recent tokens and the best by an index are the fixed set. Of the other n 
 counts n / b times: log(n / b) is added to its score. A small base sample gives sigma, the standard deviation of
 exp(score) among the others, and D, the denominator of the softmax. With b = (z sigma n / (epsilon D))^2 and
 z = Phi^-1(1 - delta), the central limit theorem says that D is too small by more than epsilon D in a share delta of all
-cases, and too large in as many.
+cases, and too large in as many. The b tokens are drawn without regard to the base sample: a base sample that misses the
+heavy tokens gives a small b, and if it were part of the sample, the denominator would be too small on average.
 
 Official code: github.com/xAlg-ai/sparse-attention-hub (now skylight-org), `maskers/sampling/implementations/
 adaptive_sampling.py` under `sparse_attention_hub/sparse_attention/research_attention`.
@@ -26,6 +27,8 @@ from methods.selection import Selecting, largest, largest_of_each
 
 MIN_SAMPLE = 2
 """Tokens in a base sample: fewer have no standard deviation."""
+FINAL_SAMPLE, BASE_SAMPLE = 0, 1
+"""The two samples of a row, which are drawn by random numbers of their own."""
 
 
 class VAttentionState(PartialKeysState):
@@ -65,17 +68,27 @@ class VAttentionState(PartialKeysState):
 
         # The sample: those with the smallest random numbers
         others = visible & ~fixed
-        number = others.sum(-1)
-        drawn = -random_numbers(method.seed, layer, rows, fixed.shape[1]).masked_fill_(~others, math.inf)
-        base = torch.minimum(floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number)
-        size = method.sample_size(powers, ~others, largest_of_each(drawn, base), number, base)
+        size = number = others.sum(-1)
+        if method.epsilon:
+            base_size = torch.minimum(floor_frac(method.base_frac, number).clamp(min=MIN_SAMPLE), number)
+            base = self.drawn(BASE_SAMPLE, layer, rows, others, base_size)
+            size = method.sample_size(powers, ~others, base, number, base_size)
         size = torch.minimum(size, (cap[:, None] - fixed.sum(-1)).clamp(min=0))
-        sample = largest_of_each(drawn, size)
+        sample = self.drawn(FINAL_SAMPLE, layer, rows, others, size)
         weight = (number / size.clamp(min=1)).float().log().unsqueeze(-1)
         bias = torch.where(sample, weight, 0.0).unsqueeze(2)
         mask = fixed | sample
         side = self.index_read(layer, rows.positions) if method.has_index else None
         return Selection(mask, mask.sum(-1).double().mean(1), side, bias)
+
+    def drawn(self, sample: int, layer: int, rows: Rows, others: Tensor, size: Tensor) -> Tensor:
+        """The tokens of a sample, bool like `others`.
+
+        sample: `BASE_SAMPLE` or `FINAL_SAMPLE`; others: bool [batch, sets, rows, slots], tokens to draw from; size: int
+        [batch, sets, rows], number to draw, at most as many as there are.
+        """
+        numbers = random_numbers(self.method.seed, layer, rows, others.shape[1], sample)
+        return largest_of_each(-numbers.masked_fill_(~others, math.inf), size)
 
 
 @dataclass(frozen=True)
@@ -147,8 +160,6 @@ class VAttention(Selecting):
         rows, slots], slots that are not drawn from; base: the base sample, alike; number, count: int [batch, sets,
         rows], tokens to draw from, and those in the base sample.
         """
-        if self.epsilon == 0:
-            return number
         base, number, count = base.unsqueeze(2), number.unsqueeze(2), count.unsqueeze(2)
         mean = (powers * base).sum(-1) / count.clamp(min=1)
         variance = ((powers - mean.unsqueeze(-1)).square_() * base).sum(-1) / (count - 1).clamp(min=1)
@@ -158,14 +169,14 @@ class VAttention(Selecting):
         return torch.minimum(torch.maximum(wanted.amax(2).long(), count.squeeze(2)), number.squeeze(2))
 
 
-def random_numbers(seed: int, layer: int, rows: Rows, sets: int) -> Tensor:
+def random_numbers(seed: int, layer: int, rows: Rows, sets: int, sample: int = FINAL_SAMPLE) -> Tensor:
     """A number from 0 to 2^24 - 1 for each row and token, fp32 [batch, sets, rows, slots].
 
-    They depend on the seed, layer, set, row and token alone, and so are the same in replay and live decoding, in any
-    batch and block of rows.
+    They depend on the seed, layer, set, sample, row and token alone, and so are the same in replay and live decoding,
+    in any batch and block of rows.
     """
     heads = torch.arange(sets, device=rows.positions.device)
-    of_set = mixed(mixed(heads + layer * 2**16) + seed)
+    of_set = mixed(mixed(heads + layer * 2**16 + sample * 2**31) + seed)
     of_row = mixed(of_set[:, None] + rows.positions[:, None])
     return (mixed(of_row.unsqueeze(-1) + rows.slot_positions.unsqueeze(2)) >> 8).float()
 

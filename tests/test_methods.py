@@ -24,7 +24,7 @@ from methods.shadowkv import ShadowKV
 from methods.streaming import DuoAttention, Streaming
 from methods.tova import TOVA
 from methods.twilight import Twilight
-from methods.vattention import VAttention, VAttentionState, random_numbers
+from methods.vattention import BASE_SAMPLE, FINAL_SAMPLE, VAttention, VAttentionState, random_numbers
 from tests.composed import load
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4
@@ -332,30 +332,52 @@ def test_a_groups_heads_are_reduced_as_the_setting_says(group, covers):
     assert selection.num_read.item() == selection.mask[0, :, 0].sum(-1).double().mean().item()
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 0.1), (0.05, 0.25)])
-def test_a_sample_is_unbiased_and_its_error_is_the_one_that_was_asked_for(epsilon, delta):
-    """The softmax's denominator, of 3,000 scores in 600 rows that each draw a sample of their own."""
-    num_rows, slots = 600, 3000
-    scores = torch.randn(1, 1, 1, num_rows, slots, generator=torch.Generator().manual_seed(0))
+def errors_of_denominators(method: VAttention, scores: torch.Tensor) -> torch.Tensor:
+    """Relative error of the softmax's denominator in each row of `scores` [rows, slots], which all draw a sample of
+    their own."""
+    num_rows, slots = scores.shape
     geometry = replace(GEOMETRY, num_heads=1, num_kv_heads=1)
     positions = slots + torch.arange(num_rows)[None]
     tokens = torch.arange(slots).expand(1, 1, -1)
-    rows = Rows(torch.empty(1, 1, num_rows, 0), positions, positions >= 0, tokens, positions[:, None], lambda: scores)
-    method = VAttention(epsilon=epsilon, delta=delta, when="true_scores")
+    of_heads = scores[None, None, None]
+    rows = Rows(torch.empty(1, 1, num_rows, 0), positions, positions >= 0, tokens, positions[:, None], lambda: of_heads)
     found = VAttentionState(method, geometry, lengths_of([slots], [slots + num_rows])).select(0, rows)
-    estimated = (scores[:, :, 0] + found.bias[:, :, 0]).masked_fill(~found.mask, -math.inf).logsumexp(-1)
-    error = (estimated - scores[:, :, 0].logsumexp(-1)).double().expm1()
     assert found.num_read.max() < slots / 2
+    estimated = (scores + found.bias[0, 0, 0]).masked_fill(~found.mask[0, 0], -math.inf).logsumexp(-1)
+    return (estimated - scores.logsumexp(-1)).double().expm1()
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 0.1), (0.05, 0.25)])
+def test_a_sample_is_unbiased_and_its_error_is_the_one_that_was_asked_for(epsilon, delta):
+    """The softmax's denominator, of 3,000 scores in 600 rows that each draw a sample of their own."""
+    scores = torch.randn(600, 3000, generator=torch.Generator().manual_seed(0))
+    error = errors_of_denominators(VAttention(epsilon=epsilon, delta=delta, when="true_scores"), scores)
     assert abs(float(error.mean())) < epsilon / 20
     for wrong in (error < -epsilon, error > epsilon):
         assert 0 < float(wrong.double().mean()) < delta + 0.02
 
 
+@pytest.mark.parametrize("spread", [2.0, 2.5])
+def test_a_sample_is_unbiased_where_few_tokens_hold_most_of_the_attention(spread):
+    """A base sample that misses them asks for few tokens. It must not be part of the sample that it sizes."""
+    scores = spread * torch.randn(1000, generator=torch.Generator().manual_seed(1)).expand(400, -1)
+    settings = {"epsilon": 0.2, "fixed_frac": 0.02, "base_frac": 0.02, "when": "true_scores"}
+    error = torch.cat([errors_of_denominators(VAttention(seed=seed, **settings), scores) for seed in range(24)])
+    standard_error = float(error.std()) / math.sqrt(len(error))
+    assert standard_error < 0.002
+    assert abs(float(error.mean())) < 0.01
+
+
 def test_random_numbers_are_even_and_independent_of_each_other():
     positions, tokens = torch.arange(40, 60)[None], torch.arange(2000).expand(1, 1, -1)
     rows = Rows(None, positions, positions >= 0, tokens, positions[:, None], None)
-    parts = [random_numbers(seed, layer, rows, 3).flatten(1, 2) for seed in (0, 1) for layer in (0, 1)]
-    numbers = torch.cat(parts, 1)[0].double() / 2**24  # of each seed, layer, set and row
+    parts = [
+        random_numbers(seed, layer, rows, 3, sample).flatten(1, 2)
+        for seed in (0, 1)
+        for layer in (0, 1)
+        for sample in (FINAL_SAMPLE, BASE_SAMPLE)
+    ]
+    numbers = torch.cat(parts, 1)[0].double() / 2**24  # of each seed, layer, sample, set and row
     assert numbers.min() >= 0 and numbers.max() < 1
     assert (numbers.mean(-1) - 0.5).abs().max() < 0.03
     counts = (numbers.flatten() * 16).long().bincount(minlength=16).double() / numbers.numel()

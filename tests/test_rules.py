@@ -366,14 +366,19 @@ def sampled(method: VAttention, of: Of, t: int) -> tuple[set[int], list[int], in
     probs = sum(softmax(np.where(competing, head[:t], -np.inf)) for head in scores)
     fixed = set(best(np.where(competing, probs, np.inf), size))
     others = [token for token in range(t) if token not in fixed]
-    of_row = plain_hash(plain_hash(plain_hash(of.head + of.layer * 2**16) + method.seed) + t)
-    others.sort(key=lambda token: plain_hash(of_row + token) >> 8)
+
+    def in_drawn_order(first: int) -> list[int]:
+        of_row = plain_hash(plain_hash(plain_hash(first) + method.seed) + t)
+        return sorted(others, key=lambda token: plain_hash(of_row + token) >> 8)
+
+    of_head = of.head + of.layer * 2**16
+    others, base_order = in_drawn_order(of_head), in_drawn_order(of_head + 2**31)
     number = wanted = len(others)
     if method.epsilon:
         base = min(number, max(2, math.floor(method.base_frac * number)))
         z, wanted = NormalDist().inv_cdf(1 - method.delta), base
         for head in np.exp(scores - scores.max(1, keepdims=True)):
-            found = head[others[:base]]
+            found = head[base_order[:base]]
             total = head[[*fixed, t]].sum() + number * found.mean()
             wanted = max(wanted, int((z * found.std(ddof=1) * number / (method.epsilon * total)) ** 2))
     cap = min(t, max(1, math.floor(method.max_fetch_frac * t)))
