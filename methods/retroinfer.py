@@ -41,6 +41,8 @@ from methods.base import (
 SHRINK = 0.999
 """What a centroid without keys is multiplied by in each round. It may have found the keys of an equal one, and rounding
 would decide between both; the official code lets it."""
+SIZE_BITS = 32
+"""Of a cluster's number of tokens. An element of a key counts 16."""
 KEYS_AT_ONCE = 8192
 """Keys that are assigned to centroids together: their products are held."""
 
@@ -251,7 +253,8 @@ class RetroInferState(State):
     def _index_read(self, number: Tensor, estimated: Tensor) -> Tensor:
         """Centroids and sizes of all clusters, and value sums of those estimated, in tokens."""
         value_dim = self.geometry.value_dim or self.geometry.head_dim
-        return (number * (self.geometry.head_dim + 1) + estimated * value_dim) / self.geometry.elements
+        of_cluster = self.geometry.head_dim + SIZE_BITS / 16
+        return (number * of_cluster + estimated * value_dim) / self.geometry.elements
 
 
 @dataclass(frozen=True)

@@ -299,25 +299,31 @@ class RetrievingState(State):
     def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
         self.append(layer, key, value, rows.positions, slice(0, key.shape[2]))
 
-    def select(self, layer: int, rows: Rows) -> Selection:
-        """The best pages and the unfinished one."""
+    def best(self, rows: Rows, scores: Tensor) -> Tensor:
+        """The tokens or full pages that each set reads, by their `scores`: bool [batch, sets, rows, slots or pages]."""
         size, positions = self.method.page_size, rows.positions
         first = last = rows.slot_positions  # of each candidate the first and the last token
         if self.paged:
             first = torch.arange(self.num_pages, device=positions.device)[None, None] * size
             last = first + size - 1
-        scores = self.scores(layer, rows)
         pages, unfinished = self.pages_read[positions], positions % size
         cached = last.unsqueeze(2) < positions[:, None, :, None]
         forced = self.method.forced(first, last, positions, pages * size + unfinished)
         worth = self.method.reduced(scores.masked_fill(~cached.unsqueeze(2), -math.inf), forced)
-        mask, num_pages = self.method.joined(largest(worth, pages), pages, self.geometry)
-        tokens = self._tokens(mask, rows) if self.paged else mask
+        return largest(worth, pages)
+
+    def select(self, layer: int, rows: Rows) -> Selection:
+        """The best pages and the unfinished one."""
+        size, positions = self.method.page_size, rows.positions
+        scores = self.scores(layer, rows)
+        pages, unfinished = self.pages_read[positions], positions % size
+        mask, num_pages = self.method.joined(self.best(rows, scores), pages, self.geometry)
+        tokens = self.tokens_of(mask, rows) if self.paged else mask
         side, rest = self.index_read(layer, positions), self.rest(layer, rows, scores, tokens)
         return Selection(tokens, num_pages * size + unfinished, side, rest=rest)
 
-    def _tokens(self, pages: Tensor, rows: Rows) -> Tensor:
-        """The slots of the chosen `pages` [batch, num_kv_heads, rows, pages], and those of the unfinished one."""
+    def tokens_of(self, pages: Tensor, rows: Rows) -> Tensor:
+        """The slots of the chosen `pages` [batch, sets, rows, pages], and those of the unfinished one."""
         size = self.method.page_size
         page = (rows.slot_positions // size).clamp(max=self.num_pages - 1).long().unsqueeze(2)
         chosen = pages.gather(-1, page.expand(*pages.shape[:3], -1))

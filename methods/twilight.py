@@ -42,23 +42,26 @@ class TwilightState(QuestState, PartialKeysState):
         return query.float() * self.geometry.scale
 
     def select(self, layer: int, rows: Rows) -> Selection:
-        """Quest's candidates, pruned by the estimated attention on them."""
+        """Quest's candidates, pruned by the estimated attention on them. With `group=union` each query head has
+        candidates of its own."""
         method, positions = self.method, rows.positions
         if method.candidate_frac is None:
-            found = Selection(rows.visible(), positions)
+            candidates, num_candidates = rows.visible(), positions
         else:
-            found = QuestState.select(self, layer, rows)
-        assert found.mask is not None
-        candidates = found.mask & rows.visible()
+            pages = self.best(rows, QuestState.scores(self, layer, rows))
+            candidates = self.tokens_of(pages, rows)
+            joint_candidates, _ = method.joined(candidates, positions, self.geometry)
+            num_candidates = joint_candidates.sum(-1).double().mean(1)
         softmax = self.geometry.softmax(layer)
         scores = method.by_set(softmax.capped(PartialKeysState.scores(self, layer, rows)))
-        weights = scores.masked_fill_(~candidates.unsqueeze(2), -math.inf).softmax(-1).nan_to_num_()  # 0 / 0 of none
-        weights = weights.flatten(1, 2) if method.group == "union" else weights.mean(2)
-        mask = method.prune(weights, candidates, rows)
+        if method.group == "union":
+            scores = scores.flatten(1, 2).unsqueeze(2)
+        weights = scores.masked_fill(~candidates.unsqueeze(2), -math.inf).softmax(-1).nan_to_num_()  # 0 / 0 of none
+        mask = method.prune(weights.mean(2), candidates, rows)
         joint, _ = method.joined(mask, positions, self.geometry)
-        side = PartialKeysState.index_read(self, layer, found.num_read)
-        if found.side is not None:
-            side = side + found.side
+        side = PartialKeysState.index_read(self, layer, num_candidates)
+        if method.candidate_frac is not None:
+            side = side + QuestState.index_read(self, layer, positions)
         return Selection(joint, joint.sum(-1).double().mean(1), side)
 
 
@@ -70,7 +73,7 @@ class Twilight(Selecting):
     candidate_frac: Quest's budget, as a share of the cached tokens; None takes all tokens and keeps no bounds of pages.
     page_size: tokens of Quest's pages. index_bits: of each number of a key in the index.
     group: `sum_probs` is one set for the group, by the mean of its heads' probabilities; `union` joins a set for each
-        query head, which is the official rule.
+        query head, of pages of its own, which is the official rule.
     """
 
     p: float = 0.85

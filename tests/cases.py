@@ -183,6 +183,7 @@ CASES = {
     "sparq-layer": Case(SparQ(read_tokens=6, rank=0.1, covers="layer", num_sinks=2, num_exempt_layers=0)),
     "twilight": Case(Twilight(p=0.7, page_size=3)),
     "twilight-union": Case(Twilight(p=0.6, candidate_frac=None, group="union", num_sinks=1, num_exempt_layers=0)),
+    "twilight-pages": Case(Twilight(p=0.5, candidate_frac=0.6, page_size=2, group="union")),
     "twilight-cap": Case(Twilight(p=1.0, max_fetch_frac=0.3, page_size=2, when="previous_step", recent_frac=0.2)),
     "vattention": Case(VAttention(epsilon=0.4, delta=0.2, fixed_frac=0.2, num_sinks=1)),
     "vattention-cap": Case(VAttention(num_exempt_layers=0, covers="layer", group="best", num_sinks=0).with_size(0.4)),

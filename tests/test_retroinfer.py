@@ -151,7 +151,7 @@ def test_every_row_of_a_padded_batch_attends_as_the_plain_rule(name, model, monk
                     wanted, tokens, estimated = plain_row(method, queries[:, t], keys, values, prompt, t)
                     assert np.abs(outputs[:, t] - wanted).max() < 1e-5, f"layer {layer}, prompt {prompt}, row {t}"
                     number = len(clusters_at(method, keys, values, prompt, t)[0])
-                    index = number * (geometry.head_dim + 1) + estimated * geometry.head_dim
+                    index = number * (geometry.head_dim + 32 / 16) + estimated * geometry.head_dim
                     read[t - prompt] += len(tokens) / geometry.num_kv_heads
                     sides[t - prompt] += index / (2 * geometry.head_dim) / geometry.num_kv_heads
                     estimates.add(estimated)

@@ -319,25 +319,32 @@ def twilight(method: Twilight, of: Of):
     """Of Quest's pages, in falling order of the coded keys' probability, tokens until their sum is p."""
     keys, page = coded(of.key, method.index_bits), method.page_size
 
-    def candidates(t: int) -> set[int]:
+    def candidates(t: int) -> list[set[int]]:
+        """Of the group, or with a union of each query head."""
         if method.candidate_frac is None:
-            return set(range(t))
+            return [set(range(t))] * len(of.query)
         pages = [of.key[begin : begin + page] for begin in range(0, t // page * page, page)]
         bounds = [[np.maximum(q * each.min(0), q * each.max(0)).sum() for each in pages] for q in of.query[:, t]]
         if method.group == "union":
             worths = [np.array(row) for row in bounds]
         else:
-            worths = [sum(softmax(np.array(row)) for row in bounds)]
+            worths = [sum(softmax(np.array(row)) for row in bounds)] * len(bounds)
         number = max(3, math.floor(method.candidate_frac * t / page)) - 1
-        chosen = {len(pages), *(each for worth in worths for each in best(worth, number))}
-        return {token for token in range(t) if token // page in chosen}
+        found = []
+        for worth in worths:
+            chosen = {len(pages), *best(worth, number)}
+            found.append({token for token in range(t) if token // page in chosen})
+        return found
 
     def row(t: int) -> set[int]:
-        allowed, cap = candidates(t), max(1, math.floor(method.max_fetch_frac * t))
-        hidden = [token not in allowed for token in range(t)]
-        probs = [softmax(np.where(hidden, -np.inf, keys[:t] @ query)) for query in of.query[:, t]]
+        cap, of_heads, probs = max(1, math.floor(method.max_fetch_frac * t)), candidates(t), []
+        for allowed, query in zip(of_heads, of.query[:, t], strict=True):
+            hidden = [token not in allowed for token in range(t)]
+            probs.append(softmax(np.where(hidden, -np.inf, keys[:t] @ query)))
+        if method.group != "union":
+            of_heads, probs = of_heads[:1], [sum(probs) / len(probs)]
         read: set[int] = set()
-        for weights in probs if method.group == "union" else [sum(probs) / len(probs)]:
+        for allowed, weights in zip(of_heads, probs, strict=True):
             first = allowed & {*range(method.num_sinks), *range(t - int(method.recent_frac * cap), t)}
             order = sorted(allowed, key=lambda token: (token not in first, -weights[token]))[:cap]
             mass = 0.0
