@@ -17,6 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,10 +31,11 @@ from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
 from harness.model.load import load_model
 from harness.settings.compose import load
-from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, Rows
+from methods.base import EMPTY, Geometry, Lengths, Method, PromptRows, RereadRows, Rows
 from methods.codec import ChannelCodec, lloyd_max
 from methods.evicting import EvictingState
 from methods.full import Full
+from methods.kvzip import KVzip
 from methods.prompt_evicting import KeyDiff, Knorm, SnapKV
 from methods.quest import Quest
 from methods.rkv import RKV
@@ -52,13 +54,15 @@ class Layer(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """file: the module below a checkout; is_package: it is imported by that name, as it imports its neighbours."""
+    """file: the module below one of `roots`, folders of a checkout. is_package: it is imported by that name, as it
+    imports its neighbours."""
 
     repository: str
     file: str
     agreement: Callable[[Any, Layer], float]
     what: str
     is_package: bool = False
+    roots: tuple[str, ...] = ("",)
 
 
 # What is compared: ours, theirs
@@ -136,6 +140,20 @@ def press(name: str, method: Callable[..., Method]) -> Callable[[Any, Layer], fl
     return compare
 
 
+def kvzip(module: Any, layer: Layer) -> float:
+    """Worths within 1e-6. The first half of the tokens is the prompt, and the second half stands for its repetition."""
+    num_sinks, half = 4, layer.key.shape[2] // 2
+    query, key = layer.query[:, :, half:], layer.key[:, :, half:]
+    score = module.KVScore()
+    score.n_layers, score.n_heads_kv, score.dtype, score.device = 1, key.shape[1], key.dtype, key.device
+    score.sink, score.start_idx, score.end_idx = num_sinks, num_sinks, half
+    score.init_score()
+    score._get_score(query, layer.key, 0)
+    rows = RereadRows(query, key, layer.key[:, :, :half], slice(num_sinks, half))
+    ours = KVzip(num_sinks=num_sinks).reread(rows, layer.geometry.softmax(0))
+    return float(((ours - score.score[0][0]).abs() <= 1e-6).float().mean())
+
+
 def no_scores() -> Tensor:
     raise NotImplementedError
 
@@ -197,7 +215,10 @@ COMPARISONS = {
     "snapkv, maximum": Comparison(
         "FasterDecoding/SnapKV", "snapkv/monkeypatch/snapkv_utils.py", snapkv("max"), "kept tokens of each query head"
     ),
-    "rkv": Comparison("Zefan-Cai/R-KV", "rkv/compression/r1_kv.py", rkv, "kept tokens of the prompt", True),
+    "rkv": Comparison(
+        "Zefan-Cai/R-KV", "rkv/compression/r1_kv.py", rkv, "kept tokens of the prompt", True, ("", "HuggingFace")
+    ),
+    "kvzip": Comparison("snu-mllab/KVzip", "attention/score.py", kvzip, "worths of the prompt's tokens"),
     "tova": Comparison("schwartz-lab-NLP/TOVA", "src/tova_cache.py", tova, "kept tokens of the prompt"),
     "keydiff": Comparison(
         "NVIDIA/kvpress", "kvpress/presses/keydiff_press.py", press("KeyDiffPress", KeyDiff), "kept tokens", True
@@ -241,26 +262,39 @@ def layers_of(attached: Attached, ids: Sequence[int], count: int) -> list[Layer]
 
 def official(comparison: Comparison, sources: Sequence[Path]) -> ModuleType | str:
     """The authors' module, from the first folder that has it, else installed; else why there is none."""
-    name = comparison.file.removesuffix(".py").replace("/", ".")
-    folder = next((folder for folder in sources if (folder / comparison.file).is_file()), None)
-    installed = comparison.is_package and importlib.util.find_spec(name.partition(".")[0]) is not None
-    if folder is None and not installed:
+    package = comparison.file.partition("/")[0]
+    roots = [source / root for source in sources for root in comparison.roots]
+    installed = importlib.util.find_spec(package) if comparison.is_package else None
+    if installed is not None:
+        roots += [Path(folder).parent for folder in installed.submodule_search_locations or ()]
+    root = next((root for root in roots if (root / comparison.file).is_file()), None)
+    if root is None:
         return f"{comparison.file} is in no --source; it is part of https://github.com/{comparison.repository}"
     try:
         if comparison.is_package:
-            if folder is not None:
-                sys.path.insert(0, str(folder))
-            return importlib.import_module(name)
-        assert folder is not None
-        spec = importlib.util.spec_from_file_location(
-            f"official_{Path(comparison.file).stem}", folder / comparison.file
-        )
+            return imported_from_package(root, comparison.file)
+        path = root / comparison.file
+        spec = importlib.util.spec_from_file_location(f"official_{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except Exception as error:  # whatever it needs that is not here
         return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
     return module
+
+
+def imported_from_package(root: Path, file: str) -> ModuleType:
+    """The module `file` of the package that lies in `root`.
+
+    The package's own `__init__` does not run: R-KV's asks for an old transformers, and no comparison needs it.
+    """
+    name = file.removesuffix(".py").replace("/", ".")
+    package = name.partition(".")[0]
+    if package not in sys.modules:
+        spec = ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [str(root / package)]
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(name)
 
 
 def compare(sources: Sequence[Path], layers: Callable[[], list[Layer]]) -> Iterator[str]:
