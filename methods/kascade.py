@@ -39,7 +39,8 @@ from methods.base import (
 from methods.selection import largest
 
 NUM_BEST, SHARE_OF_TEXT = 64, 16
-"""Best tokens that are compared: as many as in the official code, on a short text at most a sixteenth of it."""
+"""Best tokens that are compared: as many as in the official code, where half of them are the row's own tile; on a short
+text at most a sixteenth of it."""
 NUM_ROWS = 128
 """Rows of the calibration text, at even distances in its second half, that are compared."""
 UNSEEN = torch.finfo(torch.float32).min / 2

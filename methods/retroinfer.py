@@ -259,7 +259,7 @@ class RetroInferState(State):
 
 @dataclass(frozen=True)
 class RetroInfer(Method):
-    """Defaults are the official code's.
+    """Defaults are the official code's, which rounds counts to the nearest where this rounds them down.
 
     retrieval_frac: share of the clusters whose tokens are read, at least one. estimation_frac: share of the clusters,
         the next best, that are estimated.
