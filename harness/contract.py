@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.errors import UserError, line_in
 from harness.model.attach import Attached, attach
 from harness.model.calibration import calibrate
-from harness.model.policies import policies_of
+from harness.model.policies import new_states, policies_of
 from harness.model.tiny import VOCAB_SIZE, tiny_ids, tiny_model
 from harness.offload.links import Link, open_link
 from harness.offload.live import LiveSession
@@ -489,8 +489,7 @@ def _refusal(trial: Trial) -> str | None:
     """Why the method does not take the model, as DuoAttention none without rotary positions; None where it does."""
     method, lengths = trial.setup.method, torch.tensor(PROMPTS["even"], device=trial.attached.device)
     try:
-        if not method.reads_all:
-            method.new_state(trial.attached.geometry, Lengths(lengths, lengths + STEPS), trial.setup.calibration)
+        new_states(trial.attached, method, Lengths(lengths, lengths + STEPS), trial.setup.calibration)
     except ValueError as error:
         return str(error)
     except Exception:

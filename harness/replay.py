@@ -27,7 +27,18 @@ from harness.model.rereading import run_prompts
 from harness.offload.hot_rows import HotRows, rooms
 from harness.sizes import ReadStats, code_width, in_windows, resident_share, share_beside, share_of_cache
 from methods.attention import hide
-from methods.base import EMPTY, NAMES_ROWS, Calibration, Lengths, Method, PromptRows, Rows, Selection, State
+from methods.base import (
+    EMPTY,
+    NAMES_ROWS,
+    Calibration,
+    LayerInputs,
+    Lengths,
+    Method,
+    PromptRows,
+    Rows,
+    Selection,
+    State,
+)
 from methods.codec import AnyCodec, SplitCodec, without_keys
 
 SCORES_PER_CHUNK = 2**23
@@ -101,14 +112,16 @@ class ReplaySession:
         self.reads += replace(self._no_reads(), pairs=pairs, pairs_read=pairs)
         return hidden
 
-    def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _keep_prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+    ) -> None:
         """A layer's prompt joins the history, and the state of the method that governs the layer."""
         self.history.keep(layer, key, value, slice(0, key.shape[2]))
         policy, device = self.policies[layer], self.attached.layers[layer].device
         if policy.kind != "method" or device not in self.states:
             return
         state = self.states[device]
-        state.prompt(policy.number, query, key, value, self._prompt_rows[device])
+        state.prompt(policy.number, query, key, value, self._prompt_rows[device]._replace(inputs=inputs))
         if policy.when == "previous_step":
             self.history.last_queries[layer] = query[:, :, -1:].clone()
         if self.method.holds_keys:

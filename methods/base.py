@@ -72,6 +72,9 @@ class Method:
     rereads: ClassVar[bool] = False
     """True if the model reads the prompt again after its dense pass: it runs over the rows that `repetitions` lists,
     `reread` makes a worth of each prompt token from them, and `State.take_worth` gets it."""
+    needs_inputs: ClassVar[bool] = False
+    """True if `State.prompt` is to get the layer's attention module and its input (`PromptRows.inputs`), for a rule that
+    uses the module's weights. The prompt then runs for this method alone. Not together with `rereads`."""
 
     def __post_init__(self) -> None:
         """Check the settings, each with `require` or one of the three methods below."""
@@ -162,6 +165,15 @@ class Method:
     def needs_norms(self) -> bool:
         """True if `reread` is to get the norms of `RereadRows`."""
         return False
+
+    # The module and the input of a layer
+
+    def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
+        """Raise ValueError where the method cannot work with such an attention module; for one that `needs_inputs`.
+
+        inputs: of the first layer under the method, for a few tokens of one sequence. query: what the model makes of
+        them, [1, heads, tokens, head_dim], post-position.
+        """
 
     # A batch
 
@@ -317,11 +329,29 @@ def _each(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
 # What a state is given
 
 
+class LayerInputs(NamedTuple):
+    """What an attention layer is called with, for a method that `needs_inputs`.
+
+    module: the model's own attention module, with its weights; it must be left as it is. hidden: the module's input
+    [batch, tokens, hidden_size]. position_embeddings: the cosines and sines that the module is given, each [batch or 1,
+    tokens, rotary dim]; None where it is given none. rotary: makes them, rotary(states, position_ids); None likewise.
+    """
+
+    module: Any
+    hidden: Tensor
+    position_embeddings: tuple[Tensor, Tensor] | None = None
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+
 class PromptRows(NamedTuple):
-    """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will ever use."""
+    """The prompt's layout: real bool [batch, prompt] (left padded); num_slots that the batch will ever use.
+
+    inputs: what the layer's module is called with; None unless the method `needs_inputs`.
+    """
 
     real: Tensor
     num_slots: int
+    inputs: LayerInputs | None = None
 
     @property
     def lengths(self) -> Tensor:

@@ -44,7 +44,7 @@ from harness.model.decoder import (
     reraise_out_of_memory,
     stack_of,
 )
-from methods.base import Geometry
+from methods.base import Geometry, LayerInputs
 
 LOOK_AT = "look at its weights, and at the numbers in its configuration (rope_parameters, eps, scales)"
 PASSES = (4, 3, 1)
@@ -85,6 +85,12 @@ class Handler:
 
     def rehearse(self, layer: int, query: Tensor) -> None:
         """Take an early query of `layer`, made in the previous layer from that layer's attention input."""
+
+    needs_inputs = False
+    """Whether `take_inputs` is to be called."""
+
+    def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
+        """Take what the layer's attention module is called with, before its `attention`."""
 
     def layer_begins(self, layer: int) -> None:
         """Called when the layer's attention module has its input."""
@@ -270,6 +276,17 @@ class Attached:
             attention_mask=None,
             past_key_values=self._cache,
         )
+        return self._query_of(layer, call)
+
+    def example(self, layer: int) -> tuple[LayerInputs, Tensor]:
+        """The inputs of a layer in the trace of the model, a few tokens, and the query that it makes of them."""
+        call = self.layers[layer].call
+        call = call.with_hidden(call.hidden, attention_mask=None, past_key_values=self.new_cache())
+        return self._inputs_of(layer, call), self._query_of(layer, call)
+
+    def _query_of(self, layer: int, call: Call) -> Tensor:
+        """The query of a layer for the arguments of its module, as a handler gets it."""
+        wanted = self.layers[layer]
         self._rehearsing = True
         try:
             with ExitStack() as stack:
@@ -306,10 +323,26 @@ class Attached:
             output = self._handler.attention(index, query, key, key[..., : latent.rank])
         return (output.transpose(1, 2) @ latent.to_value).transpose(1, 2), None
 
-    def _begins(self, layer: int, *_: Any) -> None:
+    def _begins(self, layer: int, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._handler is not None:
             with launching_on(self.layers[layer].device):
+                if self._handler.needs_inputs:
+                    self._handler.take_inputs(layer, self._inputs_of(layer, Call(args, kwargs)))
                 self._handler.layer_begins(layer)
+
+    def _inputs_of(self, layer: int, call: Call) -> LayerInputs:
+        """The arguments of a layer's attention module, as methods get them."""
+        known = self.layers[layer]
+        embeddings = call.kwargs.get("position_embeddings")
+        has_both = isinstance(embeddings, tuple | list) and len(embeddings) == 2
+        rotary = None
+        if known.positions is not None:
+            source, options = known.positions
+
+            def rotary(states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+                return source.forward(states, position_ids, *options)
+
+        return LayerInputs(known.module, call.hidden, tuple(embeddings) if has_both else None, rotary)
 
     def _ends(self, layer: int, *_: Any) -> None:
         if self._handler is not None:
@@ -443,7 +476,8 @@ def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | Non
     with ExitStack() as stack:
         stack.callback(decoder.stack.register_forward_pre_hook(attached._require_own_call).remove)
         for index, layer in enumerate(decoder.layers):
-            stack.callback(layer.module.register_forward_pre_hook(partial(attached._begins, index)).remove)
+            begins = partial(attached._begins, index)
+            stack.callback(layer.module.register_forward_pre_hook(begins, with_kwargs=True).remove)
             stack.callback(layer.module.register_forward_hook(partial(attached._ends, index)).remove)
             if layer.before is not None:
                 hook = layer.before.register_forward_pre_hook(partial(attached._rehearse, index), with_kwargs=True)
@@ -464,24 +498,40 @@ def attached_unchecked(model: Any, decoder: Decoder, prompts: DensePrompts | Non
 
 # Dense passes over prompts
 
-Keep = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Takes a layer, and its query, key and value [batch, heads, prompt, size]."""
+Keep = Callable[..., None]
+"""Takes a layer, and its query, key and value [batch, heads, prompt, size]; behind them its `LayerInputs` where the
+pass was asked for them."""
 
 
 class PromptPass(Handler):
     """A dense causal pass over prompts. `keep` is given every layer's number, query, key and value as they come.
 
-    real: bool [batch, prompt], False for the padding on the left; None: there is none.
+    real: bool [batch, prompt], False for the padding on the left; None: there is none. needs_inputs: `keep` is given
+    the inputs of each layer's module, too.
     """
 
-    def __init__(self, attached: Attached, real: Tensor | None = None, keep: Keep | None = None) -> None:
+    def __init__(
+        self,
+        attached: Attached,
+        real: Tensor | None = None,
+        keep: Keep | None = None,
+        *,
+        needs_inputs: bool = False,
+    ) -> None:
         self.attached = attached
         self.padding = () if real is None else (~real).sum(-1).tolist()
         self.keep = keep
+        self.needs_inputs = needs_inputs
+        self.inputs: LayerInputs | None = None
+
+    def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
+        self.inputs = inputs
 
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.keep is not None:
-            self.keep(layer, query, key, value)
+            inputs = (self.inputs,) if self.needs_inputs else ()
+            self.keep(layer, query, key, value, *inputs)
+            self.inputs = None  # not held beyond the layer
         softmax, window = self.attached.softmaxes[layer], self.attached.layers[layer].window
         return prompt_attention(query, key, value, softmax, self.padding, window)
 

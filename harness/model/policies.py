@@ -51,6 +51,8 @@ def policies_of(
     """
     exempt, num_layers = method.num_exempt_layers, attached.geometry.num_layers
     require(exempt < num_layers or not needs_method, "num_exempt_layers", exempt, f"< {num_layers} layers")
+    if method.needs_inputs and method.rereads:
+        raise UserError(f"method {method.title}: needs_inputs and rereads; a method can have one of them")
     if method.holds_keys and attached.geometry.values_in_keys:
         raise UserError(f"method {method.title} keeps the keys: in this model they hold the values as well")
     policies = []
@@ -76,9 +78,12 @@ def new_states(
     """A method's fresh states for a batch, one on each device that has layers under the method, in their order; none
     where it reads everything.
 
-    Raises ValueError where the method cannot work at these lengths, and UserError for one on several devices that
-    shares selections between layers and does not say what they hand on.
+    Raises ValueError where the method cannot work at these lengths or with these attention modules, and UserError for
+    one on several devices that shares selections between layers and does not say what they hand on.
     """
+    if method.needs_inputs:
+        first = attached.numbers.index(method.num_exempt_layers)
+        method.check_inputs(*attached.example(first))
     states: dict[torch.device, State] = {}
     for device in [] if method.reads_all else attached.method_devices(method.num_exempt_layers):
         on_device = Lengths(*(part.to(device) for part in lengths))

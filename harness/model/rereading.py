@@ -57,8 +57,12 @@ def run_prompts(
     """Run left-padded prompts densely, or take a pass that was kept, and run them again where the method asks for it.
 
     ids, real: [batch, prompt]. keep: takes every layer's number, query, key and value, as they come or after the second
-    reading. Returns final hidden states of the dense pass [batch, prompt, hidden_size].
+    reading, and the layer's inputs where the method needs them. A pass that was kept has no inputs, so the prompt then
+    runs anew. Returns final hidden states of the dense pass [batch, prompt, hidden_size].
     """
+    if method.needs_inputs:
+        with_inputs = PromptPass(attached, real, keep, needs_inputs=True)
+        return attached.forward(ids, positions_of(real), with_inputs, model_cache, real)
     passes = planned(attached, method, ids, real) if method.rereads else []
     if attached.prompts is not None:
         prompt, hidden = attached.prompts.get(attached, ids, real)

@@ -29,7 +29,7 @@ from harness.offload.hot_rows import HotRows
 from harness.offload.links import Link, Ticket
 from harness.offload.memory import PinnedSlab
 from harness.offload.store import Chosen, KeyValue, KVStore, chosen, indices, num_true
-from methods.base import EMPTY, NAMES_ROWS, Lengths, Method, PromptRows, Row, Rows, Selection, State
+from methods.base import EMPTY, NAMES_ROWS, LayerInputs, Lengths, Method, PromptRows, Row, Rows, Selection, State
 from methods.codec import FLOAT_DTYPES, AnyCodec
 from methods.evicting import EvictingState
 
@@ -286,7 +286,7 @@ class LayerCache:
         tokens = state.tokens[number] if isinstance(state, EvictingState) else self.batch.tokens[:, None]
         return tokens[..., : self.slots_in_use() + 1]
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
         """Write the prompt, or the part that the method keeps, to the store."""
         if self.names_rows and (rooms := self.stage.rooms) is not None:
             self.hot = HotRows(rooms, self.store.num_kv_heads, self.stage.device)
@@ -294,7 +294,8 @@ class LayerCache:
         self.remember(query[:, :, -1:])
         if self.state is not None:
             slots = key.shape[2] if self.evicts else self.store.capacity
-            self.state.prompt(self.policy.number, query, key, value, PromptRows(self.batch.real, slots))
+            rows = PromptRows(self.batch.real, slots, inputs)
+            self.state.prompt(self.policy.number, query, key, value, rows)
         if isinstance(self.state, EvictingState):
             columns = self.state.compact(self.policy.number, self.store.capacity)
             index = columns.clamp(min=0).unsqueeze(-1)

@@ -32,7 +32,7 @@ from harness.offload.store import KVStore, RowFormat
 from harness.settings.config import Placement
 from harness.settings.systems import check_combination
 from harness.sizes import StepReads
-from methods.base import Calibration, Method, State
+from methods.base import Calibration, LayerInputs, Method, State
 from methods.codec import FLOAT_DTYPES, AnyCodec, Codec, without_keys
 
 
@@ -107,7 +107,12 @@ class LiveSession:
 
     @torch.inference_mode()
     def start(self, prompt: PrefilledPrompt) -> Tensor:
-        """Take over a prefilled prompt instead of running it; returns logits [batch, vocab]."""
+        """Take over a prefilled prompt instead of running it; returns logits [batch, vocab].
+
+        A method that needs the layers' inputs runs it anew: a prefilled prompt has not kept them.
+        """
+        if self.method.needs_inputs:
+            return self.prefill(prompt.ids, prompt.real)
         passes = planned(self.attached, self.method, prompt.ids, prompt.real) if self.method.rereads else []
         self._open(prompt.real, prompt_bytes(self.attached, max((each.ids.numel() for each in passes), default=0)))
         if self.method.rereads:
@@ -332,12 +337,14 @@ class LiveSession:
                 elements += rows * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
         return len(batch.prompts) * elements * self.attached.dtype.itemsize
 
-    def _keep_prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _keep_prompt(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None
+    ) -> None:
         """Hand a layer's prompt to its cache. The first state shows what each layer keeps of a prompt, so the memory of
         the others is asked for before they keep theirs."""
         cache = self.caches[layer]
         with launching_on(key.device):
-            cache.keep_prompt(query, key, value)
+            cache.keep_prompt(query, key, value, inputs)
         if not isinstance(cache, LayerCache) or cache.state is None:
             return
         alike = [each for each in self.caches if isinstance(each, LayerCache) and each.state is cache.state]

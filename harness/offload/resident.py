@@ -17,7 +17,7 @@ from harness.model.attention import dense_attention
 from harness.model.policies import Policy
 from harness.offload.cache import Batch, Fetch, LayerCache
 from harness.offload.store import KeyValue, indices
-from methods.base import EMPTY, Selection, Window
+from methods.base import EMPTY, LayerInputs, Selection, Window
 from methods.codec import RowCodec, SplitCodec
 
 
@@ -29,8 +29,8 @@ class ValuesCache(LayerCache):
     beside the fetched rows, whose keys the state rebuilds while their values cross the link.
     """
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        super().keep_prompt(query, key, value)
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
+        super().keep_prompt(query, key, value, inputs)
         assert self.state is not None
         mask = self.state.resident(self.policy.number)
         rows = self.batch.rows(0)
@@ -116,7 +116,7 @@ class ResidualCache(LayerCache):
         slots = torch.arange(self.slots_in_use(), device=cached.device)
         return torch.cat([slots < stored, self._ring_tokens(cached) >= stored], -1)[:, None, None]
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
         key, value = self._from_first_token(key), self._from_first_token(value)
         prompts, cached = self.batch.prompts, self.batch.positions[:, None]
         tokens = self._ring_tokens(cached)
@@ -214,7 +214,7 @@ class LocalCache:
         """Bytes of the ring."""
         return self.keys.nbytes + self.values.nbytes
 
-    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def keep_prompt(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs | None = None) -> None:
         """Keep the prompt's last columns."""
         prompt = key.shape[2]
         last = torch.arange(max(0, prompt - self.ring_rows), prompt, device=key.device)

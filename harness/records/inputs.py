@@ -38,6 +38,7 @@ CODE = "code:"
 CORE = (
     "offload", "data", "decoding.py", "replay.py", "setup.py", "sizes.py",
     "model/attach.py", "model/attention.py", "model/calibration.py", "model/decoder.py", "model/policies.py",
+    "model/rereading.py",
 )  # fmt: skip
 """Files and folders of `harness` that all kinds of run share."""
 METHODS = "methods"

@@ -1,8 +1,9 @@
-"""A method or a codec of the user's own: a class in a file, or in a package, outside this project.
+"""A method or a codec from outside this project: a class in a file or a package of the user's, or a press of kvpress.
 
     python run.py method=./my_method.py method.kept_frac=0.3
     python run.py method=my_package.my_module.MyMethod
     python run.py codec=./my_codec.py +codec_settings.levels=5
+    python run.py method=kvpress:SnapKVPress method.window_size=32
 
 Its settings are the fields of its dataclass. Its name is the file's; if the class is named, `file.Class` or the dotted
 path. Hydra asks `OwnMethods` for what `conf/method` does not have, so such a choice goes wherever the name of a shipped
@@ -32,6 +33,8 @@ from omegaconf.errors import UnsupportedValueType
 from harness.errors import UserError, nearest
 
 GROUP, GRIDS = "method/", "grid/"
+PRESS = "kvpress:"
+"""Before the name of a press of kvpress (`methods.kvpress`)."""
 
 
 def is_own(choice: str) -> bool:
@@ -42,12 +45,15 @@ def is_own(choice: str) -> bool:
 def find(choice: str) -> tuple[type, dict[str, Any]]:
     """The class that `method=<choice>` names, its file run, and the settings that its YAML in `conf/method` would have.
 
-    Their `_target_` is `/path/file.py:Class` or `package.module:Class`. Raises UserError if there is no such file, for
-    an error in it, with its line, and unless it holds one whole method.
+    Their `_target_` is `/path/file.py:Class`, `package.module:Class` or `kvpress:Press`. Raises UserError if there is no
+    such file, for an error in it, with its line, and unless it holds one whole method.
     """
     from methods.base import Method  # loads torch, which a wrong path need not wait for
 
     said = f"method={choice}"
+    if choice.startswith(PRESS):
+        press = _press(choice.removeprefix(PRESS), said)
+        return press, {"_target_": choice, "name": choice} | _defaults(press, said)
     module, where, name = _module(choice, said)
     cls = _class(module, name, Method, said)
     has_state = cls.reads_all or hasattr(cls, "state") or cls.new_state is not Method.new_state
@@ -57,6 +63,16 @@ def find(choice: str) -> tuple[type, dict[str, Any]]:
         raise UserError(f"{said}: {cls.__name__} lacks {lacks}; methods/base.py says what it is")
     target = {"_target_": f"{where}:{cls.__name__}", "name": _name(module, name)}
     return cls, target | _defaults(cls, said)
+
+
+def _press(choice: str, said: str) -> type:
+    """The method of a press of kvpress."""
+    from methods.kvpress import press_class  # loads torch, and kvpress loads transformers
+
+    try:
+        return press_class(choice)
+    except ValueError as error:
+        raise UserError(f"{said}: {error}") from error
 
 
 def find_codec(choice: str) -> tuple[type, str]:

@@ -1,0 +1,543 @@
+"""Presses of NVIDIA's kvpress as methods: `method=kvpress:SnapKVPress`, `method=kvpress:AdaKVPress:SnapKVPress`.
+
+kvpress (https://github.com/NVIDIA/kvpress, Apache-2.0) is an optional package; none of its code is here. A press evicts
+once, after the prompt. Its own hook reads and writes transformers' cache, so it is not used. A press is asked here as
+that hook asks it: with the layer's attention module, the module's input, and the layer's keys and values, one sequence
+at a time.
+
+- A press that gives each token a score is asked for the scores (`ScoringState`). The number of tokens that stay is that
+  of `PromptEvicting`; PyramidKV's press says it for each layer. Of two tokens with equal scores the later stays, where
+  kvpress leaves the choice to `topk`.
+- A press that wraps another one and shares a layer's budget in its own way is asked for its choice (`ChoosingState`).
+
+What a press draws at random is drawn from a generator that the layer's number seeds, so that a run can be repeated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, make_dataclass
+from fractions import Fraction
+from functools import cache
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from methods.base import EMPTY, Calibration, Geometry, LayerInputs, Lengths, PromptRows, Row, require
+from methods.prompt_evicting import PromptEvicting, PromptEvictingState
+
+PACKAGE = "kvpress"
+INSTALL = "pip install --no-deps kvpress==0.5.5 cachetools fire termcolor"
+"""kvpress asks for transformers < 5.3, and works as it is used here with later versions."""
+
+KEYS_AND_VALUES = {"CURPress", "KeyDiffPress", "KnormPress", "LagKVPress", "RandomPress", "StreamingLLMPress"}
+"""Presses that score by keys and values alone, so that they go with any model."""
+ATTENTIONS = {"ObservedAttentionPress"}
+"""Presses that need the attention weights of all rows of the prompt, but no module."""
+SHARING = {"AdaKVPress", "CriticalAdaKVPress"}
+"""Presses that let the KV heads of a layer share its budget, and name the evicted tokens on the module."""
+MOVING = {"BlockPress", "ChunkPress", "EntropyGatedChunkKVPress"}
+"""Presses that choose by another press's scores in a way of their own, and return the keys that stay."""
+USING_OUTPUT = {"CriticalKVPress", "CriticalAdaKVPress"}
+"""Presses that read the weights of the module's output projection."""
+REFUSED = {
+    **dict.fromkeys(("BasePress", "ScorerPress"), "is the base of other presses"),
+    "CAMPress": "merges values of tokens during decoding, and here a press evicts after the prompt",
+    "ChunkKVPress": "keeps whole chunks of unequal lengths, so its data decide how many tokens it keeps; "
+    "kvpress:EntropyGatedChunkKVPress:... keeps a fixed number",
+    "ComposedPress": "runs several presses one after another; choose one of them",
+    "CompressionRatioDecodingPress": "evicts during decoding, and here a press evicts after the prompt",
+    "DMSPress": "keeps what is above a threshold, so its data decide how many tokens it keeps",
+    "DecodingPress": "evicts during decoding, and here a press evicts after the prompt",
+    "DuoAttentionPress": "needs patterns of heads from the network; method=duo measures them",
+    "ExpectedAttentionStatsPress": "needs statistics of the model's queries from the hub",
+    "FastKVzipPress": "needs trained gates from the hub",
+    "FinchPress": "needs a mark between context and question in the prompt",
+    "KVComposePress": "runs the model over the prompt again by itself",
+    "KVgradPress": "runs the model over the prompt again by itself, with gradients",
+    "KVzapPress": "needs a trained model from the hub",
+    "KVzipPress": "runs the model over the prompt again by itself; method=kvzip does so here",
+    "KeyRerotationPress": "changes the keys of tokens that stay",
+    "LUKVPress": "needs curves of budgets from the network",
+    "MergingPress": "changes the values of tokens that stay",
+    "PerLayerCompressionPress": "has a ratio for each layer instead of one size",
+    "PrefillDecodingPress": "evicts during decoding, and here a press evicts after the prompt",
+    "QFilterPress": "needs trained filters from the hub",
+    "RestoreKVPress": "needs trained weights from the hub",
+    "SimLayerKVPress": "keeps all tokens of some layers, so its data decide how many tokens it keeps",
+    "ThinKPress": "removes channels of keys, and no token",
+}  # fmt: skip
+"""Presses that are no method here, and why."""
+FROM_ZERO = ("sink", "seed")
+"""Words in the names of whole numbers that may be 0."""
+SAME_QUERY = 0.999
+"""Least cosine between a query as kvpress makes it from the module and the model's own."""
+
+
+# From a choice to a method
+
+
+@cache
+def press_class(choice: str) -> type[KvPress]:
+    """The method `kvpress:<choice>`: a dataclass whose fields are the settings of the press.
+
+    choice: the name of a press, or names joined by `:`, each of a press that wraps the next. Raises ValueError for a
+    press that does not exist, that cannot be a method, or that lacks a press to wrap, and without kvpress.
+    """
+    presses = _presses()
+    names = choice.split(":")
+    unknown = [name for name in names if name not in presses and name not in REFUSED]
+    if unknown:
+        raise ValueError(f"kvpress {_version()} has no press {unknown[0]}; allowed: {', '.join(allowed())}")
+    for name in names:
+        if name in REFUSED:
+            raise ValueError(f"{name} {REFUSED[name]}")
+    *wrappers, last = names
+    for name in wrappers:
+        if not _wraps(presses[name]):
+            raise ValueError(f"{name} wraps no other press; allowed before `:`: {', '.join(_wrapping())}")
+    for name in wrappers[1:]:
+        if not _scores(presses[name]):
+            raise ValueError(f"{name} gives no scores, so that no other press wraps it")
+    if _wraps(presses[last]):
+        raise ValueError(f"{last} wraps another press; name it, as in kvpress:{choice}:SnapKVPress")
+    if not _scores(presses[last]) or _loads(presses[last]):
+        raise ValueError(f"{last} gives no scores, or needs more than the model; allowed: {', '.join(allowed())}")
+
+    parts: list[_Part] = []
+    settings: dict[str, tuple[Any, Any]] = {}
+    for name in names:
+        own = {}
+        for parameter, (hint, default) in _parameters(presses[name]).items():
+            setting = parameter
+            while setting in settings:  # a press and the one that it wraps have a setting of the same name
+                setting = f"press_{setting}"
+            settings[setting] = hint, default
+            own[parameter] = setting
+        parts.append(_Part(presses[name], own))
+    titles = [name.removesuffix("Press") for name in names]
+    namespace = {
+        "__module__": __name__,
+        "__doc__": f"The press {choice} of kvpress.",
+        "name": f"{PACKAGE}:{choice}",
+        "title": f"{PACKAGE}: {' of '.join(titles)}",
+        "parts": tuple(parts),
+        "needs_inputs": len(parts) > 1 or last not in KEYS_AND_VALUES | ATTENTIONS,
+        "state": ScoringState if _scores(presses[names[0]]) else ChoosingState,
+    }
+    made = [("version", str, field(default=_version()))]
+    made += [(name, hint, field(default=default)) for name, (hint, default) in settings.items()]
+    cls = make_dataclass(choice, made, bases=(KvPress,), namespace=namespace, frozen=True)
+    cls.__qualname__ = choice
+    return cls
+
+
+def __getattr__(name: str) -> type[KvPress]:
+    """The class of a press by its choice, so that its instances can be pickled."""
+    if "Press" not in name:
+        raise AttributeError(name)
+    return press_class(name)
+
+
+def allowed() -> list[str]:
+    """The names of presses that can be methods, those that wrap another one included."""
+    presses = _presses()
+    scoring = [name for name, cls in presses.items() if _scores(cls) and not _loads(cls)]
+    return sorted({*scoring, *_wrapping()} - REFUSED.keys())
+
+
+class _Part(NamedTuple):
+    """A press of a choice. settings: the method's setting for each of its parameters."""
+
+    cls: type
+    settings: Mapping[str, str]
+
+
+@cache
+def _presses() -> dict[str, type]:
+    """The presses of the installed kvpress by name, its import's side effect being that transformers' attention
+    functions learn to mask keys of modules that a press has marked. Raises ValueError where it cannot be imported."""
+    try:
+        package = importlib.import_module(PACKAGE)
+    except ImportError as error:
+        missing = error.name or PACKAGE
+        raise ValueError(f"needs the Python package {missing}, which is not installed: {INSTALL}") from error
+    classes = {name: cls for name, cls in vars(package).items() if inspect.isclass(cls)}
+    return {name: cls for name, cls in classes.items() if issubclass(cls, package.BasePress)}
+
+
+@cache
+def _version() -> str:
+    return metadata.version(PACKAGE)
+
+
+def _scores(cls: type) -> bool:
+    return issubclass(cls, _presses()["ScorerPress"])
+
+
+def _loads(cls: type) -> bool:
+    """True if the press takes more from a model than its layers, such as weights of its own from the hub."""
+    return cls.post_init_from_model is not _presses()["BasePress"].post_init_from_model  # type: ignore[attr-defined]
+
+
+def _wraps(cls: type) -> bool:
+    return cls.__name__ in SHARING | MOVING | USING_OUTPUT
+
+
+def _wrapping() -> list[str]:
+    return [name for name, cls in _presses().items() if _wraps(cls)]
+
+
+def _parameters(cls: type) -> dict[str, tuple[Any, Any]]:
+    """The settings of a press: type and default by name. Its ratio and the press that it wraps are none of them."""
+    hints = get_type_hints(cls.__init__)
+    found = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if name not in ("compression_ratio", "press") and not name.startswith("_"):
+            found[name] = hints[name], parameter.default
+    return found
+
+
+# The method
+
+
+@dataclass(frozen=True)
+class KvPress(PromptEvicting):
+    """A press of kvpress; `press_class` makes a class of each, with the press's settings as fields.
+
+    version: of the installed kvpress. It is a setting so that it belongs to a run's identity.
+    name: as the user writes it. parts: the press, and those that it wraps, the outermost first.
+    """
+
+    num_exempt_layers: int = 0
+
+    name: ClassVar[str]
+    parts: ClassVar[tuple[_Part, ...]]
+    # Settings of the base that are the press's own matter.
+    num_sinks: ClassVar[int] = 0  # type: ignore[misc]
+    window: ClassVar[int] = 0  # type: ignore[misc]
+    layers: ClassVar[str] = "uniform"  # type: ignore[misc]
+    heads: ClassVar[str] = "uniform"  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        version: str = self.version  # type: ignore[attr-defined]
+        require(version == _version(), "version", version, f"{_version()}, which is installed")
+        for part in self.parts:
+            for parameter, setting in part.settings.items():
+                self._check_range(parameter, setting)
+        self.press()
+
+    def _check_range(self, parameter: str, setting: str) -> None:
+        """Ranges that hold for all presses; what a press asserts itself is asked when it is made."""
+        value = getattr(self, setting)
+        if isinstance(value, int) and not isinstance(value, bool):
+            least = 0 if any(word in parameter for word in FROM_ZERO) else 1
+            require(value >= least, setting, value, f"an integer >= {least}")
+        elif isinstance(value, float):
+            require(0 <= value < float("inf"), setting, value, "a number >= 0")
+        if parameter == "kernel_size":
+            require(value % 2 == 1, setting, value, "an odd integer >= 1")
+        if parameter == "first_stage_ratio":
+            require(value <= 1, setting, value, "in [0, 1]")
+
+    def press(self) -> Any:
+        """A fresh press with the settings of this method."""
+        settings = {setting for part in self.parts for setting in part.settings.values()}
+        return deepcopy(_made(type(self), tuple(sorted((name, getattr(self, name)) for name in settings))))
+
+    @property
+    def outer(self) -> str:
+        """Name of the outermost press."""
+        return self.parts[0].cls.__name__
+
+    @property
+    def inner(self) -> str:
+        """Name of the innermost press."""
+        return self.parts[-1].cls.__name__
+
+    def refuse(self, why: str) -> ValueError:
+        """The error of a press that cannot be used."""
+        return ValueError(f"method.name={self.name}: {why}")
+
+    # Where it works
+
+    def check(self, geometry: Geometry, lengths: Lengths) -> None:
+        super().check(geometry, lengths)
+        if geometry.values_in_keys:
+            raise self.refuse("presses know no latent attention, whose keys hold the values as well")
+
+    def check_inputs(self, inputs: LayerInputs, query: Tensor) -> None:
+        """ValueError where the press would make other queries from the module than the model does, or lacks the output
+        projection."""
+        names = {part.cls.__name__ for part in self.parts}
+        if names & USING_OUTPUT and not hasattr(inputs.module, "o_proj"):
+            raise self.refuse(f"{type(inputs.module).__name__} has no o_proj, whose weights the press reads")
+        if self.inner in KEYS_AND_VALUES | ATTENTIONS:
+            return
+        try:
+            made = _query_of(inputs)
+            alike = made.shape == query.shape and float(cosine_similarity(made, query.float(), dim=-1).min())
+        except Exception as error:
+            raise self.refuse(f"makes no queries from {type(inputs.module).__name__} ({_reason(error)})") from error
+        if not alike >= SAME_QUERY:
+            raise self.refuse(f"makes other queries than {type(inputs.module).__name__}, which kvpress does not know")
+
+    # Sizes
+
+    def ratio(self, prompt: int) -> float:
+        """The press's `compression_ratio` with which it keeps `budget` tokens, however it rounds down."""
+        return 1 - (self.budget(prompt) + 1e-4) / prompt
+
+    def shares(self, prompt: int, num_layers: int) -> list[int]:
+        """Of PyramidKV's press the number of each layer, by its own formula in exact fractions: their mean is exact."""
+        press = self.press()
+        if not hasattr(press, "get_layer_budget") or num_layers == 1:
+            return super().shares(prompt, num_layers)
+        press.compression_ratio = Fraction(prompt - self.budget(prompt), prompt)
+        config = SimpleNamespace(num_hidden_layers=num_layers)
+        layers = [SimpleNamespace(config=config, layer_idx=layer) for layer in range(num_layers)]
+        return [press.get_layer_budget(layer, prompt) for layer in layers]
+
+    def _most(self, prompt: int) -> int:
+        return max(self.shares(prompt, 2))
+
+    def budget(self, prompt: int) -> int:
+        budget = super().budget(prompt)
+        if self.outer != "ChunkPress" or budget == prompt:
+            return budget
+        # Each chunk keeps the share, rounded down, and at least one token.
+        length: int = self.chunk_length  # type: ignore[attr-defined]
+        chunks = [min(length, prompt - begin) for begin in range(0, prompt, length)]
+        return sum(max(1, int(chunk * (budget + 1e-4) / prompt)) for chunk in chunks)
+
+    def tokens_kept(self, row: Row, layer: int) -> int:
+        if self.outer in SHARING:  # one head may keep all that the others evict
+            return row.cached
+        return super().tokens_kept(row, layer)
+
+
+@cache
+def _made(cls: type[KvPress], settings: tuple[tuple[str, Any], ...]) -> Any:
+    """The press of a method, the innermost made first. Cached, since making one may warn."""
+    values = dict(settings)
+    press = None
+    for part in reversed(cls.parts):
+        given = {parameter: values[setting] for parameter, setting in part.settings.items()}
+        try:
+            press = part.cls(**given) if press is None else part.cls(press=press, **given)
+        except AssertionError as error:
+            raise ValueError(f"method.name={cls.name}: {error}") from error
+    return press
+
+
+def _query_of(inputs: LayerInputs) -> Tensor:
+    """The queries that presses make of a module's input, after positions, fp32."""
+    utils = importlib.import_module(f"{PACKAGE}.utils")
+    query = utils.get_prerope_query_states(inputs.module, inputs.hidden).float()
+    if inputs.position_embeddings is None:
+        raise ValueError("it is given no position embeddings")
+    cos, sin = (part.float().unsqueeze(1) for part in inputs.position_embeddings)
+    half = query.shape[-1] // 2
+    turned = torch.cat((-query[..., half:], query[..., :half]), -1)
+    return query * cos + turned * sin
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+# The states
+
+
+class PressedSequence(NamedTuple):
+    """One sequence of a batch in a layer, without its padding: what a press is asked about.
+
+    at: the sequence; first: the column of its first token. inputs: of the layer's module; None where it is not needed.
+    keys, values: [1, num_kv_heads, tokens, head_dim]. attentions: [1, heads, tokens, tokens]; None likewise.
+    """
+
+    layer: int
+    at: int
+    first: int
+    inputs: LayerInputs | None
+    keys: Tensor
+    values: Tensor
+    attentions: Tensor | None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As `score` and `compress` of a press take them."""
+        if self.inputs is None:
+            return None, None, self.keys, self.values, self.attentions, {}
+        module, hidden, embeddings, _ = self.inputs
+        kwargs = {"hidden_states": hidden, "position_embeddings": embeddings}
+        return module, hidden, self.keys, self.values, self.attentions, kwargs
+
+
+class PressState(PromptEvictingState):
+    """A state that asks a press, one sequence at a time."""
+
+    method: KvPress
+
+    def start(self, calibration: Calibration | None) -> None:
+        super().start(calibration)
+        self.press = self.method.press()
+
+    def sequences(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows
+    ) -> Iterator[PressedSequence]:
+        """Each sequence of the batch that loses tokens. The press has its ratio then."""
+        columns = key.shape[2]
+        for at, length in enumerate(rows.lengths.tolist()):
+            if self.method.budget(length) >= length:
+                continue
+            first = columns - length
+            keys, values = (part[at : at + 1, :, first:].contiguous() for part in (key, value))
+            attentions = None
+            if self.method.inner in ATTENTIONS:
+                attentions = self._attentions(layer, query[at : at + 1, :, first:], keys)
+            self.press.compression_ratio = self.method.ratio(length)
+            inputs = None if rows.inputs is None else _of_sequence(rows.inputs, at, first, key.device)
+            yield PressedSequence(layer, at, first, inputs, keys, values, attentions)
+
+    def _attentions(self, layer: int, query: Tensor, key: Tensor) -> Tensor:
+        """The attention weights of a prompt, [1, heads, prompt, prompt]."""
+        softmax = self.geometry.softmax(layer)
+        scores = softmax.scores(query, key)
+        later = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
+        return softmax.weights(scores.masked_fill_(later, -float("inf"))).flatten(1, 2).to(query.dtype)
+
+    def asked(self, ask: Callable[..., Any], sequence: PressedSequence) -> Any:
+        """What the press returns, or with `masked_key_indices` what it marks on the module. Raises ValueError in one
+        line where it fails."""
+        try:
+            with _lent(sequence.inputs), _repeatable(sequence.layer, sequence.keys.device):
+                returned = ask(*sequence.arguments)
+                return returned if self.method.outer not in SHARING else sequence.inputs.module.masked_key_indices
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if "DefaultCPUAllocator" in str(error):  # out of memory on a CPU
+                raise
+            length = sequence.keys.shape[2]
+            raise self.method.refuse(f"failed on a prompt of {length} tokens ({_reason(error)})") from error
+
+
+class ScoringState(PressState):
+    """Worth: the press's score."""
+
+    def prompt_worth(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> Tensor:
+        worth = torch.zeros(key.shape[:3], device=key.device)
+        for sequence in self.sequences(layer, query, key, value, rows):
+            score = self.asked(self.press.score, sequence)
+            allowed = sequence.keys.shape[:3]
+            if score.shape != allowed:
+                raise self.method.refuse(f"gave scores {[*score.shape]}; allowed: {[*allowed]}")
+            worth[sequence.at, :, sequence.first :] = score[0]
+        return worth
+
+
+class ChoosingState(PressState):
+    """The press itself chooses the tokens that stay."""
+
+    def prompt(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: PromptRows) -> None:
+        self.enter_prompt(layer, rows)
+        for sequence in self.sequences(layer, query, key, value, rows):
+            evicts = self._evicted_by_sharing if self.method.outer in SHARING else self._evicted_by_moving
+            evicted = evicts(sequence)
+            num_heads, length = evicted.shape
+            kept, budget = num_heads * length - int(evicted.sum()), self.method.budget(length)
+            if kept != num_heads * budget:
+                raise self.method.refuse(f"kept {kept} rows of {num_heads} heads, not {budget} of each on average")
+            tokens = self.tokens[layer][sequence.at, :, sequence.first : key.shape[2]]
+            tokens.masked_fill_(evicted, EMPTY)
+
+    def _evicted_by_sharing(self, sequence: PressedSequence) -> Tensor:
+        """The tokens that the press marks on the module, bool [num_kv_heads, prompt]."""
+        _, heads, tokens = self.asked(self.press.compress, sequence)
+        evicted = torch.zeros(sequence.keys.shape[1:3], dtype=torch.bool, device=sequence.keys.device)
+        evicted[heads, tokens] = True
+        return evicted
+
+    def _evicted_by_moving(self, sequence: PressedSequence) -> Tensor:
+        """The tokens whose keys the press does not return, bool [num_kv_heads, prompt].
+
+        In the place of keys and values the press moves the numbers of their tokens. The press that it wraps is given
+        the keys and values of these numbers.
+        """
+        keys, values = sequence.keys, sequence.values
+        numbers = torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device)
+        numbers = numbers[:, None].expand_as(keys).contiguous()
+        wrapped, self.press.press = self.press.press, _ByNumber(self.press.press, keys, values)
+        try:
+            moved, _ = self.asked(self.press.compress, sequence._replace(keys=numbers, values=numbers))
+        finally:
+            self.press.press = wrapped
+        evicted = torch.ones(keys.shape[1:3], dtype=torch.bool, device=keys.device)
+        return evicted.scatter_(-1, moved[0, ..., 0].long(), False)
+
+
+class _ByNumber:
+    """A press that is given the numbers of tokens in the place of their keys and values."""
+
+    def __init__(self, press: Any, keys: Tensor, values: Tensor) -> None:
+        self.press, self.keys, self.values = press, keys, values
+
+    @property
+    def compression_ratio(self) -> float:
+        return self.press.compression_ratio
+
+    def score(
+        self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any
+    ) -> Tensor:
+        """The scores that the press gives to the tokens of these numbers."""
+        index = keys[..., :1].long()
+        own = [part.gather(2, index.expand(-1, -1, -1, part.shape[-1])) for part in (self.keys, self.values)]
+        return self.press.score(module, hidden_states, *own, attentions, kwargs)
+
+
+def _of_sequence(inputs: LayerInputs, at: int, first: int, device: torch.device) -> LayerInputs:
+    """The inputs of one sequence of a batch without its padding."""
+    hidden = inputs.hidden[at : at + 1, first:].to(device)
+    embeddings = inputs.position_embeddings
+    if embeddings is not None:
+        cos, sin = (part[-1:] if len(part) == 1 else part[at : at + 1] for part in embeddings)
+        embeddings = cos[:, first:].to(device), sin[:, first:].to(device)
+    return inputs._replace(hidden=hidden, position_embeddings=embeddings)
+
+
+@contextmanager
+def _lent(inputs: LayerInputs | None) -> Iterator[None]:
+    """The module as kvpress's own hook prepares it, inside the `with` block; it is left as it was."""
+    if inputs is None:
+        yield
+        return
+    names = "rotary_emb", "masked_key_indices"
+    own = vars(inputs.module)
+    before = {name: own[name] for name in names if name in own}
+    if not hasattr(inputs.module, "rotary_emb") and inputs.rotary is not None:
+        own["rotary_emb"] = inputs.rotary
+    try:
+        yield
+    finally:
+        for name in names:
+            own.pop(name, None)
+        own.update(before)
+
+
+@contextmanager
+def _repeatable(layer: int, device: torch.device) -> Iterator[None]:
+    """What is drawn inside the `with` block depends on the layer alone, and leaves torch's generators as they were."""
+    gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+    with torch.random.fork_rng(devices=[*gpus]):
+        torch.manual_seed(layer)
+        yield
