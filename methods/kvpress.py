@@ -295,7 +295,7 @@ class KvPress(PromptEvicting):
 
     def ratio(self, prompt: int) -> float:
         """The press's `compression_ratio` with which it keeps `budget` tokens, however it rounds down."""
-        return 1 - (self.budget(prompt) + 1e-4) / prompt
+        return 1 - (super().budget(prompt) + 1e-4) / prompt
 
     def shares(self, prompt: int, num_layers: int) -> list[int]:
         """Of PyramidKV's press the number of each layer, by its own formula in exact fractions: their mean is exact."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -98,10 +99,19 @@ class KVScore:
 
 @pytest.fixture(autouse=True)
 def nothing_is_imported_for_good(monkeypatch):
+    """An installed kvpress is out of sight meanwhile."""
+
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] in ("kvpress", "rkv")]
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "kvpress" else find_spec(name))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {name: sys.modules.pop(name) for name in loaded()}
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("kvpress", "rkv")]:
+    for name in loaded():
         del sys.modules[name]
+    sys.modules.update(before)
 
 
 def write(root: Path, name: str, text: str) -> Path:

@@ -70,6 +70,8 @@ def launching_on(device: torch.device) -> AbstractContextManager[Any]:
 class Handler:
     """Computes attention during a forward pass. Layer numbers count all attention layers of the model."""
 
+    needs_inputs = False
+
     def attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of a layer's fresh rows.
 
@@ -86,11 +88,8 @@ class Handler:
     def rehearse(self, layer: int, query: Tensor) -> None:
         """Take an early query of `layer`, made in the previous layer from that layer's attention input."""
 
-    needs_inputs = False
-    """Whether `take_inputs` is to be called."""
-
     def take_inputs(self, layer: int, inputs: LayerInputs) -> None:
-        """Take what the layer's attention module is called with, before its `attention`."""
+        """Take what the layer's attention module is called with, before its `attention`, if this `needs_inputs`."""
 
     def layer_begins(self, layer: int) -> None:
         """Called when the layer's attention module has its input."""
@@ -335,14 +334,9 @@ class Attached:
         known = self.layers[layer]
         embeddings = call.kwargs.get("position_embeddings")
         has_both = isinstance(embeddings, tuple | list) and len(embeddings) == 2
-        rotary = None
-        if known.positions is not None:
-            source, options = known.positions
-
-            def rotary(states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-                return source.forward(states, position_ids, *options)
-
-        return LayerInputs(known.module, call.hidden, tuple(embeddings) if has_both else None, rotary)
+        both = (embeddings[0], embeddings[1]) if has_both else None
+        rotary = None if known.positions is None else partial(_embedded, known.positions)
+        return LayerInputs(known.module, call.hidden, both, rotary)
 
     def _ends(self, layer: int, *_: Any) -> None:
         if self._handler is not None:
@@ -405,6 +399,11 @@ class Attached:
             return joined
 
         return tree_map(padded, *outputs)
+
+
+def _embedded(source: PositionSource, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The position embeddings that a layer is given; without the hooks of its source, which are about a model's pass."""
+    return source.module.forward(states, position_ids, *source.options)
 
 
 def require_embedded(ids: Tensor, embedding: Any) -> None:
