@@ -73,8 +73,8 @@ class Method:
     """True if the model reads the prompt again after its dense pass: it runs over the rows that `repetitions` lists,
     `reread` makes a worth of each prompt token from them, and `State.take_worth` gets it."""
     needs_inputs: ClassVar[bool] = False
-    """True if `State.prompt` is to get the layer's attention module and its input (`PromptRows.inputs`), for a rule that
-    uses the module's weights. The prompt then runs for this method alone. Not together with `rereads`."""
+    """True if `State.prompt` is to get the layer's attention module and its input (`PromptRows.inputs`), for a rule
+    that uses the module's weights. The prompt then runs for this method alone. Not together with `rereads`."""
 
     def __post_init__(self) -> None:
         """Check the settings, each with `require` or one of the three methods below."""

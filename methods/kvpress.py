@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, make_dataclass
@@ -25,7 +25,7 @@ from fractions import Fraction
 from functools import cache
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,14 +115,14 @@ def press_class(choice: str) -> type[KvPress]:
     parts: list[_Part] = []
     settings: dict[str, tuple[Any, Any]] = {}
     for name in names:
-        own = {}
+        own = []
         for parameter, (hint, default) in _parameters(presses[name]).items():
             setting = parameter
             while setting in settings:  # a press and the one that it wraps have a setting of the same name
                 setting = f"press_{setting}"
             settings[setting] = hint, default
-            own[parameter] = setting
-        parts.append(_Part(presses[name], own))
+            own.append((parameter, setting))
+        parts.append(_Part(presses[name], tuple(own)))
     titles = [name.removesuffix("Press") for name in names]
     namespace = {
         "__module__": __name__,
@@ -155,10 +155,10 @@ def allowed() -> list[str]:
 
 
 class _Part(NamedTuple):
-    """A press of a choice. settings: the method's setting for each of its parameters."""
+    """A press of a choice. settings: its parameters, each with the method's setting for it."""
 
     cls: type
-    settings: Mapping[str, str]
+    settings: tuple[tuple[str, str], ...]
 
 
 @cache
@@ -198,11 +198,10 @@ def _wrapping() -> list[str]:
 
 def _parameters(cls: type) -> dict[str, tuple[Any, Any]]:
     """The settings of a press: type and default by name. Its ratio and the press that it wraps are none of them."""
-    hints = get_type_hints(cls.__init__)
     found = {}
-    for name, parameter in inspect.signature(cls).parameters.items():
+    for name, parameter in inspect.signature(cls, eval_str=True).parameters.items():
         if name not in ("compression_ratio", "press") and not name.startswith("_"):
-            found[name] = hints[name], parameter.default
+            found[name] = parameter.annotation, parameter.default
     return found
 
 
@@ -232,7 +231,7 @@ class KvPress(PromptEvicting):
         version: str = self.version  # type: ignore[attr-defined]
         require(version == _version(), "version", version, f"{_version()}, which is installed")
         for part in self.parts:
-            for parameter, setting in part.settings.items():
+            for parameter, setting in part.settings:
                 self._check_range(parameter, setting)
         self.press()
 
@@ -251,8 +250,10 @@ class KvPress(PromptEvicting):
 
     def press(self) -> Any:
         """A fresh press with the settings of this method."""
-        settings = {setting for part in self.parts for setting in part.settings.values()}
-        return deepcopy(_made(type(self), tuple(sorted((name, getattr(self, name)) for name in settings))))
+        settings = []
+        for part in self.parts:
+            settings += [(setting, getattr(self, setting)) for _, setting in part.settings]
+        return deepcopy(_made(self.name, self.parts, tuple(settings)))
 
     @property
     def outer(self) -> str:
@@ -326,16 +327,16 @@ class KvPress(PromptEvicting):
 
 
 @cache
-def _made(cls: type[KvPress], settings: tuple[tuple[str, Any], ...]) -> Any:
-    """The press of a method, the innermost made first. Cached, since making one may warn."""
+def _made(name: str, parts: tuple[_Part, ...], settings: tuple[tuple[str, Any], ...]) -> Any:
+    """The press of a method, the innermost part made first. Cached, since making one may warn."""
     values = dict(settings)
     press = None
-    for part in reversed(cls.parts):
-        given = {parameter: values[setting] for parameter, setting in part.settings.items()}
+    for part in reversed(parts):
+        given = {parameter: values[setting] for parameter, setting in part.settings}
         try:
             press = part.cls(**given) if press is None else part.cls(press=press, **given)
         except AssertionError as error:
-            raise ValueError(f"method.name={cls.name}: {error}") from error
+            raise ValueError(f"method.name={name}: {error}") from error
     return press
 
 
@@ -422,7 +423,9 @@ class PressState(PromptEvictingState):
         try:
             with _lent(sequence.inputs), _repeatable(sequence.layer, sequence.keys.device):
                 returned = ask(*sequence.arguments)
-                return returned if self.method.outer not in SHARING else sequence.inputs.module.masked_key_indices
+                if sequence.inputs is None or self.method.outer not in SHARING:
+                    return returned
+                return sequence.inputs.module.masked_key_indices
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -332,11 +332,10 @@ class Attached:
     def _inputs_of(self, layer: int, call: Call) -> LayerInputs:
         """The arguments of a layer's attention module, as methods get them."""
         known = self.layers[layer]
-        embeddings = call.kwargs.get("position_embeddings")
-        has_both = isinstance(embeddings, tuple | list) and len(embeddings) == 2
-        both = (embeddings[0], embeddings[1]) if has_both else None
+        given = call.kwargs.get("position_embeddings")
+        embeddings = (given[0], given[1]) if isinstance(given, tuple | list) and len(given) == 2 else None
         rotary = None if known.positions is None else partial(_embedded, known.positions)
-        return LayerInputs(known.module, call.hidden, both, rotary)
+        return LayerInputs(known.module, call.hidden, embeddings, rotary)
 
     def _ends(self, layer: int, *_: Any) -> None:
         if self._handler is not None:
@@ -402,7 +401,7 @@ class Attached:
 
 
 def _embedded(source: PositionSource, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The position embeddings that a layer is given; without the hooks of its source, which are about a model's pass."""
+    """The position embeddings that a layer is given. The source's hooks do not run: they are for the model's pass."""
     return source.module.forward(states, position_ids, *source.options)
 
 

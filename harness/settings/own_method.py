@@ -45,8 +45,8 @@ def is_own(choice: str) -> bool:
 def find(choice: str) -> tuple[type, dict[str, Any]]:
     """The class that `method=<choice>` names, its file run, and the settings that its YAML in `conf/method` would have.
 
-    Their `_target_` is `/path/file.py:Class`, `package.module:Class` or `kvpress:Press`. Raises UserError if there is no
-    such file, for an error in it, with its line, and unless it holds one whole method.
+    Their `_target_` is `/path/file.py:Class`, `package.module:Class` or `kvpress:Press`. Raises UserError if there is
+    no such file or press, for an error in a file, with its line, and unless it holds one whole method.
     """
     from methods.base import Method  # loads torch, which a wrong path need not wait for
 
