@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field, make_dataclass
 from fractions import Fraction
 from functools import cache
 from importlib import metadata
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -163,15 +164,30 @@ class _Part(NamedTuple):
 
 @cache
 def _presses() -> dict[str, type]:
-    """The presses of the installed kvpress by name, its import's side effect being that transformers' attention
-    functions learn to mask keys of modules that a press has marked. Raises ValueError where it cannot be imported."""
+    """The presses of the installed kvpress by name. Raises ValueError where it cannot be imported."""
     try:
-        package = importlib.import_module(PACKAGE)
+        package = _imported()
     except ImportError as error:
         missing = error.name or PACKAGE
         raise ValueError(f"needs the Python package {missing}, which is not installed: {INSTALL}") from error
     classes = {name: cls for name, cls in vars(package).items() if inspect.isclass(cls)}
     return {name: cls for name, cls in classes.items() if issubclass(cls, package.BasePress)}
+
+
+def _imported() -> ModuleType:
+    """kvpress, without what its import does to transformers: it wraps every attention function, so that keys are masked
+    which a press has marked on a module. Nothing here attends by them, and a wrapped one writes to every module."""
+    if PACKAGE in sys.modules:  # the user's own import stays as it is
+        return importlib.import_module(PACKAGE)
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    before = dict(functions.items())
+    package = importlib.import_module(PACKAGE)
+    for name, function in before.items():
+        if functions[name] is not function:
+            del functions[name]  # the wrapper, which hides the registered function
+        if functions.get(name) is not function:
+            functions[name] = function
+    return package
 
 
 @cache

@@ -35,6 +35,7 @@ from harness.replay import ReplaySession
 from harness.settings.config import ModelConfig
 from methods.base import Selection
 from methods.full import Full
+from methods.prompt_evicting import PromptEvicting, PromptEvictingState
 from methods.quest import Quest, QuestState
 from tests.composed import load as composed
 
@@ -66,16 +67,36 @@ class FollowingState(QuestState):
         return Selection(self.chosen["mask"], self.chosen["num_read"])
 
 
-FOLLOWING = Case(Following(read_frac=0.3, page_size=4))
+class ProjectedState(PromptEvictingState):
+    """Worth: what the module's output projection and its input say of a token."""
+
+    def prompt_worth(self, layer, query, key, value, rows):
+        module, hidden, _, _ = rows.inputs
+        made = value.repeat_interleave(self.geometry.group, 1).transpose(1, 2).flatten(2) @ module.o_proj.weight.mT
+        return (made + hidden).norm(dim=-1)[:, None].expand(key.shape[:3])
+
+
+@dataclass(frozen=True)
+class Projected(PromptEvicting):
+    """Keeps tokens by a rule that uses W_O."""
+
+    kept_frac: float = 0.5
+
+    title = "Projected"
+    state = ProjectedState
+    needs_inputs = True
+
+
+FOLLOWING, PROJECTED = Case(Following(read_frac=0.3, page_size=4)), Case(Projected())
 METHODS = (
     "full", "int4", "h2o", "infinigen", "quest", "pool-counter", "shadowkv", "retroinfer", "kvzip", "kivi", "kascade",
-    "following",
+    "following", "projected",
 )  # fmt: skip
 PLACED = [*((name, "host") for name in METHODS), ("int4", "device"), ("infinigen", "device")]
 
 
 def case_of(name: str) -> Case:
-    return FOLLOWING if name == "following" else CASES[name]
+    return {"following": FOLLOWING, "projected": PROJECTED}.get(name) or CASES[name]
 
 
 # No operation mixes devices
@@ -130,7 +151,8 @@ def test_a_step_mixes_no_devices_and_waits_for_none(gpus, name, placement):
 
 
 @needs_fakes
-@pytest.mark.parametrize("name", ["int4", "infinigen", "pool-counter", "shadowkv", "retroinfer", "kvzip", "following"])
+@pytest.mark.parametrize("name", ["int4", "infinigen", "pool-counter", "shadowkv", "retroinfer", "kvzip", "following",
+                                  "projected"])  # fmt: skip
 def test_replay_mixes_no_devices(gpus, monkeypatch, name):
     asked, case = gpus._value, case_of(name)
 

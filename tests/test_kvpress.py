@@ -4,6 +4,7 @@ press needs is handed to it in replay and live, for any batch; what cannot be a 
 import dataclasses
 import importlib.util
 import pickle
+import subprocess
 import sys
 from contextlib import closing
 from types import SimpleNamespace
@@ -391,6 +392,18 @@ def test_every_press_is_a_method_or_refused_with_a_reason():
     assert kvpress.REFUSED.keys() <= presses
     assert presses - kvpress.REFUSED.keys() == set(kvpress.allowed())
     assert presses >= kvpress.SHARING | kvpress.MOVING | kvpress.USING_OUTPUT | kvpress.KEYS_AND_VALUES
+
+
+@needs_kvpress
+def test_importing_it_changes_nothing_in_transformers():
+    code = (
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions\n"
+        "before = dict(functions.items())\n"
+        "from methods.kvpress import press_class\n"
+        "press_class('KnormPress')\n"
+        "assert dict(functions.items()) == before and not functions._local_mapping\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Chosen and recorded
