@@ -167,6 +167,7 @@ def _presses() -> dict[str, type]:
     """The presses of the installed kvpress by name. Raises ValueError where it cannot be imported."""
     try:
         package = _imported()
+        _version()
     except ImportError as error:
         missing = error.name or PACKAGE
         raise ValueError(f"needs the Python package {missing}, which is not installed: {INSTALL}") from error

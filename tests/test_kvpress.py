@@ -7,6 +7,8 @@ import pickle
 import subprocess
 import sys
 from contextlib import closing
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from cases import Case
 from conftest import tiny
 from living import PROMPTS, TOLERANCE, largest_difference, live, open_live, replay, token_batch
+from test_leaderboard import SMALL, board
 
 from harness.contract import Trial, live_is_replay, open_replay, padded_is_alone, size_is_its_closed_form
 from harness.errors import UserError
@@ -29,6 +32,8 @@ from methods.prompt_evicting import ExpectedAttention, KeyDiff, Knorm, PromptEvi
 from methods.streaming import Streaming
 from methods.tova import TOVA
 from tests.composed import load
+from tests.runs import letters
+from tests.tokens import byte_tokenizer
 
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason=f"kvpress is not installed: {kvpress.INSTALL}"
@@ -115,6 +120,7 @@ def test_the_tokens_are_those_that_the_press_compresses_to(choice):
     model, method = tiny("gqa"), make(choice, kept_tokens=KEPT)
     state, seen = prompted(model, method)
     layers = [block.self_attn for block in model.model.layers]
+    assert not any({"rotary_emb", "masked_key_indices"} & vars(module).keys() for module in layers)  # left as they were
     inputs = []
     with attach(model) as attached:  # its own pass, so that hidden states come from another hook than ours
         hooks = [module.register_forward_pre_hook(lambda _, __, kwargs: inputs.append(kwargs), with_kwargs=True)
@@ -162,7 +168,6 @@ def test_the_tokens_are_those_that_the_press_compresses_to(choice):
             if choice in TIES:  # topk takes any of equal scores
                 stays, expected = (scores[0, mask].sort().values for mask in (stays, expected))
             assert torch.equal(stays, expected), (choice, layer, at)
-    assert not any("rotary_emb" in dir(module) for module in layers)
 
 
 @needs_kvpress
@@ -436,6 +441,23 @@ def test_press_and_version_belong_to_a_run(monkeypatch):
         assert run_id("method=kvpress:SnapKVPress") != snapkv
     finally:
         kvpress.press_class.cache_clear()
+
+
+@needs_kvpress
+def test_a_press_stands_on_the_leaderboard(own_folder, monkeypatch, capsys):
+    """As `make leaderboard METHOD=kvpress:AdaKVPress:KnormPress` starts its first grid, on a toy."""
+    file = letters(own_folder, monkeypatch, 1000)
+    tiny_model("llama", num_key_value_heads=2, max_position_embeddings=2048).save_pretrained("toy")
+    byte_tokenizer().save_pretrained("toy")
+    settings = ["model.path=toy", f"corpus.path={file}", f"calibration.path={file}", *SMALL]
+    for method in ("full", "kvpress:AdaKVPress:KnormPress"):
+        assert main(["grid=leaderboard", *settings, f"method={method}"]) == 0, capsys.readouterr().err
+    rows = [row for row in board(Path("results")) if row["label"] == "kvpress: AdaKV of Knorm"]
+    asked = {(row["asked_size"], row["exempt_layers"]) for row in rows}
+    assert asked >= {*product((0.05, 0.1, 0.16), range(3))} and {row["method"] for row in rows} == {
+        "kvpress:AdaKVPress:KnormPress"
+    }
+    assert "kvpress: AdaKV of Knorm" in Path("results/leaderboard.md").read_text()
 
 
 @needs_kvpress
