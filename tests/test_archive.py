@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 from test_tables import LATENCY_METRICS, TEXT_METRICS, answers, save
 
+from harness.errors import UserError
 from harness.launch.cli import main
 from harness.paper import report
 from harness.paper.report.__main__ import main as report_main
@@ -325,11 +326,11 @@ def test_the_largest_comes_first_with_what_else_differs_and_the_csv_has_all(tmp_
     save_task(other, "full", OTHER_HITS, inputs=inputs, environment=RAN["environment"] | {"python": "3.12"})
     save_task(other, "h2o", (0.0,) * 8, inputs=inputs)
     said = printed(capsys, results, other, "--csv", tmp_path / "moved.csv")
-    assert "2 moved\nmoved by more than 2 standard errors: 1 (" in said
+    assert "2 moved\nbeyond the 95 % interval, marked *: 1 (" in said
     assert "of what moved differ: code (2), weights (2), environment (1)" in said
     assert "acc (%) [environment]: Full cache, passkey, fig11" in said
     shown = [line for line in said.splitlines() if "acc (%)" in line]
-    assert "H2O" in shown[0] and len(shown) == 2
+    assert "H2O" in shown[0] and len(shown) == 2 and ["*" in line for line in shown] == [True, False]
     with (tmp_path / "moved.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert rows[0]["label"] == "H2O" and float(rows[0]["standard_errors"]) > float(rows[1]["standard_errors"])
@@ -343,11 +344,55 @@ def test_rows_of_one_alone_are_counted_and_named(tmp_path, results, capsys):
     said = printed(capsys, results, tmp_path)
     assert re.search(r"only in A: \d+ numbers, of\n(  .*\n)*  H2O, passkey, fig11\n", said)
     assert re.search(r"only in B: 4 numbers, of\n  Quest, passkey, fig11\n", said)
+
+
+WINDOWS = {3: (2.0, 2.5, 3.0), 6: (2.0, 2.5, 3.0, 2.6, 2.7, 2.9)}
+"""Of each window the nll, by the number of windows."""
+
+
+def save_sizes(results: Path, num_windows: int, *sizes: float, **fields: Any) -> None:
+    nlls = WINDOWS[num_windows]
+    for size in sizes:
+        metrics = TEXT_METRICS | SIZES | {"perplexity": math.exp(sum(nlls) / len(nlls)), "perplexity_stderr": 2.0}
+        chosen = ["experiment=perplexity", "method=h2o", f"size={size}", f"num_windows={num_windows}"]
+        ran = RAN | {"samples": {"windows": [{"nll": nll, "nll_full": 2.0} for nll in nlls]}} | fields
+        save(results, chosen, {"offline": metrics}, **ran)
+
+
+def test_a_run_with_more_windows_is_compared_and_the_setting_named(tmp_path, capsys):
+    save_sizes(tmp_path / "one", 3, 0.1, 0.2)
+    save_sizes(tmp_path / "two", 6, 0.1, 0.2, 0.4)
+    said = printed(capsys, tmp_path / "one", tmp_path / "two", "--csv", tmp_path / "moved.csv")
+    both, named = said.splitlines()[:2]
+    assert re.fullmatch(r"\d+ numbers in both: \d+ equal, 2 moved", both)
+    assert re.fullmatch(r"with other settings: \d+ \(num_windows=3 -> 6\)", named)
+    assert re.search(r"only in B: \d+ numbers, of\n  H2O, offline, perplexity, size=0.4", said), "A has no such size"
+    changes = moved(tmp_path / "one", tmp_path / "two")
+    assert set(changes) == {("H2O", "perplexity")}
+    change = changes["H2O", "perplexity"]
+    assert pd.isna(change["pairs"]) and change["stderr"] == pytest.approx(math.hypot(2, 2)), "other windows"
+    assert (change["num_contexts"], change["causes"]) == (3, ["settings"])
+    with (tmp_path / "moved.csv").open(newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["metric"] == "perplexity"]
+    assert sorted(row["settings"] for row in rows) == [f"size={size}, num_windows=3 -> 6" for size in (0.1, 0.2)]
+
+
+def test_a_default_has_its_value_and_what_is_uncertain_is_not_matched(tmp_path):
     metrics = {"passkey": {"acc": 0.5, "acc_stderr": 0.2, **SIZES}}
-    for name, seed in (("one", 3), ("two", 4)):
-        save(tmp_path / name, ["experiment=fig11", "method=h2o", f"seed={seed}"], metrics, **RAN)
-    found = comparing.compare(tmp_path / "one", tmp_path / "two")
-    assert sorted(found["_merge"]) == ["left_only"] * 4 + ["right_only"] * 4, "other settings are another number"
+    for name, seeds in (("one", (0,)), ("two", (4,)), ("several", (5, 6))):
+        for seed in seeds:
+            save(tmp_path / name, ["experiment=fig11", "method=h2o", f"seed={seed}"], metrics, **RAN)
+    one, two, several = (tmp_path / name for name in ("one", "two", "several"))
+    assert set(comparing.compare(one, two).settings) == {"seed=0 -> 4"}
+    with pytest.raises(UserError, match=r"^no run is in both: A has .*\(seed=4\); B has .*\(seed=[56]\), "):
+        comparing.compare(two, several)
+
+
+def test_results_without_a_common_run_are_refused_in_one_line(tmp_path, results, capsys):
+    save_task(tmp_path, "quest")
+    line = is_refused(comparing.main, [str(results), str(tmp_path)], capsys)
+    assert "no run is in both: A has fig11 of Full cache on smollm2-135m, " in line
+    assert line.endswith("...; B has fig11 of Quest on smollm2-135m\n")
 
 
 def test_speed_is_compared_by_ratio(results, other, capsys):

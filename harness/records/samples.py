@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.records import student
 from harness.records.inputs import CODE
 from harness.records.record import Record, current, read_all, without_paths
 from harness.settings.experiment import COMMON, find
@@ -18,8 +19,6 @@ from harness.settings.experiment import COMMON, find
 Sample = Mapping[str, Any]
 Pairs = Sequence[tuple[float, float]]
 
-TWO_SIDED_5, POWER_80 = 1.96, 0.84
-"""Quantiles of the normal distribution at 0.975 and 0.8."""
 RULE_OF_THREE = 3
 """An event that happened in none of n trials has a rate of at most 3 / n, with 95 % confidence (exp(-3) = 0.05)."""
 EXPONENTIAL = {
@@ -37,8 +36,9 @@ MAY_DIFFER = {*COMMON, *OF_METHODS, "tasks"} - {"kind", "model"}
 class Difference(NamedTuple):
     """A method's value minus the full cache's, or one run's minus another's, in the unit of the value.
 
-    stderr: None with a single window or context. detectable: smallest difference that would have been detected, if
-    known. num_pairs: questions or windows. gained, lost: questions that only the method, or only the full cache,
+    stderr: None with a single window or context. num_contexts: windows, prompts, or contexts of questions, whose errors
+    are independent. detectable: smallest difference that would have been detected, if known. num_pairs: questions,
+    windows or prompts. gained, lost: questions that only the method, or only the full cache,
     answers correctly; None unless every answer is right or wrong. mcnemar_p: McNemar's exact p-value of counts this
     unequal, if either direction is equally likely.
     """
@@ -47,6 +47,7 @@ class Difference(NamedTuple):
     stderr: float | None
     detectable: float | None
     num_pairs: int
+    num_contexts: int
     gained: int | None = None
     lost: int | None = None
     mcnemar_p: float | None = None
@@ -118,11 +119,11 @@ def paired(own: Measured, other: Measured, metric: str) -> Difference | None:
 def _of_means(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     differences = [one - other for one, other in pairs]
     values = [value for pair in pairs for value in pair]
-    stderr = clustered_stderr(differences, contexts)
-    detectable = _detectable(stderr)
+    stderr, num_contexts = clustered_stderr(differences, contexts), len({*contexts})
+    detectable = _detectable(stderr, num_contexts)
     if stderr == 0 and all(0 <= value <= 1 for value in values):
         detectable = RULE_OF_THREE / len(pairs)
-    found = Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs))
+    found = Difference(sum(differences) / len(pairs), stderr, detectable, len(pairs), num_contexts)
     if not all(value in (0, 1) for value in values):
         return found
     gained, lost = (sum(difference == sign for difference in differences) for sign in (1, -1))
@@ -134,12 +135,20 @@ def _of_exponentials(pairs: Pairs, contexts: Sequence[Any]) -> Difference:
     its change of the two means, times the slope of exp there."""
     slope, slope_other = (math.exp(sum(values) / len(pairs)) for values in zip(*pairs, strict=True))
     stderr = clustered_stderr([slope * one - slope_other * other for one, other in pairs], contexts)
-    return Difference(slope - slope_other, stderr, _detectable(stderr), len(pairs))
+    num_contexts = len({*contexts})
+    return Difference(slope - slope_other, stderr, _detectable(stderr, num_contexts), len(pairs), num_contexts)
 
 
-def _detectable(stderr: float | None) -> float | None:
+def _detectable(stderr: float | None, num_contexts: int) -> float | None:
     """Smallest difference that a test at 5 % detects four times in five."""
-    return (TWO_SIDED_5 + POWER_80) * stderr if stderr else None
+    return student.detectable(num_contexts) * stderr if stderr else None
+
+
+def num_contexts(samples: Sequence[Sample], metric: str) -> int | None:
+    """Windows, prompts, or contexts of questions whose numbers give `metric`; None if the samples do not hold it."""
+    name = EXPONENTIAL.get(metric, metric)
+    contexts = {sample.get("context", index) for index, sample in enumerate(samples) if sample.get(name) is not None}
+    return len(contexts) or None
 
 
 def is_full(record: Record) -> bool:
@@ -177,7 +186,7 @@ class Baselines:
             return None
         for candidates in (lambda: self._here, self._elsewhere):
             for full in sorted(candidates(), key=lambda full: full["experiment"] != record["experiment"]):
-                if _same_questions(record, full) and (found := paired(own, _measured(full, task, metric), metric)):
+                if same_questions(record, full) and (found := paired(own, _measured(full, task, metric), metric)):
                     return found
         return None
 
@@ -197,7 +206,7 @@ def _measured(record: Record, task: str, metric: str) -> Measured:
     return Measured(record["metrics"].get(task, {}).get(metric, math.nan), record["samples"].get(task, ()))
 
 
-def _same_questions(record: Record, full: Record) -> bool:
+def same_questions(record: Record, full: Record) -> bool:
     """Whether two runs were asked the same questions of the same model. Each may have read further tasks."""
     names = {"kind", "model", *find(record["kind"]).depends_on} - MAY_DIFFER
     own, other = (without_paths({name: each["config"].get(name) for name in names}) for each in (record, full))

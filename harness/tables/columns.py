@@ -67,6 +67,9 @@ COMPARED = (
 )
 """Difference to the full cache on the same questions or windows."""
 NUM_SAMPLES = Column("num_samples", "samples", 1, 0, "n = {:,.0f}")
+NUM_CONTEXTS = Column("num_contexts", "contexts", 1, 0)
+"""Windows, prompts, or contexts of questions, whose errors are independent: one more than the degrees of freedom of the
+standard errors."""
 NUM_FEWSHOT = Column("num_fewshot", "shots", 1, 0, "{:.0f}-shot")
 SEQ_LEN = Column("seq_len", "length (tokens)", 1, 0, "{:,.0f} tokens")
 SIZE = Column("size", "size (%)", 100, 1)
@@ -94,7 +97,7 @@ TOP1 = Column("top1_agreement", "top-1 agreement (%)", 100, 1)
 ACCURACY = (
     EXPERIMENT, MODEL, METHOD, LABEL, SETTINGS,
     Column("task"),
-    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_FEWSHOT, SEQ_LEN, SIZE,
+    METRIC, VALUE, STDERR, *COMPARED, NUM_SAMPLES, NUM_CONTEXTS, NUM_FEWSHOT, SEQ_LEN, SIZE,
     Column("size_artifact", "size as the artifact counts it (%)", 100, 1),
     DEVICE_FRAC, RESIDENT_FRAC, *OF_SOME_RUNS, REPEATS_STDERR, SOURCE, SHIPPED, RUN_ID,
 )  # fmt: skip
@@ -136,6 +139,7 @@ ASKED_SIZE = Column("asked_size", "asked size (%)", 100, 0)
 EXEMPT_LAYERS = Column("exempt_layers", "exempt layers", 1, 0)
 EXEMPT_CHOICE = Column("exempt_choice")
 NLL = Column("nll_difference", "NLL minus full cache (nats)", 1, 4)
+NUM_WINDOWS = Column("num_windows", "windows", 1, 0)
 BOARD_TASKS = (Column("kv_recall", "kv_recall (%)", 100, 1), Column("passkey", "passkey (%)", 100, 1))
 STEP = Column("step_s", "decode step (ms)", 1e3, 1)
 STEP_SOURCE = Column("step_source")
@@ -145,17 +149,18 @@ FRONT = Column("front", "not beaten in")
 def _with_parts(shown: Column, parts: Mapping[str, str]) -> Iterator[Column]:
     yield shown
     for name, words in parts.items():
-        yield Column(f"{shown.name}_{name}", f"{shown.words}, {words}", shown.factor, shown.digits)
+        of_part = NUM_CONTEXTS if name == NUM_CONTEXTS.name else shown
+        yield Column(f"{shown.name}_{name}", f"{shown.words}, {words}", of_part.factor, of_part.digits)
 
 
 OF_TASK = {
     "difference": "minus full cache", "stderr": "standard error of that",
-    "detectable": "smallest detectable difference", "size": "size",
+    "detectable": "smallest detectable difference", "size": "size", NUM_CONTEXTS.name: "contexts",
 }  # fmt: skip
 BOARD = (
     EXPERIMENT, MODEL, METHOD, Column("codec"), Column("family"), LABEL, SETTINGS,
     ASKED_SIZE, EXEMPT_LAYERS, EXEMPT_CHOICE, SIZE, DEVICE_FRAC, RESIDENT_FRAC,
-    *(column for shown in (KL, TOP1, NLL) for column in _with_parts(shown, {"stderr": "standard error"})),
+    *(column for shown in (KL, TOP1, NLL) for column in _with_parts(shown, {"stderr": "standard error"})), NUM_WINDOWS,
     *(column for task in BOARD_TASKS for column in _with_parts(task, OF_TASK)),
     PLATFORM, BATCH_SIZE, PROMPT_LEN,
     Column("compute_s", "compute (ms)", 1e3, 1),
@@ -170,8 +175,11 @@ TABLES: Mapping[str, Sequence[Column]] = {
     "accuracy": ACCURACY, "latency": LATENCY, "analysis": ANALYSIS, "board": BOARD,
 }  # fmt: skip
 """The shapes of table. The field `table` of a record names its own."""
-OPTIONAL = tuple(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR))
-"""Columns that a table may lack."""
+OPTIONAL = (
+    *(column.name for column in (*OF_SOME_RUNS, REPEATS_STDERR, NUM_CONTEXTS, NUM_WINDOWS)),
+    *(f"{task.name}_{NUM_CONTEXTS.name}" for task in BOARD_TASKS),
+)
+"""Columns that a table may lack; an older table lacks the numbers of contexts."""
 
 METRICS = {
     metric.name: metric

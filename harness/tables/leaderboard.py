@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import yaml
 from harness.errors import UserError
 from harness.places import COMMAND, CONF_DIR, table_to_read
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
-from harness.records.samples import Baselines, nll_difference
+from harness.records.samples import Baselines, nll_difference, num_contexts
+from harness.records.student import ONE_SIGMA, critical_value
 from harness.settings.experiment import OF_CODECS
 from harness.settings.schema import options
 from harness.tables.columns import (
@@ -30,6 +31,8 @@ from harness.tables.columns import (
     BOARD_TASKS,
     KL,
     NLL,
+    NUM_CONTEXTS,
+    NUM_WINDOWS,
     SIZE,
     STEP,
     TOP1,
@@ -59,8 +62,6 @@ BEST, PAPERS, BOTH = "best", "paper's", "both"
 """What `exempt_choice` says; empty for another number."""
 EQUAL = 0.01
 """Sizes that differ by at most this count as equal, as when a method is sized."""
-CERTAIN = 2
-"""Standard errors by which a method must be outside the references to be marked."""
 TASKS = {column.name for column in BOARD_TASKS}
 HIGHER = {TOP1.name, *TASKS}
 """Columns in which more is better."""
@@ -175,19 +176,27 @@ def fronts(rows: Sequence[TableRow]) -> list[str]:
 
 
 def _beats(one: TableRow, other: TableRow, cost: str) -> bool:
-    """Whether `one` is better in cost or KL and not worse in the other, beyond the tolerance: one standard error of the
-    difference in KL, and `SAME_SIZE` or `SAME_STEP`."""
+    """Whether `one` is better in cost or KL and not worse in the other, beyond the tolerance: `SAME_SIZE` or
+    `SAME_STEP` of cost, and of KL half the width of the interval with the confidence of one standard error (68 %)."""
     if one["model"] != other["model"]:
         return False
     cheaper = other[cost] - one[cost]
     closer = other[KL.name] - one[KL.name]
     same_cost = SAME_SIZE if cost == SIZE.name else SAME_STEP * other[cost]
-    same_kl = math.hypot(*(row.get(f"{KL.name}_stderr") or 0 for row in (one, other)))
+    stderr = math.hypot(*(row.get(f"{KL.name}_stderr") or 0 for row in (one, other)))
+    # Of a single window no error is known: the numbers decide.
+    same_kl = critical_value(_fewest((one, other), NUM_WINDOWS.name), ONE_SIGMA) * stderr if stderr else 0.0
     return cheaper >= -same_cost and closer >= -same_kl and (cheaper > same_cost or closer > same_kl)
 
 
+def _fewest(rows: Iterable[TableRow], column: str) -> float | None:
+    """The least number of windows or contexts of `rows`; None if no row says."""
+    return min((row[column] for row in rows if row.get(column) is not None), default=None)
+
+
 def _outside(row: TableRow, rows: Sequence[TableRow]) -> Iterator[str]:
-    """In words, each score beyond a reference of `rows` at the same size by more than two standard errors."""
+    """In words, each score beyond a reference of `rows` at the same size whose difference has a 95 % interval without
+    zero."""
     for column, (side, method) in itertools.product((KL, TOP1, *BOARD_TASKS), REFERENCES.items()):
         for reference in rows:
             pair = (row, reference)
@@ -202,7 +211,8 @@ def _outside(row: TableRow, rows: Sequence[TableRow]) -> Iterator[str]:
                 continue
             lead = (row[column.name] - reference[column.name]) * (1 if column.name in HIGHER else -1)
             error = math.hypot(*errors)
-            if (lead if side == "upper" else -lead) > CERTAIN * error:
+            count = f"{column.name}_{NUM_CONTEXTS.name}" if column in BOARD_TASKS else NUM_WINDOWS.name
+            if (lead if side == "upper" else -lead) > critical_value(_fewest(pair, count)) * error:
                 gap = column._replace(heading="").show(abs(lead), error)
                 yield f"{column.words} {'better' if lead > 0 else 'worse'} than {reference['label']} by {gap}"
 
@@ -305,15 +315,18 @@ def _text(record: Record, entries: Mapping[str, Any]) -> TableRow:
         *(f"{each.name}{end}" for each in (KL, TOP1) for end in ("", "_stderr")),
     )
     nll = nll_difference(record["samples"]["windows"])
-    return {name: entries.get(name) for name in shown} | {NLL.name: nll.value, f"{NLL.name}_stderr": nll.stderr}
+    differences = {NLL.name: nll.value, f"{NLL.name}_stderr": nll.stderr, NUM_WINDOWS.name: nll.num_contexts}
+    return {name: entries.get(name) for name in shown} | differences
 
 
 def _task(record: Record, name: str, entries: Mapping[str, Any], full: Baselines) -> TableRow:
     """A task's cells. The standard error is that of the difference to the full cache, or else that of the value."""
     cells: TableRow = {"stderr": entries.get("acc_stderr"), "size": entries["size"]}
+    cells[NUM_CONTEXTS.name] = num_contexts(record["samples"].get(name, ()), "acc")
     found = full.difference(record, name, "acc")
     if found is not None:
         cells |= {"difference": found.value, "stderr": found.stderr, "detectable": found.detectable}
+        cells[NUM_CONTEXTS.name] = found.num_contexts
     return {name: entries["acc"]} | {f"{name}_{cell}": value for cell, value in cells.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 from harness.errors import printable, shortened
-from harness.records.samples import TWO_SIDED_5
+from harness.records.student import critical_value
 from harness.tables.columns import (
     ASKED_SIZE,
     BOARD_TASKS,
@@ -26,6 +26,7 @@ from harness.tables.columns import (
     LAYER,
     METRICS,
     MISSING,
+    NUM_CONTEXTS,
     NUM_FEWSHOT,
     NUM_SAMPLES,
     OF_SOME_RUNS,
@@ -76,8 +77,8 @@ OWN = "*"
 OTHER_SIZE, OUTSIDE_MARK, MODELLED = "§", "†", "‡"
 DIFFERENCE_NOTE = (
     "The difference to the full cache on the same questions or windows is in brackets, ± its standard error. "
-    "*No difference ≥ x* means that its 95 % interval contains zero, and that a difference of x would have been "
-    "detected four times in five. "
+    "*No difference ≥ x* means that its 95 % interval (Student's t) contains zero, and that a difference of x would "
+    "have been detected four times in five. "
 )
 SIZE_NOTE = (
     "Size is the share of the full cache that a decode step reads, and that crosses the link if the cache is offloaded."
@@ -243,8 +244,12 @@ def _heading(row: TableRow) -> str:
 
 
 def _pairs(row: TableRow) -> list[str]:
+    return pairs_of_settings(row.get("settings"))
+
+
+def pairs_of_settings(settings: str | None) -> list[str]:
     """The settings of a row, `a=[1, 2], b=3`, as its parts."""
-    return [pair for pair in re.split(r", (?=[\w.]+=)", row.get("settings") or "") if pair]
+    return [pair for pair in re.split(r", (?=[\w.]+=)", settings or "") if pair]
 
 
 def _shared_settings(rows: Sequence[TableRow]) -> list[str]:
@@ -277,19 +282,25 @@ def _add_conditions(headings: dict[tuple[str, str], str], columns: Mapping[tuple
 def _value(row: TableRow) -> str:
     difference = row.get("difference")
     stderr = row["stderr"] if difference is None else row.get("difference_stderr")
-    return show_difference(quantity(row["metric"]), row["value"], stderr, difference, row.get("detectable"))
+    contexts = row.get(NUM_CONTEXTS.name)
+    return show_difference(quantity(row["metric"]), row["value"], stderr, difference, row.get("detectable"), contexts)
 
 
 def show_difference(
-    column: Column, value: float | None, stderr: float | None, difference: float | None, detectable: float | None
+    column: Column,
+    value: float | None,
+    stderr: float | None,
+    difference: float | None,
+    detectable: float | None,
+    num_contexts: float | None = None,
 ) -> str:
     """`value` and its difference to the full cache: "37.5 (-50.0 ± 6.1)" or "62.5 (no difference ≥ 8.2)".
 
-    stderr: of the difference, or of the value if there is no difference.
+    stderr: of the difference, or of the value if there is no difference. num_contexts: as of `critical_value`.
     """
     if difference is None:
         return column.show(value, stderr)
-    if stderr is not None and detectable is not None and abs(difference) <= TWO_SIDED_5 * stderr:
+    if stderr is not None and detectable is not None and abs(difference) <= critical_value(num_contexts) * stderr:
         return f"{column.show(value)} (no difference ≥ {column.show(detectable)})"
     return f"{column.show(value)} ({'+' * (difference > 0)}{column.show(difference, stderr)})"
 
@@ -366,8 +377,10 @@ def _board_sheet(title: str, rows: Sequence[TableRow]) -> Sheet:
     ]
     lines = [[label, *(_board_cell(each, row) for each in shown)] for label, row in zip(labels, rows, strict=True)]
     legend = {
-        OUTSIDE_MARK: "Better than {upper} or worse than {lower}, the reference methods, by more than two standard "
-        "errors in some column; the CSV says which, in the column outside.".format(**REFERENCES),
+        OUTSIDE_MARK: "Better than {upper} or worse than {lower}, the reference methods, in some column, so that the "
+        "95 % interval of the difference is without zero; the CSV says which, in the column outside.".format(
+            **REFERENCES
+        ),
         OTHER_SIZE: "The method cannot have this size. It runs at the nearest one and is compared with no other.",
         MODELLED: "Modelled from the compute and the bytes of a step that was timed at another size.",
     }  # fmt: skip
@@ -386,7 +399,7 @@ def _board_cell(column: Column, row: TableRow) -> str:
         sizes = [size_of(row, each) for each in (KL, *BOARD_TASKS)]
         return _range(SIZE, [None if math.isnan(size) else size for size in sizes])
     if column in BOARD_TASKS:
-        parts = (row.get(f"{column.name}_{part}") for part in ("difference", "detectable"))
+        parts = (row.get(f"{column.name}_{part}") for part in ("difference", "detectable", NUM_CONTEXTS.name))
         return show_difference(column, value, stderr, *parts)
     if column == EXEMPT_LAYERS:
         return MISSING if value is None else f"{column.show(value)}, {row['exempt_choice']}"

@@ -25,7 +25,15 @@ from harness.errors import exit_code
 from harness.files import holding, write_atomic
 from harness.places import table_to_read
 from harness.records.record import BAD_VALUE_ERRORS, Record, current, read_records
-from harness.records.samples import Baselines, Difference, clustered_stderr, full_runs, of_windows
+from harness.records.samples import (
+    Baselines,
+    Difference,
+    Sample,
+    clustered_stderr,
+    full_runs,
+    num_contexts,
+    of_windows,
+)
 from harness.settings.experiment import find, foreign_settings
 from harness.settings.schema import kind_of
 from harness.tables import leaderboard
@@ -243,7 +251,8 @@ def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
     for name, entries in record["metrics"].items():
         context = _context(record, name, entries)
         for values in _values(entries):
-            yield context | values | _compared(full.difference(record, name, values["metric"]))
+            of_value = {"num_contexts": num_contexts(_samples(record, name), values["metric"])}
+            yield context | values | of_value | _compared(full.difference(record, name, values["metric"]))
         for row in depth_rows(context["task"], record["samples"].get(name, ())):
             yield context | row
     if record["chunks"]:
@@ -252,6 +261,7 @@ def _accuracy_rows(record: Record, full: Baselines) -> Iterator[TableRow]:
         for chunk in record["chunks"]:
             task = {"task": f"{context['task']}[{chunk['first']}:{chunk['stop']}]"}
             for values in _values(chunk["metrics"]):
+                values["num_contexts"] = context["num_samples"]
                 windows = chunk.get("windows", ()) if values["metric"] == "perplexity" else ()
                 yield context | task | values | _compared(of_windows(record, windows))
 
@@ -279,15 +289,23 @@ def depth_rows(task: str, samples: Sequence[Mapping[str, Any]]) -> Iterator[Tabl
             "value": sum(values) / len(values),
             "stderr": clustered_stderr(values, range(len(values))),
             "num_samples": len(values),
+            "num_contexts": len(values),
         }
 
 
 def _compared(difference: Difference | None) -> TableRow:
-    """The cells of `columns.COMPARED`."""
+    """The cells of `columns.COMPARED`, and the contexts that the difference was measured on."""
     if difference is None:
         return {}
     cells = {"difference": difference.value, "difference_stderr": difference.stderr}
-    return cells | {name: getattr(difference, name) for name in ("detectable", "gained", "lost", "mcnemar_p")}
+    others = ("detectable", "gained", "lost", "mcnemar_p", "num_contexts")
+    return cells | {name: getattr(difference, name) for name in others}
+
+
+def _samples(record: Record, name: str) -> Sequence[Sample]:
+    """The questions of a task, or the windows or prompts of a text; [] if the run keeps none."""
+    samples = record["samples"]
+    return next((samples[key] for key in (name, "windows", "prompts") if key in samples), [])
 
 
 def _context(record: Record, name: str, entries: Mapping[str, Any]) -> TableRow:
